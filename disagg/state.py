@@ -53,10 +53,13 @@ class GroupState:
     @property
     def num_pages(self) -> int:
         """Pages that were sealed: those of all runs, and those dropped."""
-        return self.dropped + sum(len(run.pages) for run in self.runs)
+        last = self.runs[-1] if self.runs else None
+        return last.first // last.layout.tokens + len(last.pages) if last else self.dropped
 
     def drop(self, pages: int) -> list[int]:
         """Keep the first `pages` of all that were sealed no longer; the records to release."""
+        if pages <= self.dropped:
+            return []
         segments = {run.segment: None for run in self.runs}
         freed: list[int] = []
         while self.dropped < pages:

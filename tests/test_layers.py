@@ -49,11 +49,11 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4060,
     "cli": 2030,
-    "codecs": 2929,
+    "codecs": 2926,
     "engine": 1946,
     "eval": 575,
-    "files": 2072,  # disagg/*.py
-    "kernels": 6264,
+    "files": 2075,  # disagg/*.py
+    "kernels": 6265,
     "model": 1945,
     "report": 160,
     "server": 2102,
@@ -63,7 +63,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21322  # of all these rooms together
+PACKAGE_BUDGET = 21325  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

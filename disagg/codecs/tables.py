@@ -102,7 +102,7 @@ def plan_step(
 
     The plan is for a device, and still on the host: see `upload`.
     """
-    assert all(growth.m == block_size(group, growth.n, growth.m) for growth in growths)
+    assert all(x.m == 1 or x.m == block_size(group, x.n, x.m) for x in growths)
     longest = max(growth.m for growth in growths)
     pages, slots = append_tokens(group, growths, fresh)
     seals = seal_tails(group, growths, fresh)
@@ -184,10 +184,12 @@ class _Seen:
                 return []
             segment = None if shared is None else 0
             runs = [[Run(layout, segment, 0, array("i", [0]))] for _ in runs]
-        pages = _rectangle([[run.pages for run in row] for row in runs])
-        segments, owner = _segments(runs, pages.shape[1])
+        widths = [sum(len(run.pages) for run in row) for row in runs]
+        ids = b"".join(run.pages for row in runs for run in row)
+        pages = _rectangle(widths, np.frombuffer(ids, dtype=np.int32))
+        segments, owner = _segments(runs, widths)
         first = np.array([row[0].first if row else 0 for row in runs])[:, None]
-        count = np.array([sum(len(run.pages) for run in row) for row in runs])[:, None]
+        count = np.array(widths)[:, None]
         n, m = np.array([(g.n, g.m) for g in self.growths]).T[:, :, None]
         positions = n + np.minimum(np.arange(self.longest), m - 1)
         end, seen, sink = first + count * layout.tokens, positions + 1, self.group.sink
@@ -201,11 +203,10 @@ class _Seen:
         if nobody:
             end = np.zeros_like(positions)
         lo, hi = np.broadcast_arrays(np.maximum(start - first, 0), np.maximum(end - first, 0))
-        ids, *rest = (None if x is None else _numbers(x) for x in (pages, segments, owner))
-        assert ids is not None
+        rest = (None if x is None else _numbers(x) for x in (segments, owner))
         head_dim = self.group.head_dim
         fmt = exact_format(layout) if is_raw else self.codec.format_of(layout, shared, head_dim)
-        return [PageTable(ids, _numbers(lo), _numbers(hi), fmt, *rest, layout=layout)]
+        return [PageTable(_numbers(pages), _numbers(lo), _numbers(hi), fmt, *rest, layout=layout)]
 
 
 def plan_units(
@@ -286,37 +287,33 @@ def _tail_run(group: LayerGroup, state: GroupState) -> Run:
     return Run(group.raw, None, state.num_pages * group.page.tokens, array("i", state.tail))
 
 
-def _segments(runs: list[list[Run]], width: int) -> tuple[Ints | None, Ints | None]:
-    """The segments of each sequence, in order, and the index of each page's: [B, S], [B, P]."""
-    owner = np.zeros((len(runs), width), dtype=np.int32)
-    found: list[list[array[int]]] = []
-    for row, own in zip(runs, owner, strict=True):
+def _segments(runs: list[list[Run]], widths: list[int]) -> tuple[Ints | None, Ints | None]:
+    """The segments of each sequence, in order, and the index of each page's: [B, S], [B, P].
+
+    widths: pages of each
+    """
+    ids, counts, marks = list[int](), list[int](), list[int]()
+    for row in runs:
         indices: dict[int, int] = {}
-        at = 0
         for run in row:
-            if run.segment is not None:
-                own[at : at + len(run.pages)] = indices.setdefault(run.segment, len(indices))
-            at += len(run.pages)
-        found.append([array("i", indices)])
-    if not any(ids for (ids,) in found):
+            mark = 0 if run.segment is None else indices.setdefault(run.segment, len(indices))
+            marks.append(mark)
+        ids += indices
+        counts.append(len(indices))
+    if not ids:
         return None, None
-    return _rectangle(found), owner
+    owner = np.repeat(marks, [len(run.pages) for row in runs for run in row])
+    return _rectangle(counts, np.array(ids)), _rectangle(widths, owner)
 
 
-def _rectangle(rows: list[list["array[int]"]]) -> Ints:
-    """Parts joined to rows of equal length, padded with the first number of the row, or of some
-    other row: what is there can be read."""
-    widths = [sum(map(len, row)) for row in rows]
-    other = next(part[0] for row in rows for part in row if part)
-    filled = np.full((len(rows), max(widths)), other, dtype=np.int32)
-    for into, row, width in zip(filled, rows, widths, strict=True):
-        at = 0
-        for part in row:
-            into[at : at + len(part)] = np.frombuffer(part, dtype=np.int32)
-            at += len(part)
-        if width:
-            into[width:] = into[0]
-    return filled
+def _rectangle(widths: Sequence[int], numbers: Ints) -> Ints:
+    """Numbers in as many rows as there are widths, padded with the first number of the row, or of
+    some other row: what is there can be read."""
+    ends = np.array(widths)[:, None]
+    inside = np.arange(ends.max()) < ends
+    filled = np.full(inside.shape, numbers[0], dtype=np.int32)
+    filled[inside] = numbers
+    return np.where(inside, filled, filled[:, :1])
 
 
 def _numbers(values: object) -> Tensor:

@@ -116,7 +116,7 @@ class Scheduler:
             groups, n = sequence.plan.groups, sequence.n
             seals = sequence is self.sole and any(x.sealed(n + 1) > x.sealed(n) for x in groups)
             wanted = 1 if seals else min(sequence.length - n, 1 + spare)
-            count = min(block_size(group, n, wanted) for group in groups)
+            count = min(block_size(x, n, wanted) for x in groups) if wanted > 1 else 1
             shares.append(Share(sequence, count))
             spare -= count - 1
         return shares

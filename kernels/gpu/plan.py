@@ -207,10 +207,8 @@ class Span:
         ids = np.zeros_like(batch)
         owner, segments = self.owner, self.segments
         if owner is not None and segments is not None:
-            spans = [_runs(owner[b], first[b], end[b]) for b in batch]
-            batch = np.repeat(batch, [len(starts) for starts, _ in spans])
-            first, end = (np.concatenate(x) for x in zip(*spans, strict=True))
-            ids = segments[batch, owner[batch, np.minimum(first, owner.shape[1] - 1)]]
+            batch, first, end = _runs(owner, first, end)
+            ids = segments[batch, owner[batch, first]]
         tiles = np.maximum(end - first, 0)
         longest = max(-(-int(tiles.sum()) // programs), MIN_TILES)
         count = -(-tiles // longest)
@@ -260,11 +258,14 @@ def count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _runs(owner: Ints, first: int, end: int) -> tuple[Ints, Ints]:
-    """First and end page of the runs of equal owners from page `first` to page `end`."""
-    changes = np.flatnonzero(np.diff(owner[first:end])) + first + 1
-    starts = np.concatenate([[first], changes])
-    return starts, np.concatenate([changes, [end]])
+def _runs(owner: Ints, first: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Row, first and end page of runs of equal owners, from page first[b] to end[b] of row b."""
+    page = np.arange(owner.shape[1])
+    begins = np.diff(owner, prepend=-1) != 0
+    begins = (begins | (page == first[:, None])) & (page >= first[:, None]) & (page < end[:, None])
+    batch, starts = np.nonzero(begins)
+    follows = np.append(batch[1:] == batch[:-1], False)  # another one in the same row
+    return batch, starts, np.where(follows, np.append(starts[1:], 0), end[batch])
 
 
 def _stages(nbytes: int, nvidia: bool) -> int:
