@@ -49,7 +49,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4060,
     "cli": 2030,
-    "codecs": 2926,
+    "codecs": 2937,
     "engine": 1946,
     "eval": 575,
     "files": 2075,  # disagg/*.py

@@ -1,8 +1,9 @@
 """Does what serves a codec on this machine compute what the reference says?
 
-A prompt of a few pages is encoded, decoding seals one more, and one query attends to all of it:
-by what serves here, beside the torch reference on a CPU. On a GPU this compiles what the codec
-needs. `disagg doctor` shows all of it; a worker on a GPU asks before it takes requests.
+A prompt of a few pages is encoded, decoding seals one more, and one query attends to all of it,
+then those of the last tokens do: by what serves here, beside the torch reference on a CPU. On a GPU
+this compiles what the codec needs. `disagg doctor` shows all of it; a worker on a GPU asks before
+it takes requests.
 """
 
 import time
@@ -26,6 +27,7 @@ from disagg.plan import LayerGroup, Plan
 
 LAYER = 2  # of the model: some codecs treat the first two as others
 QUERIES = 32
+REPLAYED = 5  # tokens that are fed at once where a sequence starts again
 CPU = torch.device("cpu")
 # relative, on a GPU: sums in another order tip a few roundings of codes; q and p have 16 bits
 GPU_BYTES, GPU_ATTEND = 1e-2, 2e-3
@@ -35,7 +37,8 @@ GPU_BYTES, GPU_ATTEND = 1e-2, 2e-3
 class Finding:
     """One kernel of one codec.
 
-    kernel:   "encode" (a prompt), "append" (until a page is sealed) or "attend" (one query)
+    kernel:   "encode" (a prompt), "append" (until a page is sealed), "attend" (one query) or
+              "replay" (several)
     error:    relative; of K and V that the bytes stand for, or of attention; bound: of it
     first_ms: of the first call, which compiles; ms: of the next
     failure:  why there are no figures
@@ -58,12 +61,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came out, on the CPU, in fp64; exact: attention on what the pages stand for."""
+    """What came out, on the CPU, in fp64.
+
+    o, exact: of one query and of several; exact: attention on what the pages stand for
+    """
 
     encoded: Tensor
     appended: Tensor
-    o: Tensor
-    exact: Tensor
+    o: list[Tensor]
+    exact: list[Tensor]
     formats: list[Format]
     ms: list[float]
 
@@ -113,10 +119,12 @@ def examine(
     like, on_gpu = torch.empty(0, device=device), device.type == "cuda"
     of_bytes = GPU_BYTES if on_gpu else 0.0
     of_attend = max(codec.attend_error, GPU_ATTEND if on_gpu else 0.0)
+    by = attends_by(found.formats, like)
     rows = [
         ("encode", encodes_by(found.formats[0], like), found.encoded, wanted.encoded, of_bytes),
         ("append", appends_by(device), found.appended, wanted.appended, of_bytes),
-        ("attend", attends_by(found.formats, like), found.o, found.exact, of_attend),
+        ("attend", by, found.o[0], found.exact[0], of_attend),
+        ("replay", by, found.o[1], found.exact[1], of_attend),
     ]
     return [
         Finding(codec.spec, name, backend, _error(x, y), bound, first_ms, ms)
@@ -149,9 +157,10 @@ def _run(codec: Codec, given: Sequence[Tensor], device: torch.device) -> _Outcom
     cache: CompressedKV = timed(CompressedKV.from_prompt, codec, k, v, LAYER, queries)
     encoded = _stands_for(cache)
     timed(cache.append, new_k, new_v)
-    appended, q = _stands_for(cache), queries[:, -1].float()
-    o = timed(cache.attend, q).cpu().double()
-    exact = _exact(q.cpu().double(), appended, cache.present().cpu())
+    appended, present = _stands_for(cache), cache.present().cpu()
+    last = [queries[:, -count:].float() for count in (1, REPLAYED)]
+    o = [timed(cache.attend, q).cpu().double() for q in last]
+    exact = [_exact(q.cpu().double(), appended, present) for q in last]
     return _Outcome(encoded, appended, o, exact, cache.formats(), ms)
 
 
@@ -161,11 +170,13 @@ def _stands_for(cache: CompressedKV) -> Tensor:
 
 
 def _exact(q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
-    """Attention of q [Hq, D] over K and V [2, H, n, D], of the tokens that are present [H, n]."""
-    scores = torch.einsum("hgd,hnd->hgn", q.unflatten(0, (kv.shape[1], -1)), kv[0])
-    scores = scores * q.shape[1] ** -0.5
-    p = scores.masked_fill(~present.unsqueeze(1), -torch.inf).softmax(-1)
-    return torch.einsum("hgn,hnd->hgd", p, kv[1]).flatten(0, 1)
+    """Attention of q [Hq, W, D], of the last W tokens, over K and V [2, H, n, D] of those tokens
+    that are present [H, n]."""
+    (width, dim), (heads, n) = q.shape[1:], present.shape
+    seen = present[:, None, None] & torch.ones(width, n, dtype=torch.bool).tril(n - width)
+    scores = torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hgwn,hnd->hgwd", p, kv[1]).flatten(0, 1)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

@@ -15,7 +15,7 @@ KIVI = "kivi:bits=2,group=64,residual=16"
 def test_sound_kernels_are_told_by_codec_and_backend(disagg):
     found = json.loads(disagg(DOCTOR, KIVI, "raw", "--json").out)
     assert (found["device"], found["name"], found["sound"]) == ("cpu", library.backend(), True)
-    assert [row["kernel"] for row in found["rows"]] == 2 * ["encode", "append", "attend"]
+    assert [row["kernel"] for row in found["rows"]] == 2 * ["encode", "append", "attend", "replay"]
     assert {row["codec"] for row in found["rows"]} == {KIVI, "raw:dtype=model"}
 
 
@@ -24,8 +24,8 @@ def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
     true = room.examine
 
     def examine(*given):
-        *others, attend = true(*given)
-        return [*others, replace(attend, error=1.0)]
+        *others, last = true(*given)
+        return [*others, replace(last, error=1.0)]
 
     monkeypatch.setattr(room, "examine", examine)
     out = disagg(DOCTOR, KIVI, *form, code=1).out
