@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from math import inf
 from operator import index
 from typing import TYPE_CHECKING, Protocol
@@ -248,7 +249,7 @@ class Sequence:
     def rid(self) -> str:
         return self.request.rid
 
-    @property
+    @cached_property
     def prompt_len(self) -> int:
         return len(self.request.tokens)
 

@@ -45,9 +45,8 @@ def take_stash(shares: Sequence[Share], allocator: Allocator) -> Stash:
     """
     stash, buckets = Stash(), _buckets(shares)
     for group, growths in buckets:
-        for growth in growths:
-            unseen = group.dropped(growth.n) // group.page.tokens
-            allocator.release(growth.state.drop(unseen))
+        unseen = [x.state.drop(group.dropped(x.n) // group.page.tokens) for x in growths]
+        allocator.release([page for pages in unseen for page in pages])
     try:
         for group, growths in buckets:
             fresh = take_records(group, growths, allocator)
