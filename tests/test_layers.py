@@ -56,14 +56,14 @@ BUDGETS = {
     "kernels": 6265,
     "model": 1945,
     "report": 160,
-    "server": 2102,
+    "server": 2106,
     "transfer": 3317,
     "workers": 3115,
-    "tests": 24136,
+    "tests": 24150,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21325  # of all these rooms together
+PACKAGE_BUDGET = 21329  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

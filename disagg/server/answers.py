@@ -33,13 +33,15 @@ class CompletionAnswer:
         return self.chunk(index, piece)
 
     def _logprobs(self, index: int, scores: Sequence[Score]) -> dict[str, list]:
-        """Lists side by side, one element for each token."""
-        tokens, offsets = [self._tokenizer.spell(token) for token, _ in scores], []
-        for text in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+        """Lists side by side, one element for each token. Where a token begins within a character,
+        its place is that of the character."""
+        offsets = []
+        for token, _ in scores:
+            begins = [byte & 0xC0 != 0x80 for byte in self._tokenizer.bytes_of(token)]
+            offsets.append(max(0, self._offsets[index] - (begins[:1] == [False])))
+            self._offsets[index] += sum(begins)
         return {
-            "tokens": tokens,
+            "tokens": [self._tokenizer.spell(token) for token, _ in scores],
             "token_logprobs": [said and said[0] for _, said in scores],
             "top_logprobs": [said and self._top(token, *said) for token, said in scores],
             "text_offset": offsets,

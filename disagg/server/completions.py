@@ -173,7 +173,8 @@ class Completions:
                     if output.token is not None:
                         if len(times) == 2:
                             self.counts.began(len(prompt.tokens), output.waited_s)
-                        self.counts.said()
+                        if piece.num_tokens:
+                            self.counts.said()
                     if piece.finish_reason is not None:
                         piece = replace(piece, kv=piece.kv or await _figures(outputs))
                         own = codec != self.served.codec
@@ -284,7 +285,8 @@ def _shown(
     if not isinstance(request, CompletionRequest) or not request.echo:
         return piece
     if request.max_tokens == 0:
-        piece = replace(piece, text="", num_tokens=0, scores=())
+        ends = piece.finish_reason and "length"  # whatever the token is that nobody sees
+        piece = replace(piece, text="", num_tokens=0, scores=(), finish_reason=ends)
     if output.token is None or piece.num_tokens > 1:
         return piece
     told: list[Any] = [None, *output.logprobs][:-1]

@@ -105,6 +105,12 @@ def test_echo_tells_the_log_probabilities_of_the_prompt(text, max_tokens, client
     assert told.text_offset[: len(tokens)] == list(range(len(tokens)))  # a token is a byte
 
 
+def test_offsets_are_places_in_the_text_where_characters_are_several_tokens(client):
+    asked = GREEDY | {"prompt": "a😀 b", "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = client.completions.create(**asked).choices
+    assert choice.logprobs.text_offset == [0, 1, 1, 1, 1, 2, 3]  # a token is a byte
+
+
 def test_a_streamed_answer_is_the_whole_one(client):
     asked = GREEDY | {"prompt": TEXT, "max_tokens": 9, "logprobs": 1, "n": 2, "echo": True}
     whole = client.completions.create(**asked)

@@ -68,6 +68,14 @@ def test_every_answer_is_counted_streamed_or_not(stream, app, router):
     assert not any(name.startswith("disagg_request_failures_total") for name in found)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_a_prompt_is_scored_with_neither_ends_it_nor_counts(stream, app):
+    answer = post(app, echo=True, max_tokens=0, stop="a", stream=stream)
+    assert '"finish_reason": "length"' in answer.text or '"finish_reason":"length"' in answer.text
+    found = assert_counted(app, {"vllm:request_success_total{finished_reason=length}": 1})
+    assert found.get("vllm:generation_tokens_total", 0) == 0
+
+
 @pytest.mark.parametrize(("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))])
 def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums, router):
     counts = Counts("tiny")
