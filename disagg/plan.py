@@ -122,11 +122,13 @@ class LayerGroup:
     def dropped(self, n: int) -> int:
         """Leading tokens in pages that no query behind n tokens sees: neither kept nor sent.
 
-        Of what becomes final together all or nothing; nothing where pages say their positions.
+        Of what becomes final together all or nothing; nothing where pages say their positions. One
+        segment stays, which the next page joins.
         """
         if self.window is None or self.kept_limit or self.final_at is FinalAt.PROMPT:
             return 0
-        return min(self.sealed(n), max(0, n + 1 - self.window)) // self.step * self.step
+        most = self.sealed(n) - (self.segment is not None)
+        return max(0, min(most, n + 1 - self.window)) // self.step * self.step
 
     @property
     def reach(self) -> int | None:

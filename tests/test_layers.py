@@ -52,18 +52,18 @@ BUDGETS = {
     "codecs": 2937,
     "engine": 1946,
     "eval": 575,
-    "files": 2075,  # disagg/*.py
+    "files": 2077,  # disagg/*.py
     "kernels": 6265,
     "model": 1945,
     "report": 160,
     "server": 2106,
     "transfer": 3317,
     "workers": 3115,
-    "tests": 24150,
+    "tests": 24163,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21329  # of all these rooms together
+PACKAGE_BUDGET = 21331  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
