@@ -47,7 +47,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4060,
+    "bench": 4068,
     "cli": 2030,
     "codecs": 2937,
     "engine": 1946,
@@ -63,7 +63,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21331  # of all these rooms together
+PACKAGE_BUDGET = 21339  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
