@@ -27,7 +27,7 @@ from disagg.plan import LayerGroup, Plan
 
 LAYER = 2  # of the model: some codecs treat the first two as others
 QUERIES = 32
-REPLAYED = 5  # tokens that are fed at once where a sequence starts again
+AT_ONCE = 5  # queries of one sequence, as where it starts again
 CPU = torch.device("cpu")
 # relative, on a GPU: sums in another order tip a few roundings of codes; q and p have 16 bits
 GPU_BYTES, GPU_ATTEND = 1e-2, 2e-3
@@ -158,7 +158,7 @@ def _run(codec: Codec, given: Sequence[Tensor], device: torch.device) -> _Outcom
     encoded = _stands_for(cache)
     timed(cache.append, new_k, new_v)
     appended, present = _stands_for(cache), cache.present().cpu()
-    last = [queries[:, -count:].float() for count in (1, REPLAYED)]
+    last = [queries[:, -count:].float() for count in (1, AT_ONCE)]
     o = [timed(cache.attend, q).cpu().double() for q in last]
     exact = [_exact(q.cpu().double(), appended, present) for q in last]
     return _Outcome(encoded, appended, o, exact, cache.formats(), ms)

@@ -11,6 +11,8 @@ from torch import Tensor
 from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.layer import StepLayers
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.codecs.registry import get_codec
+from disagg.codecs.seals import Growth, append_tokens, seal_tails, take_records
 from disagg.config import EngineConfig
 from disagg.engine.messages import Move, Prefill
 from disagg.engine.prefixes import MODEL
@@ -20,12 +22,14 @@ from disagg.model.cache import Workspace
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.plan import LayerGroup, Plan
+from disagg.state import GroupState
 from disagg.transfer.records import Checklist, content_keys
 from tests.engine.margins import assert_same
 from tests.engine.serving import Nowhere, make_engine, request, run_until_idle, serve
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
 from tests.synthetic import exact_attention, relative_error
+from tests.transfer.prompts import make_pool
 
 WINDOW, PROMPT, ANSWER = 320, 1472, 40  # whole pages: a window is less than one page longer
 KIVI = "kivi:bits=4,residual=64"
@@ -83,6 +87,21 @@ def test_dropping_what_no_query_sees_changes_no_answer(path, codec, monkeypatch)
     dropping = serve(make_engine(runner, max_batch_tokens=256), prompts, codec, ANSWER)
     monkeypatch.setattr(LayerGroup, "dropped", lambda self, n: 0)
     assert dropping == serve(make_engine(runner, max_batch_tokens=256), prompts, codec, ANSWER)
+
+
+def test_pages_sealed_behind_a_window_join_the_segment_that_the_first_one_began():
+    group = get_codec("banded", 64).layer_group((2,), 2, 64, "float16", 128)
+    pool, state, begun = make_pool(1 << 20), GroupState(), 0
+    for n in range(1500):
+        pool.release(state.drop(group.dropped(n) // group.page.tokens))
+        growths = [Growth(state, n, 1, 0)]
+        fresh = take_records(group, growths, pool)
+        append_tokens(group, growths, fresh)
+        for seal in seal_tails(group, growths, fresh):
+            begun += seal.fresh
+            pool.release(seal.places.tail.tolist())
+    assert state.dropped > 0
+    assert begun == 1
 
 
 def test_pages_behind_the_window_are_freed_while_decoding(path):
