@@ -49,7 +49,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4068,
     "cli": 2030,
-    "codecs": 2937,
+    "codecs": 2953,
     "engine": 1946,
     "eval": 575,
     "files": 2077,  # disagg/*.py
@@ -59,7 +59,7 @@ BUDGETS = {
     "server": 2106,
     "transfer": 3317,
     "workers": 3115,
-    "tests": 24183,
+    "tests": 24197,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

@@ -40,6 +40,8 @@ from disagg.page import Layout, align
 from disagg.plan import LayerGroup
 from disagg.state import GroupState, Run
 
+STRIP_PAGES = 4  # whose softmax the C library takes together
+
 Ints = NDArray[np.signedinteger]
 
 
@@ -184,12 +186,16 @@ class _Seen:
                 return []
             segment = None if shared is None else 0
             runs = [[Run(layout, segment, 0, array("i", [0]))] for _ in runs]
+        first = np.array([row[0].first if row else 0 for row in runs])
+        lead = np.zeros_like(first)
+        if self.group.window and not (is_raw and self.group.page != self.group.raw):
+            lead = first // layout.tokens % STRIP_PAGES
+            runs = [_behind(pages, row) for pages, row in zip(lead.tolist(), runs, strict=True)]
         widths = [sum(len(run.pages) for run in row) for row in runs]
         ids = b"".join(run.pages for row in runs for run in row)
         pages = _rectangle(widths, np.frombuffer(ids, dtype=np.int32))
         segments, owner = _segments(runs, widths)
-        first = np.array([row[0].first if row else 0 for row in runs])[:, None]
-        count = np.array(widths)[:, None]
+        first, lead, count = (np.array(x)[:, None] for x in (first, lead, widths - lead))
         n, m = np.array([(g.n, g.m) for g in self.growths]).T[:, :, None]
         positions = n + np.minimum(np.arange(self.longest), m - 1)
         end, seen, sink = first + count * layout.tokens, positions + 1, self.group.sink
@@ -202,7 +208,8 @@ class _Seen:
             end = positions + 1
         if nobody:
             end = np.zeros_like(positions)
-        lo, hi = np.broadcast_arrays(np.maximum(start - first, 0), np.maximum(end - first, 0))
+        before = lead * layout.tokens
+        lo, hi = (before + np.maximum(x - first, 0) for x in np.broadcast_arrays(start, end))
         rest = (None if x is None else _numbers(x) for x in (segments, owner))
         head_dim = self.group.head_dim
         fmt = exact_format(layout) if is_raw else self.codec.format_of(layout, shared, head_dim)
@@ -285,6 +292,15 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 def _tail_run(group: LayerGroup, state: GroupState) -> Run:
     """The exact tokens of a sequence as a run."""
     return Run(group.raw, None, state.num_pages * group.page.tokens, array("i", state.tail))
+
+
+def _behind(pages: int, row: list[Run]) -> list[Run]:
+    """A row behind so many pages that nobody sees: cut into strips as if none were dropped, so
+    that answers do not depend on it, to the bit."""
+    if not pages:
+        return row
+    head = row[0]
+    return [replace(head, pages=head.pages[:1] * pages), *row]
 
 
 def _segments(runs: list[list[Run]], widths: list[int]) -> tuple[Ints | None, Ints | None]:

@@ -80,3 +80,17 @@ def test_a_window_hides_tokens_wherever_they_lie(spec: str, window: int) -> None
     visible = cache.present() & (torch.arange(700) >= 700 - window)
     wanted = exact_attention(q, *cache.reconstruct(), 64**-0.5, visible)
     assert relative_error(cache.attend(q), wanted) <= cache.codec.attend_error
+
+
+@pytest.mark.parametrize("spec", ["raw", "int8", "kivi:bits=4", "fp8", "pertoken"])
+def test_what_was_dropped_behind_a_window_changes_no_bit_of_an_answer(spec: str) -> None:
+    cache, pages = grown(spec, 700, 900), set()
+    cache.group = replace(cache.group, window=400)
+    q = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(7))
+    answers = cache.attend(q)  # the first of them sees most
+    for tokens in range(0, cache.group.dropped(900 - 3), cache.group.page.tokens):
+        cache._arena.release(cache._state.drop(tokens // cache.group.page.tokens))
+        assert torch.equal(cache.attend(q), answers)
+        assert torch.equal(cache.attend(q[:, -1]), answers[:, -1])
+        pages.add(cache._state.dropped % 4)
+    assert len(pages) == 4
