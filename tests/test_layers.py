@@ -49,17 +49,17 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4068,
     "cli": 2030,
-    "codecs": 2953,
+    "codecs": 2937,
     "engine": 1946,
     "eval": 575,
     "files": 2077,  # disagg/*.py
-    "kernels": 6265,
+    "kernels": 6267,
     "model": 1945,
     "report": 160,
     "server": 2106,
     "transfer": 3317,
     "workers": 3115,
-    "tests": 24197,
+    "tests": 24198,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

@@ -134,7 +134,8 @@ def read_rows(
     block, least, COLUMNS: tl.constexpr,
     HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Rows [R, COLUMNS padded] of fp16 at each level; a row's plane is read only where it is used.
+    """int16 [R, COLUMNS padded] of the high plane, in its place, and [R, half] of the other two;
+    a row's plane is read only where it is used.
 
     block: u8 pointer to the block of a page; least: [R] the lowest level that any query asks for
     """
@@ -146,9 +147,7 @@ def read_rows(
     p_half = block + o_r * (COLUMNS // 2) + o_h
     middle = tl.load(p_half + MIDDLE, mask=(least <= 1) & m_h, other=0).to(tl.int16)
     low = tl.load(p_half + LOW, mask=(least == 0) & m_h, other=0).to(tl.int16)
-    word = word.to(tl.int16) << 8
-    longer = word | neighbours(middle) << 4
-    return as_fp16(longer | neighbours(low)), as_fp16(longer | 8), as_fp16(word | 0x80)
+    return word.to(tl.int16) << 8, middle, low
 
 
 @triton.jit
@@ -164,11 +163,14 @@ def as_fp16(words):
 
 
 @triton.jit
-def add_product(x, y, total):
-    """total + x[0]^T y[0] + x[1]^T y[1] + x[2]^T y[2]; x [R, A] fp16, y [R, C] fp16."""
-    for i in tl.static_range(3):
-        total = tl.dot(tl.trans(x[i]), y[i], total)
-    return total
+def add_product(planes, y, total):
+    """total + X^T y[level] of rows X at each level; planes: of `read_rows`; y: [R, C] fp16 each.
+    One level after another: all at once are too large for the shared memory of consumer chips."""
+    word, middle, low = planes
+    total = tl.dot(tl.trans(as_fp16(word | 0x80)), y[2], total)
+    longer = word | neighbours(middle) << 4
+    total = tl.dot(tl.trans(as_fp16(longer | 8)), y[1], total)
+    return tl.dot(tl.trans(as_fp16(longer | neighbours(low))), y[0], total)
 
 
 def attend(

@@ -4,14 +4,16 @@
 
 Tensors are torch's fake ones on a CUDA device: shapes, strides and addresses without numbers. So
 the code takes the ways it takes on a GPU, Triton binds and specialises the very arguments of every
-launch and compiles that for sm_90, and whatever asks for a number raises. In place of the launch
-the arguments are held against the parameters of the compiled kernel. Prints a line of JSON for
-each scenario: what was launched, what was compiled anew for it, and the error that ended it, or "".
+launch and compiles that for sm_90, or what CAPABILITY says, and whatever asks for a number raises.
+In place of the launch the arguments are held against the parameters of the compiled kernel. Prints
+a line of JSON for each scenario: what was launched, what was compiled anew for it, and the error
+that ended it, or "".
 Wants a process of its own, without TRITON_INTERPRET.
 """
 
 import ctypes
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -47,7 +49,8 @@ from disagg.state import allocate_group
 
 DEVICE = torch.device("cuda:0")
 ADDRESS = 1 << 40  # of every storage: aligned, as those of torch are
-SHARED_BYTES = 227 << 10  # that a program on sm_90 can have
+CAPABILITY = int(os.environ.get("CAPABILITY", "90"))
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # that a program on a chip can have
 GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # programs at most
 LAYERS, LAYER = (0, 3), 3  # the second of two, which no codec skips
 CUDA, META, DEVICE_TYPES = 1, 14, 21  # of c10::DeviceType
@@ -105,7 +108,7 @@ class FakeDriver:
         self.utils = self
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -114,7 +117,7 @@ class FakeDriver:
         return 0
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES}
+        return {"max_shared_mem": SHARED_KIB[CAPABILITY] << 10}
 
     def load_binary(self, name: str, cubin: bytes, *_: int) -> tuple[str, None, int, int, int]:
         """(module, function, registers, spilled, threads at most)."""
@@ -165,7 +168,7 @@ def pretend() -> None:
     if not guards[CUDA]:  # a torch for CPUs; the guard of meta tensors, which does nothing, will do
         guards[CUDA] = guards[META]
     torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(multi_processor_count=132)
-    torch.cuda.get_device_capability = lambda _=None: (9, 0)
+    torch.cuda.get_device_capability = lambda _=None: divmod(CAPABILITY, 10)
     FakeTensor.data_ptr = lambda self: ADDRESS + self.storage_offset() * self.element_size()
     triton.runtime.driver.set_active(FakeDriver())
     load, ask = CompiledKernel._init_handles, bits.takes_subnormals

@@ -57,6 +57,10 @@ MANY: dict[str, dict[str, Any]] = {
     },
 }
 
+ELSEWHERE: dict[str, dict[str, Any]] = {  # what once failed on other chips than sm_90
+    "89": {"spec": "alignedkv", "head_dim": 256},
+}
+
 
 def launch(
     scenarios: dict[str, dict[str, Any]], cache: Path, **chosen: str
@@ -101,6 +105,14 @@ def test_every_step_attends_and_merges_in_a_launch_each(found):
         steps = one["launched"].count("append_kernel")
         assert one["launched"].count("attend_kernel") == steps
         assert one["launched"].count("merge_kernel") == steps
+
+
+@pytest.mark.parametrize("capability", ELSEWHERE)
+def test_other_chips_take_what_compiles_and_fits_there(capability, tmp_path):
+    chosen = {"CAPABILITY": capability, "DISABLE_PTXAS_OPT": "1"}
+    (found,) = launch({capability: ELSEWHERE[capability]}, tmp_path, **chosen).values()
+    assert not found["error"]
+    assert found["launched"]
 
 
 @pytest.mark.slow
