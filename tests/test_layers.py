@@ -53,13 +53,13 @@ BUDGETS = {
     "engine": 1946,
     "eval": 575,
     "files": 2077,  # disagg/*.py
-    "kernels": 6267,
+    "kernels": 6272,
     "model": 1945,
     "report": 160,
     "server": 2106,
     "transfer": 3317,
     "workers": 3115,
-    "tests": 24198,
+    "tests": 24199,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

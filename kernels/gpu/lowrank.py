@@ -83,15 +83,20 @@ def low_rank_kernel(
 @triton.jit
 def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
     """A [T, 16] and B [D_PAD, 16] in fp32 of a segment of one page, whose x_t [D_PAD, T] fp16 is in
-    registers: what low_rank_kernel finds. o_d: its channels; m_d: those that exist."""
+    registers: what low_rank_kernel finds. o_d: its channels; m_d: those that exist.
+
+    x_t is a second operand in both orders: as a first one of 64 rows or more it would go to the
+    tensor memory of Blackwell, where the sum over two terms has no layout (Triton 3.6).
+    """
     o_r = tl.arange(0, WIDTH)[None, :]
+    x = tl.trans(x_t)
     most = power_above(x_t.to(tl.float32)) * LONGEST
     q = tl.where(m_d[:, None] & (o_r < RANK), uniform(seed, o_d[:, None] * RANK + o_r), 0.0)
     q /= LONGEST
     for _ in range(2):
-        z = times(x_t, transposed_times(x_t, q, 1.0), most)
+        z = transposed_times(x, transposed_times(x_t, q, 1.0), most)
         q = orthonormal(z / power_above(z), RANK)
-    z = times(x_t, transposed_times(x_t, q, 1.0), most)
+    z = transposed_times(x, transposed_times(x_t, q, 1.0), most)
     q, b = factors(q, z, x_t.shape[1] ** 0.5, RANK)
     return transposed_times(x_t, q, power_above(q)), b
 

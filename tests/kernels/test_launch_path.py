@@ -59,6 +59,7 @@ MANY: dict[str, dict[str, Any]] = {
 
 ELSEWHERE: dict[str, dict[str, Any]] = {  # what once failed on other chips than sm_90
     "89": {"spec": "alignedkv", "head_dim": 256},
+    "100": {"spec": "gear-l:bits=2,backbone=kivi,group=64", "heads": 1, "head_dim": 128},
 }
 
 
