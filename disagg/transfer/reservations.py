@@ -95,14 +95,9 @@ class State(StrEnum):
     EXPIRED = "expired"
     ABORTED = "aborted"
 
-    @property
-    def live(self) -> bool:
-        """Still waiting for its pages."""
-        return self in (State.HELD, State.ATTACHED, State.BROKEN)
-
 
 class Reservation:
-    """One hand-off as its decode worker sees it. `holding`: None once given away or freed."""
+    """One hand-off as its decode worker sees it. `holding`: None once given away or freed: over."""
 
     def __init__(self, nonce: int, holding: Holding):
         self.nonce, job = nonce, holding.job
@@ -120,7 +115,7 @@ class Reservation:
 
     def live(self) -> Holding:
         """What it holds; ReservationError once it is over."""
-        if self.state.live and self.holding is not None:
+        if self.holding is not None:
             return self.holding
         kind = AbortedError if self.state is State.ABORTED else ReservationError
         raise kind(f"{self.name} is {self.state}: {self.reason}")
@@ -242,7 +237,7 @@ class Reservations:
         over = []
         for ticket in tickets:
             reservation = self._by_nonce.get(ticket.nonce) if ticket.epoch == self.epoch else None
-            if reservation and reservation.state.live:
+            if reservation and reservation.holding:
                 self._renew(reservation)
             elif not (reservation and reservation.state is State.ADMITTED):
                 over.append(ticket.nonce)
