@@ -64,14 +64,14 @@ class Checklist:
         self.plan = plan
         self.tokens = tokens
         self.tails: dict[int, Tail] = {}  # by layer group
-        self._counts: list[dict[Kind, int]] = []  # by layer group
+        found = list[dict[Kind, int]]()  # how many of each kind, by layer group
         self._nbytes: dict[tuple[int, Kind], int] = {}
         for index, group in enumerate(plan.groups):
             inventory = group.inventory(tokens)
             counts = {kind: inventory[kind] for kind in KIND_ORDER}
             counts[Kind.SIDE] = int(group.is_side_sent(tokens))
-            self._counts.append({kind: count for kind, count in counts.items() if count})
-            for kind in self._counts[index]:
+            found.append({kind: count for kind, count in counts.items() if count})
+            for kind in found[index]:
                 self._nbytes[index, kind] = group.layer_bytes(group.layout(kind))
             last, rows = divmod(tokens - group.sealed(tokens), RAW_TOKENS)
             if rows:
@@ -79,7 +79,7 @@ class Checklist:
         self.num_items = 0
         self.runs: dict[tuple[int, Kind], range] = {}  # places by layer and kind, in their order
         for layer, index in enumerate(plan.group_of):
-            for kind, count in self._counts[index].items():
+            for kind, count in found[index].items():
                 self.runs[layer, kind] = range(self.num_items, self.num_items + count)
                 self.num_items += count
         self._names, self._starts = [*self.runs], [run.start for run in self.runs.values()]
@@ -91,13 +91,9 @@ class Checklist:
 
     def layer(self, layer: int) -> Iterator[Item]:
         """The items of one model layer."""
-        group = self.plan.group_of[layer]
-        for kind, count in self._counts[group].items():
-            yield from items_of(kind, group, layer, range(count))
-
-    def count(self, group: int, kind: Kind) -> int:
-        """How many records of a kind a layer group has."""
-        return self._counts[group].get(kind, 0)
+        for kind in KIND_ORDER:
+            count = len(self.runs.get((layer, kind), ()))
+            yield from items_of(kind, self.plan.group_of[layer], layer, range(count))
 
     def place(self, item: Item) -> int:
         """Which of all items it is, in their order."""
@@ -189,9 +185,9 @@ class Addresses:
     def __init__(self, checklist: Checklist, states: Sequence[GroupState]):
         self._checklist = checklist
         self._ids = [state.ids_by_kind() for state in states]
-        for index, (group, ids) in enumerate(zip(checklist.plan.groups, self._ids, strict=True)):
+        for group, ids in zip(checklist.plan.groups, self._ids, strict=True):
             if group.lead and (known := ids.get(Kind.SEGMENT)):  # of as many as a prompt would have
-                missing = checklist.count(index, Kind.SEGMENT) - len(known)
+                missing = group.inventory(checklist.tokens)[Kind.SEGMENT] - len(known)
                 ids[Kind.SEGMENT] = known + known[:1] * missing
         self._offsets = {
             (kind, layer): group.layer_offset(group.layout(kind), layer)
