@@ -175,7 +175,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """Codes: a block of a page, and of the segment it belongs to.
+    """Codes: a block of a page, and of the segment it belongs to. Planes of a page leave no gaps
+    (one fp32 scale is written as four): who has written all of them has written the block.
 
     segment_bytes: of a segment's block; 0 where nothing is shared
     valid:         offset of a bit for each token, u8 [tokens / 8], low bit first; a token whose bit
@@ -207,20 +208,6 @@ class PageFormat:
         return any(x is not None and not x.shared for x in (self.k.low_rank, self.v.low_rank))
 
     @property
-    def written_bytes(self) -> int:
-        """Bytes of the planes of a block: where they are fewer than its own, planes leave gaps."""
-        total = 0 if self.valid is None else self.tokens // 8
-        for side in (*self.k_sides, self.v):
-            total += side.rows * side.columns * side.bits // 8
-            if not side.scale.shared:
-                scales = side.scale_shape[0] * side.scale_shape[1]
-                total += scales * (16 if side.floating else 2 if side.scale.zero is None else 4)
-            if low := side.low_rank:
-                total += 2 * low.rank * (self.tokens + (0 if low.shared else self.head_dim))
-            total += 3 * side.columns * side.sparse.slots if side.sparse else 0
-        return total
-
-    @property
     def is_encodable(self) -> bool:
         """Whether kernels seal such pages; the reference seals any."""
         if self.k.scale.shared and self.k.sparse:
@@ -236,9 +223,8 @@ class PageFormat:
     def is_sealable(self) -> bool:
         """Whether an append can seal such a page: in one tile of registers, from no more than its
         own tokens and an order of channels."""
-        whole = self.valid is None and self.written_bytes == self.block_bytes
         alone = not self.segment_bytes or self.turn is not None
-        return whole and alone and self.is_encodable
+        return self.valid is None and alone and self.is_encodable
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.formats import ARENA_UNIT, PageFormat, Rotation, Side
+from disagg.kernels.formats import PageFormat, Rotation, Side
 from disagg.kernels.gpu.bands import channels_of, side_of, turned
 from disagg.kernels.gpu.encode_tiles import (
     LARGEST,
@@ -28,7 +28,7 @@ from disagg.kernels.gpu.encode_tiles import (
 from disagg.kernels.gpu.lowrank import encode_low_rank
 from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import rotation, unrotate
-from disagg.kernels.reference.pages import DenseBlocks, store_blocks
+from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.sealing import Segmentation, Target, in_order
 
 CHANNELS = 32  # of a segment that one program reads
@@ -124,12 +124,10 @@ def encode(
     """
     heads, n, head_dim = k.shape
     shape = (0 if target else n // fmt.tokens, heads, fmt.block_bytes)
-    make = torch.empty if fmt.written_bytes == fmt.block_bytes else torch.zeros
-    blocks = make(shape, dtype=torch.uint8, device=k.device)
+    blocks = torch.empty(shape, dtype=torch.uint8, device=k.device)
     segments = cut.begin(n, heads, fmt, k.device)
     if n:
         where = target or in_order(blocks)
-        _clear_gaps(where, heads, fmt)
         needed = 2 if fmt.k.low_rank is not None else 0
         missing = torch.empty(needed, heads, n, head_dim, dtype=torch.float16, device=k.device)
         gone = None
@@ -145,13 +143,6 @@ def encode(
         if needed:
             encode_low_rank(missing, where, segments, fmt, cut)
     return blocks, segments if fmt.segment_bytes else None
-
-
-def _clear_gaps(where: Target, heads: int, fmt: PageFormat) -> None:
-    """Leave nothing of what was there before between planes that do not fill their block."""
-    if where.unit == ARENA_UNIT and fmt.written_bytes != fmt.block_bytes:
-        shape = (where.pages.numel(), heads, fmt.block_bytes)
-        store_blocks(where, torch.zeros(shape, dtype=torch.uint8, device=where.arena.device))
 
 
 def _encode_side(

@@ -10,6 +10,8 @@ from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.contract import Queries, squares_by_unit, sum_lead
 from disagg.codecs.layer import LayerRecords, write_prompt
+from disagg.codecs.quantized import QuantizedCodec
+from disagg.codecs.registry import holds
 from disagg.codecs.seals import Places
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
@@ -199,6 +201,15 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
     half = len(contents) // 2
     assert half
     assert all(torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+def test_who_writes_the_planes_of_a_page_of_codes_has_written_all_of_it(codec, head_dim):
+    """Kernels leave what lies between planes as it was; they write one fp32 scale as four."""
+    if isinstance(codec, QuantizedCodec) and holds(codec.spec, head_dim):
+        for page in filter(None, (codec.page_layout(head_dim), codec.flush_page_layout(head_dim))):
+            written = sum(16 if x.dtype == "float32" else x.nbytes for x in page.planes)
+            assert written == page.block_bytes
 
 
 def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec):

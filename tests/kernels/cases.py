@@ -174,7 +174,7 @@ FORMATS = {
     "gear-odd-own": {"rank": 3, "slots": 3, "bits": 4, "own": True},
     "decoquant": {"bits": 4, "k_by": "row", "block": 16},
     "decoquant-2bit": {"k_by": "row", "block": 8},
-    "ott": {"group": 32, "valid": True},
+    "ott": {"group": 32, "valid": True, "tokens": 128},
 }
 
 

@@ -114,9 +114,9 @@ def test_tokens_leave_only_pages_that_can_say_so():
         with pytest.raises(ValueError, match="mask"):
             ops.encode(k, k, fmt, None, absent)
     fmt = make_format(**FORMATS["ott"])
-    k = torch.zeros(1, T, fmt.head_dim)
+    k = torch.zeros(1, fmt.tokens, fmt.head_dim)
     with pytest.raises(ValueError, match="each token"):
-        ops.encode(k, k, fmt, None, absent[:, 1:])
+        ops.encode(k, k, fmt, None, absent)
 
 
 def test_every_float8_is_rounded_as_torch_rounds_it():
