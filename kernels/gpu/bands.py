@@ -1,9 +1,8 @@
 """K in bands of columns and in another order, V turned: the Triton form of reference/turn.py.
 
-A unit of work never leaves a segment, so the query is put into the segment's order once, band by
-band; each page is then a product for each band, over sums of the same rows. What a unit gathered of
-V is turned back once: as 64 channels are some fields of rows, the matrix is one of a field, and
-sums and differences of fields.
+A unit of work never leaves a segment, so scores.py puts the query into the segment's order once,
+band by band. What a unit gathered of V is turned back once: as 64 channels are some fields of rows,
+the matrix is one of a field, and sums and differences of fields.
 """
 
 import triton
@@ -12,15 +11,7 @@ import triton.language as tl
 from disagg.kernels import formats
 from disagg.kernels.formats import PageFormat, Side
 from disagg.kernels.gpu.encode_tiles import at, finite
-from disagg.kernels.gpu.scores import (
-    codes_of,
-    fold_scale,
-    load_codes,
-    query_parts,
-    repeat_rows,
-    weight_of,
-)
-from disagg.kernels.gpu.tiles import as_bytes, as_scales, first_of, query_unit, stack, unstack
+from disagg.kernels.gpu.tiles import as_bytes, stack, unstack
 
 TURN = tl.constexpr(formats.TURN)
 
@@ -35,86 +26,6 @@ def side_of(fmt: PageFormat, i: int) -> Side:
 def first_of_band(fmt: PageFormat, i: int) -> int:
     """The first column of band i of K."""
     return sum(side.columns for side in fmt.k_sides[:i])
-
-
-@triton.jit
-def prepare_bands(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.constexpr):
-    """q of each band, fp16 [H, C * COPIES] in [-1, 1] for each of its parts, and the power of two
-    that scores are multiplied by, [C]; segment: int16 pointer to the segment's block."""
-    COUNT: tl.constexpr = len(FMT.k_sides)
-    factor, unit = query_unit(p_q, m_c, scale, FMT.head_dim)
-    q = ()
-    for i in tl.static_range(COUNT):
-        p_order = segment + FMT.turn.order // 2 + first_of_band(FMT, i)
-        q = q + (band_query(p_q, m_c, factor, p_order, COPIES, side_of(FMT, i)),)
-    return q, unit
-
-
-@triton.jit
-def band_query(p_q, m_c, factor, p_order, COPIES: tl.constexpr, SIDE: tl.constexpr):
-    """The channels of q that columns of a band hold."""
-    PARTS: tl.constexpr = query_parts(SIDE, p_q.shape[0] * COPIES)
-    H: tl.constexpr = SIDE.columns // PARTS
-    parts = ()
-    for j in tl.static_range(PARTS):
-        channel = tl.load(p_order + j * H + tl.arange(0, H)).to(tl.int32)[None, :]
-        b_q = tl.load(p_q[:, None] + channel, mask=m_c[:, None], other=0.0).to(tl.float32)
-        b_q = (b_q * factor[:, None]).to(tl.float16)
-        parts = parts + (tl.trans(repeat_rows(b_q, COPIES)),)
-    return parts
-
-
-@triton.jit
-def bands_scores(block, q, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr):
-    """q.k of one page: [T, C] fp32; q: as `prepare_bands` gives it, block: int16 pointer."""
-    COUNT: tl.constexpr = len(FMT.k_sides)
-    s = band_scores(block, q[0], (), side_of(FMT, 0), SPELLING)
-    for i in tl.static_range(1, COUNT):
-        s = band_scores(block, q[i], s, side_of(FMT, i), SPELLING)
-    fields = ()
-    for f in tl.static_range(4):
-        fields = fields + (first_of(s[f], COPIES),)
-    return stack(fields, 4)
-
-
-@triton.jit
-def band_scores(block, q, s, SIDE: tl.constexpr, SPELLING: tl.constexpr):
-    """The scores s of four fields, [T / 4, C] each, plus those of a band; s: () for none."""
-    added = ()
-    if SIDE.bits == 0:
-        b_bias = means_bias(block, q, SIDE)
-        for f in tl.static_range(4):
-            added = added + (s[f] + b_bias,)
-    else:
-        b_q, b_bias = fold_scale(block, 0, q, SIDE)
-        PARTS: tl.constexpr = len(q)
-        HALVES: tl.constexpr = SIDE.halves
-        words = (load_codes(block, 0, PARTS // HALVES, SIDE),)
-        if HALVES < PARTS:
-            words = (words[0], load_codes(block, 1, PARTS, SIDE))
-        for f in tl.static_range(4):
-            b_s = tl.zeros(b_bias.shape, tl.float32)
-            for j in tl.static_range(PARTS):
-                b_codes = codes_of(words[j % len(words)], f, j % HALVES, SIDE, SPELLING)
-                b_s = tl.dot(b_codes, b_q[j], b_s)
-            b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
-            if len(s) > 0:
-                b_s += s[f]
-            added = added + (b_s,)
-    return added
-
-
-@triton.jit
-def means_bias(block, q, SIDE: tl.constexpr):
-    """What a band without codes adds to all tokens: its means times q, in [T / 4, C] equal rows."""
-    PARTS: tl.constexpr = len(q)
-    H: tl.constexpr = SIDE.columns // PARTS
-    b_bias = tl.zeros([SIDE.rows // 4, q[0].shape[1]], tl.float32)
-    for j in tl.static_range(PARTS):
-        b_mean = tl.load(as_scales(block, SIDE.scale.scale) + j * H + tl.arange(0, H))
-        b_rows = tl.broadcast_to(b_mean[None, :], [SIDE.rows // 4, H])
-        b_bias = tl.dot(b_rows, q[j], b_bias)
-    return b_bias
 
 
 @triton.jit

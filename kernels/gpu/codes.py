@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from disagg.kernels.formats import NARROW, PageFormat
-from disagg.kernels.gpu.bands import bands_scores, prepare_bands, turn_back
+from disagg.kernels.gpu.bands import turn_back
 from disagg.kernels.gpu.scores import page_scores, prepare_query
 from disagg.kernels.gpu.sparse import sparse_rows
 from disagg.kernels.gpu.tiles import (
@@ -47,10 +47,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     offset = segment_base // 2 + i_head * (FMT.segment_bytes // 2)
     segment = words_ptr + (i_segment.to(tl.int64) * 64 + offset)
     own = sparse_rows(lo_ptr, FMT, SHAPE)
-    if FMT.turn is None:
-        query, unit = prepare_query(p_q, m_c, scale, segment, SHAPE.copies, FMT)
-    else:
-        query, unit = prepare_bands(p_q, m_c, scale, segment, SHAPE.copies, FMT)
+    query, unit = prepare_query(p_q, m_c, scale, segment, SHAPE.copies, FMT)
     m, l = empty_softmax(T // 4, SHAPE.columns)
     bias = tl.max(tl.full([SHAPE.columns], P_BIAS, tl.float32), 0)
     V_SIDE: tl.constexpr = FMT.v  # Triton 3.6 does not take an attribute as an argument
@@ -111,10 +108,7 @@ def add_page(
     seen: (first token of the page, lo, hi), or () for a page that all columns see whole
     """
     m, l, bias, sums = state
-    if FMT.turn is None:
-        s = page_scores(block, query, own, SHAPE.copies, FMT, SPELLING)
-    else:
-        s = bands_scores(block, query, SHAPE.copies, FMT, SPELLING)
+    s = page_scores(block, query, own, SHAPE.copies, FMT, SPELLING)
     if len(seen) > 0:
         s = hide(s, seen[0] + tl.arange(0, FMT.tokens), seen[1], seen[2])
     V_SIDE: tl.constexpr = FMT.v

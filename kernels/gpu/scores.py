@@ -1,14 +1,16 @@
 """Scores of a page of codes: what a unit of work makes of its queries once, and then of each page.
 
 A unit never leaves a segment, so whatever a segment shares is multiplied into q before its pages:
-its rotation, its scales, its low-rank basis. Then come codes under any scale, low rank, sparse
-slots and the mask. formats.py says what there is.
+the order of channels, a rotation, scales, a low-rank basis. Then come codes under any scale, low
+rank, sparse slots and the mask. K in bands of columns is a product for each band, over sums of the
+same rows. formats.py says what there is.
 """
 
 import triton
 import triton.language as tl
 
 from disagg.kernels.formats import Side
+from disagg.kernels.gpu.bands import channels_of, side_of
 from disagg.kernels.gpu.bits import field, float8, float8_weight, weight
 from disagg.kernels.gpu.sparse import sparse_sums
 from disagg.kernels.gpu.tiles import (
@@ -17,6 +19,7 @@ from disagg.kernels.gpu.tiles import (
     first_of,
     in_halves,
     load_tile,
+    query_unit,
     settle,
     stack,
     upper_lower,
@@ -28,37 +31,56 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     """(q, folded, low, sums) and the power of two that scores are multiplied by, [C].
 
     p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
-    q:       fp16 [H, C * COPIES] in [-1, 1], a tile for each of `query_parts`
+    q:       of each band of K, fp16 [H, C * COPIES] in [-1, 1], a tile for each of `query_parts`
     folded:  what `fold_scale` gives for scales of the segment, else ()
     low:     (B^T q fp16 [16, C * COPIES],), in the unit of q, or () where no segment has B
     sums:    [C * COPIES] fp32, over channels of each group of row scales, or ()
     """
     SIDE: tl.constexpr = FMT.k
+    COUNT: tl.constexpr = len(FMT.k_sides)
+    parts, q = (), ()
+    for i in tl.static_range(COUNT):
+        parts = parts + (load_parts(p_q, m_c, scale, segment, COPIES, i, FMT),)
+    if FMT.turn is None:
+        top = tl.max(tl.zeros([p_q.shape[0], 2], tl.float32), 1) + 1e-30
+        for j in tl.static_range(len(parts[0])):
+            top = tl.maximum(top, tl.max(tl.abs(parts[0][j]), 1))
+        unit = tl.exp2(tl.ceil(tl.log2(top)))
+    else:  # from the gathered channels it would have a layout that costs each page 5 % (Triton 3.9)
+        unit = query_unit(p_q, m_c, scale, FMT.head_dim)[1]
+    for i in tl.static_range(COUNT):
+        q = q + (operand(parts[i], unit, COPIES),)
+    folded, low, sums = (), (), ()
+    if SIDE.low_rank is not None and SIDE.low_rank.shared:
+        b_low, shrink = project(segment, q[0], SIDE)
+        low, unit = (b_low,), unit / shrink
+        q = (operand(parts[0], unit, COPIES),)
+    if SIDE.scale.shared:
+        folded = fold_scale(segment, 0, q[0], SIDE)
+    if SIDE.scale.by == "row":
+        for g in tl.static_range(SIDE.columns // SIDE.scale.group):
+            sums = sums + (group_sum(q[0], g, SIDE),)
+    return (q, folded, low, sums), unit
+
+
+@triton.jit
+def load_parts(
+    p_q, m_c, scale, segment, COPIES: tl.constexpr, BAND: tl.constexpr, FMT: tl.constexpr
+):
+    """The channels of q that columns of a band hold, scaled: fp32 [C, H] for each of its parts."""
+    SIDE: tl.constexpr = side_of(FMT, BAND)
     PARTS: tl.constexpr = query_parts(SIDE, p_q.shape[0] * COPIES)
-    H: tl.constexpr = FMT.head_dim // PARTS
-    o_h = tl.arange(0, triton.next_power_of_2(H))[None, :]
-    top = tl.max(tl.zeros([p_q.shape[0], 2], tl.float32), 1) + 1e-30
+    H: tl.constexpr = SIDE.columns // PARTS
+    o_h = tl.arange(0, triton.next_power_of_2(H))
     parts = ()
     for j in tl.static_range(PARTS):
-        b_q = tl.load(p_q[:, None] + j * H + o_h, mask=m_c[:, None] & (o_h < H), other=0.0)
+        channel = channels_of(j * H + o_h, as_bytes(segment, 0), BAND, FMT)[None, :]
+        b_q = tl.load(p_q[:, None] + channel, mask=m_c[:, None] & (o_h < H)[None, :], other=0.0)
         b_q = b_q.to(tl.float32) * (scale * 1.4426950408889634)
         if SIDE.rotation is not None:
             b_q = rotate_rows(b_q, segment, SIDE)
-        top = tl.maximum(top, tl.max(tl.abs(b_q), 1))
         parts = parts + (b_q,)
-    unit = tl.exp2(tl.ceil(tl.log2(top)))
-    q = operand(parts, unit, COPIES)
-    folded, low, sums = (), (), ()
-    if SIDE.low_rank is not None and SIDE.low_rank.shared:
-        b_low, shrink = project(segment, q, SIDE)
-        low, unit = (b_low,), unit / shrink
-        q = operand(parts, unit, COPIES)
-    if SIDE.scale.shared:
-        folded = fold_scale(segment, 0, q, SIDE)
-    if SIDE.scale.by == "row":
-        for g in tl.static_range(SIDE.columns // SIDE.scale.group):
-            sums = sums + (group_sum(q, g, SIDE),)
-    return (q, folded, low, sums), unit
+    return parts
 
 
 @triton.jit
@@ -247,19 +269,18 @@ def page_scores(block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPEL
     """
     q, folded, low, sums = query
     SIDE: tl.constexpr = FMT.k
-    b_words = load_codes(block, 0, len(q) // SIDE.halves, SIDE)
     if SIDE.scale.by == "column":
-        s = column_scores(block, b_words, q, folded, low, COPIES, SIDE, SPELLING)
+        s = column_scores(block, q, folded, low, COPIES, FMT, SPELLING)
     else:
-        s = row_scores(block, b_words, q, sums, COPIES, SIDE, SPELLING)
+        s = row_scores(block, q[0], sums, COPIES, SIDE, SPELLING)
         if SIDE.low_rank is not None:
-            s += first_of(low_rank_scores(block, q, low, FMT.tokens, SIDE), COPIES)
+            s += first_of(low_rank_scores(block, q[0], low, FMT.tokens, SIDE), COPIES)
     o_t = tl.arange(0, FMT.tokens)
     if SIDE.sparse is not None:
         if COPIES == 1:
-            s = sparse_sums(block, q, (s,), own[0], own[2], 1, 1, SIDE, SPELLING)[0]
+            s = sparse_sums(block, q[0], (s,), own[0], own[2], 1, 1, SIDE, SPELLING)[0]
         else:
-            b_parts = sparse_sums(block, q, (), own[0], own[2], COPIES, COPIES, SIDE, SPELLING)
+            b_parts = sparse_sums(block, q[0], (), own[0], own[2], COPIES, COPIES, SIDE, SPELLING)
             s += stack(b_parts, COPIES)
     if FMT.valid is not None:
         b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
@@ -269,51 +290,79 @@ def page_scores(block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPEL
 
 @triton.jit
 def column_scores(
-    block, words, q, folded, low,
-    COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr,
+    block, q, folded, low,
+    COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr,
 ):  # fmt: skip
-    """Codes with scales by column: these are in q already, or go into it here. And low rank.
+    """Codes of all bands, with scales by column: these are in q already, or go into it here. And
+    low rank.
 
     Low rank is added by a product that continues from s. That costs nothing more, and because it
     comes last, p reaches the tensor core as the codes of V do: behind a `join` the compiler would
     take four items of a row at a time, which fits neither ldmatrix nor the zeros (Triton 3.9).
     """
-    PARTS: tl.constexpr = len(q)
-    HALVES: tl.constexpr = SIDE.halves
-    FIELDS: tl.constexpr = SIDE.fields
-    GROUPS: tl.constexpr = SIDE.rows // SIDE.scale.group
-    tl.static_assert(SIDE.fields % GROUPS == 0, "a group of rows is whole fields")
-    parts = (words,)
-    if HALVES < PARTS:
-        parts = (words, load_codes(block, 1, PARTS, SIDE))
-    s, group = (), folded
+    SIDE: tl.constexpr = FMT.k
+    FIELDS: tl.constexpr = FMT.k.fields
+    fields = band_scores(block, q[0], folded, (), side_of(FMT, 0), SPELLING)
+    for i in tl.static_range(1, len(q)):
+        fields = band_scores(block, q[i], (), fields, side_of(FMT, i), SPELLING)
+    s = ()
     for f in tl.static_range(FIELDS):
-        if not SIDE.scale.shared and f * GROUPS % FIELDS == 0:
-            group = fold_scale(block, f * GROUPS // FIELDS, q, SIDE)
-        b_q, b_bias = group
-        b_s = tl.zeros(b_bias.shape, tl.float32)
-        for j in tl.static_range(PARTS):
-            b_codes = codes_of(parts[j % len(parts)], f, j % HALVES, SIDE, SPELLING)
-            b_s = tl.dot(b_codes, b_q[j], b_s)
-        b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
-        s = s + (b_s if SIDE.low_rank is not None else first_of(b_s, COPIES),)
+        s = s + (fields[f] if SIDE.low_rank is not None else first_of(fields[f], COPIES),)
     s = stack(s, SIDE.fields)
     if SIDE.low_rank is not None and SIDE.low_rank.shared:
         s = first_of(tl.dot(repeat_factor(block, SIDE, SIDE.rows), low[0], s), COPIES)
     elif SIDE.low_rank is not None:
-        s = first_of(s + low_rank_scores(block, q, low, SIDE.rows, SIDE), COPIES)
+        s = first_of(s + low_rank_scores(block, q[0], low, SIDE.rows, SIDE), COPIES)
     return s
 
 
 @triton.jit
-def row_scores(
-    block, words, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
-):
+def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+    """What a band adds to the scores s, [R, C * COPIES] of each field; s: () for none.
+
+    A band without codes adds its means times q to all tokens of a page.
+    """
+    PARTS: tl.constexpr = len(q)
+    HALVES: tl.constexpr = SIDE.halves
+    FIELDS: tl.constexpr = SIDE.fields
+    added = ()
+    if SIDE.bits == 0:
+        H: tl.constexpr = SIDE.columns // PARTS
+        b_bias = tl.zeros(s[0].shape, tl.float32)
+        for j in tl.static_range(PARTS):
+            b_mean = tl.load(as_scales(block, SIDE.scale.scale) + j * H + tl.arange(0, H))
+            b_bias = tl.dot(tl.broadcast_to(b_mean[None, :], [s[0].shape[0], H]), q[j], b_bias)
+        for f in tl.static_range(len(s)):
+            added = added + (s[f] + b_bias,)
+    else:
+        GROUPS: tl.constexpr = SIDE.rows // SIDE.scale.group
+        tl.static_assert(SIDE.fields % GROUPS == 0, "a group of rows is whole fields")
+        words, group = (load_codes(block, 0, PARTS // HALVES, SIDE),), folded
+        if HALVES < PARTS:
+            words = (words[0], load_codes(block, 1, PARTS, SIDE))
+        for f in tl.static_range(FIELDS):
+            if not SIDE.scale.shared and f * GROUPS % FIELDS == 0:
+                group = fold_scale(block, f * GROUPS // FIELDS, q, SIDE)
+            b_q, b_bias = group
+            b_s = tl.zeros(b_bias.shape, tl.float32)
+            for j in tl.static_range(PARTS):
+                b_codes = codes_of(words[j % len(words)], f, j % HALVES, SIDE, SPELLING)
+                b_s = tl.dot(b_codes, b_q[j], b_s)
+            b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
+            if len(s) > 0:
+                b_s += s[f]
+            added = added + (b_s,)
+    return added
+
+
+@triton.jit
+def row_scores(block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
     """Codes with scales by row, or one for all: the sum over each group of columns is scaled."""
     HALVES: tl.constexpr = SIDE.halves
     FIELDS: tl.constexpr = SIDE.fields
-    R: tl.constexpr = words.shape[0]
     H: tl.constexpr = SIDE.columns // SIDE.halves
+    words = load_codes(block, 0, 1, SIDE)
+    R: tl.constexpr = words.shape[0]
     GROUPS: tl.constexpr = SIDE.columns // SIDE.scale.group if SIDE.scale.by == "row" else 1
     o_r = tl.arange(0, SIDE.rows)
     ROWS: tl.constexpr = SIDE.rows
