@@ -53,17 +53,17 @@ BUDGETS = {
     "engine": 1946,
     "eval": 575,
     "files": 2077,  # disagg/*.py
-    "kernels": 6272,
+    "kernels": 6196,
     "model": 1945,
     "report": 160,
     "server": 2106,
-    "transfer": 3308,
+    "transfer": 3317,
     "workers": 3115,
-    "tests": 24199,
+    "tests": 24193,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21330  # of all these rooms together
+PACKAGE_BUDGET = 21339  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
