@@ -49,21 +49,21 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4068,
     "cli": 2030,
-    "codecs": 2937,
+    "codecs": 2953,
     "engine": 1946,
     "eval": 575,
     "files": 2077,  # disagg/*.py
-    "kernels": 6196,
+    "kernels": 6203,
     "model": 1945,
     "report": 160,
     "server": 2106,
-    "transfer": 3317,
+    "transfer": 3308,
     "workers": 3115,
-    "tests": 24193,
+    "tests": 24223,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21339  # of all these rooms together
+PACKAGE_BUDGET = 21330  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
