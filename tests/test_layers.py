@@ -53,13 +53,13 @@ BUDGETS = {
     "engine": 1946,
     "eval": 575,
     "files": 2077,  # disagg/*.py
-    "kernels": 6203,
+    "kernels": 6204,
     "model": 1945,
     "report": 160,
     "server": 2106,
     "transfer": 3308,
     "workers": 3115,
-    "tests": 24223,
+    "tests": 24230,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

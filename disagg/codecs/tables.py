@@ -33,14 +33,13 @@ from disagg.codecs.seals import (
     seal_tails,
     segment_layout,
 )
+from disagg.kernels.cpu.library import STRIP_PAGES
 from disagg.kernels.gpu.plan import Span, most_units, units_of_spans
 from disagg.kernels.sealing import SealRows
 from disagg.kernels.view import Table, Units
 from disagg.page import Layout, align
 from disagg.plan import LayerGroup
 from disagg.state import GroupState, Run
-
-STRIP_PAGES = 4  # whose softmax the C library takes together
 
 Ints = NDArray[np.signedinteger]
 
@@ -188,7 +187,8 @@ class _Seen:
             runs = [[Run(layout, segment, 0, array("i", [0]))] for _ in runs]
         first = np.array([row[0].first if row else 0 for row in runs])
         lead = np.zeros_like(first)
-        if self.group.window and not (is_raw and self.group.page != self.group.raw):
+        is_tail = layout == self.group.raw != self.group.page
+        if self.group.window and not is_tail:
             lead = first // layout.tokens % STRIP_PAGES
             runs = [_behind(pages, row) for pages, row in zip(lead.tolist(), runs, strict=True)]
         widths = [sum(len(run.pages) for run in row) for row in runs]

@@ -97,7 +97,7 @@ class State(StrEnum):
 
 
 class Reservation:
-    """One hand-off as its decode worker sees it. `holding`: None once given away or freed: over."""
+    """One hand-off as its decode worker sees it. `holding`: None once it is over."""
 
     def __init__(self, nonce: int, holding: Holding):
         self.nonce, job = nonce, holding.job

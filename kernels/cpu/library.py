@@ -26,6 +26,7 @@ BY = {"column": 0, "row": 1, "block": 2}
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 NO_TYPE = 4
 MAX_BANDS = 3
+STRIP_PAGES = 4  # whose softmax is taken together, counted from the first of a table
 PROCESS = os.getpid()
 
 _forced: list[str] = []

@@ -8,6 +8,7 @@ import torch
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.cache import CompressedKV
 from disagg.codecs.contract import Encoded
+from disagg.kernels.cpu.library import STRIP_PAGES
 from tests.synthetic import exact_attention, realistic, relative_error
 
 
@@ -92,5 +93,5 @@ def test_what_was_dropped_behind_a_window_changes_no_bit_of_an_answer(spec: str)
         cache._arena.release(cache._state.drop(tokens // cache.group.page.tokens))
         assert torch.equal(cache.attend(q), answers)
         assert torch.equal(cache.attend(q[:, -1]), answers[:, -1])
-        pages.add(cache._state.dropped % 4)
-    assert len(pages) == 4
+        pages.add(cache._state.dropped % STRIP_PAGES)
+    assert len(pages) == STRIP_PAGES
