@@ -47,10 +47,10 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4068,
-    "cli": 2030,
+    "bench": 4078,
+    "cli": 2049,
     "codecs": 2953,
-    "engine": 1946,
+    "engine": 1951,
     "eval": 575,
     "files": 2077,  # disagg/*.py
     "kernels": 6204,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2106,
     "transfer": 3308,
     "workers": 3115,
-    "tests": 24230,
+    "tests": 24252,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21330  # of all these rooms together
+PACKAGE_BUDGET = 21364  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

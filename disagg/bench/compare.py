@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pydoc_data.topics import topics
 from statistics import mean, median
 
@@ -69,7 +69,7 @@ class CompareOptions:
     rates: Sequence[float] = RATES
     prompts: int = 3
     tokens: int = 512
-    answer: int = 16
+    answer: int = field(kw_only=True)
     cached: bool = False
 
 

@@ -307,10 +307,12 @@ async def routed(
     router, links = Router(config), [connect(started.address) for started in pair]
     for started, link in zip(pair, links, strict=True):
         router.add(Peer(started, WorkerClient(link)))
-    yield router
-    await router.close()
-    for link in links:
-        await link.close()
+    try:
+        yield router
+    finally:
+        await router.close()
+        for link in links:
+            await link.close()
 
 
 async def visit(

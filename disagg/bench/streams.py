@@ -62,6 +62,14 @@ class StreamsOptions:
         if unknown := set(self.parts) - set(PARTS):
             raise ConfigError(f"part {min(unknown)!r}; known: {', '.join(PARTS)}")
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its answer, in the parts that are wanted."""
+        one, (_, beside) = self.prompt + self.output, self.beside
+        most = {"batch": one, "mixed": one + one // 2, "overhead": one}
+        most |= {"beside": max(self.arriving + 1, self.prompt + beside), "known": self.arriving + 2}
+        return max(most[part] for part in self.parts)
+
 
 class DenseEnd:
     """The model as transformers has it."""

@@ -21,6 +21,7 @@ from disagg.errors import ConfigError
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command()(bench_serve.serve)
 
+ANSWER = 16  # tokens, behind the prompts of `compare`
 Device = Annotated[Literal["cpu", "cuda"], Option(help="Where it runs.")]
 Random = Annotated[Literal["small", "wide", "135m", "8b"], Option(help="Of random weights.")]
 Runs = Annotated[int, Option(min=1, help="Medians are of this many.")]
@@ -55,11 +56,13 @@ def streams(
     as_json: options.Json = False,
 ) -> None:
     """A service beside a dense batch and `LLM`; long and known prompts beside others."""
-    check_codecs(model, ())
+    by_rounds = not part or {"overhead", "known"} & {*part}
+    options.refuse_idle(not by_rounds, "without the parts overhead and known", rounds=rounds)
     from disagg.bench.streams import StreamsOptions, measure_streams
 
-    given = _set({"rounds": rounds, "parts": part})
-    _show(measure_streams(StreamsOptions(model, **given)), out, as_json)
+    asked = StreamsOptions(model, **_set({"rounds": rounds, "parts": part}))
+    check_codecs(model, (), tokens=asked.most_tokens)
+    _show(measure_streams(asked), out, as_json)
 
 
 @app.command()
@@ -71,7 +74,7 @@ def latency(
     as_json: options.Json = False,
 ) -> None:
     """From the last prefill layer to running, and what arriving prompts cost an answer."""
-    check_codecs(None, [] if codec is None else [codec], tokens=tokens or 1)
+    check_codecs(None, [] if codec is None else [codec], tokens=(tokens or 0) + 1)
     from disagg.bench.handoff import LatencyOptions, draw_latency, measure_latency
 
     given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})
@@ -109,21 +112,22 @@ def moves(runs: Runs = 20, out: Out = None, as_json: options.Json = False) -> No
 @app.command()
 def kernels(
     machine_code: bool = False,
-    device: Device = "cpu",
+    device: Literal["cpu", "cuda"] | None = Option(None, help="Where it runs; cpu."),
     target: list[str] | None = Option(None, "--target", help="Of machine code: sm_90."),
     runs: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
     """What attention and encoding cost: from machine code, or timed on this CPU or GPU."""
-    options.refuse_idle(machine_code, "with --machine-code, which times nothing", runs=runs)
+    timed = {"device": device, "runs": runs}
+    options.refuse_idle(machine_code, "with --machine-code, which times nothing", **timed)
     options.refuse_idle(not machine_code, "without --machine-code", target=target)
     from disagg.bench import kernels
 
     if machine_code:
         result = kernels.read_machine_code(**_set({"targets": target}))
     else:
-        result = kernels.run(kernels.KernelOptions(device, **_set({"runs": runs})))
+        result = kernels.run(kernels.KernelOptions(**_set(timed)))
     _show(result, out, as_json)
 
 
@@ -174,11 +178,11 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Co-located against disaggregated, codecs against raw, on links that are paced."""
-    check_codecs(model, codec or (), tokens=tokens)
+    check_codecs(model, codec or (), tokens=tokens + ANSWER)
     from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
 
-    given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
-    result = measure_compare(CompareOptions(model, **given))
+    given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "answer": ANSWER}
+    result = measure_compare(CompareOptions(model, cached=cached, **given))
     _show(result, out, as_json, draw_compare, plot)
 
 
@@ -192,7 +196,7 @@ def auto(
     as_json: options.Json = False,
 ) -> None:
     """Codecs that the service chooses, on a link that drops and returns."""
-    check_codecs(model, codec or (), tokens=tokens)
+    check_codecs(model, codec or (), tokens=tokens + 2)
     from disagg.bench.compare import AutoOptions, draw_auto, measure_auto
 
     asked = AutoOptions(model, requests=requests, tokens=tokens, **_set({"codecs": codec}))

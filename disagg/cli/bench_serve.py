@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from disagg.model.tokenizer import Tokenizer
 
 Datasets = Literal["random", "sharegpt", "azure", "mooncake"]
-Length = Annotated[int, Option(min=1, help="Tokens of each request.")]
+Length = Annotated[int | None, Option(min=1, help="Tokens of each request; 1024 and 128.")]
+LENGTHS = "input_len", "output_len", "range_ratio", "prefix_len"
 
 
 def serve(
@@ -27,12 +28,12 @@ def serve(
     dataset_name: Datasets = Option("random", help="Where prompts are from."),
     dataset_path: Path | None = Option(None, help="The file of all others but random."),
     num_prompts: int = Option(1000, min=1, help="Requests."),
-    random_input_len: Length = 1024,
-    random_output_len: Length = 128,
-    random_range_ratio: float = Option(
-        0.0, min=0, max=0.99, help="Lengths differ by up to this share."
+    random_input_len: Length = None,
+    random_output_len: Length = None,
+    random_range_ratio: float | None = Option(
+        None, min=0, max=0.99, help="Lengths differ by up to this share; 0."
     ),
-    random_prefix_len: int = Option(0, min=0, help="Tokens that all prompts begin with."),
+    random_prefix_len: int | None = Option(None, min=0, help="Tokens that all begin with; 0."),
     max_concurrency: int | None = Option(None, min=1, help="Requests on the way at once."),
     request_rate: float = Option(float("inf"), min=1e-6, help="Requests a second."),
     burstiness: float = Option(1.0, min=1e-6, help="1: Poisson; less: in bursts."),
@@ -54,9 +55,13 @@ def serve(
     """Load on any OpenAI server: the flags, table and JSON of `vllm bench serve`."""
     saved = save_result or save_detailed
     options.refuse_idle(not saved, "without --save-result", result_filename=result_filename)
-    options.refuse_idle(dataset_name == "random", "with random prompts", dataset_path=dataset_path)
-    paced = self_timed and request_rate < float("inf")
-    options.refuse_idle(paced, "with --self-timed", request_rate=request_rate)
+    made, fast = dataset_name == "random", request_rate == float("inf")
+    of_files = {"dataset_path": dataset_path, "self_timed": self_timed}
+    options.refuse_idle(made, "with random prompts", **of_files)
+    lengths = (random_input_len, random_output_len, random_range_ratio, random_prefix_len)
+    given = _given_lengths(dataset_name, *lengths)
+    options.refuse_idle(self_timed and not fast, "with --self-timed", request_rate=request_rate)
+    options.refuse_idle(fast, "without --request-rate", burstiness=burstiness != 1)
     options.writable(result_dir / (result_filename or backend) if saved else None)
     how = (backend, endpoint, max_concurrency, request_rate, burstiness, self_timed)
     what = (ignore_eos, temperature, seed, read_limits(goodput or []))
@@ -67,13 +72,20 @@ def serve(
     said = model and tokenizer and (model, tokenizer)
     name, root = said or serving.find_model(base_url, model)
     asked = serving.ServeOptions(base_url, name, *how, *what, *told)
-    lengths = (random_input_len, random_output_len, random_range_ratio, random_prefix_len)
-    wanted = serving.WorkloadOptions(dataset_name, dataset_path, num_prompts, *lengths, seed)
+    wanted = serving.WorkloadOptions(dataset_name, dataset_path, num_prompts, seed=seed, **given)
     visits = serving.make_visits(wanted, load_tokenizer(tokenizer or root))
     found = serving.measure_serving(asked, visits, tokenizer or root)
     stem = f"{backend}-{request_rate:g}qps-{Path(name).name}-{found['date']}.json"
     file = result_dir / (result_filename or stem) if saved else None
     _tell(found, file, save_detailed, as_json)
+
+
+def _given_lengths(dataset: str, *lengths: float | None) -> dict[str, Any]:
+    """Of LENGTHS, what was given; ConfigError where the prompts of a data set have lengths."""
+    given = {name: x for name, x in zip(LENGTHS, lengths, strict=True) if x is not None}
+    named = dict.fromkeys((f"random_{name}" for name in given), True)
+    options.refuse_idle(dataset != "random", f"with prompts of {dataset}", **named)
+    return given
 
 
 def load_tokenizer(ref: str) -> "Tokenizer":

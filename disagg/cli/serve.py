@@ -23,7 +23,7 @@ from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, stages, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, replace_keys
-from disagg.errors import DeadlineError, PeerLostError, RequestError
+from disagg.errors import DeadlineError, PeerLostError, PromptTooLongError, RequestError
 from disagg.workers.reaper import birth
 
 if TYPE_CHECKING:
@@ -296,14 +296,17 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
 
 
 def check_codecs(
-    model: str | None, specs: Iterable[str], dtype: str = "auto", tokens: int = 1
+    model: str | None, specs: Iterable[str], dtype: str = "auto", tokens: int = 0
 ) -> "ModelInfo":
-    """What a model is; ConfigError unless it takes so many tokens, and all specs make plans."""
+    """What a model is; ConfigError unless all specs make plans, PromptTooLongError unless a prompt
+    with its answer, of so many tokens, fits."""
     from disagg.model.describe import describe_model
-    from disagg.server.limits import check_prompt
 
     info = describe_model(model, dtype)
-    check_prompt(tokens, info.context_length)
+    if tokens > info.context_length:
+        told = f"{tokens:,} tokens of a prompt and its answer are too many"
+        most = f"the model's context holds at most {info.context_length:,}"
+        raise PromptTooLongError(f"{told}; {most}")
     for spec in specs:
         check_codec(spec, info)
     return info

@@ -150,6 +150,9 @@ class StepOutput:
     failed: list[Failed] = field(default_factory=list)
 
 
+FULL = "can't allocate memory", "CUDA error: out of memory"
+
+
 def named(error: BaseException) -> DisaggError:
     """An error that can be told to others, without the frames and the tensors that it came by."""
     if isinstance(error, DisaggError):
@@ -161,5 +164,7 @@ def named(error: BaseException) -> DisaggError:
 
 def is_memory_error(error: BaseException) -> bool:
     """Whether there was not enough memory, on a host or a device."""
-    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return full or "can't allocate memory" in str(error)  # as torch says it of a host
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    told = str(error)  # torch says it so of a host, and of what a driver wanted for itself
+    return isinstance(error, RuntimeError) and any(words in told for words in FULL)

@@ -16,7 +16,7 @@ CODECS = ("raw:dtype=fp16", "kivi:bits=4,residual=64")
 
 @pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_codec_crosses_every_link_beside_workers_that_do_both(cached, tmp_path):
-    options = compare.CompareOptions(None, CODECS, (1.0, 8.0), 2, 200, 3, cached)
+    options = compare.CompareOptions(None, CODECS, (1.0, 8.0), 2, 200, cached, answer=3)
     result = compare.measure_compare(options)
     together, *apart = result["rows"]
     assert (together["serving"], together["wire_bytes"], together["ratio"]) == ("co-located", 0, 1)

@@ -7,6 +7,7 @@ import pytest
 from disagg.bench import child, handoff, transfer
 from disagg.engine.guard import LEAST_TOKENS
 from disagg.model.runner import Runner
+from tests.model.tiny import save_tiny
 
 SMALL = "bench transfer --layers 2 --heads 1 --head-dim 64 --tokens 70 --rounds 1"
 WITH_CODECS = ("auto", "capacity", "chaos", "compare", "decode", "latency", "transfer")
@@ -69,6 +70,17 @@ def test_what_cannot_be_measured_is_refused_before_it_begins(command, word, disa
     said = disagg(command, code=2)
     assert word in said.err
     assert not said.out
+
+
+@pytest.mark.parametrize(("part", "tokens"), [("batch", 320), ("beside", 1501), ("known", 1502)])
+def test_streams_longer_than_the_context_are_refused_before_they_begin(
+    part, tokens, disagg, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(child.Child, "__init__", lambda *_: pytest.fail("started for nothing"))
+    model = save_tiny("llama", tmp_path, max_position_embeddings=tokens - 1)
+    said = disagg("bench streams --part", part, "--model", model, code=4).err
+    assert f"{tokens:,} tokens of a prompt and its answer" in said
+    assert f"at most {tokens - 1:,}" in said
 
 
 @pytest.mark.parametrize("plane", [[], ["--plane", "--no-netns"]], ids=["codecs", "plane"])

@@ -175,7 +175,11 @@ def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(ru
     assert not early
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError()], ids=repr)
+OF_DRIVER = torch.AcceleratorError("CUDA error: out of memory")
+FULL = torch.OutOfMemoryError("full"), MemoryError(), OF_DRIVER
+
+
+@pytest.mark.parametrize("error", FULL, ids=repr)
 def test_a_step_without_memory_ends_its_longest_prompt_and_the_others_start_again(
     runner, error, monkeypatch
 ):
