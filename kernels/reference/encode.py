@@ -174,7 +174,7 @@ def _encode(
         matrix = shared.plane(torch.float16, by.matrix, (by.block, by.block))
         if fresh:
             matrix.copy_(rotation(x, by.block))
-        x = unrotate(x, matrix)
+        x = finite(unrotate(x, matrix))
     values = x.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
     if side is fmt.v:
         values = values.transpose(2, 3)

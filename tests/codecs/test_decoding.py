@@ -46,6 +46,16 @@ def test_pages_of_decoquant_sealed_while_decoding_keep_the_first_rotation() -> N
     assert not torch.equal(first.segments, second.segments)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_pages_of_decoquant_that_are_large_beside_its_rotation_stay_finite(bits: int) -> None:
+    k, v = realistic(2, 200, 64)
+    k[:, :64], v[:, :64], k[:, 64:], v[:, 64:] = 1e-6 * k[:, :64], 1e-6 * v[:, :64], 6e4, -6e4
+    cache = get_codec(f"decoquant:bits={bits}").compress(k[:, :64], v[:, :64])
+    cache.append(k[:, 64:], v[:, 64:])
+    assert torch.isfinite(torch.stack(cache.reconstruct())).all()
+    assert torch.isfinite(cache.attend(torch.ones(2, 64))).all()
+
+
 def test_pages_of_gear_sealed_while_decoding_have_the_smaller_rank() -> None:
     cache = grown("gear-l:bits=4,rank=4,decode_rank=2", 128, 256)
     group = cache.group
