@@ -13,7 +13,7 @@ from disagg.kernels.formats import ExactFormat, PageFormat
 from disagg.kernels.gpu import append as gpu
 from disagg.kernels.reference import codes
 from disagg.kernels.reference import encode as reference
-from disagg.kernels.reference.pages import load_blocks, store_blocks
+from disagg.kernels.reference.pages import gather_raw, load_blocks, store_blocks
 from disagg.kernels.sealing import NO_PAGE, NewRows, Sealing, SealRows, Target
 from tests.kernels.cases import (
     BASE,
@@ -100,6 +100,18 @@ def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, given):
         cpu.append(found, k, v, rows)
     reference.append(expected, k, v, rows)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_what_is_no_number_is_none_in_a_tail(dtype, given, append):
+    fmt, at = raw_format(dtype, 80), torch.zeros(1, 1).int()
+    x = torch.randn(1, HEADS, 80).to(given)
+    x[..., ::7], x[0, 1, 77] = torch.nan, -torch.nan
+    arena = torch.zeros(500 * 128, dtype=torch.uint8)
+    append(arena, x, x, NewRows(at[0], at[0], fmt, BASE))
+    for kept in gather_raw(arena, at, fmt, BASE, HEADS):
+        assert torch.equal(kept[0, :, 0].isnan(), x[0].isnan())
 
 
 def test_scattered_channels_and_ids_are_read_where_they_are(append):
