@@ -209,5 +209,5 @@ class CompressedKV:
 def _check_pair(k: Tensor, v: Tensor) -> None:
     if k.ndim != 3 or k.shape != v.shape:
         raise RequestError(f"k is {[*k.shape]} and v is {[*v.shape]}; both [H, n, D] are wanted")
-    if not (k.is_floating_point() and v.is_floating_point()):
-        raise RequestError(f"k is {k.dtype} and v is {v.dtype}; floating-point tensors are wanted")
+    if k.dtype != v.dtype or not k.is_floating_point():
+        raise RequestError(f"k is {k.dtype} and v is {v.dtype}; one floating-point dtype is wanted")

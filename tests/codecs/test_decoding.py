@@ -8,6 +8,7 @@ import torch
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.cache import CompressedKV
 from disagg.codecs.contract import Encoded
+from disagg.errors import RequestError
 from disagg.kernels.cpu.library import STRIP_PAGES
 from tests.synthetic import exact_attention, realistic, relative_error
 
@@ -63,6 +64,17 @@ def test_pages_of_gear_sealed_while_decoding_have_the_smaller_rank() -> None:
     assert group.flush_page.plane("k_basis").shape == (64, 2)
     assert [run.flush for run in cache.runs()] == [False, True]
     assert cache.runs()[1].blocks.shape[2] == group.flush_page.block_bytes
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.int32, torch.int32)])
+def test_k_and_v_that_cannot_be_appended_are_refused_before_a_page_is_sealed(dtypes) -> None:
+    cache = grown("kivi:residual=0", 60, 63)
+    k, v = (x[:, -1:].to(dtype) for x, dtype in zip(realistic(2, 64, 64), dtypes, strict=True))
+    with pytest.raises(RequestError, match="one floating-point dtype is wanted"):
+        cache.append(k, v)
+    assert not cache.runs()
+    with pytest.raises(RequestError, match="one floating-point dtype is wanted"):
+        cache.codec.compress(k, v)
 
 
 @pytest.mark.parametrize("spec", ["kcvt", "gear:bits=2,backbone=kivi", "decoquant"])
