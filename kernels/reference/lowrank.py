@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 LOOPS = 3
-SMALLEST_RATIO = 1e-4  # of the least to the largest singular value that a rotation keeps apart
+SMALLEST_RATIO = 1e-2  # of the least to the largest singular value that a rotation keeps apart
 FAINTEST = 1e-11  # of the least one: of less, fp16 has too few digits for T_S to be invertible
 MASK = 0xFFFFFFFF
 

@@ -57,6 +57,18 @@ def test_pages_of_decoquant_that_are_large_beside_its_rotation_stay_finite(bits:
     assert torch.isfinite(cache.attend(torch.ones(2, 64))).all()
 
 
+@pytest.mark.parametrize(("head_dim", "prompt"), [(64, 64), (128, 64), (128, 143), (256, 143)])
+def test_a_rotation_of_fewer_tokens_than_channels_serves_what_is_decoded(head_dim, prompt) -> None:
+    k, v = realistic(2, prompt + 200, head_dim)
+    cache = get_codec(f"decoquant:bits=8,block={head_dim}").compress(k[:, :prompt], v[:, :prompt])
+    cache.append(k[:, prompt:], v[:, prompt:])
+    q = torch.randn(4, head_dim, generator=torch.Generator().manual_seed(0))
+    seen = cache.reconstruct()
+    assert relative_error(seen[0], k) <= 0.02
+    wanted = exact_attention(q, *seen, head_dim**-0.5)
+    assert relative_error(cache.attend(q), wanted) <= cache.codec.attend_error
+
+
 def test_pages_of_gear_sealed_while_decoding_have_the_smaller_rank() -> None:
     cache = grown("gear-l:bits=4,rank=4,decode_rank=2", 128, 256)
     group = cache.group
