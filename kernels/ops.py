@@ -43,8 +43,8 @@ def attend(
            gets 0
     units: how a GPU attends to these views; None: it finds out, and asks the host for lengths
     error: 1e-5 relative by the reference in fp32, 1e-12 in fp64; 5e-4 over codes by the C library,
-           and on a GPU, where q and p are rounded to 16 bits; against attention on what `decode`
-           gives
+           and on a GPU, where q and p are rounded to 16 bits, more where scores differ by hundreds;
+           against attention on what `decode` gives
     """
     if not views:
         raise ValueError("no views; at least one is wanted")
