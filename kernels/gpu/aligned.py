@@ -22,11 +22,9 @@ from disagg.kernels.formats import AlignedFormat
 from disagg.kernels.gpu.plan import TENSOR_COLUMNS, shape_of, warps_of
 from disagg.kernels.gpu.tiles import column_of, find_unit, query_unit
 from disagg.kernels.reference.aligned import (
-    EXPONENT_BIAS,
-    GUARD,
     STRIDE,
     Bits,
-    exponents,
+    drops_below,
     k_drops,
     levels_of,
     mean_bits,
@@ -215,8 +213,7 @@ def attend(
     p = scores.sub_(total.unsqueeze(2)).exp_()
 
     tops = tops_of(blocks, fmt.v_top, head_dim, pages, shape.group)
-    allowed = exponents(_estimate(p, view, blocks)) - GUARD + EXPONENT_BIAS - tops
-    v_drop = allowed.amin(2, keepdim=True) - exponents(p)
+    v_drop = drops_below(_estimate(p, view, blocks), p, tops)
     v_level = torch.where(p > 0, levels_of(v_drop), 3).to(torch.int8)
     plane_values_kernel[grid](
         p, total, v_level.contiguous(), *tables, o, lse, view.base, queries, width, fmt, shape,

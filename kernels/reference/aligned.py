@@ -163,8 +163,14 @@ def v_drops(p: Tensor, high: Tensor, tops: Tensor) -> Tensor:
     largest, index = sets.max(2, keepdim=True)
     chosen = torch.zeros_like(sets).scatter(2, index, largest)
     estimate = high.abs().transpose(2, 3) @ chosen.flatten(2, 3)[:, :, :n]
-    allowed = (exponents(estimate) - GUARD + EXPONENT_BIAS - tops).amin(2, keepdim=True)
-    return allowed - exponents(p)
+    return drops_below(estimate, p, tops)
+
+
+def drops_below(estimate: Tensor, p: Tensor, tops: Tensor) -> Tensor:
+    """`v_drops` where magnitudes of the output are about `estimate`, [B, H, D, N]."""
+    exponent = torch.frexp(estimate).exponent - 1  # below fp16's normal numbers too
+    allowed = exponent + 2 * EXPONENT_BIAS - GUARD - tops.clamp_min(1)
+    return allowed.amin(2, keepdim=True) - exponents(p)
 
 
 def exponents(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from disagg.codecs import get_codec
 from disagg.errors import RequestError
 from disagg.kernels.reference.aligned import FEWER_AT, k_drops, v_drops
 from tests.codecs.test_golden import encode, golden
-from tests.synthetic import realistic, relative_error
+from tests.synthetic import exact_attention, realistic, relative_error
 
 
 def levels(drop: torch.Tensor) -> torch.Tensor:
@@ -54,6 +54,13 @@ def test_the_planes_are_the_numbers_cut_in_three() -> None:
     seen_k, seen_v = codec.decode(encoded, group)
     assert torch.equal(seen_k, k.float())
     assert torch.equal(seen_v, v.float())
+
+
+def test_values_below_the_normal_numbers_of_fp16_are_attended_within_the_bound() -> None:
+    k, v = realistic(1, 64, 64)
+    pages, q = get_codec("alignedkv").compress(k, 1e-5 * v), torch.randn(1, 64)
+    expected = exact_attention(q, *pages.reconstruct(), 0.125)
+    assert relative_error(pages.attend(q), expected) <= 2**-8
 
 
 def test_tokens_that_weigh_the_same_are_read_as_exactly_as_others() -> None:
