@@ -267,7 +267,9 @@ class Completions:
             reason = "stop" if text.stopped else None
             scores = ((output.token, output.logprobs[-1]),) if output.logprobs else ()
             return Piece(shown, len(times) - 1, reason, output.kv, scores)
-        return Piece(text.finish(), len(times) - 1, output.finish_reason, output.kv)
+        shown = text.finish()  # where it ends in half a character, a stop string may come of that
+        reason = "stop" if text.stopped else output.finish_reason
+        return Piece(shown, len(times) - 1, reason, output.kv)
 
     def _warn(self, names: list[str]) -> None:
         """Tell of fields that nobody knows: of each once, and not of endlessly many."""

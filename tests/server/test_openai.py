@@ -193,6 +193,13 @@ def test_a_part_of_a_character_is_told_by_its_own_bytes(client, service):
     assert (token.token, token.bytes) == ("\ufffd", ["🎉".encode()[0]])
 
 
+def test_a_stop_string_may_come_of_half_a_character_at_the_end(client, service):
+    lead, *_ = ids("🎉", service)
+    asked = GREEDY | {"prompt": TEXT, "max_tokens": 1, "stop": "\ufffd"}
+    (choice,) = client.completions.create(**asked, logit_bias={lead: 100}).choices
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+
+
 def test_a_last_message_can_be_continued(client, service):
     said = [*MESSAGES, {"role": "assistant", "content": "I sh"}]
     written = tokenize(service, messages=said, continue_final_message=True)["tokens"]
