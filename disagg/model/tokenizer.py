@@ -115,8 +115,10 @@ class Detokenizer:
         """The text that is now certain; empty while a character is incomplete."""
         self._tokens.extend(ids)
         text = self._unread()
-        waits = text.endswith(UNFINISHED) and len(self._tokens) - self._pending < MOST_PENDING
-        if not text or waits:
+        is_full = len(self._tokens) - self._pending >= MOST_PENDING
+        if is_full and not text:  # special tokens: what follows is decoded as if they were not
+            del self._tokens[self._pending : -1]
+        if not text or (text.endswith(UNFINISHED) and not is_full):
             return ""
         self._context, self._pending = self._pending, len(self._tokens)
         return text

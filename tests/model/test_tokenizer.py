@@ -95,3 +95,14 @@ def test_what_never_becomes_a_character_is_decoded_a_few_tokens_at_a_time(tokeni
     text = "".join(stream.add(broken) for _ in range(500)) + stream.finish()
     assert set(text) == {"\ufffd"}
     assert max(sizes) <= 2 * MOST_PENDING
+
+
+def test_what_has_no_text_is_decoded_a_few_tokens_at_a_time(monkeypatch):
+    """Ends of a text, of who ignores them."""
+    tokenizer, sizes = Tokenizer.load(), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    stream, (end,) = tokenizer.detokenizer(), tokenizer.special_ids
+    ids = [*tokenizer.encode("one"), *[end] * 500, *tokenizer.encode(" two ☃")]
+    assert "".join(stream.add([token]) for token in ids) == "one two ☃"
+    assert max(sizes) <= 2 * MOST_PENDING
