@@ -103,7 +103,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("breaking", "error"), BROKEN.values(), ids=BROKEN)
-async def test_what_is_no_frame_ends_the_channel_and_all_on_it(prompt, booth, breaking, error):
+async def test_what_is_no_frame_ends_a_channel_and_breaks_all_on_it(prompt, booth, breaking, error):
     ticket = booth.begin(prompt)
     first, second, *_ = pages(prompt, ticket)
     with pytest.raises(error):

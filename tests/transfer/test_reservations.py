@@ -22,7 +22,7 @@ from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, mak
 
 # -- a whole hand-off, and its commit
 @pytest.mark.parametrize("tokens", [1, 5, 63, 124, 300, 2108])
-def test_reserving_touches_only_what_is_never_sent_and_all_is_written_at_admission(tokens):
+def test_reserving_touches_only_what_is_never_sent_and_all_is_written_before_admission(tokens):
     desk, prompt = Desk(clock=count(0.0, 0.001).__next__), make_prompt(tokens)
     arena = desk.pool.arena
     arena.write([(0, b"\xa5" * arena.nbytes)])

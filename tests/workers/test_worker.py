@@ -57,7 +57,7 @@ async def test_a_prompt_goes_through_as_in_one_process_and_leaves_nothing(codec,
     assert (kv["resident_bytes"], kv["attaches"]) == (plan.nbytes(len(story)), 1)
 
 
-async def test_one_worker_of_both_roles_hands_over_and_computes_nothing_twice(runners, story):
+async def test_a_worker_of_both_roles_hands_nothing_over_and_computes_nothing_twice(runners, story):
     async with house() as home:
         home.add("w", Role.BOTH, runners[0])
         (tokens, one), (again, two) = [await home.complete(story, KIVI) for _ in range(2)]
