@@ -77,8 +77,6 @@ def raw_layout(dtype: str, head_dim: int) -> Layout:
 
 @dataclass(frozen=True)
 class Format:
-    """What a codec fixes."""
-
     name: str
     options: Mapping[str, str]
     head_dim: int
@@ -151,14 +149,10 @@ def plan_fingerprint(fmt: Format, layers: int, heads: int) -> str:
 
 
 # -- frames
-
-
 def read_frame(frame: bytes) -> tuple[int, dict[str, Any], list[bytes]]:
     """Type, header and payload in its parts; every byte checked."""
-    magic, version, kind, header_bytes, payload_bytes, checksum = struct.unpack_from(
-        "<4sHHQQQ", frame
-    )
-    assert (magic, version) == (b"dgKV", 4)
+    *known, kind, header_bytes, payload_bytes, checksum = struct.unpack_from("<4sHHQQQ", frame)
+    assert known == [b"dgKV", 4]
     packed, payload = frame[32 : 32 + header_bytes], frame[32 + header_bytes :]
     assert len(payload) == payload_bytes
     assert xxh3_64_intdigest(frame[:24] + packed) == checksum
@@ -200,8 +194,6 @@ def read_handoff(
 
 
 # -- what they mean
-
-
 def unpack(words: Array, bits: int) -> Array:
     """Code words [r / 4][c / h] -> codes [r][c]."""
     halves = 4 // bits

@@ -95,10 +95,8 @@ def test_an_answer_says_what_its_handoff_took(llm):
 
 
 def test_a_single_token_is_answered_without_a_commit(llm):
-    (one, two) = (
-        llm.generate([random_prompt(40)], SamplingParams(max_tokens=n, ignore_eos=True))[0]
-        for n in (1, 2)
-    )
+    params = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2))
+    one, two = (llm.generate([random_prompt(40)], each)[0] for each in params)
     assert (one.tokens, one.finish_reason) == (two.tokens[:1], "length")
     assert_empty(llm)
 

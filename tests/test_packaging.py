@@ -26,16 +26,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def say(path: Path, cwd: Path) -> list[str]:
     """The file that `disagg` is imported from when `path` comes first, and its CPU backend."""
-    code = (
-        "import disagg, disagg.protos.v1.kv_transfer_pb2; print(disagg.__file__); "
-        "from disagg.kernels.cpu.library import backend; print(backend())"
-    )
+    code = "import disagg, disagg.protos.v1.kv_transfer_pb2; print(disagg.__file__); "
+    code += "from disagg.kernels.cpu.library import backend; print(backend())"
     environment = {**os.environ, "PYTHONPATH": str(path)}
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, check=True, capture_output=True, text=True
-    )
-    return done.stdout.split()
+    return subprocess.check_output(command, cwd=cwd, env=environment, text=True).split()
 
 
 def test_the_wheel_holds_real_files_and_the_default_model(wheel: Path) -> None:
@@ -59,10 +54,8 @@ def test_it_runs_from_any_folder_with_its_library(how: str, start: str, wheel, t
 
 def test_the_console_script_runs_from_elsewhere(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("disagg")
-    done = subprocess.run(
-        [script, "codecs", "--json"], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    assert '"kivi"' in done.stdout
+    said = subprocess.check_output([script, "codecs", "--json"], cwd=tmp_path, text=True)
+    assert '"kivi"' in said
 
 
 def test_an_editable_install_of_a_clone_runs_from_the_folder_that_holds_it(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ def pool() -> Pool:
 
 
 def keep(pool: Pool, key: bytes, count: int, shape: RecordShape = SMALL) -> list[int]:
-    """Pages that are only cached."""
     pages = pool.allocate(shape, count)
     pool.keep(key, pages, key.decode())
     pool.release(pages)

@@ -29,8 +29,6 @@ POSITIONS = (0, 63, 64, 65, 127, 128, 191, 576, 640)
 
 @dataclass(frozen=True)
 class Vector:
-    """One hand-off of made-up K and V."""
-
     name: str
     codec: str
     tokens: int
@@ -51,7 +49,6 @@ VECTORS = (
 
 
 def make_vector(vector: Vector) -> dict[str, Any]:
-    """The JSON object of a vector."""
     heads, n, dim = vector.heads, vector.tokens, vector.head_dim
     shape = KVShape(vector.layers, heads, dim, vector.dtype, (None,) * vector.layers)
     plan = parse_plan(vector.codec, shape)
@@ -79,12 +76,8 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     ticket = Ticket(nonce=1, epoch=2, gen=1)
     frames = [*prompt.frames(ticket), prompt.commit(ticket)]
     given = asdict(vector) | {"codec": group.codec, "plan": plan.fingerprint}
-    return given | {
-        "frames": [encoded(b"".join(pack(frame))) for frame in frames],
-        "queries": array(queries),
-        "positions": positions,
-        "meaning": layers,
-    }
+    given |= {"frames": [encoded(b"".join(pack(frame))) for frame in frames]}
+    return given | {"queries": array(queries), "positions": positions, "meaning": layers}
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> torch.Tensor:

@@ -9,19 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench import child as child_module
-from disagg.bench.child import (
-    HOSTS,
-    Child,
-    Door,
-    available,
-    check_available,
-    congestion,
-    join,
-    limit,
-    send_raw,
-    serve_raw,
-)
+from disagg.bench import child as room
 from disagg.errors import CapacityError, ConfigError, DeadlineError, PeerLostError
 from disagg.wire import FRAME_BYTES
 from tests.processes import lives, wait_for
@@ -48,14 +36,14 @@ class Clerk:
         return self.asked
 
     async def congestion(self) -> str:
-        return congestion()
+        return room.congestion()
 
     async def refuse(self, *what: object) -> None:
         raise CapacityError(f"no room for {what}")
 
 
 def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process():
-    with Child(Clerk) as child:
+    with room.Child(Clerk) as child:
         assert child.ask("count") == 1
         with pytest.raises(CapacityError, match="no room for \\('a', 2\\)"):
             child.ask("refuse", "a", 2)
@@ -64,7 +52,7 @@ def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process(
 
 
 def test_a_killed_process_is_a_lost_peer():
-    with Child(Clerk) as child:
+    with room.Child(Clerk) as child:
         child.ask("count")
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError, match="ended with -9"):
@@ -72,9 +60,9 @@ def test_a_killed_process_is_a_lost_peer():
 
 
 def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
-    monkeypatch.setattr(child_module, "ANSWER_S", 0.1)
-    monkeypatch.setattr(child_module, "END_S", 0.1)
-    with Child(Clerk) as child:
+    monkeypatch.setattr(room, "ANSWER_S", 0.1)
+    monkeypatch.setattr(room, "END_S", 0.1)
+    with room.Child(Clerk) as child:
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=r"no answer to count in 0.1 s"):
             child.ask("count")
@@ -95,7 +83,7 @@ def test_a_child_ends_with_its_killed_parent():
     wait_for(lambda: not lives(pid), 30)
 
 
-needs_root = pytest.mark.skipif(not available(), reason="may not make network namespaces")
+needs_root = pytest.mark.skipif(not room.available(), reason="may not make network namespaces")
 
 
 def output(command: list[str]) -> str:
@@ -105,12 +93,12 @@ def output(command: list[str]) -> str:
 @needs_root
 def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
     before = output(["ip", "-o", "link"])
-    with Child(Clerk, isolated=True) as sink, Child(Clerk, isolated=True) as source:
+    with room.Child(Clerk, isolated=True) as sink, room.Child(Clerk, isolated=True) as source:
         pids = [child.pid for child in (sink, source) if child.ask("congestion")]
-        join(pids)
-        limit(pids, 0.25)
-        limit(pids, 2.5)
-        for pid, host in zip(pids, HOSTS, strict=True):
+        room.join(pids)
+        room.limit(pids, 0.25)
+        room.limit(pids, 2.5)
+        for pid, host in zip(pids, room.HOSTS, strict=True):
             prefix = ["nsenter", f"--net=/proc/{pid}/ns/net"]
             assert host in output([*prefix, "ip", "-o", "addr"])
             queues = output([*prefix, "tc", "qdisc"])
@@ -123,17 +111,17 @@ def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
 
 def test_without_root_it_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert not available()
+    assert not room.available()
     with pytest.raises(ConfigError, match="root on Linux"):
-        check_available()
+        room.check_available()
 
 
 def test_the_socket_brings_every_byte():
     nbytes = FRAME_BYTES + 12345
-    port = serve_raw("127.0.0.1", nbytes)
+    port = room.serve_raw("127.0.0.1", nbytes)
     data = memoryview(bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
-    assert send_raw("127.0.0.1", port, data) == nbytes
-    assert send_raw("127.0.0.1", port, data[:777]) == 777
+    assert room.send_raw("127.0.0.1", port, data) == nbytes
+    assert room.send_raw("127.0.0.1", port, data[:777]) == 777
 
 
 def test_a_door_that_is_shut_breaks_what_is_through_and_opens_again() -> None:
@@ -143,7 +131,7 @@ def test_a_door_that_is_shut_breaks_what_is_through_and_opens_again() -> None:
 
     async def scene() -> None:
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
-        door = Door(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        door = room.Door(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         host, _, port = (await door.open()).rpartition(":")
         for _ in range(2):
             reader, writer = await asyncio.open_connection(host, int(port))

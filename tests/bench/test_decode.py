@@ -10,18 +10,6 @@ import torch
 from torch import Tensor
 
 from disagg.bench import decode
-from disagg.bench.decode import (
-    CODECS,
-    MODELS,
-    SIZES,
-    SPARE_RECORDS,
-    USABLE,
-    WARM_UP,
-    DecodeOptions,
-    Decoding,
-    parameters,
-    run,
-)
 from disagg.bench.inputs import shape_of, slabs_for
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
@@ -37,18 +25,18 @@ LITTLE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "v
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory) -> Runner:
     folder = tmp_path_factory.mktemp("little")
-    (folder / "config.json").write_text(json.dumps(MODELS["small"] | LITTLE))
+    (folder / "config.json").write_text(json.dumps(decode.MODELS["small"] | LITTLE))
     return Runner.random(str(folder), "float32")
 
 
 @pytest.mark.parametrize("spec", codec_names())
 def test_sequences_of_every_codec_decode_and_seal_their_pages(runner, spec):
-    decoding = Decoding(runner, spec, 3, 250, WARM_UP + 20)
+    decoding = decode.Decoding(runner, spec, 3, 250, decode.WARM_UP + 20)
     for _ in range(20):
         decoding.step()
     assert len(decoding.times) == 20
     assert all(0 < planned < total for planned, total in decoding.times)
-    (group,), n = decoding.plan.groups, 250 + WARM_UP + 20
+    (group,), n = decoding.plan.groups, 250 + decode.WARM_UP + 20
     for (state,) in decoding._states:
         assert state.num_pages == group.sealed(n) // group.page.tokens
         assert len(state.tail) == -(-(n - group.sealed(n)) // 16)
@@ -56,9 +44,10 @@ def test_sequences_of_every_codec_decode_and_seal_their_pages(runner, spec):
 
 
 def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
-    monkeypatch.setitem(MODELS, "little", MODELS["small"] | LITTLE)
-    options = DecodeOptions(model="little", codecs=["kivi"], sizes=["2x100"], steps=2, rounds=1)
-    raw, kivi = run(options)["rows"]
+    monkeypatch.setitem(decode.MODELS, "little", decode.MODELS["small"] | LITTLE)
+    small = {"model": "little", "sizes": ["2x100"], "steps": 2, "rounds": 1}
+    options = decode.DecodeOptions(codecs=["kivi"], **small)
+    raw, kivi = decode.run(options)["rows"]
     assert (raw["codec"], raw["ratio"], raw["size"]) == ("raw:dtype=fp32", 1.0, "2x100")
     assert kivi["ratio"] == pytest.approx(raw["step_ms"] / kivi["step_ms"])
     assert kivi["tokens_per_s"] == pytest.approx(2000 / kivi["step_ms"])
@@ -76,7 +65,7 @@ def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(monkeypatch
     monkeypatch.setattr(decode, "make_pool", make)
     recorder = SimpleNamespace(record=lambda call: Recording(call, call()))
     runner.record_steps(recorder)
-    options = DecodeOptions(codecs=["kivi"], steps=1, rounds=1)
+    options = decode.DecodeOptions(codecs=["kivi"], steps=1, rounds=1)
     for tokens in (100, 200):
         assert not any(arena() is not None for arena in arenas)
         decode._measure(runner, options, 2, tokens)
@@ -85,17 +74,17 @@ def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(monkeypatch
 
 
 def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
-    for text in SIZES["cuda"]:
+    for text in decode.SIZES["cuda"]:
         count, tokens = decode._size(text)
-        slab, steps = (
-            slab_bytes_for(32, 8, 128),
-            WARM_UP + DecodeOptions.steps * DecodeOptions.rounds,
-        )
+        slab, usual = slab_bytes_for(32, 8, 128), decode.DecodeOptions
+        steps = decode.WARM_UP + usual.steps * usual.rounds
         slabs = (
-            slabs_for(parse_plan(spec, shape_of()), tokens + steps, slab, count, SPARE_RECORDS)
-            for spec in CODECS
+            slabs_for(
+                parse_plan(spec, shape_of()), tokens + steps, slab, count, decode.SPARE_RECORDS
+            )
+            for spec in decode.CODECS
         )
-        assert sum(slabs) * slab + 2 * parameters() < USABLE * 80e9, text
+        assert sum(slabs) * slab + 2 * decode.parameters() < decode.USABLE * 80e9, text
 
 
 @pytest.mark.parametrize(
@@ -113,7 +102,7 @@ def test_a_row_says_from_how_many_tokens_a_codec_is_faster(ratios, tokens):
 
 
 def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
-    decoding = Decoding(runner, "kivi", 3, 250, 20)
+    decoding = decode.Decoding(runner, "kivi", 3, 250, 20)
     held = decoding._arena.clone()
     decoding.pass_modules()
     assert len(decoding.bare) == 1

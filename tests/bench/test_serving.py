@@ -98,9 +98,7 @@ def test_failed_requests_are_counted_and_told(url, disagg):
     assert f"{'Failed requests:':<40} 5" in said.out
 
 
-def test_without_a_tokenizer_it_takes_that_of_the_model_as_the_server_found_it(
-    url, disagg, monkeypatch
-):
+def test_without_a_tokenizer_it_takes_that_of_the_model_of_the_server(url, disagg, monkeypatch):
     flags = ["bench", "serve", "--base-url", url, "--num-prompts", "1"]
     found = json.loads(disagg(*flags, "--json").out)
     assert (found["model_id"], found["tokenizer_id"]) == ("some-model", "default")
@@ -133,11 +131,8 @@ def test_what_cannot_be_asked_is_refused(flags, word, disagg):
 
 def test_figures_are_those_of_the_requests():
     options = ServeOptions("", "m", goodput={"ttft": 150, "e2el": 1000}, percentiles=(50,))
-    seen = [
-        Visited(10, 0.0, 0.0, 0.1, 0.5, [0.2, 0.2], 3),
-        Visited(20, 0.2, 0.1, 0.2, 1.2, [1.0], 2),
-        Visited(30, error="gone"),
-    ]
+    first = Visited(10, 0.0, 0.0, 0.1, 0.5, [0.2, 0.2], 3)
+    seen = [first, Visited(20, 0.2, 0.1, 0.2, 1.2, [1.0], 2), Visited(30, error="gone")]
     found = summarize(options, seen, 2.0)
     assert (found["completed"], found["failed"]) == (2, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 5)
@@ -181,9 +176,8 @@ def test_random_prompts_have_their_length_and_come_again_with_the_seed():
 def test_a_conversation_gives_its_first_turn_and_the_length_of_its_answer(tmp_path):
     file = tmp_path / "talks.json"
     long, short = {"value": "The ship left the harbour. " * 5}, {"value": "No"}
-    file.write_text(
-        json.dumps([{"conversations": x} for x in ([long, long], [long], [short, long])])
-    )
+    talks = [{"conversations": x} for x in ([long, long], [long], [short, long])]
+    file.write_text(json.dumps(talks))
     (found,) = visits_of("sharegpt", file)
     assert found.prompt == long["value"]
     assert found.max_tokens == found.prompt_tokens
@@ -191,10 +185,8 @@ def test_a_conversation_gives_its_first_turn_and_the_length_of_its_answer(tmp_pa
 
 def test_traces_give_lengths_times_and_shared_prefixes(tmp_path):
     azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
-    azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:15:46.6805900,37,4\n2023-11-16 18:15:50.9951690,39,1\n"
-    )
+    lines = "2023-11-16 18:15:46.6805900,37,4\n2023-11-16 18:15:50.9951690,39,1\n"
+    azure.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{lines}")
     first, second = visits_of("azure", azure)
     assert (first.max_tokens, second.max_tokens) == (4, 1)
     assert abs(first.prompt_tokens - 37) <= 2

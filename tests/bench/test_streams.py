@@ -12,8 +12,6 @@ from disagg.bench.streams import Questions, StreamsOptions, _beside, measure_str
 
 
 class Told:
-    """A client that was told what it has seen."""
-
     def __init__(self, *answers: Any):
         self.answers = list(answers)
 
@@ -32,9 +30,8 @@ def test_a_gap_is_beside_a_prompt_where_they_overlap() -> None:
 
 @pytest.mark.slow
 def test_a_service_is_measured_beside_what_it_stands_on() -> None:
-    options = StreamsOptions(
-        streams=3, prompt=8, output=6, arriving=90, beside=(2, 300), codecs=["raw"], rounds=1
-    )
+    small = {"streams": 3, "prompt": 8, "output": 6, "arriving": 90, "beside": (2, 300)}
+    options = StreamsOptions(codecs=["raw"], rounds=1, **small)
     # Ray reads its environment when it is imported, which other tests of this process do
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         result = alone.submit(measure_streams, options).result()

@@ -40,8 +40,6 @@ class FakeStaff:
 
 @dataclass
 class Running:
-    """The service, and what a test may look at."""
-
     url: str
     router: FakeRouter
     stopped: threading.Event

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,10 +52,8 @@ def test_a_full_disk_is_an_error_and_no_traceback():
 
 
 def test_too_much_memory_is_an_error_and_no_traceback(disagg, monkeypatch):
-    def fill(*_):
-        raise MemoryError("Unable to allocate 373 TiB")
-
-    monkeypatch.setattr("disagg.codecs.describe.describe_all", fill)
+    full = Mock(side_effect=MemoryError("Unable to allocate 373 TiB"))
+    monkeypatch.setattr("disagg.codecs.describe.describe_all", full)
     assert disagg("codecs", code=7).err == "error: Unable to allocate 373 TiB\n"
 
 

@@ -165,9 +165,7 @@ def test_forty_streams_go_on_when_their_router_is_killed(address, tmp_path, monk
         served = time.monotonic()
     print(f"\n{STREAMS} streams cut off behind {min(cut)} to {max(cut)} of {TOKENS} tokens")
     print(f"the next router listens {listens - killed:.1f} s after the last one was killed")
-    print(
-        f"has its workers {ready - listens:.1f} s later, has answered {served - ready:.1f} s later"
-    )
+    print(f"has its workers {ready - listens:.1f} s later, an answer {served - ready:.1f} s later")
     home.service("restarted")
     wait_for(lambda: pids(state) == before)
     wait_for(lambda: idle(state), told=lambda: workers(state))

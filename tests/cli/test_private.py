@@ -79,7 +79,6 @@ class Home:
         return [*self.processes().values(), *self.sessions(), *self.folder.iterdir()]
 
     def sessions(self) -> list[Path]:
-        """Their folders."""
         return [*Path(self.tmp.name).glob("dg-*")]
 
     def empties(self) -> None:

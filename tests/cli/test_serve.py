@@ -194,17 +194,11 @@ class Started:
         pass
 
 
-@pytest.mark.parametrize(
-    ("host", "warned"),
-    [
-        ("127.0.0.1", 0),
-        ("localhost", 0),
-        ("0.0.0.0", 1),
-        ("10.0.0.7", 1),
-        ("host.example", 1),
-        ("0.0.0.0 --api-key sk-1", 0),
-    ],
-)
+HOSTS = [("127.0.0.1", 0), ("localhost", 0), ("0.0.0.0", 1), ("10.0.0.7", 1), ("host.example", 1)]
+HOSTS += [("0.0.0.0 --api-key sk-1", 0)]
+
+
+@pytest.mark.parametrize(("host", "warned"), HOSTS)
 def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, disagg, monkeypatch):
     monkeypatch.setattr("disagg.server.service.Service", Started)
     said = disagg(f"serve --host {host} --state-file", state_file).err
@@ -336,9 +330,7 @@ def test_status_shows_every_worker(known, state_file, disagg):
     assert len(json.loads(disagg("status", *where, "--json").out)["workers"]) == 2
 
 
-def test_stop_asks_the_service_and_waits_for_its_end_and_says_so(
-    known, state_file, disagg, monkeypatch
-):
+def test_stop_asks_the_service_waits_for_its_end_and_tells(known, state_file, disagg, monkeypatch):
     monkeypatch.setattr(RunningService, "alive", property(lambda self: not known.stopped.is_set()))
     said = disagg("stop --state-file", state_file).err
     assert known.stopped.is_set()

@@ -82,9 +82,7 @@ def test_json_is_one_object_with_the_promised_keys(running, disagg):
     assert answer["ttft_ms"] > 0
 
 
-def test_settings_start_a_service_of_their_own_which_is_said(
-    known, state_file, disagg, monkeypatch
-):
+def test_settings_start_a_service_of_their_own_and_say_so(known, state_file, disagg, monkeypatch):
     monkeypatch.setattr(submit, "private_service", lambda config, body: nullcontext(known.url))
     asked = "submit abc --max-tokens 2 --set engine.max_sequences=2 --state-file", state_file
     assert f"{known.url} has others" in disagg(*asked).err
@@ -105,9 +103,7 @@ def test_options_reach_the_service(running, disagg):
     assert (params["seed"], params["temperature"], params["top_k"]) == (7, 0.5, 3)
 
 
-def test_a_prompt_can_come_from_a_file_or_from_standard_input(
-    running, disagg, tmp_path, monkeypatch
-):
+def test_a_prompt_can_come_from_a_file_or_standard_input(running, disagg, tmp_path, monkeypatch):
     path = tmp_path / "prompt.txt"
     path.write_text("four")
     monkeypatch.setattr(sys, "stdin", path.open())
@@ -171,9 +167,8 @@ def test_bad_input_has_an_exit_code_and_one_line(
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
-    assert reason != "unknown_name" or re.search(
-        "known: .*(kivi|engine.max_batch_tokens)", printed.err
-    )
+    known = re.search("known: .*(kivi|engine.max_batch_tokens)", printed.err)
+    assert known or reason != "unknown_name"
     error = json.loads(disagg(*given, "--json", code=code).out)["error"]
     assert error["type"] == reason
 
@@ -253,15 +248,12 @@ def test_ctrl_c_while_ray_is_imported_is_not_lost(state_file, monkeypatch, disag
     "arguments", [["--help"], ["submit", "abc", "--url", "{url}", "--json"]], ids=["help", "submit"]
 )
 def test_a_client_imports_nothing_heavy(arguments, running):
-    code = (
-        "import sys; from disagg.cli.app import run; status = run(sys.argv[1:]); "
-        "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy', 'fastapi', 'tokenizers'}; "
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
-    )
+    code = "import sys; from disagg.cli.app import run; status = run(sys.argv[1:]); "
+    code += "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy', 'fastapi', 'tokenizers'}; "
+    code += "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
     given = [x.format(url=running.url) for x in arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code, *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 

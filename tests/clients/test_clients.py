@@ -84,10 +84,8 @@ def test_vllm_router_prefills_at_one_port_and_decodes_at_another(service):
     alone = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).json()
     assert whole.json()["choices"] == alone["choices"]
     lines = streamed.text.split("data: ")[1:-1]
-    assert (
-        "".join(json.loads(x)["choices"][0]["text"] for x in lines)
-        == whole.json()["choices"][0]["text"]
-    )
+    text = "".join(json.loads(x)["choices"][0]["text"] for x in lines)
+    assert text == whole.json()["choices"][0]["text"]
     chosen = 'disagg_routed_total{model_name="tiny",reason="knows_most",role="prefill"}'
     assert f"{chosen} 4.0" in httpx.get(f"{service.url}/metrics").text
     service.empty()

@@ -107,7 +107,6 @@ class Host:
         return [args for ppid, args in lines if ppid != "0" and not args.startswith(ours)]
 
     def close(self) -> None:
-        """End everything on it."""
         self._holder.stdin.close()  # type: ignore[union-attr]
         self._holder.wait(10)
         self._holder.stdout.close()  # type: ignore[union-attr]

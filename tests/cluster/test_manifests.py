@@ -39,9 +39,7 @@ STRING = {"type": "string"}
 PARAMS = {"type": "object", "additionalProperties": STRING}
 GROUP: dict[str, Any] = {"rayStartParams": PARAMS, "template": {"type": "object"}}
 COUNTS = {name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas")}
-POOL = closed(
-    "groupName", "minReplicas", "maxReplicas", *GROUP, groupName=STRING, **COUNTS, **GROUP
-)
+POOL = closed("groupName", *[*COUNTS][1:], *GROUP, groupName=STRING, **COUNTS, **GROUP)
 RAY_CLUSTER = closed(
     "headGroupSpec",
     rayVersion=STRING,
@@ -49,9 +47,8 @@ RAY_CLUSTER = closed(
     headGroupSpec=closed(*GROUP, **GROUP),
     workerGroupSpecs={"type": "array", "items": POOL},
 )
-RAY_SERVICE = closed(
-    "serveConfigV2", "rayClusterConfig", serveConfigV2=STRING, rayClusterConfig=RAY_CLUSTER
-)
+PARTS = {"serveConfigV2": STRING, "rayClusterConfig": RAY_CLUSTER}
+RAY_SERVICE = closed(*PARTS, **PARTS)
 
 
 def ray_up(name: str) -> dict[str, Any]:
@@ -153,9 +150,8 @@ def test_the_operator_and_ray_understand_the_ray_cluster():
     names = {"name": "disagg-any", "namespace": "any"}
     cluster = {"metadata": names, "spec": service["spec"]["rayClusterConfig"]}
     types = kuberay._derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
-    found = {
-        name: {k: v for k, v in x["resources"].items() if k in ROLES} for name, x in types.items()
-    }
+    given = {name: x["resources"].items() for name, x in types.items()}
+    found = {name: {k: v for k, v in some if k in ROLES} for name, some in given.items()}
     assert found == {"headgroup": {}, "prefill": {"prefill": 1}, "decode": {"decode": 1}}
 
 

@@ -99,9 +99,7 @@ def test_bytes_on_the_wire_are_those_that_are_reported(cluster: Hosts) -> None:
         reported += submitted(said)["kv"]["wire_bytes"]
         prompts += 1
     seen = acked(prefill, pid, ADDRESSES["decode"]) - before
-    print(
-        f"\n{prompts} prompts: {reported:,} bytes reported, {seen:,} acked, x{seen / reported:.4f}"
-    )
+    print(f"\n{prompts} prompts: {reported:,} bytes told, {seen:,} acked, x{seen / reported:.4f}")
     assert seen == pytest.approx(reported, rel=0.02)
 
 

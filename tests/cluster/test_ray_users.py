@@ -26,8 +26,6 @@ ASKED = {"prompt": "It was a dark evening", "max_tokens": 8, "ignore_eos": True}
 
 @dataclass
 class Head:
-    """A Ray of one node with its dashboard."""
-
     home: Path
     port: int
     dashboard: str

@@ -26,24 +26,13 @@ from tests.synthetic import relative_error
 
 LAYER = 2  # the first layer that OTT does not treat specially
 TAIL_AND_PAGE = 192  # no codec keeps more than a tail and an unfinished page
-SPECS = (
-    "pertoken:bits=2,group=32",
-    "kivi:bits=2,group=32,residual=0",
-    "kivi:bits=2,group=64,residual=0",
-    "gear-l:bits=2,backbone=kivi,group=64",
-    "gear:bits=2,backbone=kivi,group=64",
-    "kcvt:bits=4",
-    "gear-l:bits=4,backbone=kcvt",
-    "gear:bits=4,backbone=kcvt",
-    "ott:group=128,outliers=0,aux=0,residual=0",
-    "ott:group=128,outliers=1,aux=0,residual=0",
-    "ott:group=128,outliers=8,aux=0,residual=0",
-    "pertoken:bits=4,group=64",
-    "decoquant:bits=4,block=16",
-    "decoquant:bits=4,block=64",
-    "int8",
-    "fp8",
-)
+SPECS = ("pertoken:bits=2,group=32", "kivi:bits=2,group=32,residual=0")
+SPECS += ("kivi:bits=2,group=64,residual=0", "gear-l:bits=2,backbone=kivi,group=64")
+SPECS += ("gear:bits=2,backbone=kivi,group=64", "kcvt:bits=4", "gear-l:bits=4,backbone=kcvt")
+SPECS += ("gear:bits=4,backbone=kcvt", "ott:group=128,outliers=0,aux=0,residual=0")
+SPECS += ("ott:group=128,outliers=1,aux=0,residual=0", "ott:group=128,outliers=8,aux=0,residual=0")
+SPECS += ("pertoken:bits=4,group=64", "decoquant:bits=4,block=16", "decoquant:bits=4,block=64")
+SPECS += ("int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,6 @@ class Source:
 
 
 def compare(source: Source, specs: Sequence[str]) -> dict[str, Errors]:
-    """The errors of each spec on one layer."""
     k, v = source.k.half(), source.v.half()
     n = max(128, (k.shape[1] - TAIL_AND_PAGE) // 128 * 128)
     found = {}
@@ -93,7 +81,6 @@ def outputs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def made(name: str, seed: int, sink: float, outliers: int, n: int = 1216) -> Source:
-    """A layer of the generator."""
     knobs = Knobs(n=n, num_queries=32, sink=sink, outliers=outliers)
     layer = generate(seed, knobs)
     return Source(name, layer.q, layer.k, layer.v)
@@ -116,7 +103,6 @@ def prefilled(text: str, tokens: int, layers: Sequence[int]) -> Iterator[Source]
 
 
 def stored(path: Path) -> Iterator[Source]:
-    """Every layer of a safetensors file."""
     arrays = load_file(path)
     for name in sorted(x for x in arrays if x.startswith("k.")):
         layer = name.removeprefix("k.")

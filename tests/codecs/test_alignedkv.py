@@ -26,9 +26,7 @@ def truncated(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def test_the_bits_of_k_and_v_are_those_of_the_paper_s_rule() -> None:
     found = golden("alignedkv_planes")
     q, k, v, p = (found[name] for name in ("q", "k", "v", "p"))
-    k_top, v_top = (
-        found[name].int()[None, :, :, None] for name in ("k_colmax_exp", "v_colmax_exp")
-    )
+    k_top, v_top = (found[f"{x}_colmax_exp"].int()[None, :, :, None] for x in "kv")
     k_bits = levels(k_drops(q.float().transpose(1, 2)[None], k_top))[0].transpose(1, 2)
     assert torch.equal(k_bits, found["k_bits"].int())
     high = truncated(v, torch.full_like(found["v_bits"], 8).int()).float()
@@ -94,9 +92,8 @@ def test_attention_uses_nothing_but_the_bits_that_it_reports(per_head: int) -> N
         seen_k = truncated(k[kv], k_bits.expand(256, -1)).float()
         p = (seen_k @ q[head] / 8).softmax(0)
         high = truncated(v[kv], torch.tensor(8).expand(256, 64)).float()
-        v_bits = levels(
-            v_drops(p[None, None, :, None], high[None, None], top_v[None, None, :, None])
-        )
+        drops = v_drops(p[None, None, :, None], high[None, None], top_v[None, None, :, None])
+        v_bits = levels(drops)
         seen_v = truncated(v[kv], v_bits[0, 0].expand(-1, 64)).float()
         expected.append(p @ seen_v)
         assert bits.k[0, 0, head] == pytest.approx(float(k_bits.float().mean()))

@@ -95,10 +95,8 @@ def test_low_rank_never_adds_to_the_error_of_a_segment(method, backbone, bits, f
     fmt = codec.format_of(codec.page_layout(64), segment, 64)
     blocks, shared = encode(*x, fmt)
     without = replace(fmt, k=replace(fmt.k, low_rank=None), v=replace(fmt.v, low_rank=None))
-    whole, plain = (
-        [y.transpose(0, 1).flatten(1, 2) for y in decode(blocks, shared.expand(32, -1, -1), f)]
-        for f in (fmt, without)
-    )
+    both = (decode(blocks, shared.expand(32, -1, -1), x) for x in (fmt, without))
+    whole, plain = ([y.transpose(0, 1).flatten(1, 2) for y in some] for some in both)
     for exact, seen, backbone_alone in zip(x, whole, plain, strict=True):
         missing = (backbone_alone - exact.float()).norm(dim=(1, 2))
         assert ((seen - exact.float()).norm(dim=(1, 2)) <= (1 + 2**-9) * missing).all()
@@ -136,9 +134,8 @@ def test_a_rotation_spreads_the_error_no_further_than_its_columns(bits, block, f
         offset = group.segment.plane(f"{name}_rotation").offset
         stored = encoded.segments[0, :, offset : offset + 2 * block * block].contiguous()
         matrix = stored.view(torch.float16).view(2, block, block).float()
-        turned = (
-            exact.float().unflatten(2, (-1, block)) @ matrix.double().inverse()[:, None].float()
-        )
+        inverse = matrix.double().inverse()[:, None].float()
+        turned = exact.float().unflatten(2, (-1, block)) @ inverse
         largest = turned.flatten(2).abs().amax(2, keepdim=True)
         step = largest / (2 ** (bits - 1) - 1)
         allowed = step / 2 + 2**-11 * largest + 2**-17

@@ -1,6 +1,7 @@
 """The doctor: it finds what serves, and what is wrong with it."""
 
 from dataclasses import replace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -62,12 +63,8 @@ def test_bytes_that_differ_from_the_reference_are_found(monkeypatch):
 
 
 def test_a_compiler_that_fails_is_a_finding_that_says_so(monkeypatch):
-    def break_down(*arguments: object) -> None:
-        raise RuntimeError("out of registers")
-
-    run = doctor_module._run
-    calls = iter([run, break_down])
-    monkeypatch.setattr(doctor_module, "_run", lambda *given: next(calls)(*given))
+    answers = [DEFAULT, RuntimeError("out of registers")]
+    monkeypatch.setattr(doctor_module, "_run", Mock(wraps=doctor_module._run, side_effect=answers))
     (found,) = examine(KIVI, 1, 64, CPU)
     assert not found.sound
     assert found.failure == "RuntimeError: out of registers"
@@ -82,13 +79,8 @@ def test_plans_that_are_sound_pass():
 
 
 def test_plans_are_checked_with_the_tails_and_queries_of_their_model(monkeypatch):
-    asked = []
-
-    def seen(*case: object) -> list[Finding]:
-        asked.append(case)
-        return examine(*case)
-
+    seen = Mock(wraps=examine)
     monkeypatch.setattr(doctor_module, "examine", seen)
     shape = KVShape(2, 2, 64, "bfloat16", (None, None))
     check_plans([parse_plan(f"0:raw;1:{KIVI}", shape)], 14, CPU)
-    assert {case[4:] for case in asked} == {("bfloat16", 7)}
+    assert {case.args[4:] for case in seen.call_args_list} == {("bfloat16", 7)}

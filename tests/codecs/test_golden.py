@@ -17,12 +17,9 @@ from disagg.codecs.contract import Encoded, Prompt
 from disagg.codecs.gear import Gear
 from disagg.codecs.quantized import prompt_format
 from disagg.kernels.formats import Scale, Side
+from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import rotation, unrotate
 from disagg.kernels.reference.pages import DenseBlocks
-from disagg.kernels.reference.quantize import (
-    expand,
-    quantize_side,
-)
 from tests.synthetic import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -42,7 +39,6 @@ def encode(codec: Codec, k: Tensor, v: Tensor) -> Encoded:
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """k, v [4, 256, 128] fp16."""
     found = golden("inputs")
     return found["k"][0, :, :PREFIX].clone(), found["v"][0, :, :PREFIX].clone()
 
@@ -50,9 +46,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 def stored(codec: Codec, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Codes [H, n, D] and scales [P, H, ...] of K, and of V, as a codec stores them."""
     fmt, blocks = prompt_format(codec, k.shape[2]), DenseBlocks(encode(codec, k, v).blocks)
-    k_codes, v_codes = (
-        blocks.codes(side, torch.float32).transpose(0, 1) for side in (fmt.k, fmt.v)
-    )
+    k_codes, v_codes = (blocks.codes(x, torch.float32).transpose(0, 1) for x in (fmt.k, fmt.v))
     scales = (blocks.scales(side, torch.float32)[0] for side in (fmt.k, fmt.v))
     codes = k_codes.flatten(1, 2), v_codes.transpose(2, 3).flatten(1, 2)
     return list(zip(codes, scales, strict=True))
@@ -74,10 +68,8 @@ def unpack_reference(words: Tensor, bits: int, axis: int) -> Tensor:
 
 @pytest.mark.parametrize(("bits", "differing"), [(2, 0.001), (4, 0.005)])
 def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(bits, differing):
-    codec, reference = (
-        get_codec(f"kivi:bits={bits},group=64,residual=0"),
-        golden(f"kivi_b{bits}_g64"),
-    )
+    codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
+    reference = golden(f"kivi_b{bits}_g64")
     wanted_k = unpack_reference(reference["k_code"][0], bits, 1)
     wanted_v = unpack_reference(reference["v_code"][0], bits, 2)[:, :PREFIX]
     for (codes, _), wanted in zip(stored(codec, *inputs()), (wanted_k, wanted_v), strict=True):
@@ -138,8 +130,8 @@ def test_decoquant_rebuilds_what_its_decomposition_rebuilds():
     matrix = rotation(x, 16)
     turned = unrotate(x, matrix)
     side = Side(256, 512, 4, 0, Scale("row", 512, 0, center=-8))
-    codes, scales, zeros = quantize_side(turned[None], side)
-    seen = (codes + expand(zeros, side)) * expand(scales, side)
+    codes, scales, zeros = quantize.quantize_side(turned[None], side)
+    seen = (codes + quantize.expand(zeros, side)) * quantize.expand(scales, side)
     ours = (seen[0, 0].unflatten(1, (-1, 16)) @ matrix[0].float()).flatten(1)
     theirs = golden("deco_n2_k_b4_j16")["recon"]
     assert relative_error(ours, x[0]) == pytest.approx(relative_error(theirs, x[0]), rel=0.01)
@@ -162,9 +154,8 @@ def test_fp8_codes_are_the_expected_ones_at_the_same_scale():
         largest = theirs[f"{key}_fs"][0].float() * 448  # every page and head gets that number
         x[:, ::64, 0] = largest.reshape(-1, 1).expand(4, -1).half()
     for (codes, _), key in zip(stored(get_codec("fp8"), k, v), "kv", strict=True):
-        equal = (
-            codes.to(torch.float8_e4m3fn).view(torch.uint8) == theirs[f"{key}_f8"][0, :, :PREFIX]
-        )
+        found = codes.to(torch.float8_e4m3fn).view(torch.uint8)
+        equal = found == theirs[f"{key}_f8"][0, :, :PREFIX]
         rest = torch.ones_like(equal)
         rest[:, ::64, 0] = False
         assert equal[rest].float().mean() > 0.999

@@ -43,9 +43,8 @@ def errors(source: Source, *specs: str) -> list[Errors]:
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_k_is_quantised_better_per_channel_than_per_token(bits: int) -> None:
     for source in sources():
-        token, channel = errors(
-            source, f"pertoken:bits={bits},group=32", f"kivi:bits={bits},group=32,residual=0"
-        )
+        specs = f"pertoken:bits={bits},group=32", f"kivi:bits={bits},group=32,residual=0"
+        token, channel = errors(source, *specs)
         assert channel.k < token.k
         assert channel.v == pytest.approx(token.v)
 
@@ -85,10 +84,7 @@ def test_ott_beats_kivi_on_sink_heads_once_it_keeps_the_sinks(kept: int, seed: i
 
 def test_ott_gains_little_while_it_keeps_fewer_tokens_than_there_are_sinks() -> None:
     """Its table has the jump from 0 to 1 outlier on a model with one sink; here are eight."""
-    specs = (
-        "ott:group=128,outliers=0,aux=0,residual=0",
-        "ott:group=128,outliers=1,aux=0,residual=0",
-    )
+    specs = (f"ott:group=128,outliers={count},aux=0,residual=0" for count in (0, 1))
     kivi, few = errors(made("sinks", 0, SINK, 8), *specs)
     assert 0.9 * (kivi.output or 0) < (few.output or 0) < (kivi.output or 0)
 
@@ -115,12 +111,9 @@ def test_decoquant_gains_nothing_on_v_whose_channels_are_alike() -> None:
     assert turned.v == pytest.approx(plain, rel=0.1)
 
 
+OF_KIVI = "bits=2,backbone=kivi,group=64"
 BETTER_FIRST = (
-    (
-        "gear:bits=2,backbone=kivi,group=64",
-        "gear-l:bits=2,backbone=kivi,group=64",
-        "kivi:bits=2,group=64,residual=0",
-    ),
+    (f"gear:{OF_KIVI}", f"gear-l:{OF_KIVI}", "kivi:bits=2,group=64,residual=0"),
     ("gear:bits=4,backbone=kcvt", "gear-l:bits=4,backbone=kcvt", "kcvt:bits=4"),
     ("ott:group=128,outliers=1,aux=0,residual=0", "ott:group=128,outliers=0,aux=0,residual=0"),
 )

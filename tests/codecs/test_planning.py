@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.codecs import codec_names
+from disagg.codecs import codec_names, get_codec
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, UnknownNameError
 
 SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
 
@@ -59,24 +59,40 @@ def test_raw_follows_the_dtype_of_the_model():
     assert parse_plan("kivi", SHAPE).groups[0].raw.plane("k").dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("", "the codec spec is empty"),
-        ("0-3:raw", r"layers \[4, 5\] have no codec"),
-        ("0-3:raw;3-:kivi", "layer 3 has two codecs"),
-        ("0-9:raw", "outside the model's layers 0-5"),
-        ("0-x:raw", "no layer or range"),
-        ("0.5", "'0.5' in '0.5' names no codec"),
-        ("²-:raw", "no layer or range"),
-        ("0-²:raw", "no layer or range"),
-        ("٣-:raw", "no layer or range"),
-        ("3-1:raw", "outside the model's layers"),
-    ],
-)
+WRONG = [("", "the codec spec is empty"), ("0-3:raw", r"layers \[4, 5\] have no codec")]
+WRONG += [("0-3:raw;3-:kivi", "layer 3 has two codecs")]
+WRONG += [("0-9:raw", "outside the model's layers 0-5"), ("0-x:raw", "no layer or range")]
+WRONG += [("0.5", "'0.5' in '0.5' names no codec"), ("²-:raw", "no layer or range")]
+WRONG += [("0-²:raw", "no layer or range"), ("٣-:raw", "no layer or range")]
+WRONG += [("3-1:raw", "outside the model's layers")]
+
+
+@pytest.mark.parametrize(("spec", "message"), WRONG)
 def test_a_plan_that_cannot_be_says_why(spec, message):
     with pytest.raises(ConfigError, match=message):
         parse_plan(spec, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("kiwi:bits=2", UnknownNameError, "unknown codec 'kiwi'; known: .*kivi.*raw"),
+        ("kivi:bit=2", UnknownNameError, "unknown option of codec kivi 'bit'; known: bits, group"),
+        ("kivi:bits=3", ConfigError, "kivi:bits is 3; 2 and 4 are known"),
+        ("kivi:bits=two", ConfigError, "option bits of codec kivi is 'two'; a number"),
+        ("kivi:bits", ConfigError, "option 'bits' of codec kivi has no value"),
+        ("kivi:bits=2,bits=4", ConfigError, "given twice"),
+        ("kivi:residual=-16", ConfigError, "kivi:residual is -16; a multiple of 16 tokens"),
+        ("gear:sparsity=0.02", ConfigError, "a multiple of 1/64"),
+        ("gear:sparsity=0", ConfigError, "1/64"),
+        ("gear:sparsity=0.3", ConfigError, "1/64"),
+        ("ott:rank=17", ConfigError, "ott:rank is 17; 0 to 16 is wanted"),
+        ("raw:dtype=fp8", ConfigError, "raw:dtype is 'fp8'; model, fp16, bf16 and fp32 are known"),
+    ],
+)
+def test_a_spec_that_cannot_be_says_what_would_be_right(spec, error, message):
+    with pytest.raises(error, match=message):
+        get_codec(spec)
 
 
 LONG = 3000 * "9"

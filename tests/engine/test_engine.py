@@ -75,9 +75,7 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
 
 
 @pytest.mark.parametrize("codec", [KIVI, "raw", "banded"])
-def test_an_answer_goes_on_by_another_backend_without_a_lost_or_repeated_token(
-    runner, codec, monkeypatch
-):
+def test_an_answer_goes_on_by_another_backend_and_loses_or_repeats_none(runner, codec, monkeypatch):
     """The reference and a path of the C library by turns; an odd number, so that each seals."""
     by_turns = ((path, library.TORCH) for path in library.paths())
     backends, compute = cycle((library.TORCH, *chain(*by_turns))), runner.forward
@@ -136,9 +134,7 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
     assert last.token == said[-1]
 
 
-def test_who_lies_scattered_over_slabs_starts_again_alone_before_its_answer_is_cut(
-    runner, monkeypatch
-):
+def test_who_lies_scattered_over_slabs_starts_again_alone_before_it_is_cut_off(runner, monkeypatch):
     monkeypatch.setattr(engine_module, "slab_bytes_for", lambda *_: 1 << 18)
     engine = make_engine(runner, arena_bytes=4 << 18, watermark=0.0)
     for rid, n in (("0", 340), ("1", 300), ("2", 250)):

@@ -2,14 +2,8 @@
 
 import pytest
 
+from disagg import errors
 from disagg.engine.messages import Drain, Prefill, StepOutput
-from disagg.errors import (
-    ConfigError,
-    PeerLostError,
-    PromptTooLongError,
-    RequestError,
-    UnknownNameError,
-)
 from disagg.model.capacity import exact_bytes
 from tests.engine.serving import joined, make_engine, request, run_until_idle
 from tests.model.tiny import CONTEXT, VOCAB, random_prompt
@@ -20,11 +14,15 @@ KIVI = "kivi:bits=2,group=64,residual=64"
 @pytest.mark.parametrize(
     ("prompt", "codec", "error"),
     [
-        (random_prompt(CONTEXT), KIVI, PromptTooLongError),
-        (random_prompt(CONTEXT - 1), "raw", PromptTooLongError),  # the pool is too small for it
-        ([0, VOCAB], KIVI, RequestError),
-        ([1], "gzip", UnknownNameError),
-        ([1], "kivi:bits=3", ConfigError),
+        (random_prompt(CONTEXT), KIVI, errors.PromptTooLongError),
+        (
+            random_prompt(CONTEXT - 1),
+            "raw",
+            errors.PromptTooLongError,
+        ),  # the pool is too small for it
+        ([0, VOCAB], KIVI, errors.RequestError),
+        ([1], "gzip", errors.UnknownNameError),
+        ([1], "kivi:bits=3", errors.ConfigError),
     ],
 )
 def test_requests_that_can_never_be_served_fail_at_once(runner, prompt, codec, error):
@@ -51,7 +49,7 @@ def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refus
     said = joined(outputs)
     failed = {x.rid: x.error for x in said.failed}
     assert failed.keys() == {f"long {i}" for i in range(12)}
-    assert all(isinstance(error, PromptTooLongError) for error in failed.values())
+    assert all(isinstance(error, errors.PromptTooLongError) for error in failed.values())
     for told in (f"needs {wanted} bytes of exact KV", f"room for {room}"):
         assert all(told in str(error) for error in failed.values())
     assert 100 < most <= 200
@@ -77,6 +75,6 @@ def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner):
     engine.run(outputs.append)
     said = joined(outputs)
     (failed,) = said.failed
-    assert (failed.rid, type(failed.error)) == ("new", PeerLostError)
+    assert (failed.rid, type(failed.error)) == ("new", errors.PeerLostError)
     assert len(said.tokens) == 4
     assert not engine.pool.used_bytes

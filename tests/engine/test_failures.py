@@ -24,8 +24,6 @@ BROKEN = 90  # tokens of the prompt that breaks
 
 
 class Breaking(Nowhere):
-    """A hand-off that breaks at its n-th call."""
-
     def __init__(self, at: int):
         self.left = at
 
@@ -130,9 +128,7 @@ class Fuse:
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("what", ["forward", "plan_step", "choose", "_advance"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
-    runner, monkeypatch, what, at, done
-):
+def test_a_broken_step_frees_all_in_it_and_the_engine_lives(runner, monkeypatch, what, at, done):
     """The third step seals a page of the first and the second prompt."""
     engine = make_engine(stand_in := StandIn(runner))
     owners = {"forward": stand_in, "plan_step": steps_module, "choose": engine_module}
@@ -180,9 +176,7 @@ FULL = torch.OutOfMemoryError("full"), MemoryError(), OF_DRIVER
 
 
 @pytest.mark.parametrize("error", FULL, ids=repr)
-def test_a_step_without_memory_ends_its_longest_prompt_and_the_others_start_again(
-    runner, error, monkeypatch
-):
+def test_a_step_without_memory_ends_its_longest_prompt_and_no_other(runner, error, monkeypatch):
     good, bad = random_prompt(70), random_prompt(BROKEN)
     (expected,) = serve(make_engine(runner), [good], KIVI, 12)
     attend = attention_module.attend_exact

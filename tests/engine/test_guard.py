@@ -1,6 +1,7 @@
 """What compression costs is measured on samples, by the pages that a codec gives."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,22 +49,16 @@ def test_each_layer_group_of_a_plan_has_an_error_of_its_own(runner):
 
 def test_it_is_the_error_of_the_heads_that_were_looked_at(runner, monkeypatch):
     """As evaluation has it, of all heads of the layers that the first sample takes."""
-    looked: list[tuple[int, int]] = []
-    inner = guard._error
-
-    def note(group: Any, layer: int, *rest: Any) -> Any:
-        looked.append((layer, rest[-1]))
-        return inner(group, layer, *rest)
-
-    monkeypatch.setattr(guard, "_error", note)
+    looked = Mock(wraps=guard._error)
+    monkeypatch.setattr(guard, "_error", looked)
     codec, prompt = CODECS[3], [*random_prompt(300)[:-1], 0]
     (one,) = computed(runner, [codec], prompt)
     exact = prefill(runner, prompt)
     outputs, wanted = (PagedKV(runner, spec, exact).attend(exact) for spec in (codec, EXACT))
     share = outputs[0].shape[1] // parse_plan(codec, runner.shape).groups[0].heads
     off = whole = 0.0
-    assert looked
-    for layer, head in looked:
+    assert looked.call_args_list
+    for _, layer, *_, head in (call.args for call in looked.call_args_list):
         some = slice(head * share, (head + 1) * share)
         off += float((outputs[layer][:, some] - wanted[layer][:, some]).square().sum())
         whole += float(wanted[layer][:, some].square().sum())
@@ -85,10 +80,7 @@ def test_short_prompts_and_those_that_stay_here_are_no_samples(runner, monkeypat
 
 
 def test_what_breaks_a_measurement_breaks_no_request(runner, monkeypatch, caplog):
-    def broken(*_: Any) -> None:
-        raise MemoryError("of the guard")
-
-    monkeypatch.setattr(guard, "_error", broken)
+    monkeypatch.setattr(guard, "_error", Mock(side_effect=MemoryError("of the guard")))
     (one,) = computed(runner, CODECS[:1], random_prompt(300))
     assert not one.errors
     assert "cannot be measured" in caplog.text

@@ -36,10 +36,8 @@ def test_of_equal_tokens_the_first_are_kept(vocab):
 
 @pytest.mark.parametrize("params", [{"top_k": 700}, {"top_p": 0.9}, {"min_p": 0.05}])
 def test_what_is_left_does_not_depend_on_how_many_are_looked_at_first(params, monkeypatch):
-    logits = (
-        torch.randn(9, 5000, generator=torch.Generator().manual_seed(1))
-        * torch.arange(1, 10.0)[:, None]
-    )
+    spread = torch.arange(1, 10.0)[:, None]
+    logits = spread * torch.randn(9, 5000, generator=torch.Generator().manual_seed(1))
     requests, said = [ask(temperature=1.0, **params)] * 9, [[0] * index for index in range(9)]
     found = sample(logits, requests, said)
     monkeypatch.setattr(sampler, "LARGEST", ())
@@ -75,24 +73,14 @@ def test_rows_get_as_many_of_the_likeliest_as_they_want_and_others_none():
 
 VOCAB = 8  # few: whatever edits the logits changes who is best
 TOKENS = st.integers(0, VOCAB - 1)
-PARAMS = st.fixed_dictionaries(
-    {},
-    optional={
-        "temperature": st.sampled_from([0.0, 1e-300, 0.3, 1.0, 5.0]),
-        "top_k": st.integers(0, 9),
-        "top_p": st.floats(0.01, 1),
-        "min_p": st.floats(0, 1),
-        "seed": st.integers(0, 2**63 - 1),
-        "presence_penalty": st.floats(-2, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "repetition_penalty": st.floats(0.5, 2),
-        "logit_bias": st.lists(st.tuples(TOKENS, st.floats(-9, 9)), max_size=3),
-        "stop_token_ids": st.lists(TOKENS, max_size=3),
-        "min_tokens": st.integers(0, 5),
-        "ignore_eos": st.booleans(),
-        "logprobs": st.integers(0, 5),
-    },
-)
+OPTIONAL = {"temperature": st.sampled_from([0.0, 1e-300, 0.3, 1.0, 5.0])}
+OPTIONAL |= {"top_k": st.integers(0, 9), "top_p": st.floats(0.01, 1), "min_p": st.floats(0, 1)}
+OPTIONAL |= dict.fromkeys(("presence_penalty", "frequency_penalty"), st.floats(-2, 2))
+OPTIONAL |= {"repetition_penalty": st.floats(0.5, 2), "seed": st.integers(0, 2**63 - 1)}
+OPTIONAL |= {"logit_bias": st.lists(st.tuples(TOKENS, st.floats(-9, 9)), max_size=3)}
+OPTIONAL |= {"stop_token_ids": st.lists(TOKENS, max_size=3), "ignore_eos": st.booleans()}
+OPTIONAL |= dict.fromkeys(("min_tokens", "logprobs"), st.integers(0, 5))
+PARAMS = st.fixed_dictionaries({}, optional=OPTIONAL)
 WORDS = st.lists(TOKENS, max_size=8)
 
 
@@ -143,22 +131,12 @@ def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(r
     assert torch.equal(logits, before)
 
 
-WRONG = {
-    "max_tokens": [0, 2**63, 1.5],
-    "temperature": [-0.1, math.nan, 10**400, "warm"],
-    "top_p": [0.0, 1.5],
-    "top_k": [-1, 2**64],
-    "seed": [-1, 2**63],
-    "min_p": [1.5],
-    "min_tokens": [-1, 17],
-    "presence_penalty": [math.nan],
-    "frequency_penalty": [1e5],
-    "repetition_penalty": [0.0],
-    "logprobs": [-1, True],
-    "logit_bias": [{1: 5}, [(1.5, 0)], [(1, "x")]],
-    "stop_token_ids": [5, ["a"], [-1]],
-    "prompt_logprobs": [True],
-}
+WRONG = {"max_tokens": [0, 2**63, 1.5], "temperature": [-0.1, math.nan, 10**400, "warm"]}
+WRONG |= {"top_p": [0.0, 1.5], "top_k": [-1, 2**64], "seed": [-1, 2**63], "min_p": [1.5]}
+WRONG |= {"min_tokens": [-1, 17], "presence_penalty": [math.nan], "frequency_penalty": [1e5]}
+WRONG |= {"repetition_penalty": [0.0], "logprobs": [-1, True]}
+WRONG |= {"logit_bias": [{1: 5}, [(1.5, 0)], [(1, "x")]], "stop_token_ids": [5, ["a"], [-1]]}
+WRONG |= {"prompt_logprobs": [True]}
 
 
 @pytest.mark.parametrize(("name", "value"), [(x, y) for x, some in WRONG.items() for y in some])

@@ -23,7 +23,6 @@ def sequence(
 
 
 def admit_all(scheduler: Scheduler) -> list[Sequence]:
-    """Admit what has room, as the engine does."""
     admitted = []
     for found in scheduler.prompts(now=0.0):
         if found.status is Status.QUEUED:

@@ -39,9 +39,7 @@ def runner(tiny: Path) -> Runner:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_after_the_start_steps_of_all_sizes_and_codecs_are_replayed_and_none_recorded(
-    runner, mixed, monkeypatch
-):
+def test_after_the_start_all_steps_are_replayed_and_none_is_recorded(runner, mixed, monkeypatch):
     monkeypatch.setattr("disagg.model.static.ROOM", 64)  # so that a context of 512 has three sizes
     recorder, steps = EagerRecorder(), list[Batch]()
     runner.record_steps(recorder)

@@ -39,10 +39,8 @@ GEMMA_3_27B = KVShape(62, 16, 128, "bfloat16", WINDOWS)
 
 def needed_bytes(plan: Plan, tokens: int) -> int:
     """What layers with a window hold if they are told no more than a window of tokens."""
-    return sum(
-        Plan((replace(group, window=None),), ()).nbytes(min(tokens, group.window or tokens))
-        for group in plan.groups
-    )
+    parts = ((Plan((replace(x, window=None),), ()), x.window or tokens) for x in plan.groups)
+    return sum(part.nbytes(min(tokens, window)) for part, window in parts)
 
 
 @pytest.fixture(scope="module")

@@ -53,9 +53,8 @@ def test_rows_are_known_by_all_options_of_their_codec(judge, rows):
     lines = summarize(rows, judge.sizes)
     spec = "kivi:bits=2,group=64,residual=64"
     assert [line["codec"] for line in lines] == list(SPECS)
-    assert costs(lines)[spec] == {
-        name: lines[2][name] for name in ("bits", "ppl_pct", "ppl_se_pct", "kl")
-    }
+    names = ("bits", "ppl_pct", "ppl_se_pct", "kl")
+    assert costs(lines)[spec] == {name: lines[2][name] for name in names}
     other = [row | {"spec": "kivi:bits=2,group=32,residual=64"} for row in rows]
     assert len(judge.cases(other)) == len(rows)
 

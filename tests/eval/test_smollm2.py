@@ -12,11 +12,8 @@ from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 
 FOLDER = fetched_folder("smollm2")
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not FOLDER.is_dir(), reason="`disagg fetch smollm2` was not run"),
-]
+HERE = pytest.mark.skipif(not FOLDER.is_dir(), reason="`disagg fetch smollm2` was not run")
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600), HERE]
 
 
 def test_the_folder_is_an_ordinary_model_with_its_licence():

@@ -71,5 +71,4 @@ def create_inline_asm(
 
 
 def assemble(monkeypatch: Any) -> None:
-    """Lets the interpreter execute inline assembly."""
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)

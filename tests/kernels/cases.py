@@ -45,11 +45,9 @@ class Case:
     there: Tensor | None = None
 
     def seeing(self, **tables: Tensor) -> "Case":
-        """The same with another lo or hi."""
         return replace(self, view=replace(self.view, **tables))
 
     def on(self, device: str) -> tuple[Tensor, View]:
-        """The query and the view on a device."""
         moved = {name: x.to(device) for name, x in vars(self.view).items() if isinstance(x, Tensor)}
         return self.q.to(device), replace(self.view, **moved)
 
@@ -79,27 +77,17 @@ def make_format(
         size = over if shared else min(wanted, over)
         count = {"column": over // size * columns, "row": over // size * rows, "block": 2}[by]
         there = segment if shared else page
-        scale = Scale(
-            by=by,
-            group=size,
-            scale=there.take(2 * count),
-            zero=there.take(2 * count) if zero else None,
-            center=0 if floating else -(1 << (bits - 1)),
-            shared=shared,
-        )
+        places = there.take(2 * count), there.take(2 * count) if zero else None
+        center = 0 if floating else -(1 << (bits - 1))
+        scale = Scale(by, size, *places, center=center, shared=shared)
         side = Side(rows, columns, bits, page.take(rows * columns * bits // 8), scale)
         home = page if own else segment
         low = LowRank(rank, page.take(2 * tokens * rank), home.take(2 * head_dim * rank), not own)
         index, delta = page.take(columns * slots), page.take(2 * columns * slots)
         turn = Rotation(block, segment.take(2 * block * block))
-        side = replace(
-            side,
-            low_rank=low if rank else None,
-            sparse=Sparse(slots, index, delta, slots % 2 == 0) if slots else None,
-            rotation=turn if block else None,
-            floating=floating,
-        )
-        sides.append(side)
+        sparse = Sparse(slots, index, delta, slots % 2 == 0) if slots else None
+        parts = {"low_rank": low if rank else None, "rotation": turn if block else None}
+        sides.append(replace(side, sparse=sparse, floating=floating, **parts))
     mask = page.take(tokens // 8) if valid else None
     return PageFormat(tokens, head_dim, page.end, segment.end, sides[0], sides[1], mask)
 
@@ -124,24 +112,17 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
     v = Side(head_dim, T, 2, page.take(T * head_dim // 4), group)
     turn = Turn(head_dim // 8, 0) if head_dim % 128 == 0 else Turn(0, 2 * head_dim)
     segment_bytes = 2 * head_dim + max(16, head_dim // 8)
-    return PageFormat(
-        T, head_dim, page.end, segment_bytes, sides[0], v, bands=(*sides[1:],), turn=turn
-    )
+    k, *bands = sides
+    return PageFormat(T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), turn=turn)
 
 
-SIZES = {
-    "b2-D16-g16": quant_format(2, 16, 64, 16),
-    "b2-D64-g32": quant_format(2, 64, 32, 32),
-    "b2-D80-g16": quant_format(2, 80, 64, 16),
-    "b2-D128-g32": quant_format(2, 128, 32, 32),
-    "b2-D128-g64": quant_format(2, 128, 64, 64),
-    "b2-D128-T128": quant_format(2, 128, 128, 128, tokens=128),
-    "b4-D80-g80": quant_format(4, 80, 32, 80),
-    "b4-D96-g32": quant_format(4, 96, 32, 32),
-    "b4-D128-g64": quant_format(4, 128, 64, 64),
-    "b4-D256-g64": quant_format(4, 256, 64, 64),
-    "b4-D512-g64": quant_format(4, 512, 64, 64),
-}
+SIZES = {"b2-D16-g16": quant_format(2, 16, 64, 16), "b2-D64-g32": quant_format(2, 64, 32, 32)}
+SIZES |= {"b2-D80-g16": quant_format(2, 80, 64, 16), "b2-D128-g32": quant_format(2, 128, 32, 32)}
+SIZES |= {"b2-D128-g64": quant_format(2, 128, 64, 64)}
+SIZES |= {"b2-D128-T128": quant_format(2, 128, 128, 128, tokens=128)}
+SIZES |= {"b4-D80-g80": quant_format(4, 80, 32, 80), "b4-D96-g32": quant_format(4, 96, 32, 32)}
+SIZES |= {"b4-D128-g64": quant_format(4, 128, 64, 64), "b4-D256-g64": quant_format(4, 256, 64, 64)}
+SIZES |= {"b4-D512-g64": quant_format(4, 512, 64, 64)}
 BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256), (3, 256)]  # bits, head dim
 
 

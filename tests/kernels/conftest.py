@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 import triton
 from triton.runtime import interpreter
 
+np.seterr(divide="ignore")  # the interpreter takes log2(0) where nobody is seen
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 # the interpreter of Triton 3.6 takes int() of arrays with one item, which numpy 2.4 refuses:

@@ -100,8 +100,6 @@ class FakeLauncher:
 
 
 class FakeDriver:
-    """In place of Triton's driver."""
-
     launcher_cls = FakeLauncher
 
     def __init__(self) -> None:
@@ -188,7 +186,6 @@ def pretend() -> None:
 
 
 def follow(scenario: Scenario) -> None:
-    """Launch what one layer launches."""
     codec, heads, head_dim = get_codec(scenario.spec), scenario.heads, scenario.head_dim
     group = codec.layer_group(LAYERS, heads, head_dim, scenario.dtype)
     arena, dtype = GrowingArena(DEVICE), getattr(torch, scenario.dtype)
@@ -224,7 +221,6 @@ def follow(scenario: Scenario) -> None:
 def take_step(
     codec: Codec, step: GroupStep, arena: Tensor, k: Tensor, v: Tensor, q: Tensor
 ) -> None:
-    """Write new tokens and attend to all."""
     write_step(codec, step, LAYER, arena, k, v)
     attend_step(step, LAYER, arena, q, Softmax(0.1))
 

@@ -10,36 +10,25 @@ from disagg.kernels.gpu.plan import units_of
 from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import aligned
 from disagg.kernels.sealing import Target
-from tests.kernels.cases import (
-    DEVICE,
-    Case,
-    T,
-    aligned_format,
-    assert_alike,
-    exact_attention,
-    make_case,
-    random_kv,
-)
+from tests.kernels import cases
 from tests.synthetic import relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 
-
-def check(case: Case):
+def check(case: cases.Case):
     """Against the reference, and against attention on all 16 bits."""
     found, bits = attend(case)
     o, lse = (x.cpu() for x in found)
     expected, counted = aligned.attend(case.q, case.view, 0.2)
-    assert_alike((o, lse), expected, 1e-3, 2e-3, 1e-3)
+    cases.assert_alike((o, lse), expected, 1e-3, 2e-3, 1e-3)
     seen = lse > -torch.inf
     assert torch.equal(bits.k.cpu()[seen], counted.k[seen])
     assert torch.allclose(bits.v.cpu(), counted.v, atol=0.05)
-    assert relative_error(o, exact_attention(case, 0.2)[0]) <= 2**-8
+    assert relative_error(o, cases.exact_attention(case, 0.2)[0]) <= 2**-8
 
 
-@pytest.mark.parametrize("at_once", [1, 2 * 4 * T * 48])
+@pytest.mark.parametrize("at_once", [1, 2 * 4 * cases.T * 48])
 def test_sequences_and_heads_attend_alone_as_they_do_together(at_once, monkeypatch):
-    case = make_case(aligned_format(48), [250, 3, 130], heads=3, width=2, m=2)
+    case = cases.make_case(cases.aligned_format(48), [250, 3, 130], heads=3, width=2, m=2)
     (o, lse), bits = aligned.attend(case.q, case.view, 0.2)
     monkeypatch.setattr(aligned, "CHUNK_ELEMENTS", at_once)
     (o_alone, lse_alone), bits_alone = aligned.attend(case.q, case.view, 0.2)
@@ -54,35 +43,35 @@ def test_sequences_and_heads_attend_alone_as_they_do_together(at_once, monkeypat
     [(64, [140, 1], 2, 3, 1), (80, [390], 1, 5, 1), (128, [200, 70, 0], 1, 2, 2)],
 )
 def test_attention_reads_the_bits_that_the_reference_reads(head_dim, lengths, heads, width, m):
-    check(make_case(aligned_format(head_dim), lengths, heads, width, m))
+    check(cases.make_case(cases.aligned_format(head_dim), lengths, heads, width, m))
 
 
 def test_a_window_sees_its_own_pages_and_no_others():
-    case = make_case(aligned_format(64), [390, 330], 1, 4)
+    case = cases.make_case(cases.aligned_format(64), [390, 330], 1, 4)
     check(case.seeing(lo=torch.tensor([[200], [329]]).int()))
 
 
 def test_units_of_work_far_below_the_others_add_nothing():
-    case = make_case(aligned_format(64), [450], 1, 2)
-    k, v = (x[0] for x in random_kv([450], 1, 64, T))
+    case = cases.make_case(cases.aligned_format(64), [450], 1, 2)
+    k, v = (x[0] for x in cases.random_kv([450], 1, 64, cases.T))
     k[0, 0, 5] = 8.0
     view = case.view
     ops.encode(k, v, view.fmt, target=Target(view.arena, view.pages[0], view.base))
-    check(Case(torch.full((1, 1, 2, 64), 4.0), view, k[None].half(), v[None].half()))
+    check(cases.Case(torch.full((1, 1, 2, 64), 4.0), view, k[None].half(), v[None].half()))
 
 
 def test_no_more_bits_are_read_than_are_counted():
     """Whatever lies in planes that no query asks for changes nothing."""
-    fmt = aligned_format(64)
-    case = make_case(fmt, [128], 1, 1)
+    fmt = cases.aligned_format(64)
+    case = cases.make_case(fmt, [128], 1, 1)
     (o, _), bits = attend(case)
     assert bits.k.mean() < 16
     levels = reference_levels(case)
     view = case.view
     block = view.arena[int(view.pages[0, 0]) * 128 + view.base :][: fmt.block_bytes]
-    low = block[fmt.k_low : fmt.k_low + T // 2 * 64].view(64, T // 2)
+    low = block[fmt.k_low : fmt.k_low + cases.T // 2 * 64].view(64, cases.T // 2)
     low[levels > 0] ^= 0xFF
-    middle = block[fmt.k_middle : fmt.k_middle + T // 2 * 64].view(64, T // 2)
+    middle = block[fmt.k_middle : fmt.k_middle + cases.T // 2 * 64].view(64, cases.T // 2)
     middle[levels > 1] ^= 0xFF
     assert (levels > 0).any()
     assert torch.equal(attend(case)[0][0], o)
@@ -90,14 +79,14 @@ def test_no_more_bits_are_read_than_are_counted():
     assert not torch.equal(attend(case)[0][0], o)
 
 
-def attend(case: Case):
-    q, view = case.on(DEVICE)
+def attend(case: cases.Case):
+    q, view = case.on(cases.DEVICE)
     found, units = gpu.attend(q, [view], 0.2), units_of([view], q.device)
     count = gpu_aligned.attend(q, view, 0.2, 0, units, found.o, found.lse)
     return merge(found), count()
 
 
-def reference_levels(case: Case) -> torch.Tensor:
+def reference_levels(case: cases.Case) -> torch.Tensor:
     """How many planes of each channel of K are left out: [D], for one query of one head."""
     top = case.k[0, 0].half().abs().amax(0).view(torch.int16).int() >> 10
     columns = case.q[0, 0, 0, :, None][None, None] * 0.2

@@ -63,7 +63,6 @@ def append(request):
 
 
 def moved(tables):
-    """Tables on the device."""
     there = {name: x.to(DEVICE) for name, x in vars(tables).items() if isinstance(x, Tensor)}
     return replace(tables, **there)
 
@@ -143,17 +142,13 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
     tails = torch.randperm(8, generator=torch.Generator().manual_seed(5)).view(2, 4) * stride
     pages = torch.tensor([tails[0, 1], tails[1, 3] if own else 8 * stride])
     slots = torch.tensor([6, 15 if own else 0])
-    rows = SealRows(
-        pages=torch.tensor([NO_PAGE, page]).int(),
-        tails=tails.int(),
-        segments=torch.tensor([segment, segment]).int(),
-        stretches=torch.tensor([0, 12]).int(),
-    )
+    named = (torch.tensor(x).int() for x in ([NO_PAGE, page], [segment, segment], [0, 12]))
+    sealed, segments, stretches = named
+    rows = SealRows(sealed, tails.int(), segments, stretches)
     arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
     if isinstance(fmt, PageFormat) and fmt.turn:
-        store_blocks(
-            Target(arena, rows.segments[:1], SEGMENT_BASE), random_segment(fmt, HEADS, 4)[None]
-        )
+        target = Target(arena, rows.segments[:1], SEGMENT_BASE)
+        store_blocks(target, random_segment(fmt, HEADS, 4)[None])
     whole = (x[0].to(getattr(torch, raw.dtype)) for x in random_kv([64], HEADS, raw.head_dim, 64))
     k, v = (x.transpose(0, 1) for x in whole)  # [T, H, D]
     at = tails[1].int().repeat_interleave(16)

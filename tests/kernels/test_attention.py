@@ -17,22 +17,8 @@ from disagg.kernels.gpu.plan import is_supported
 from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes, exact
 from disagg.kernels.view import Partial
-from tests.kernels.cases import (
-    BANDED,
-    DEVICE,
-    FORMATS,
-    SIZES,
-    Case,
-    assert_alike,
-    banded_format,
-    exact_attention,
-    make_case,
-    make_format,
-    quant_format,
-    raw_format,
-)
+from tests.kernels import cases
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 TRITON = "triton"
 SMALL = {"lengths": [140, 1], "heads": 1, "run": 1}  # Triton's interpreter is slow
 LARGE = {"lengths": [390, 70, 0, 700], "heads": 2, "run": 3}
@@ -47,25 +33,26 @@ class Pages:
     m: int = 1
 
 
-PAGES = {name: Pages(make_format(**options)) for name, options in FORMATS.items()}
-PAGES |= {name: Pages(fmt, 4) for name, fmt in SIZES.items()}
-PAGES |= {f"banded-{b}-D{dim}": Pages(banded_format(b, dim), 3, 1 + b % 2) for b, dim in BANDED}
+PAGES = {name: Pages(cases.make_format(**options)) for name, options in cases.FORMATS.items()}
+PAGES |= {name: Pages(fmt, 4) for name, fmt in cases.SIZES.items()}
+BANDS = {(b, dim): cases.banded_format(b, dim) for b, dim in cases.BANDED}
+PAGES |= {f"banded-{b}-D{dim}": Pages(fmt, 3, 1 + b % 2) for (b, dim), fmt in BANDS.items()}
 PAGES |= {
-    f"raw-{dtype}-D{dim}": Pages(raw_format(dtype, dim), 7, 2)
+    f"raw-{dtype}-D{dim}": Pages(cases.raw_format(dtype, dim), 7, 2)
     for dtype in ("float16", "bfloat16", "float32")
     for dim in (16, 64, 80, 256)
 }
 PAGES |= {
-    f"{name}-for-{width}": Pages(make_format(**options), width, 1 + (width == 16))
+    f"{name}-for-{width}": Pages(cases.make_format(**options), width, 1 + (width == 16))
     for width in (1, 2, 4, 5, 7, 8, 16)
     for name, options in {
         "b2": {"v_group": 32},
         "b4": {"bits": 4, "head_dim": 96, "group": 32},
-        "int8": FORMATS["int8"],
+        "int8": cases.FORMATS["int8"],
     }.items()
 }
-PAGES["gear-l-for-1"] = Pages(make_format(**FORMATS["gear-l"]), 1)
-PAGES["gear-l-shared-for-7"] = Pages(make_format(**FORMATS["gear-l-shared"]), 7)
+PAGES["gear-l-for-1"] = Pages(cases.make_format(**cases.FORMATS["gear-l"]), 1)
+PAGES["gear-l-shared-for-7"] = Pages(cases.make_format(**cases.FORMATS["gear-l-shared"]), 7)
 MORE = ("banded-2-D128", "raw-float16-D80")
 
 
@@ -81,14 +68,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @cache
-def case_of(name: str, small: bool) -> Case:
+def case_of(name: str, small: bool) -> cases.Case:
     pages = PAGES[name]
-    return make_case(pages.fmt, width=pages.width, m=pages.m, **(SMALL if small else LARGE))
+    return cases.make_case(pages.fmt, width=pages.width, m=pages.m, **(SMALL if small else LARGE))
 
 
-def attend(case: Case, backend: str, cap: float = 0.0, scale: float = 0.2) -> Partial:
+def attend(case: cases.Case, backend: str, cap: float = 0.0, scale: float = 0.2) -> Partial:
     if backend == TRITON:
-        q, view = case.on(DEVICE)
+        q, view = case.on(cases.DEVICE)
         o, lse = merge(gpu.attend(q, [view], scale, None, cap))
         return o.cpu(), lse.cpu()
     if backend == library.TORCH:
@@ -97,7 +84,7 @@ def attend(case: Case, backend: str, cap: float = 0.0, scale: float = 0.2) -> Pa
     return cpu.attend(case.q, [case.view], scale, cap)
 
 
-def check(case: Case, backend: str, cap: float = 0.0) -> None:
+def check(case: cases.Case, backend: str, cap: float = 0.0) -> None:
     """Within what the backend states; what it leaves to the reference is skipped."""
     fmt = case.view.fmt
     raw = isinstance(fmt, ExactFormat)
@@ -111,7 +98,7 @@ def check(case: Case, backend: str, cap: float = 0.0) -> None:
         assert cpu.is_served(fmt, case.q)
         coded = not raw and not fmt.k.floating
         bounds = (library.CODE_ERRORS[backend], 2e-3, 1e-6) if coded else (1e-6, 1e-5, 1e-6)
-    assert_alike(attend(case, backend, cap), exact_attention(case, 0.2, cap), *bounds)
+    cases.assert_alike(attend(case, backend, cap), cases.exact_attention(case, 0.2, cap), *bounds)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -120,35 +107,35 @@ def test_pages_are_attended_as_what_they_hold(name, backend):
 
 
 @pytest.mark.parametrize(
-    ("name", "cap"), [*product((*FORMATS, *MORE), (0.7,)), *product(MORE, (0.3, 50.0))]
+    ("name", "cap"), [*product((*cases.FORMATS, *MORE), (0.7,)), *product(MORE, (0.3, 50.0))]
 )
 def test_scores_are_capped(name, cap, backend):
     check(case_of(name, backend == TRITON), backend, cap)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *MORE])
+@pytest.mark.parametrize("name", [*cases.FORMATS, *MORE])
 def test_who_sees_nothing_gets_zero_and_minus_infinity(name, backend):
     case = case_of(name, backend == TRITON)
     check(case.seeing(hi=torch.zeros_like(case.view.hi)), backend)
 
 
 LO = torch.tensor([[131, 132], [64, 65], [3, 90], [50, 60]], dtype=torch.int32)
-WINDOWED = [quant_format(bits, 64, 32, 32) for bits in (2, 4)]
-WINDOWED += [raw_format("float16", dim) for dim in (64, 256)]
+WINDOWED = [cases.quant_format(bits, 64, 32, 32) for bits in (2, 4)]
+WINDOWED += [cases.raw_format("float16", dim) for dim in (64, 256)]
 
 
 @pytest.mark.parametrize("fmt", WINDOWED, ids=["b2", "b4", "raw", "raw-D256"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_queries_see_what_their_windows_show(fmt, width, backend):
     small = backend == TRITON
-    case = make_case(fmt, [300, 170, 90, 40], 1 if small else 2, width, m=2)
+    case = cases.make_case(fmt, [300, 170, 90, 40], 1 if small else 2, width, m=2)
     check(case.seeing(lo=LO), backend)
 
 
 def test_long_and_short_sequences_share_the_units_of_work(backend):
-    check(make_case(quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4), backend)
+    check(cases.make_case(cases.quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4), backend)
 
 
 @pytest.mark.parametrize(("lengths", "run"), [([390, 70, 0], 3), ([130], 1)])
 def test_units_of_work_stay_within_segments_of_any_length(lengths, run, backend):
-    check(make_case(make_format(rank=2), lengths, 1, 4, run=run), backend)
+    check(cases.make_case(cases.make_format(rank=2), lengths, 1, 4, run=run), backend)

@@ -37,9 +37,7 @@ from tests.kernels.cases import (
 
 KINDS = ("kivi", "pertoken", "pertoken-2bit", "kcvt", "int8", "fp8", "ott")
 ENCODED = SIZES | {name: make_format(**FORMATS[name]) for name in KINDS}
-ENCODED |= {
-    f"banded-{bits}-D{head_dim}": banded_format(bits, head_dim) for bits, head_dim in BANDED
-}
+ENCODED |= {f"banded-{bits}-D{dim}": banded_format(bits, dim) for bits, dim in BANDED}
 
 
 @pytest.fixture(params=library.PATHS)
@@ -194,7 +192,6 @@ def test_what_the_library_does_not_know_is_left_to_the_reference():
 
 
 def bytes_of(k, v, fmt, tokens=2048, frozen=None):
-    """Blocks and segments by the reference."""
     return encoders.encode(k, v, fmt, Segmentation(tokens, 0, frozen))
 
 

@@ -13,7 +13,6 @@ from disagg.kernels.reference import exact
 from disagg.kernels.view import View
 from tests.kernels.cases import BASE, DEVICE, Case, append_records, assert_alike, place, raw_format
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 SIDE_BASE = 7 * 16
 
 
@@ -117,16 +116,11 @@ def kept_case(
     return arena, pages, sides, replace(raw_format(dtype, head_dim), side=side)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "slots", "width"),
-    [
-        ("float16", 64, 35, 4),
-        ("bfloat16", 128, 100, 3),
-        ("float16", 80, 6, 8),
-        ("float16", 64, 70, 16),
-        ("float16", 256, 35, 4),
-    ],
-)
+KEPT = [("float16", 64, 35, 4), ("bfloat16", 128, 100, 3), ("float16", 80, 6, 8)]
+KEPT += [("float16", 64, 70, 16), ("float16", 256, 35, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "slots", "width"), KEPT)
 def test_attention_over_kept_tokens_is_that_of_the_reference(dtype, head_dim, slots, width):
     used = [min(slots, x) for x in (3, 33, 0, 90)]
     arena, pages, sides, fmt = kept_case(dtype, head_dim, used, slots, 2)

@@ -9,17 +9,10 @@ from disagg.kernels import ops
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
 from disagg.kernels.sealing import NewRows, Sealing, SealRows
 from disagg.kernels.view import Softmax
-from tests.kernels.cases import (
-    BASE,
-    exact_attention,
-    make_case,
-    make_format,
-    quant_format,
-    raw_format,
-)
+from tests.kernels import cases
 from tests.synthetic import relative_error
 
-FMT = quant_format(4, 64, 32, 32)
+FMT = cases.quant_format(4, 64, 32, 32)
 
 
 def attend(case, **changes):
@@ -28,8 +21,8 @@ def attend(case, **changes):
 
 
 def test_attention_over_several_views_is_one_answer():
-    case = make_case(FMT, [100, 64], 2, 3)
-    wanted, bound = exact_attention(case, 0.125)[0], CODE_ERRORS[backend()]
+    case = cases.make_case(FMT, [100, 64], 2, 3)
+    wanted, bound = cases.exact_attention(case, 0.125)[0], CODE_ERRORS[backend()]
     assert relative_error(attend(case), wanted) <= bound
     cut = torch.tensor([[70], [3]], dtype=torch.int32)
     views = replace(case.view, hi=cut), replace(case.view, lo=cut)
@@ -56,7 +49,7 @@ def test_attention_over_several_views_is_one_answer():
 )
 def test_attention_refuses_what_it_would_misread(changes, error):
     with pytest.raises(error):
-        attend(make_case(FMT, [100, 64], 2, 3), **changes)
+        attend(cases.make_case(FMT, [100, 64], 2, 3), **changes)
 
 
 def test_encode_refuses_parts_of_pages_and_integers():
@@ -86,7 +79,7 @@ def test_attention_to_nothing_is_refused():
 
 
 def test_pages_that_share_segments_are_not_attended_without_them():
-    case = make_case(make_format(rank=2), [100, 64], 2, 3)
+    case = cases.make_case(cases.make_format(rank=2), [100, 64], 2, 3)
     with pytest.raises(ValueError, match="segments"):
         attend(case, segments=None)
     with pytest.raises(ValueError, match="owner"):
@@ -98,7 +91,7 @@ def test_pages_that_share_segments_are_not_attended_without_them():
 )
 def test_a_format_that_does_not_divide_is_refused(options):
     with pytest.raises(ValueError, match=r"bits|words|divide"):
-        make_format(**options)
+        cases.make_format(**options)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +100,15 @@ def test_a_format_that_does_not_divide_is_refused(options):
         ({"pages": torch.zeros(3).int()}, ValueError),
         ({"tails": torch.zeros(2, 3).int()}, ValueError),
         ({"stretches": torch.zeros(2).long()}, TypeError),
-        ({"fmt": make_format(valid=True)}, ValueError),
+        ({"fmt": cases.make_format(valid=True)}, ValueError),
     ],
 )
 def test_an_append_refuses_tables_that_do_not_fit_its_rows(changes, error):
     rows = SealRows(*(torch.full(shape, -1).int() for shape in ((2,), (2, 4), (2,), (2,))))
     fmt = changes.pop("fmt", FMT)
-    sealing = Sealing(replace(rows, **changes), fmt, BASE)
+    sealing = Sealing(replace(rows, **changes), fmt, cases.BASE)
     arena, x, ids = torch.zeros(1 << 16, dtype=torch.uint8), torch.ones(2, 2, 64), rows.pages + 1
+    new = NewRows(ids, ids, cases.raw_format("float32", 64), cases.BASE)
     with pytest.raises(error):
-        ops.append(arena, x, x, NewRows(ids, ids, raw_format("float32", 64), BASE), sealing)
+        ops.append(arena, x, x, new, sealing)
     assert not arena.any()

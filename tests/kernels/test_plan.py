@@ -9,25 +9,16 @@ from hypothesis import strategies as st
 from disagg.codecs import get_codec
 from disagg.codecs.quantized import prompt_format
 from disagg.codecs.tables import PageTable, room_for_units
-from disagg.kernels.gpu.plan import (
-    MAX_GRID,
-    MIN_TILES,
-    Span,
-    Tile,
-    most_units,
-    tile_of,
-    units_of_spans,
-)
+from disagg.kernels.gpu import plan
 
-PAGE = Tile(64, 4096)
-SEQUENCES = st.lists(
-    st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 9)), min_size=1, max_size=9
-)
+PAGE = plan.Tile(64, 4096)
+SEQUENCE = st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 9))
+SEQUENCES = st.lists(SEQUENCE, min_size=1, max_size=9)
 
 
-def span_of(lo: list[int], hi: list[int], tile: Tile = PAGE) -> Span:
+def span_of(lo: list[int], hi: list[int], tile: plan.Tile = PAGE) -> plan.Span:
     """What sequences show of pages of 64 tokens."""
-    return Span(tile, np.array(lo), np.array(hi), max(hi))
+    return plan.Span(tile, np.array(lo), np.array(hi), max(hi))
 
 
 @given(SEQUENCES, st.integers(1, 40), st.booleans())
@@ -38,7 +29,7 @@ def test_units_are_what_the_sequences_show_each_tile_once(sequences, programs, s
     if shared:
         owner = np.array([[p // n for p in range(width)] for _, _, n in sequences])
         segments = 100 * np.arange(len(lo))[:, None] + np.arange(owner.max() + 1)
-    span = Span(PAGE, lo, hi, 64 * width, owner, segments)
+    span = plan.Span(PAGE, lo, hi, 64 * width, owner, segments)
     table, seen = span.units(programs), []
     for b, start, end, segment in table:
         assert start < end
@@ -53,7 +44,7 @@ def test_units_are_what_the_sequences_show_each_tile_once(sequences, programs, s
 
 def test_there_is_room_for_pages_that_join_the_first_segment_while_decoding():
     owner, many = np.array([[0, 0, 1, 1, 0]] * 9), np.full(9, 320)
-    span = Span(PAGE, 0 * many, many, 320, owner, np.arange(18).reshape(9, 2))
+    span = plan.Span(PAGE, 0 * many, many, 320, owner, np.arange(18).reshape(9, 2))
     assert len(span.units(1)) == 27 <= span.most_units(1)
 
 
@@ -63,13 +54,13 @@ def test_units_of_a_sequence_are_equally_long_and_not_too_short():
     assert table[:, 0].tolist() == [0] * 8 + [1]
     assert sizes.tolist() == [13, 13, 13, 13, 13, 13, 13, 9, 3]
     table = span_of([0], [64 * 20]).units(1000)
-    assert (table[:, 2] - table[:, 1]).tolist() == [MIN_TILES] * 5
+    assert (table[:, 2] - table[:, 1]).tolist() == [plan.MIN_TILES] * 5
 
 
 def test_programs_of_more_warps_are_fewer():
     for warps, count in ((1, 8), (2, 4)):
-        span = span_of([0], [64 * 100], Tile(64, 4096, warps=warps))
-        table, _ = units_of_spans([span], 1, torch.device("cpu"))
+        span = span_of([0], [64 * 100], plan.Tile(64, 4096, warps=warps))
+        table, _ = plan.units_of_spans([span], 1, torch.device("cpu"))
         assert len(table) == count
 
 
@@ -80,24 +71,24 @@ def test_units_are_planned_for_the_warps_that_kernels_have(spec, head_dim):
     group = codec.layer_group((0,), 1, head_dim, "float16")
     fmt, pages = prompt_format(codec, head_dim), torch.zeros(1, 200, dtype=torch.int32)
     table = PageTable(pages, 0 * many, many, fmt, layout=group.page)
-    span = span_of([0], [64 * 200], tile_of(fmt))
-    wanted = most_units([span], 1, torch.device("cpu"))
+    span = span_of([0], [64 * 200], plan.tile_of(fmt))
+    wanted = plan.most_units([span], 1, torch.device("cpu"))
     assert room_for_units(group, [table], torch.device("cpu")) == wanted
 
 
 def test_no_recorded_step_has_more_units_than_a_gpu_starts():
     nobody, segments = np.zeros(64, dtype=int), np.zeros((64, 2048))
-    span = Span(PAGE, nobody, nobody, 1 << 20, None, segments)
-    assert span.most_units(16) > MAX_GRID == most_units([span], 8, torch.device("cpu"))
+    span = plan.Span(PAGE, nobody, nobody, 1 << 20, None, segments)
+    assert span.most_units(16) > plan.MAX_GRID == plan.most_units([span], 8, torch.device("cpu"))
 
 
 def test_pages_that_say_their_positions_are_all_read_behind_a_window():
-    table = span_of([500], [640], Tile(64, 4096, counted=False)).units(1)
+    table = span_of([500], [640], plan.Tile(64, 4096, counted=False)).units(1)
     assert table.tolist() == [[0, 0, 10, 0]]
 
 
 def test_nobody_to_attend_is_one_unit_without_work():
-    table, starts = units_of_spans([span_of([0, 9], [0, 9])], 1, torch.device("cpu"))
+    table, starts = plan.units_of_spans([span_of([0, 9], [0, 9])], 1, torch.device("cpu"))
     assert table.tolist() == [[0, 0, 0, 0, 0]]
     assert starts.tolist() == [0, 0, 0]
 
@@ -106,7 +97,7 @@ def test_nobody_to_attend_is_one_unit_without_work():
 def test_a_buffer_for_more_rows_and_pages_holds_fewer(rows):
     def most(rows: int, pages: int) -> int:
         nobody = np.zeros(rows, dtype=int)
-        return Span(PAGE, nobody, nobody, 64 * pages, None, np.zeros((rows, 2))).most_units(16)
+        return plan.Span(PAGE, nobody, nobody, 64 * pages, None, np.zeros((rows, 2))).most_units(16)
 
     counts = [most(rows, pages) for pages in range(1, 40)]
     assert counts == sorted(counts)

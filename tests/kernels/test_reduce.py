@@ -19,8 +19,6 @@ from tests.kernels.cases import (
 )
 from tests.synthetic import relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log(0)
-
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_units_of_codes_of_a_tail_and_of_planes_are_one_answer(dtype):

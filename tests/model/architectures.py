@@ -21,13 +21,9 @@ from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_config, save_tiny
 
-PLAIN = (
-    "apertus arcee bitnet cohere ernie4_5 gemma glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite "
-)
-PLAIN += (
-    "helium hunyuan_v1_dense internlm3 jais2 llama ministral3 nanochat olmo olmo2 opt phi phi3 "
-)
-PLAIN += "qwen2 qwen3 seed_oss smollm3 "
+PLAIN = "apertus arcee bitnet cohere ernie4_5 gemma glm glm4 gpt2 gpt_bigcode gpt_neox gptj "
+PLAIN += "granite helium hunyuan_v1_dense internlm3 jais2 llama ministral3 nanochat olmo olmo2 "
+PLAIN += "opt phi phi3 qwen2 qwen3 seed_oss smollm3 "
 WINDOWED = "afmoe cohere2 exaone4 gemma2 gemma3_text gpt_oss granite_swa ministral mistral olmo3 "
 WINDOWED += "starcoder2 vaultgemma "
 EXPERTS = "cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe hunyuan_v1_moe "
@@ -61,12 +57,10 @@ the original training: answers up to there are those of `generate`, and beyond n
 
 
 def table() -> str:
-    """The whole page."""
     return HEAD + "".join(f"{row}\n" for row in rows())
 
 
 def rows() -> Iterator[str]:
-    """A line for each architecture."""
     for kind in tell(KINDS, str):
         with tempfile.TemporaryDirectory() as folder:
             shape, result = try_out(kind, Path(folder))
@@ -98,7 +92,6 @@ def shape_of(info: ModelInfo) -> str:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the page is written")
     parser.parse_args().out.write_text(table())

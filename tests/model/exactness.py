@@ -83,18 +83,11 @@ def compare(answers: Sequence[Sequence[int]], expected: Sequence[Reference], sec
                 mismatches += margin >= TIE
                 ties += margin < TIE
                 break
-    return {
-        "prompts": len(answers),
-        "tokens": sum(map(len, answers)),
-        "compared": compared,
-        "mismatches": mismatches,
-        "ties": ties,
-        "seconds": round(seconds, 2),
-    }
+    found = {"prompts": len(answers), "tokens": sum(map(len, answers)), "compared": compared}
+    return found | {"mismatches": mismatches, "ties": ties, "seconds": round(seconds, 2)}
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or cached name; the packaged model unless given")
     parser.add_argument("--text", type=Path, help="prompts are passages of this file")

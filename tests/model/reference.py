@@ -33,17 +33,10 @@ class ReferenceModel:
 
     def generate(self, prompt: list[int], max_tokens: int) -> Reference:
         """Exactly `max_tokens` greedy tokens behind a prompt, whatever ends a text."""
-        result = self._model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.int64)
+        how = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "eos_token_id": None}
+        how |= {"pad_token_id": 0, "do_sample": False, "output_logits": True}
+        result = self._model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **how)
         best = torch.cat(result.logits).float().topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
         return Reference(tuple(result.sequences[0, len(prompt) :].tolist()), tuple(margins))

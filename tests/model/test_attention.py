@@ -68,25 +68,14 @@ def test_a_gpu_attends_as_well(count, dtype):
     assert torch.allclose(found.double().cpu(), expected, atol=5e-3)
 
 
-def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers():
-    torch.manual_seed(0)
-    k, v = torch.randn(2, 3, 10, 8)
-    workspace = Workspace(layers=2, heads=3, total=10, head_dim=8)
-    for layer in range(2):
-        for before, done in ((0, 4), (4, 9), (9, 10)):
-            part = slice(before, done)
-            so_far = workspace.extend(layer, k[:, part], v[:, part], before)
-            assert torch.equal(so_far[0], k[:, :done])
-            assert torch.equal(so_far[1], v[:, :done])
-    assert workspace._layers == [None, None]
-
-
-def test_a_workspace_with_less_room_gives_back_the_last_tokens():
+@pytest.mark.parametrize("rooms", [(), (20, 7)])
+def test_a_workspace_gives_back_what_it_has_room_for_and_forgets_finished_layers(rooms):
     k, v = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
-    workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=(20, 7))
+    workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=rooms)
     for before, done in ((0, 4), (4, 6), (6, 10), (10, 17), (17, 18), (18, 20)):
-        for layer, room in enumerate((20, 7)):
+        for layer, room in enumerate(rooms or (20, 20)):
             part, seen = slice(before, done), slice(max(0, done - room), done)
             so_far = workspace.extend(layer, k[:, part], v[:, part], before)
             assert torch.equal(so_far[0], k[:, seen])
             assert torch.equal(so_far[1], v[:, seen])
+    assert workspace._layers == [None, None]

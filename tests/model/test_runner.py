@@ -86,14 +86,8 @@ def test_models_run_in_16_bits_too(tiny):
 
 def test_only_wanted_rows_have_logits(tiny):
     runner = Runner.load(str(tiny))
-    batch = Batch(
-        tokens=[1, 2, 3, 4],
-        positions=[0, 1, 2, 3],
-        outputs=[3, 1],
-        arena=torch.empty(0),
-        chunks=(Chunk(0, 4, 0, runner.workspace(4), lambda *_: None),),
-    )
-    logits = runner.forward(batch)
+    chunk = Chunk(0, 4, 0, runner.workspace(4), lambda *_: None)
+    logits = runner.forward(Batch([1, 2, 3, 4], [0, 1, 2, 3], [3, 1], torch.empty(0), (chunk,)))
     assert logits.shape == (2, runner.info.vocab_size)
     assert logits.dtype == torch.float32
 
@@ -134,9 +128,7 @@ LONG = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "original_max_posit
     ("kind", "rope"),
     [("phi3", {"rope_type": "longrope", **LONG}), ("llama", {"rope_type": "dynamic"})],
 )
-def test_a_rotary_embedding_that_could_switch_never_looks_for_the_last_position(
-    kind, rope, tmp_path, monkeypatch
-):
+def test_a_rotary_embedding_that_may_switch_asks_for_no_position(kind, rope, tmp_path, monkeypatch):
     """A GPU would wait for it in every step, so none was recorded."""
     rope = rope | {"rope_theta": 1e4, "factor": 8.0}
     path = str(save_tiny(kind, tmp_path, head_dim=16, rope_parameters=rope))

@@ -57,9 +57,8 @@ def test_names_follow_the_standard_of_buf(path, tmp_path):
 @pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.stem)
 def test_everything_has_a_comment(path, tmp_path):
     file = describe(path, tmp_path)
-    commented = {
-        tuple(place.path) for place in file.source_code_info.location if place.leading_comments
-    }
+    places = file.source_code_info.location
+    commented = {tuple(place.path) for place in places if place.leading_comments}
     expected: list[tuple[int, ...]] = []
     for i, message in enumerate(file.message_type):
         expected += [(4, i), *((4, i, 2, j) for j in range(len(message.field)))]

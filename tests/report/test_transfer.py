@@ -1,27 +1,20 @@
+from itertools import product
+
 import pytest
 
 pytest.importorskip("matplotlib")
-
 from disagg.report.transfer import COLORS, draw, transfer_figure
 
 CODECS = ("raw:dtype=fp16", "fp8", "kivi:bits=2,group=64,residual=64")
 
 
 def make_rows() -> list[dict]:
+    cases = product(enumerate(CODECS), (100, 333), (10.0, 0.1, 1.0), ("ready", "inline"))
     return [
-        {
-            "codec": codec,
-            "tokens": tokens,
-            "gbps": gbps,
-            "pages": pages,
-            "seconds": tokens / gbps / (1 + index),
-            "bottleneck": "encode" if pages == "inline" and gbps > 1 else "link",
-            "fp16_bytes": 1000 * tokens,
-        }
-        for index, codec in enumerate(CODECS)
-        for tokens in (100, 333)
-        for gbps in (10.0, 0.1, 1.0)
-        for pages in ("ready", "inline")
+        {"codec": codec, "tokens": tokens, "gbps": gbps, "pages": pages}
+        | {"seconds": tokens / gbps / (1 + index), "fp16_bytes": 1000 * tokens}
+        | {"bottleneck": "encode" if pages == "inline" and gbps > 1 else "link"}
+        for (index, codec), tokens, gbps, pages in cases
     ]
 
 

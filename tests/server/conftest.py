@@ -92,7 +92,6 @@ class FakeRouter(Router):
 
 
 def said(gauges: Mapping[str, float], epoch: int = 1, **info: Any) -> WorkerStatus:
-    """What a worker says of itself."""
     return WorkerStatus(epoch, gauges, info)
 
 

@@ -122,9 +122,8 @@ def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tiny):
         with pytest.raises(PeerLostError, match=r"does it speak https\?"):
             get(replace(ours, url=service.url.replace("https", "http")), "/status")
         trusting = httpx.Client(verify=False)
-        client = openai.OpenAI(
-            base_url=f"{service.url}/v1", api_key="wrong", http_client=trusting, max_retries=0
-        )
+        how = {"api_key": "wrong", "http_client": trusting, "max_retries": 0}
+        client = openai.OpenAI(base_url=f"{service.url}/v1", **how)
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
         assert client.with_options(api_key="one").models.list().data[0].id == "tiny"

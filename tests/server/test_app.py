@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -105,11 +107,9 @@ def test_the_token_that_ends_a_text_is_not_shown(ignored, text, router):
 
 def test_the_body_counts_and_not_its_content_type_or_a_byte_order_mark(app):
     headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
-    said = json.dumps(ask()).encode()
-    answer, marked, broken = (
-        send(app, "POST", "/v1/completions", content=body, headers=headers)
-        for body in (said, b"\xef\xbb\xbf" + said, b"prompt=abc")
-    )
+    said, asked = json.dumps(ask()).encode(), partial(send, app, "POST", "/v1/completions")
+    bodies = (said, b"\xef\xbb\xbf" + said, b"prompt=abc")
+    answer, marked, broken = (asked(content=body, headers=headers) for body in bodies)
     assert answer.status_code == marked.status_code == 200
     assert "JSON" in refused(broken, 400, "request")
 
@@ -186,12 +186,9 @@ def test_a_client_that_leaves_takes_its_request_along(stream, app, router):
             await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
-        pass
-
     async def scene() -> None:
         async with asyncio.timeout(30):
-            await app(SCOPE, receive, send)  # type: ignore[arg-type]
+            await app(SCOPE, receive, AsyncMock())  # type: ignore[arg-type]
         assert router.running == 0
 
     asyncio.run(scene())
@@ -199,19 +196,10 @@ def test_a_client_that_leaves_takes_its_request_along(stream, app, router):
 
 
 def test_a_client_that_leaves_in_mid_body_is_no_failure(app):
-    sent: list[Any] = []
-    messages = iter(
-        [{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}]
-    )
-
-    async def receive() -> Any:
-        return next(messages)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(app(SCOPE, receive, send))  # type: ignore[arg-type]
-    assert sent[0]["status"] == 499
+    part = {"type": "http.request", "body": b'{"pro', "more_body": True}
+    receive, send = AsyncMock(side_effect=[part, {"type": "http.disconnect"}]), AsyncMock()
+    asyncio.run(app(SCOPE, receive, send))
+    assert send.call_args_list[0].args[0]["status"] == 499
 
 
 def test_a_token_is_spelled_once_however_often_it_is_told(app, completions, monkeypatch):

@@ -32,22 +32,18 @@ async def serving(app: ASGIApp) -> AsyncIterator[int]:
 
 
 async def say(port: int, said: bytes) -> Streams:
-    """A new connection on which the client says no more than this."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(said)
     return reader, writer
 
 
+SAID = [(b"", 0), (GET, 0), (POST + BODY[:-1], 0), (GET + b"\r\n", 1), (GET + b"\r\n" + GET, 1)]
+SAID += [(GET + b"\r\n" + POST + BODY[:-1], 1)]
+
+
 @pytest.mark.parametrize(
     ("said", "answers"),
-    [
-        (b"", 0),
-        (GET, 0),
-        (POST + BODY[:-1], 0),
-        (GET + b"\r\n", 1),
-        (GET + b"\r\n" + GET, 1),
-        (GET + b"\r\n" + POST + BODY[:-1], 1),
-    ],
+    SAID,
     ids=["nothing", "header", "body", "whole", "second-header", "second-body"],
 )
 def test_a_connection_is_closed_whose_client_says_no_more(said, answers, app):

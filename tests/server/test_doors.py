@@ -82,9 +82,7 @@ def test_a_handle_is_good_once(service):
         ({}, {"prompt": "another prompt"}, "foreign"),
     ],
 )
-def test_a_handle_that_is_not_of_this_prompt_is_refused_by_what_is_wrong(
-    change, fields, says, service
-):
+def test_a_handle_that_is_not_of_this_prompt_is_refused_as_such(change, fields, says, service):
     handle = park(service)
     answer = complete(service.doors["d"], kv_transfer_params=handle | change, **fields)
     assert f"the handle is {says}" in refused(answer, 409, "handle", "kv_transfer_params")

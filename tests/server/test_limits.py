@@ -179,9 +179,7 @@ def test_more_ids_than_the_context_holds_are_not_turned_into_text(app):
     assert message == "tokens has 1,000,000 ids; the model's context holds at most 20"
 
 
-def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(
-    app, completions, monkeypatch
-):
+def test_a_text_is_tokenised_beside_the_loop_and_never_if_too_long(app, completions, monkeypatch):
     threads, encode = [], completions.tokenizer.encode
 
     def encoded(*given: Any) -> list[int]:
@@ -244,17 +242,14 @@ def test_null_is_the_default_wherever_openai_allows_it(app, router):
     assert post(app, **dict.fromkeys(names)).status_code == 200
     ((_, params, codec),) = router.asked
     assert params.pop("seed") >= 0
-    assert SamplingParams(**params) == SamplingParams(
-        temperature=1.0, logit_bias=[], stop_token_ids=[]
-    )
+    usual = SamplingParams(temperature=1.0, logit_bias=[], stop_token_ids=[])
+    assert SamplingParams(**params) == usual
     assert codec == "raw"
 
 
 @pytest.mark.parametrize("form", [CompletionRequest, ChatRequest])
 @pytest.mark.parametrize(("name", "value"), NEUTRAL.items(), ids=NEUTRAL.keys())
-def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing(
-    name, value, form, app
-):
+def test_what_is_not_built_is_refused_unless_it_would_change_nothing(name, value, form, app):
     if name in form.model_fields:
         pytest.skip("it is built")
     ask = chat if form is ChatRequest else post
@@ -287,10 +282,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-MESSAGES = st.lists(
-    st.fixed_dictionaries({}, optional={"role": VALUES, "content": VALUES, "name": VALUES}),
-    max_size=3,
-)
+ANY_OF = dict.fromkeys(("role", "content", "name"), VALUES)
+MESSAGES = st.lists(st.fixed_dictionaries({}, optional=ANY_OF), max_size=3)
 NAMES = {
     "/v1/completions": [*CompletionRequest.model_fields, *NEUTRAL],
     "/v1/chat/completions": [*ChatRequest.model_fields, *NEUTRAL],

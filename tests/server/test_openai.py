@@ -13,10 +13,9 @@ from tests.model.reference import ReferenceModel
 from tests.model.tiny import VOCAB, save_tiny
 from tests.server.running import Running, running
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+TEMPLATE += "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant:{% endif %}"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0}
 TEXT = "Call me Ishmael."
 
@@ -141,13 +140,9 @@ def test_penalties_biases_and_stop_tokens_do_what_they_say(client, service):
     assert len(set(one_word.choices[0].text)) > 5
 
 
-MESSAGES: list[Any] = [
-    {"role": "system", "content": "Be brief."},
-    {
-        "role": "user",
-        "content": [{"type": "text", "text": "Call me"}, {"type": "text", "text": "x"}],
-    },
-]
+PARTS = [{"type": "text", "text": "Call me"}, {"type": "text", "text": "x"}]
+MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}]
+MESSAGES += [{"role": "user", "content": PARTS}]
 WRITTEN = "system: Be brief.\nuser: Call me\nx\nassistant:"
 
 
@@ -166,9 +161,8 @@ def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):
     whole = client.chat.completions.create(**asked)
     chunks = [*client.chat.completions.create(**asked, stream=True)]
     began = [x for chunk in chunks[:3] for x in chunk.choices]
-    assert [(x.index, x.delta.content, x.logprobs) for x in began] == [
-        (i, "", None) for i in range(3)
-    ]
+    told = [(x.index, x.delta.content, x.logprobs) for x in began]
+    assert told == [(i, "", None) for i in range(3)]
     for index, choice in enumerate(whole.choices):
         deltas = [x.delta for chunk in chunks for x in chunk.choices if x.index == index]
         assert [delta.role for delta in deltas if delta.role] == [deltas[0].role] == ["assistant"]

@@ -49,22 +49,20 @@ def test_every_answer_is_counted_streamed_or_not(stream, app, router):
     for kv in (KV, KV, KV | {"wire_bytes": 0}):  # the last one is served whole: no hand-off
         router.kv = kv
         post(app, stream=stream)
-    found = assert_counted(
-        app,
-        {
-            "vllm:request_success_total{finished_reason=length}": 3,
-            "vllm:prompt_tokens_total": 9,
-            "vllm:generation_tokens_total": 12,
-            "vllm:time_to_first_token_seconds_count": 3,
-            "vllm:request_queue_time_seconds_sum": 1.5,
-            "vllm:e2e_request_latency_seconds_count": 3,
-            "vllm:inter_token_latency_seconds_count": 9,
-            "vllm:request_prompt_tokens_sum": 9,
-            "vllm:request_generation_tokens_sum": 12,
-            "disagg_kv_transfer_bytes_total{codec=raw,kind=wire}": 20,
-            "disagg_kv_transfer_seconds_count{phase=encode}": 2,
-        },
-    )
+    wanted = {
+        "vllm:request_success_total{finished_reason=length}": 3,
+        "vllm:prompt_tokens_total": 9,
+        "vllm:generation_tokens_total": 12,
+        "vllm:time_to_first_token_seconds_count": 3,
+        "vllm:request_queue_time_seconds_sum": 1.5,
+        "vllm:e2e_request_latency_seconds_count": 3,
+        "vllm:inter_token_latency_seconds_count": 9,
+        "vllm:request_prompt_tokens_sum": 9,
+        "vllm:request_generation_tokens_sum": 12,
+        "disagg_kv_transfer_bytes_total{codec=raw,kind=wire}": 20,
+        "disagg_kv_transfer_seconds_count{phase=encode}": 2,
+    }
+    found = assert_counted(app, wanted)
     assert not any(name.startswith("disagg_request_failures_total") for name in found)
 
 

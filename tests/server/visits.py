@@ -10,7 +10,6 @@ from starlette.types import ASGIApp
 
 
 def post(app: ASGIApp, raises: bool = True, **fields: Any) -> httpx.Response:
-    """The answer to one completion request."""
     return send(app, "POST", "/v1/completions", raises, json=ask(**fields))
 
 

@@ -46,7 +46,6 @@ class Desk:
         self.dropped.append((rid, attempt, reason))
 
     def at(self, now: float) -> Reservations:
-        """The reservations, at a time."""
         self.now = now
         return self.ledger
 
@@ -59,7 +58,6 @@ class Desk:
         return self.ledger._live[rid].live().cached_tokens
 
     def here(self, ticket: Ticket) -> dict[int, int]:
-        """What has arrived for a reservation."""
         return self.ledger._by_nonce[ticket.nonce].live().arrivals.here
 
     def ask(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Attached:
@@ -102,7 +100,6 @@ class Desk:
         return sent
 
     def admitted(self) -> Admission:
-        """All that the engine has."""
         (admission,) = self.engine.values()
         return admission
 

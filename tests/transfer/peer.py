@@ -52,7 +52,6 @@ class Peer(Desk):
         self.on_commit: Callable[[], Awaitable[None]] | None = None
 
     def promise(self, prompt: Prompt, rid: str = "r") -> Attach:
-        """A reservation, as a sender gets it."""
         grant = self.reserve(prompt, rid=rid)
         ticket = Ticket(grant.nonce, grant.epoch, 0)
         return Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)

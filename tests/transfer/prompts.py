@@ -23,25 +23,13 @@ def make_group(layers: tuple[int, ...], heads: int, segments: bool, side: bool) 
     page = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (3, 7)), ("s", "float16", (5,))])
     segment = make_layout("toy", Kind.SEGMENT, 2048, [("b", "float16", (9,))])
     state = make_layout("toy", Kind.SIDE, 0, [("p", "int32", (11,))])
-    return LayerGroup(
-        layers=layers,
-        codec="toy",
-        window=None,
-        heads=heads,
-        head_dim=8,
-        residual=60,
-        final_at=FinalAt.SEGMENT if segments else FinalAt.PAGE,
-        page=page,
-        raw=make_raw_layout("float16", 8),
-        segment=segment if segments else None,
-        side=state if side else None,
-    )
+    final_at, raw = FinalAt.SEGMENT if segments else FinalAt.PAGE, make_raw_layout("float16", 8)
+    shared = segment if segments else None, state if side else None
+    return LayerGroup(layers, "toy", None, heads, 8, 60, final_at, page, raw, *shared)
 
 
-PLAN = Plan(
-    groups=(make_group((0, 2), 3, True, True), make_group((1,), 1, False, False)),
-    group_of=(0, 1, 0),
-)
+GROUPS = make_group((0, 2), 3, True, True), make_group((1,), 1, False, False)
+PLAN = Plan(groups=GROUPS, group_of=(0, 1, 0))
 OTHER_PLAN = Plan(groups=(make_group((0, 1, 2), 2, False, False),), group_of=(0, 0, 0))
 BY_PAGE = Plan((make_group((0,), 1, False, False),), (0,))
 BY_PROMPT = Plan((replace(make_group((0,), 2, True, True), final_at=FinalAt.PROMPT),), (0,))
@@ -101,17 +89,14 @@ class Prompt:
         return {i: digest(self.bytes_of(item)) for i, item in enumerate(self.checklist.items)}
 
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
-        """A frame of these items."""
         payload = tuple(self.read.read(items))
         places = tuple(map(self.checklist.place, items))
         return PageFrame(ticket, places, tuple(map(digest, payload)), payload)
 
     def frames(self, ticket: Ticket) -> list[PageFrame]:
         """Everything, one frame for each layer and kind."""
-        return [
-            self.frame(ticket, list(map(self.checklist.item, run)))
-            for run in self.checklist.runs.values()
-        ]
+        runs = self.checklist.runs.values()
+        return [self.frame(ticket, list(map(self.checklist.item, run))) for run in runs]
 
     def items_of(self, frame: PageFrame) -> list[Item]:
         """What a frame carries; its bytes have their digests."""

@@ -23,16 +23,8 @@ from disagg.transfer.messages import (
 )
 from disagg.transfer.rpc import connect, start_server
 
-JOB = Job(
-    rid="r",
-    attempt=2,
-    prompt=(1, 2, 300_000),
-    emitted=(4,),
-    sampling={"temperature": 0.5, "stop": [1]},
-    codec="kivi:bits=2",
-    deadline_s=3.5,
-    moved=9,
-)
+SAMPLING = {"temperature": 0.5, "stop": [1]}
+JOB = Job("r", 2, (1, 2, 300_000), (4,), SAMPLING, "kivi:bits=2", deadline_s=3.5, moved=9)
 SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me")
 GRANT = Grant(2**64 - 1, 7)
 STEPS = [

@@ -50,8 +50,6 @@ async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
 
 
 # -- who may come in
-
-
 async def enter(peer: Peer, key: bytes | None = None) -> DirectStream:
     """A connection that is let in; PeerLostError if it is not."""
     stream = await dial(f"{HOST}:1", peer.direct_port, key or peer.door.make_key())
@@ -134,12 +132,8 @@ async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeyp
 
 
 # -- what may come
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
-async def test_a_worker_of_another_version_hears_it_by_name_and_does_not_try_again(
-    prompt, papers, tls, monkeypatch
-):
+async def test_a_worker_of_another_version_hears_it_and_gives_up(prompt, papers, tls, monkeypatch):
     def other(frame: PageFrame) -> list[Buffer]:
         first, *rest = pack(frame)
         return [first[:4] + b"\x09" + first[5:], *rest]

@@ -89,9 +89,7 @@ def test_a_receiver_killed_at_any_point_is_a_lost_peer_within_its_silence(prompt
                 asyncio.run(asyncio.wait_for(scene, 15.0))
 
 
-async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_for_complete(
-    prompt, slow
-):
+async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_complete(prompt, slow):
     source = random.Random(2)
 
     async with open_peer(lease_s=0.4) as (peer, _):
@@ -127,9 +125,7 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
             asyncio.run(asyncio.wait_for(scene, 30.0))
 
 
-async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_learns_it(
-    prompt, slow
-):
+async def test_a_sender_that_is_frozen_longer_than_its_lease_is_over_and_learns_it(prompt, slow):
     async with open_peer(lease_s=3.0) as (peer, _):
         attach = peer.promise(prompt)
         with process(send, peer.address, attach, slow) as (child, answer):
@@ -144,8 +140,6 @@ async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_lea
 
 
 # -- links
-
-
 class Proxy:
     """In front of a port: cut when `budget` bytes came from clients, and closed for a while."""
 
@@ -187,9 +181,7 @@ class Proxy:
 
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
 @pytest.mark.parametrize("budget", [0, 200, 3000, 12_000, 28_000])
-async def test_a_cut_link_that_stays_down_for_a_while_is_resumed_and_sends_only_the_rest(
-    prompt, budget, direct
-):
+async def test_a_link_that_was_down_is_resumed_and_sends_only_the_rest(prompt, budget, direct):
     options = replace(QUICK, silence_s=10.0, direct=direct)
     async with open_peer(options) as (peer, channel):
         proxy = Proxy(peer.direct_port if direct else int(peer.address.split(":")[1]), budget)

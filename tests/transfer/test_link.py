@@ -1,6 +1,7 @@
 """What a link can do, by the clock; and a token bucket by numbers."""
 
 from itertools import count
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -9,7 +10,7 @@ from disagg.errors import ConfigError, PeerLostError, VersionError
 from disagg.transfer import channel
 from disagg.transfer.channel import Channel, Peers
 from disagg.transfer.link import FIRST_BYTES, LEAST_FRAME_BYTES, LinkReport, Meter, Pace, measure
-from disagg.transfer.rpc import Link, start_server
+from disagg.transfer.rpc import start_server
 from disagg.transfer.security import Security
 from disagg.wire import FRAME_BYTES, frame_message
 from tests.transfer.peer import open_peer
@@ -105,12 +106,8 @@ def test_over_time_the_rate_is_exact_whatever_the_messages():
 
 
 async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(monkeypatch):
-    rates = iter((35e-6, 1.0))
-
-    async def slow(link: Link) -> LinkReport:
-        return LinkReport(link.address, "a modem", 90.0, next(rates))
-
-    monkeypatch.setattr(channel, "measure", slow)
+    found = [LinkReport("127.0.0.1:1", "a modem", 90.0, rate) for rate in (35e-6, 1.0)]
+    monkeypatch.setattr(channel, "measure", AsyncMock(side_effect=found))
     peers = Peers(None, TransferConfig())
     await peers.meet(["127.0.0.1:1"])
     assert peers.get("127.0.0.1:1").options.frame_bytes == 14_000

@@ -28,9 +28,8 @@ from tests.transfer.prompts import (
     shared_bytes,
 )
 
+
 # -- what is shared
-
-
 @pytest.mark.parametrize(("tokens", "shared"), [(1200, 1000), (2300, 2110), (190, 130)])
 def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, shared):
     first, second = make_related(tokens + 37, 1, shared), make_related(tokens, 2, shared)
@@ -140,8 +139,6 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
 
 
 # -- bytes that change while they are kept: found, forgotten, told; and nobody gets them
-
-
 def flip(desk: Desk, prompt: Prompt, admission: Admission, item: Item, place: int = 0) -> None:
     """One bit of one byte of an item in the pool."""
     ((start, _),) = Addresses(prompt.checklist, admission.groups).spans(item)

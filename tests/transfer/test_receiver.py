@@ -57,10 +57,8 @@ def pages(prompt: Prompt, ticket: Ticket) -> list[bytes]:
 
 
 def test_the_methods_of_the_proto_are_served_by_their_names(booth):
-    service, handler = (
-        kv.DESCRIPTOR.services_by_name["KvTransferService"],
-        booth.receiver.handlers(),
-    )
+    service = kv.DESCRIPTOR.services_by_name["KvTransferService"]
+    handler = booth.receiver.handlers()
     for method in service.methods:
         name = f"/{service.full_name}/{method.name}"
         served = handler.service(SimpleNamespace(method=name, invocation_metadata=()))
@@ -69,24 +67,20 @@ def test_the_methods_of_the_proto_are_served_by_their_names(booth):
 
 
 # -- frames of one channel
-
-
 async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(prompt, booth):
     gone, old, live = [booth.begin(prompt, rid=rid) for rid in ("gone", "old", "live")]
     booth.ledger.abort("gone", 0, "client gone")
     held = booth.reserve(prompt, rid="held")
     await booth.take_over(prompt, replace(old, gen=2))
     first = prompt.frames(live)[0]
+    cut = replace(first, payload=tuple(part[1:] for part in first.payload))
     frames = {
         "dead nonce": (prompt.frames(gone)[0], "aborted"),
         "old gen": (prompt.frames(old)[0], "reservation"),
         "never attached": (prompt.frames(Ticket(held.nonce, EPOCH, 0))[0], "reservation"),
         "unknown nonce": (replace(first, ticket=Ticket(1, EPOCH, 1)), "reservation"),
         "other epoch": (replace(first, ticket=replace(live, epoch=EPOCH + 1)), "reservation"),
-        "foreign sizes": (
-            replace(first, payload=tuple(part[1:] for part in first.payload)),
-            "layout",
-        ),
+        "foreign sizes": (cut, "layout"),
         "corrupt payload": (corrupt(first), "corrupt_frame"),
     }
     sent = [message(frame) for frame, _ in frames.values()] + pages(prompt, live)
@@ -109,9 +103,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("breaking", "error"), BROKEN.values(), ids=BROKEN)
-async def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_it(
-    prompt, booth, breaking, error
-):
+async def test_what_is_no_frame_ends_a_channel_and_breaks_all_on_it(prompt, booth, breaking, error):
     ticket = booth.begin(prompt)
     first, second, *_ = pages(prompt, ticket)
     with pytest.raises(error):
@@ -148,8 +140,6 @@ async def test_who_asks_for_a_direct_channel_is_told_where(prompt, booth):
 
 
 # -- what happens by itself
-
-
 async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(prompt, booth):
     kept, lost = booth.begin(prompt, rid="kept"), booth.begin(prompt, rid="lost")
     timers = asyncio.create_task(booth.receiver.run())

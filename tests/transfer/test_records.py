@@ -39,8 +39,6 @@ TOKENS = [(7 * i) % 101 for i in range(5000)]
 
 
 # -- items
-
-
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_the_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
     checklist = Checklist(PLAN, tokens)
@@ -94,10 +92,8 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     wait()
     assert list(map(bytes, source.read(items[:5]))) == expected[:5]
     assert len(arena.waited) == 2  # the staging; and nothing, at once
-    assert list(map(bytes, source.read(items[5:]))) == [
-        *expected[5:-2],
-        *(bytes(prompt.bytes_of(item)) for item in items[-2:]),
-    ]
+    now = [bytes(prompt.bytes_of(item)) for item in items[-2:]]
+    assert list(map(bytes, source.read(items[5:]))) == [*expected[5:-2], *now]
     assert len(arena.waited) == 3
 
 
@@ -119,8 +115,6 @@ def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
 
 
 # -- units
-
-
 @pytest.mark.parametrize("plan", [PLAN, BY_PAGE, BY_SEGMENT])
 @pytest.mark.parametrize("tokens", [1, 123, 124, 2107, 2108, 2300, 4999])
 def test_the_units_of_a_prompt_are_its_pages_and_segments_each_once(plan, tokens):

@@ -6,35 +6,23 @@ What may happen in any order is in test_reservations_machine.py.
 from collections import OrderedDict
 from dataclasses import replace
 from itertools import count
+from unittest.mock import Mock
 
 import pytest
 
-from disagg.errors import (
-    AbortedError,
-    CapacityError,
-    CorruptFrameError,
-    LayoutError,
-    PromptTooLongError,
-    RequestError,
-    ReservationError,
-    UnknownNameError,
-)
+from disagg import errors
 from disagg.page import Kind
 from disagg.pool import Rows
 from disagg.transfer import reservations
 from disagg.transfer.messages import Ack, Attach, Grant
-from disagg.transfer.reservations import Admission
 from disagg.wire import Item, Ticket
 from tests.transfer.desk import SMALL, Desk
 from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, make_related
 
+
 # -- a whole hand-off, and its commit
-
-
 @pytest.mark.parametrize("tokens", [1, 5, 63, 124, 300, 2108])
-def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_before_admission(
-    tokens,
-):
+def test_reserving_touches_only_what_is_never_sent_and_all_is_written_before_admission(tokens):
     desk, prompt = Desk(clock=count(0.0, 0.001).__next__), make_prompt(tokens)
     arena = desk.pool.arena
     arena.write([(0, b"\xa5" * arena.nbytes)])
@@ -47,14 +35,13 @@ def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_bef
     assert prompt.equals(arena, desk.admitted().groups)
 
 
-@pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
+@pytest.mark.parametrize(
+    "refusal", [errors.LayoutError("no such sampler"), OverflowError("too large")]
+)
 def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(desk, prompt, refusal):
-    def refuse(admission: Admission) -> None:
-        raise refusal
-
-    desk.admit, ticket = refuse, desk.begin(prompt)
+    desk.admit, ticket = Mock(side_effect=refusal), desk.begin(prompt)
     desk.push(prompt, ticket)
-    for error in (type(refusal), AbortedError):
+    for error in (type(refusal), errors.AbortedError):
         with pytest.raises(error, match=str(refusal)):
             desk.at(0.0).commit(prompt.commit(ticket))
         desk.assert_nothing_held()
@@ -64,9 +51,9 @@ def test_a_commit_of_another_prompt_is_refused(desk, prompt):
     ticket = desk.begin(prompt)
     desk.push(prompt, ticket)
     for change in ({"tokens": 299}, {"plan": "0" * 16}, {"digests": (1, 2)}):
-        with pytest.raises(LayoutError):
+        with pytest.raises(errors.LayoutError):
             desk.at(0.0).commit(replace(prompt.commit(ticket), **change))
-    with pytest.raises(CorruptFrameError):
+    with pytest.raises(errors.CorruptFrameError):
         desk.at(0.0).commit(make_prompt(300, seed=1).commit(ticket))
     assert not desk.engine
 
@@ -76,14 +63,12 @@ def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(des
     desk.push(prompt, ticket)
     for _ in range(2000):
         deep = [deep]
-    with pytest.raises(CorruptFrameError, match="pack"):
+    with pytest.raises(errors.CorruptFrameError, match="pack"):
         desk.at(0.0).commit(replace(prompt.commit(ticket), extras={"deep": deep}))
     assert isinstance(desk.at(0.0).commit(prompt.commit(ticket)), Ack)
 
 
 # -- who gets room
-
-
 def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, prompt):
     first = desk.reserve(prompt, moved=len(prompt.ids) + 1)
     pages, moved = desk.pool.referenced_pages, len(prompt.ids) + 2
@@ -92,19 +77,19 @@ def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, 
     assert desk.pool.referenced_pages == pages
     desk.attach(make_prompt(moved), second)
     for change in ({"prompt": prompt.ids[1:]}, {"codec": "other"}, {"moved": moved + 1}):
-        with pytest.raises(ReservationError, match="another prompt"):
+        with pytest.raises(errors.ReservationError, match="another prompt"):
             desk.reserve(prompt, **{"moved": moved} | change)
 
 
 WRONG_JOBS = {
-    "an epoch that is over": ({"epoch": EPOCH - 1}, ReservationError),
-    "an epoch to come": ({"epoch": EPOCH + 1}, ReservationError),
-    "no tokens": ({"prompt": ()}, RequestError),
-    "more tokens than the pool holds": ({"prompt": (1,) * 200_000}, PromptTooLongError),
-    "no name": ({"rid": ""}, RequestError),
-    "a name without end": ({"rid": "x" * 300}, RequestError),
-    "a codec spec without end": ({"codec": "x" * 5000}, RequestError),
-    "a codec that nobody knows": ({"codec": "other"}, UnknownNameError),
+    "an epoch that is over": ({"epoch": EPOCH - 1}, errors.ReservationError),
+    "an epoch to come": ({"epoch": EPOCH + 1}, errors.ReservationError),
+    "no tokens": ({"prompt": ()}, errors.RequestError),
+    "more tokens than the pool holds": ({"prompt": (1,) * 200_000}, errors.PromptTooLongError),
+    "no name": ({"rid": ""}, errors.RequestError),
+    "a name without end": ({"rid": "x" * 300}, errors.RequestError),
+    "a codec spec without end": ({"codec": "x" * 5000}, errors.RequestError),
+    "a codec that nobody knows": ({"codec": "other"}, errors.UnknownNameError),
 }
 
 
@@ -112,7 +97,7 @@ WRONG_JOBS = {
 def test_jobs_that_can_never_be_served_are_refused_by_name(prompt, change, error):
     def plan_of(spec):
         if spec:
-            raise UnknownNameError.of("codec", spec, ["toy"])
+            raise errors.UnknownNameError.of("codec", spec, ["toy"])
         return PLAN
 
     desk = Desk(plan_of=plan_of)
@@ -128,7 +113,7 @@ def test_what_an_empty_pool_cannot_hold_is_never_called_a_lack_of_room():
         desk, prompt = Desk(SMALL), make_prompt(1)
         try:
             desk.reserve(prompt, prompt=(1,) * tokens)
-        except PromptTooLongError:
+        except errors.PromptTooLongError:
             if prompt.plan.nbytes(tokens) <= SMALL:
                 wasted.append(tokens)
     assert wasted
@@ -139,11 +124,11 @@ def test_a_reservation_leaves_the_watermark_free_unless_the_pool_is_empty(prompt
     desk = Desk(1 << 20, watermark_bytes=(1 << 20) - 2 * wanted)
     desk.reserve(prompt)
     desk.reserve(prompt, rid="second")
-    with pytest.raises(CapacityError, match="stay free"):
+    with pytest.raises(errors.CapacityError, match="stay free"):
         desk.reserve(prompt, rid="third")
     desk = Desk(1 << 20, watermark_bytes=1 << 20)
     desk.reserve(prompt)
-    with pytest.raises(CapacityError, match="stay free"):
+    with pytest.raises(errors.CapacityError, match="stay free"):
         desk.reserve(prompt, rid="second")
 
 
@@ -159,7 +144,7 @@ def test_reservations_and_running_sequences_together_stay_within_the_limit(desk,
     desk = Desk(rows=Rows(2))
     desk.give(prompt, "one")
     desk.reserve(prompt, rid="two")
-    with pytest.raises(CapacityError, match="2 sequences"):
+    with pytest.raises(errors.CapacityError, match="2 sequences"):
         desk.reserve(prompt, rid="three")
     desk.reserve(prompt, rid="two", attempt=1)  # in the place of a lower attempt
     desk.free("one")
@@ -174,7 +159,7 @@ def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none
     assert desk.push(longer, ticket) == longer.checklist.total_bytes
     assert isinstance(desk.at(1.0).commit(longer.commit(ticket)), Ack)
     assert desk.pool.kept_keys() == known
-    with pytest.raises(RequestError, match="moves with 7"):
+    with pytest.raises(errors.RequestError, match="moves with 7"):
         desk.reserve(prompt, rid="new", moved=7)
 
 
@@ -182,12 +167,8 @@ def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none
 def test_an_error_of_any_type_while_records_are_taken_leaks_none(prompt, monkeypatch, broken):
     desk, shared = Desk(), make_related(300, 1, 256)
     desk.give(shared, "one")
-
-    def fail(*args: object) -> None:
-        raise OverflowError("an error that nobody expected")
-
     with monkeypatch.context() as patch:
-        patch.setattr(desk.pool, broken, fail)
+        patch.setattr(desk.pool, broken, Mock(side_effect=OverflowError("nobody expected it")))
         with pytest.raises(OverflowError):
             desk.reserve(shared, rid="two")
     desk.free()
@@ -195,20 +176,18 @@ def test_an_error_of_any_type_while_records_are_taken_leaks_none(prompt, monkeyp
 
 
 # -- attaching, frames and channels
-
-
 def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prompt):
     grant = desk.reserve(prompt)
     right = Attach(Ticket(grant.nonce, EPOCH, 1), MODEL, prompt.plan.fingerprint, 300)
     for change in ({"model": "b-model"}, {"plan": "0" * 16}, {"tokens": 299}):
-        with pytest.raises(LayoutError):
+        with pytest.raises(errors.LayoutError):
             desk.at(0.0).attach(replace(right, **change))
     other = replace(right.ticket, epoch=EPOCH - 1)
     assert desk.at(0.0).renew([other]) == (grant.nonce,)
-    with pytest.raises(ReservationError, match=f"epoch {EPOCH - 1} is over"):
+    with pytest.raises(errors.ReservationError, match=f"epoch {EPOCH - 1} is over"):
         desk.at(0.0).attach(replace(right, ticket=other))
     attached = desk.at(0.0).attach(right)
-    with pytest.raises(ReservationError, match="stream 2 of"):
+    with pytest.raises(errors.ReservationError, match="stream 2 of"):
         desk.store(prompt.frames(replace(right.ticket, gen=2))[0])
     assert (attached.lease_s, attached.credit) == (10.0, 2 * prompt.checklist.frame_bytes)
 
@@ -220,7 +199,7 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     assert desk.store(frame) == 1
     other = desk.begin(prompt, rid="other")
     wrong = replace(frame, ticket=other, digests=(frame.digests[0], 5))
-    with pytest.raises(CorruptFrameError, match=str(item)):
+    with pytest.raises(errors.CorruptFrameError, match=str(item)):
         desk.store(wrong)
     desk.store(prompt.frame(other, items))
 
@@ -228,12 +207,12 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
 def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_aborted(desk, prompt):
     desk.reserve(prompt)
     desk.reserve(prompt, attempt=2)
-    with pytest.raises(ReservationError, match="comes after attempt 2"):
+    with pytest.raises(errors.ReservationError, match="comes after attempt 2"):
         desk.reserve(prompt, attempt=1)
-    with pytest.raises(ReservationError, match="superseded"):
+    with pytest.raises(errors.ReservationError, match="superseded"):
         desk.reserve(prompt, 20.0)
     desk.give(prompt, attempt=2)  # its lease was over, nothing else
-    with pytest.raises(ReservationError, match="which is admitted"):
+    with pytest.raises(errors.ReservationError, match="which is admitted"):
         desk.reserve(prompt, attempt=2)
     desk.engine.clear()
     desk.give(prompt, attempt=3)
@@ -241,32 +220,28 @@ def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_abort
     for attempt, running in ((2, 1), (3, 0), (2, 0)):
         desk.at(0.0).abort("r", attempt, "client gone")
         assert desk.ledger.gauges()["running"] == running
-    with pytest.raises(ReservationError, match="was aborted"):
+    with pytest.raises(errors.ReservationError, match="was aborted"):
         desk.reserve(prompt, attempt=3)
 
 
-def test_the_oldest_aborts_are_forgotten_after_a_while_and_where_there_are_too_many(
-    desk, prompt, monkeypatch
-):
+def test_aborts_are_forgotten_after_a_while_and_where_there_are_too_many(desk, prompt, monkeypatch):
     monkeypatch.setattr(reservations, "MAX_TOMBSTONES", 3)
     for now, rid in enumerate("abcad"):
         desk.at(float(now)).abort(rid, 0, "client gone")
     desk.reserve(prompt, 5.0, rid="b")
     desk.reserve(prompt, reservations.MEMORY_S + 2.5, rid="c")
     for rid in "ad":
-        with pytest.raises(ReservationError, match="aborted"):
+        with pytest.raises(errors.ReservationError, match="aborted"):
             desk.reserve(prompt, reservations.MEMORY_S + 2.5, rid=rid)
 
 
 # -- leases, and what a frame costs
-
-
 def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, prompt):
     one, two = object(), object()
     tickets = {rid: desk.begin(prompt, rid=rid) for rid in ("a", "b", "c", "d")}
     for rid, channel in (("a", one), ("b", one), ("c", two)):
         desk.store(prompt.frames(tickets[rid])[0], channel=channel)
-    with pytest.raises(ReservationError, match="another channel"):
+    with pytest.raises(errors.ReservationError, match="another channel"):
         desk.store(prompt.frames(tickets["a"])[1], channel=two)
     again = Ticket(tickets["b"].nonce, EPOCH, 2)
     desk.attach(prompt, desk.reserve(prompt, rid="b"), 2)
@@ -276,7 +251,7 @@ def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, 
         desk.store(frame, channel=one)
     desk.ledger.channel_ended(one)
     assert isinstance(desk.at(0.0).commit(prompt.commit(whole)), Ack)
-    with pytest.raises(ReservationError, match="broken"):
+    with pytest.raises(errors.ReservationError, match="broken"):
         desk.store(prompt.frames(tickets["a"])[1], channel=one)
     assert desk.ledger.gauges() == {"reservations": 4, "streams": 3, "running": 1}
     desk.store(prompt.frames(again)[2], channel=two)
@@ -285,10 +260,8 @@ def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, 
 
 
 def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, prompt):
-    tickets = {
-        sign: desk.begin(prompt, rid=sign)
-        for sign in ("renew", "none", "frame", "attach", "same job")
-    }
+    signs = ("renew", "none", "frame", "attach", "same job")
+    tickets = {sign: desk.begin(prompt, rid=sign) for sign in signs}
     frames = {sign: prompt.frames(ticket) for sign, ticket in tickets.items()}
     for now in (7.0, 14.0, 21.0):
         assert desk.at(now).renew([tickets["renew"]]) == ()
@@ -300,9 +273,9 @@ def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, pro
     desk.at(32.0).expire()  # just over
     desk.assert_nothing_held()
     attach = Attach(replace(tickets["none"], gen=2), MODEL, prompt.plan.fingerprint, 300)
-    with pytest.raises(ReservationError, match="expired: no sign of life") as late:
+    with pytest.raises(errors.ReservationError, match="expired: no sign of life") as late:
         desk.at(41.0).attach(attach)
-    assert late.type is not AbortedError
+    assert late.type is not errors.AbortedError
 
 
 class Counting(OrderedDict):

@@ -9,15 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError, TransferError
 from disagg.pool import Rows
@@ -34,25 +27,23 @@ PROMPTS = {
     rid: [make_related(n, seed, 64, noise=noise) for n, noise in KINDS]
     for seed, rid in enumerate(RIDS)
 }
-CHANNELS = ("one", "two")
+RID, CHANNEL = st.sampled_from(RIDS), st.sampled_from(["one", "two"])
+HOW = st.sampled_from(["whole", "corrupt", "foreign"])
+WHAT = st.sampled_from(["wait", "wait", "wait", "abort", "lease", "fence", "forget"])
+LATER, WAITS = st.sampled_from([0, 0, 1, 1, -1]), st.sampled_from([False, False, False, True])
 LIVE = {State.HELD, State.ATTACHED, State.BROKEN}
 LEASE_S = 10.0
 MAX_SEQUENCES = 2
 Key = tuple[str, int]
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(stateful.RuleBasedStateMachine):
     """Senders, a router and an engine that may do anything, around one set of reservations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk(
-            7 << 14,
-            lease_s=LEASE_S,
-            rows=Rows(MAX_SEQUENCES),
-            watermark_bytes=1 << 13,
-            may_reserve=lambda: not self.engine_waits,
-        )
+        terms = {"lease_s": LEASE_S, "rows": Rows(MAX_SEQUENCES), "watermark_bytes": 1 << 13}
+        self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **terms)
         self.desk.admit, self.desk.drop = self.admit, self.drop
         self.pool, self.ledger = self.desk.pool, self.desk.ledger
         self.engine_waits = False
@@ -69,12 +60,7 @@ class Machine(RuleBasedStateMachine):
 
     # -- what a router and a sender do
 
-    @rule(
-        rid=st.sampled_from(RIDS),
-        later=st.sampled_from([0, 0, 1, 1, -1]),
-        which=st.integers(0, 2),
-        waits=st.sampled_from([False, False, False, True]),
-    )
+    @stateful.rule(rid=RID, later=LATER, which=st.integers(0, 2), waits=WAITS)
     def reserve(self, rid: str, later: int, which: int, waits: bool) -> None:
         attempt = self.attempts[rid] = max(0, self.attempts[rid] + later)
         prompt = self.prompts.setdefault((rid, attempt), PROMPTS[rid][which])
@@ -96,8 +82,8 @@ class Machine(RuleBasedStateMachine):
         self.grants[grant.nonce] = grant, (rid, attempt)
         self.take_over(grant.nonce, 1)
 
-    @precondition(lambda self: self.grants)
-    @rule(data=st.data(), gen=st.integers(1, 4))
+    @stateful.precondition(lambda self: self.grants)
+    @stateful.rule(data=st.data(), gen=st.integers(1, 4))
     def attach(self, data: st.DataObject, gen: int) -> None:
         self.take_over(data.draw(st.sampled_from([*self.grants])), gen)
 
@@ -119,12 +105,8 @@ class Machine(RuleBasedStateMachine):
             assert gen > self.gens.get(nonce, 0)
             self.gens[nonce] = gen
 
-    @precondition(lambda self: self.tickets)
-    @rule(
-        data=st.data(),
-        how=st.sampled_from(["whole", "corrupt", "foreign"]),
-        channel=st.sampled_from(CHANNELS),
-    )
+    @stateful.precondition(lambda self: self.tickets)
+    @stateful.rule(data=st.data(), how=HOW, channel=CHANNEL)
     def frame(self, data: st.DataObject, how: str, channel: str) -> None:
         ticket, key = data.draw(st.sampled_from(self.tickets))
         prompt = self.prompts[key]
@@ -160,13 +142,8 @@ class Machine(RuleBasedStateMachine):
             self.pool.arena.write = written
         return True
 
-    @precondition(lambda self: self.tickets)
-    @rule(
-        data=st.data(),
-        then_commit=st.booleans(),
-        spoilt=st.booleans(),
-        channel=st.sampled_from(CHANNELS),
-    )
+    @stateful.precondition(lambda self: self.tickets)
+    @stateful.rule(data=st.data(), then_commit=st.booleans(), spoilt=st.booleans(), channel=CHANNEL)
     def everything(
         self, data: st.DataObject, then_commit: bool, spoilt: bool, channel: str
     ) -> None:
@@ -182,8 +159,8 @@ class Machine(RuleBasedStateMachine):
         if then_commit:
             self.send_commit(ticket, key)
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), first_token=st.sampled_from([5, 5, 6]))
+    @stateful.precondition(lambda self: self.tickets)
+    @stateful.rule(data=st.data(), first_token=st.sampled_from([5, 5, 6]))
     def commit(self, data: st.DataObject, first_token: int) -> None:
         self.send_commit(*data.draw(st.sampled_from(self.tickets)), first_token)
 
@@ -209,15 +186,15 @@ class Machine(RuleBasedStateMachine):
             assert last or ticket.nonce in self.acks
             assert self.acks.setdefault(ticket.nonce, (said, ack)) == (said, ack)
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
+    @stateful.precondition(lambda self: self.tickets)
+    @stateful.rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         ticket, _ = data.draw(st.sampled_from(self.tickets))
         over = self.ledger.renew([ticket])
         alive = self.state_of(ticket.nonce) in {*LIVE, State.ADMITTED}
         assert over == (() if alive and ticket.epoch == self.epoch else (ticket.nonce,))
 
-    @rule(channel=st.sampled_from(CHANNELS))
+    @stateful.rule(channel=CHANNEL)
     def channel_ends(self, channel: str) -> None:
         before = {nonce: x.state for nonce, x in self.ledger._by_nonce.items()}
         self.ledger.channel_ended(channel)
@@ -225,10 +202,7 @@ class Machine(RuleBasedStateMachine):
             broken = reservation.channel == channel and before[nonce] is State.ATTACHED
             assert reservation.state is (State.BROKEN if broken else before[nonce])
 
-    @rule(
-        rid=st.sampled_from(RIDS),
-        what=st.sampled_from(["wait", "wait", "wait", "abort", "lease", "fence", "forget"]),
-    )
+    @stateful.rule(rid=RID, what=WHAT)
     def disturb(self, rid: str, what: str) -> None:
         if what == "abort":
             attempt = self.attempts[rid]
@@ -254,14 +228,14 @@ class Machine(RuleBasedStateMachine):
             self.desk.now += LEASE_S if what == "lease" else 0.7
             self.ledger.expire()
 
-    @rule(max_bytes=st.sampled_from([1, 1 << 20]))
+    @stateful.rule(max_bytes=st.sampled_from([1, 1 << 20]))
     def scrub(self, max_bytes: int) -> None:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
         damaged = scrub.verify()  # nobody writes to what is kept
         assert not self.ledger.end_scrub(scrub, damaged)
 
-    @precondition(lambda self: self.engine)
-    @rule(data=st.data())
+    @stateful.precondition(lambda self: self.engine)
+    @stateful.rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.engine)))
         before = {nonce: self.state_of(nonce) for nonce in self.grants}
@@ -288,7 +262,7 @@ class Machine(RuleBasedStateMachine):
         assert reason
         self.free((rid, attempt))
 
-    @invariant()
+    @stateful.invariant()
     def the_engine_has_what_was_admitted_with_the_digests_of_its_commit(self) -> None:
         assert self.ledger.gauges()["running"] == len(self.engine)
         for key, admission in self.engine.items():
@@ -296,7 +270,7 @@ class Machine(RuleBasedStateMachine):
             read = ArenaSource(self.pool.arena, prompt.checklist, admission.groups)
             assert replace(prompt, read=read).commit().digests == admission.commit.digests
 
-    @invariant()
+    @stateful.invariant()
     def every_page_is_owned_once(self) -> None:
         self.pool.check_integrity()
         gauges, known = self.ledger.gauges(), self.ledger._by_nonce
@@ -306,7 +280,7 @@ class Machine(RuleBasedStateMachine):
         if not (gauges["reservations"] or self.engine):
             assert self.pool.referenced_pages == 0
 
-    @invariant()
+    @stateful.invariant()
     def what_ended_keeps_names_and_numbers_and_nothing_of_its_prompt(self) -> None:
         assert all(x.holding is None for x in self.ledger._running.values())
         for reservation in self.ledger._ended:
@@ -333,4 +307,4 @@ class Machine(RuleBasedStateMachine):
 def test_no_interleaving_leaks_or_admits_what_is_not_complete_and_verified():
     size = {"max_examples": 300, "stateful_step_count": 60, "deadline": None}
     chosen = settings(suppress_health_check=list(HealthCheck), **size)
-    run_state_machine_as_test(Machine, settings=chosen)
+    stateful.run_state_machine_as_test(Machine, settings=chosen)

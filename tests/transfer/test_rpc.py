@@ -11,16 +11,8 @@ import grpc
 import pytest
 
 from disagg.errors import CapacityError, ConfigError, DisaggError, PeerLostError, WireError
+from disagg.transfer import rpc
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.rpc import (
-    MESSAGE_KEY,
-    REASON_KEY,
-    Link,
-    connect,
-    error_of,
-    rpc_handlers,
-    start_server,
-)
 from disagg.transfer.security import Security
 from disagg.wire import MAX_FRAME_BYTES
 from tests.transfer.peer import until
@@ -36,7 +28,7 @@ class Service:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         streams = {"Many": self.many, "Both": self.both}
-        return rpc_handlers("a.B", {"One": self.one}, streams, self.refusals.append)
+        return rpc.rpc_handlers("a.B", {"One": self.one}, streams, self.refusals.append)
 
     async def one(self, data: bytes) -> bytes:
         self.seen.append(len(data))
@@ -67,10 +59,10 @@ class Service:
 @asynccontextmanager
 async def open_service(
     server: Security | None = None, client: Security | None = None
-) -> AsyncIterator[tuple[Service, Link]]:
+) -> AsyncIterator[tuple[Service, rpc.Link]]:
     service = Service()
-    serving, address = await start_server([service.handlers()], "127.0.0.1", server)
-    link = connect(address, client)
+    serving, address = await rpc.start_server([service.handlers()], "127.0.0.1", server)
+    link = rpc.connect(address, client)
     try:
         yield service, link
     finally:
@@ -78,7 +70,7 @@ async def open_service(
         await serving.stop(None)
 
 
-async def ask(link: Link, method: str, data: bytes) -> bytes:
+async def ask(link: rpc.Link, method: str, data: bytes) -> bytes:
     """The answer to `data`, by a call of any kind."""
     if method == "One":
         return await link.call("/a.B/One", data, 20.0)
@@ -93,27 +85,26 @@ async def ask(link: Link, method: str, data: bytes) -> bytes:
             assert await call.read() == b"x"
         return await call.read()
     except grpc.aio.AioRpcError as failure:
-        raise error_of(failure, link.address) from failure
+        raise rpc.error_of(failure, link.address) from failure
     finally:
         call.cancel()
 
 
 # -- errors
-
-
 def failure(code: grpc.StatusCode, *trailing: tuple[str, object]) -> grpc.aio.AioRpcError:
     metadata = grpc.aio.Metadata(*trailing)
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details="because")
 
 
 def test_a_reason_of_the_future_is_still_an_error_of_ours():
-    found = error_of(failure(grpc.StatusCode.ABORTED, (REASON_KEY, "new"), (MESSAGE_KEY, b"x")), "")
+    trailing = (rpc.REASON_KEY, "new"), (rpc.MESSAGE_KEY, b"x")
+    found = rpc.error_of(failure(grpc.StatusCode.ABORTED, *trailing), "")
     assert (type(found), str(found)) == (DisaggError, "x")
 
 
 @pytest.mark.parametrize("code", grpc.StatusCode, ids=lambda code: code.name)
 def test_every_nameless_failure_is_a_typed_error_that_names_the_peer(code):
-    found = error_of(failure(code), "1.2.3.4:5")
+    found = rpc.error_of(failure(code), "1.2.3.4:5")
     assert isinstance(found, DisaggError)
     assert code.name in str(found)
     assert "1.2.3.4:5" in str(found)
@@ -140,8 +131,6 @@ async def test_a_bug_is_logged_and_never_answered_with_ok(method, caplog):
 
 
 # -- calls
-
-
 @pytest.mark.parametrize("method", ["Many", "Both"])
 async def test_a_stream_whose_caller_leaves_is_over_at_once(method):
     async with open_service() as (service, link):
@@ -166,7 +155,7 @@ async def test_one_message_is_received_while_another_is_looked_at():
             seen.append(asked)
             yield message
 
-    service = rpc_handlers("a", {}, {"B": both})
+    service = rpc.rpc_handlers("a", {}, {"B": both})
     handler = service.service(SimpleNamespace(method="/a/B", invocation_metadata=()))
     await handler.stream_stream(messages(), AsyncMock())
     assert seen == [2, 3, 4, 5, 6, 6]
@@ -195,19 +184,14 @@ async def test_without_the_shared_token_no_message_of_any_call_is_read(method, c
         assert not service.seen
 
 
-async def test_a_shared_token_opens_the_plane():
-    async with open_service(SECRET, SECRET) as (_, link):
-        assert await ask(link, "One", b"y") == b"y"
-        assert link.transport == "gRPC over TCP"
-
-
-async def test_tls_carries_the_plane_and_mutual_tls_with_a_token_too(papers):
+async def test_a_shared_token_tls_and_mutual_tls_with_a_token_open_the_plane(papers):
     one_way = Security(certificate=papers["peer"], key=papers["peer.key"])
     both = Security("s", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
-    for server, client in ((one_way, Security(ca=papers["ca"])), (both, both)):
+    trusting = Security(ca=papers["ca"])
+    for server, client in ((SECRET, SECRET), (one_way, trusting), (both, both)):
         async with open_service(server, client) as (_, link):
             assert await ask(link, "One", b"y") == b"y"
-            assert link.transport == "gRPC over TLS"
+            assert link.transport == f"gRPC over {'TCP' if server is SECRET else 'TLS'}"
 
 
 async def test_strangers_are_lost_peers(papers):
@@ -225,17 +209,17 @@ async def test_strangers_are_lost_peers(papers):
 
 async def test_a_server_with_tls_needs_a_certificate_and_a_key(papers):
     with pytest.raises(ConfigError, match="certificate"):
-        await start_server([], "127.0.0.1", Security(ca=papers["ca"]))
+        await rpc.start_server([], "127.0.0.1", Security(ca=papers["ca"]))
 
 
 async def test_servers_take_the_ports_of_a_range_and_say_when_none_is_left():
     ports = two_free_ports()
-    server, address = await start_server([], "127.0.0.1", ports=ports)
+    server, address = await rpc.start_server([], "127.0.0.1", ports=ports)
     assert address == f"127.0.0.1:{ports[0]}"
     with socket.create_server(("127.0.0.1", ports[1])):
         wanted = rf"cluster.ports \[{ports[0]}, {ports[1]}\]: none is free"
         with pytest.raises(ConfigError, match=wanted):
-            await start_server([], "127.0.0.1", ports=ports)
+            await rpc.start_server([], "127.0.0.1", ports=ports)
         with pytest.raises(ConfigError, match=wanted):
             DirectServer(lambda: None).listen("127.0.0.1", ports)  # type: ignore[arg-type,return-value]
     await server.stop(None)
@@ -246,9 +230,9 @@ async def test_an_ipv6_host_is_an_address_like_any_other(host):
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
-    server, address = await start_server([], host)
+    server, address = await rpc.start_server([], host)
     assert address.startswith("[::1]:")
-    link = connect(address)
+    link = rpc.connect(address)
     await asyncio.wait_for(link.channel.channel_ready(), 20.0)
     await link.close()
     await server.stop(None)

@@ -87,16 +87,12 @@ def test_an_authority_gives_what_files_do_not(files):
     assert (given.token, given.ca, given.mutual) == (authority.token, b"the ca\n", False)
 
 
-@pytest.mark.parametrize(
-    ("issued", "called", "peers", "well"),
-    [
-        ("127.0.0.1", "127.0.0.1", "same", True),
-        ("::1", "::1", "same", True),
-        ("host.example", "host.example", "same", True),
-        ("127.0.0.2", "127.0.0.1", "same", False),
-        ("127.0.0.1", "127.0.0.1", "foreign", False),
-    ],
-)
+HOSTS = [("127.0.0.1", "127.0.0.1", "same", True), ("::1", "::1", "same", True)]
+HOSTS += [("host.example", "host.example", "same", True), ("127.0.0.2", "127.0.0.1", "same", False)]
+HOSTS += [("127.0.0.1", "127.0.0.1", "foreign", False)]
+
+
+@pytest.mark.parametrize(("issued", "called", "peers", "well"), HOSTS)
 def test_hosts_of_one_authority_know_each_other_by_address(issued, called, peers, well):
     ours = Authority.make()
     theirs = ours if peers == "same" else Authority.make()
@@ -109,10 +105,8 @@ def handshake(client: Security, server: Security, name: str) -> bool:
     """Whether a connection of both comes about, in memory."""
     pipes = [ssl.MemoryBIO() for _ in range(4)]
     contexts = tls_context(client, False), tls_context(server, True)
-    ends = [
-        contexts[0].wrap_bio(pipes[0], pipes[1], server_hostname=name),
-        contexts[1].wrap_bio(pipes[2], pipes[3], server_side=True),
-    ]
+    asking = contexts[0].wrap_bio(*pipes[:2], server_hostname=name)
+    ends = [asking, contexts[1].wrap_bio(*pipes[2:], server_side=True)]
     done = [False, False]
     for _ in range(6):
         for i, end in enumerate(ends):

@@ -4,39 +4,28 @@ import asyncio
 import gc
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from disagg import errors
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
-from disagg.errors import (
-    CapacityError,
-    CorruptFrameError,
-    DeadlineError,
-    DisaggError,
-    LayoutError,
-    PeerLostError,
-    ReservationError,
-    TransferError,
-)
 from disagg.page import Kind, make_layout
 from disagg.transfer import rpc
 from disagg.transfer.channel import Channel, ChannelOptions, Peers
 from disagg.transfer.link import LinkReport, Pace
 from disagg.transfer.messages import Attach, Attached, Credit
-from disagg.transfer.rpc import Link
 from disagg.transfer.sender import Sender
-from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket
+from disagg.wire import FRAME_BYTES, PageFrame, Ticket
 from tests.transfer.peer import QUICK, hand_over, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, OTHER_PLAN, make_related
 
 TOKENS = 1500
 
+
 # -- one hand-off
-
-
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
 async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
     prompts = {"one": make_related(1500, 1, 1000), "two": make_related(1500, 2, 1000)}
@@ -59,12 +48,9 @@ async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
 
 async def test_a_link_that_nobody_measured_is_measured_before_its_first_frame(prompt, monkeypatch):
     """Workers that came later had frames of 2 MiB, behind which a ping of gRPC was too late."""
-
-    async def slow(link: Link) -> LinkReport:
-        return LinkReport(link.address, "a modem", 90.0, 35e-6)
-
-    monkeypatch.setattr("disagg.transfer.channel.measure", slow)
     async with open_peer(ChannelOptions()) as (peer, channel):
+        slow = LinkReport(peer.address, "a modem", 90.0, 35e-6)
+        monkeypatch.setattr("disagg.transfer.channel.measure", AsyncMock(return_value=slow))
         await hand_over(peer.sender(prompt, channel), prompt)
         assert len(peer.frames) > 1
         assert max(sum(map(len, frame.payload)) for frame in peer.frames) < 14_000
@@ -88,10 +74,9 @@ async def test_a_layer_is_there_before_the_next_is_offered(prompt):
 
 async def test_a_receiver_that_lost_what_it_took_ends_the_hand_off(prompt):
     async with open_peer() as (peer, channel):
-        peer.on_frame = lambda frame: (
-            Credit(frame.ticket.nonce, frame.ticket.gen) if 3 in frame.places else None
-        )
-        with pytest.raises(TransferError, match="items of the commit never came"):
+        taken = lambda ticket: Credit(ticket.nonce, ticket.gen)  # noqa: E731
+        peer.on_frame = lambda frame: taken(frame.ticket) if 3 in frame.places else None
+        with pytest.raises(errors.TransferError, match="items of the commit never came"):
             await hand_over(peer.sender(prompt, channel), prompt)
         assert len(peer.attaches) == 1
 
@@ -102,7 +87,7 @@ async def test_a_lost_acknowledgement_is_asked_for_again(prompt, lost):
 
         async def swallow() -> None:
             if peer.commits == 1 and lost == "broken":
-                raise PeerLostError("the answer was lost")
+                raise errors.PeerLostError("the answer was lost")
             if peer.commits == 1:
                 await asyncio.Future()
 
@@ -113,23 +98,21 @@ async def test_a_lost_acknowledgement_is_asked_for_again(prompt, lost):
 
 
 FINAL = {
-    "superseded": ("on_attach", ReservationError("superseded"), "superseded"),
-    "another plan": ("on_attach", LayoutError("plan b"), "plan b"),
+    "superseded": ("on_attach", errors.ReservationError("superseded"), "superseded"),
+    "another plan": ("on_attach", errors.LayoutError("plan b"), "plan b"),
     "a bug": ("on_attach", KeyError("oops"), "has logged why"),
-    "by the engine": ("admit", CapacityError("the engine is stopping"), "stopping"),
+    "by the engine": ("admit", errors.CapacityError("the engine is stopping"), "stopping"),
 }
 
 
 @pytest.mark.parametrize(("call", "error", "words"), FINAL.values(), ids=FINAL)
 async def test_an_attachment_or_a_commit_that_is_refused_is_final(prompt, call, error, words):
-    def refuse(_: object) -> None:
-        raise error
-
     async with open_peer() as (peer, channel):
-        setattr(peer, call, refuse)
-        with pytest.raises(DisaggError, match=words) as caught:
+        setattr(peer, call, Mock(side_effect=error))
+        with pytest.raises(errors.DisaggError, match=words) as caught:
             await hand_over(peer.sender(prompt, channel), prompt)
-        assert type(caught.value) is (type(error) if words != "has logged why" else DisaggError)
+        known = errors.DisaggError if words == "has logged why" else type(error)
+        assert type(caught.value) is known
         assert len(peer.attaches) == 1
 
 
@@ -137,13 +120,13 @@ async def test_the_deadline_ends_a_hand_off(prompt):
     async with open_peer() as (peer, channel):
         sender = peer.sender(prompt, channel, deadline_s=0.2)
         sender.offer(prompt.checklist.layer(0))
-        with pytest.raises(DeadlineError, match=r"longer than 0\.2 s"):
+        with pytest.raises(errors.DeadlineError, match=r"longer than 0\.2 s"):
             await sender.run()
 
 
 @pytest.mark.parametrize(
     ("times", "error"),
-    [(2, CorruptFrameError), (3, CorruptFrameError), (1, ReservationError)],
+    [(2, errors.CorruptFrameError), (3, errors.CorruptFrameError), (1, errors.ReservationError)],
     ids=["twice", "three times", "once, for good"],
 )
 async def test_a_frame_that_is_corrupt_there_is_sent_again_until_the_third(prompt, times, error):
@@ -168,7 +151,7 @@ async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
     huge = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (2 << 20,))])
     plan = replace(OTHER_PLAN, groups=(replace(OTHER_PLAN.groups[0], page=huge),))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 130)
-    with pytest.raises(LayoutError, match="an item of a prompt of 130 tokens takes"):
+    with pytest.raises(errors.LayoutError, match="an item of a prompt of 130 tokens takes"):
         Sender(Channel("127.0.0.1:1"), attach, plan, None)
 
 
@@ -206,12 +189,8 @@ async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(p
 
 
 # -- a channel that breaks
-
-
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
-async def test_a_bug_at_the_receiver_breaks_the_stream_and_all_its_hand_offs_are_resumed(
-    prompt, direct
-):
+async def test_a_bug_at_the_receiver_breaks_the_stream_and_hand_offs_are_resumed(prompt, direct):
     async with open_peer(replace(QUICK, direct=direct)) as (peer, channel):
 
         def fail(frame: PageFrame) -> None:
@@ -235,14 +214,10 @@ async def test_a_bug_at_the_receiver_breaks_the_stream_and_all_its_hand_offs_are
 
 async def test_a_receiver_that_breaks_every_stream_is_a_lost_peer(prompt):
     """Control works, and every stream begins well: without a frame that arrives it is hopeless."""
-
-    def cut(frame: PageFrame) -> None:
-        raise ConnectionError("cut")
-
     async with open_peer(replace(QUICK, silence_s=0.4)) as (peer, channel):
-        peer.on_frame = cut
+        peer.on_frame = Mock(side_effect=ConnectionError("cut"))
         async with asyncio.timeout(10.0):
-            with pytest.raises(PeerLostError):
+            with pytest.raises(errors.PeerLostError):
                 await hand_over(peer.sender(prompt, channel), prompt)
         assert peer.opened > 2
 
@@ -250,14 +225,12 @@ async def test_a_receiver_that_breaks_every_stream_is_a_lost_peer(prompt):
 async def test_a_peer_that_attaches_and_takes_no_frame_is_lost(prompt):
     async with open_peer(replace(QUICK, silence_s=0.25, stall_s=0.5)) as (peer, channel):
         peer.pause = asyncio.Future
-        with pytest.raises(PeerLostError):
+        with pytest.raises(errors.PeerLostError):
             await hand_over(peer.sender(prompt, channel, deadline_s=10.0), prompt)
         assert len(peer.attaches) == 2
 
 
 # -- many hand-offs on one stream
-
-
 async def test_frames_leave_by_deadline_then_by_layer(prompt):
     """All that is offered before the stream opens: the most urgent hand-off goes first, whole."""
     async with open_peer() as (peer, channel):
@@ -309,13 +282,9 @@ async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
 
 
 async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
-    class Broken:
-        def read(self, items: Sequence[Item]) -> list[memoryview]:
-            raise KeyError("no such page")
-
     async with open_peer() as (peer, channel):
         bad, good = (peer.sender(prompt, channel, rid) for rid in ("bad", "good"))
-        bad.outbox._source = Broken()
+        bad.outbox._source = Mock(read=Mock(side_effect=KeyError("no such page")))
         both = (hand_over(sender, prompt) for sender in (bad, good))
         failed, fine = await asyncio.gather(*both, return_exceptions=True)
         assert isinstance(failed, KeyError)
@@ -324,8 +293,6 @@ async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
 
 
 # -- leases, by a clock of the peer that stands still
-
-
 async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_are_over(prompt):
     """Meanwhile one frame takes longer than a lease."""
     async with open_peer(clock=None, lease_s=0.3) as (peer, channel):
@@ -337,7 +304,7 @@ async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_ar
         await until(lambda: len(peer.renewals) >= 5)
         assert {*peer.renewals[-1]} == {sender.ticket for sender in senders}
         peer.ledger.abort("a", 0, "client gone")
-        with pytest.raises(ReservationError, match="over at"):
+        with pytest.raises(errors.ReservationError, match="over at"):
             await first
         slow.set()
         for layer in (1, 2):
@@ -346,9 +313,7 @@ async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_ar
         assert (await second).attaches == 1
 
 
-async def test_a_failure_in_renewing_breaks_the_channel_loudly_and_its_hand_offs_attach_again(
-    prompt, monkeypatch, caplog
-):
+async def test_a_failed_renewal_breaks_the_channel_and_all_attach_anew(prompt, monkeypatch, caplog):
     async with open_peer(clock=None, lease_s=0.3) as (peer, channel):
         sender = peer.sender(prompt, channel)
         running = asyncio.create_task(sender.run())
@@ -365,8 +330,6 @@ async def test_a_failure_in_renewing_breaks_the_channel_loudly_and_its_hand_offs
 
 
 # -- links
-
-
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 

@@ -58,7 +58,6 @@ def attack(address: str, answer: Connection) -> None:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process ever had."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("VmHWM"))
     return 1024 * int(line.split()[1])

@@ -8,11 +8,10 @@ from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from tests.workers.pairs import House, paired
 
-STORY = (
-    "The old house by the river had stood empty for years. Nobody in the village remembered who "
-    "had built it, and nobody cared to ask. On winter evenings the children dared each other to "
-    "touch its door, and ran home before the echo of their own steps could follow them. "
-)
+STORY = "The old house by the river had stood empty for years. Nobody in the village remembered "
+STORY += "who had built it, and nobody cared to ask. On winter evenings the children dared each "
+STORY += "other to touch its door, and ran home before the echo of their own steps could follow "
+STORY += "them. "
 
 
 @pytest.fixture(scope="session")

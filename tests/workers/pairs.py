@@ -60,7 +60,6 @@ class House:
     async def complete(
         self, prompt: Prompt, codec: str, **params: int | float | bool
     ) -> tuple[list[int], Output]:
-        """Tokens and end of one answer."""
         return await collect(self.router.generate(prompt, GREEDY | params, codec))
 
     async def begin(
@@ -74,7 +73,6 @@ class House:
         return asking
 
     async def gauges(self) -> dict[str, Mapping[str, float]]:
-        """What each worker holds."""
         return {name: (await worker.status()).gauges for name, worker in self.workers.items()}
 
     async def empty(self, within_s: float = 30) -> None:

@@ -85,8 +85,6 @@ def only(kind: type, actions: Sequence[Action]) -> list[Action]:
 
 
 # -- tokens
-
-
 def test_a_token_said_twice_is_delivered_once() -> None:
     dispatch = started()
     assert dispatch.token("p", "r", 1, 0, 7, 0.0) == [Deliver("r", 7)]
@@ -144,8 +142,6 @@ def test_a_prefill_worker_that_never_heard_that_all_has_arrived_ends_no_answer()
 
 
 # -- sequences that move
-
-
 def decoding(length: int = 100) -> Rules:
     """Request "r" decodes at d: token 7 is known."""
     dispatch = house("p", "d")
@@ -209,9 +205,7 @@ def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_prom
 @pytest.mark.parametrize(
     ("error", "next_one"), [(CapacityError("full"), "d2"), (LayoutError("no such plan"), "d3")]
 )
-def test_a_sequence_that_is_refused_decodes_on_and_asks_again(
-    error: DisaggError, next_one: str
-) -> None:
+def test_a_refused_sequence_decodes_on_and_asks_again(error: DisaggError, next_one: str) -> None:
     """Who was full is asked once more, who said anything else is not."""
     dispatch = leaving()
     join(dispatch, "d3", 1.0)
@@ -323,8 +317,6 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
 
 
 # -- who gets what
-
-
 def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> None:
     dispatch = house("p", "d")
     for rid, tokens in (("long", 5000), ("a", 800), ("b", 900), ("e", 950), ("c", 999), ("d", 200)):
@@ -338,9 +330,7 @@ def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> 
 
 
 @pytest.mark.parametrize(("step_tokens", "begun"), [(2048, 8), (1024, 4), (256, 3)])
-def test_short_prompts_start_as_many_at_once_as_fill_a_step_of_their_worker(
-    step_tokens: int, begun: int
-) -> None:
+def test_as_many_short_prompts_start_as_fill_a_step_at_once(step_tokens: int, begun: int) -> None:
     dispatch = house("d")
     dispatch.worker_up(Started("p", Role.PREFILL, "p", 1, step_tokens=step_tokens), 0.0)
     for number in range(12):
@@ -509,8 +499,6 @@ def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
 
 
 # -- failures
-
-
 @pytest.mark.parametrize("error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason)
 def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
     assert Deliver("r", error) in started().refused("p", "r", 1, error, 0.0)
@@ -652,8 +640,6 @@ def test_health_says_when_requests_wait_and_none_gets_on() -> None:
 
 
 # -- deaths
-
-
 def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed() -> None:
     dispatch = told("d")
     assert dispatch.worker_down("p", 1.0) == []
@@ -728,8 +714,6 @@ def test_who_runs_alone_moves_when_another_worker_is_empty() -> None:
 
 
 # -- ends
-
-
 def test_only_a_stream_that_gets_no_tokens_ends_by_its_deadline_on_both_sides() -> None:
     dispatch = started(deadline_s=100.0)
     for i in range(50):

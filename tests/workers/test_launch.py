@@ -379,17 +379,11 @@ def test_a_busy_ray_is_there(monkeypatch):
     assert not launch.knock(host, port)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "prefill", "decode", "share"),
-    [
-        (0, 1, 1, 0),
-        (2, 1, 1, 1),
-        (8, 1, 1, 1),
-        (1, 1, 1, 1 / 2),
-        (4, 2, 4, 1 / 2),
-        (3, 3, 4, 1 / 3),
-    ],
-)
+PLACES = [(0, 1, 1, 0), (2, 1, 1, 1), (8, 1, 1, 1), (1, 1, 1, 1 / 2), (4, 2, 4, 1 / 2)]
+PLACES += [(3, 3, 4, 1 / 3)]
+
+
+@pytest.mark.parametrize(("gpus", "prefill", "decode", "share"), PLACES)
 def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
     flags = {"cluster.prefill": prefill, "cluster.decode": decode}
     assert gpu_share(gpus, load_config(None, flags)) == share
@@ -397,23 +391,17 @@ def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
     assert gpu_share(gpus, load_config(None, flags | {"model.device": "cpu"})) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("flags", "gpus", "told"),
-    [
-        ({"cluster.gpus": 1}, 0, "gpus is 1; this host has 0 GPUs, room for 0 of 2 workers"),
-        ({"cluster.gpus": 1}, 1, "room for 1 of 2"),
-        ({"cluster.gpus": 2}, 3, "room for 1 of 2"),
-        ({"cluster.gpus": 0.6}, 1, "room for 1 of 2"),
-        ({"cluster.pools": True}, 8, "cluster.pools is true on a private Ray"),
-        ({"cluster.gpus": 1}, 2, ""),
-        ({"cluster.gpus": 0.1, "cluster.decode": 9}, 1, ""),
-        ({"cluster.gpus": 0}, 0, ""),
-        ({}, 0, ""),
-    ],
-)
-def test_workers_that_would_wait_for_ever_on_a_private_ray_are_refused(
-    flags, gpus, told, monkeypatch
-):
+ON_OUR_RAY = [({"cluster.gpus": 1}, 0, "gpus is 1; this host has 0 GPUs, room for 0 of 2 workers")]
+ON_OUR_RAY += [({"cluster.gpus": 1}, 1, "room for 1 of 2")]
+ON_OUR_RAY += [({"cluster.gpus": 2}, 3, "room for 1 of 2")]
+ON_OUR_RAY += [({"cluster.gpus": 0.6}, 1, "room for 1 of 2")]
+ON_OUR_RAY += [({"cluster.pools": True}, 8, "cluster.pools is true on a private Ray")]
+ON_OUR_RAY += [({"cluster.gpus": 1}, 2, ""), ({"cluster.gpus": 0.1, "cluster.decode": 9}, 1, "")]
+ON_OUR_RAY += [({"cluster.gpus": 0}, 0, ""), ({}, 0, "")]
+
+
+@pytest.mark.parametrize(("flags", "gpus", "told"), ON_OUR_RAY)
+def test_workers_that_would_wait_for_ever_on_our_ray_are_refused(flags, gpus, told, monkeypatch):
     node = {"Resources": {"CPU": 2.0, "GPU": float(gpus)}, "NodeManagerAddress": "", "NodeID": ""}
     monkeypatch.setattr(launch.ray, "init", Mock())
     monkeypatch.setattr(launch.ray, "nodes", lambda: [node | {"NodeManagerPort": 1}])
@@ -426,23 +414,14 @@ def test_workers_that_would_wait_for_ever_on_a_private_ray_are_refused(
 POOLS = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
 
 
-@pytest.mark.parametrize(
-    ("flags", "here", "threads"),
-    [
-        ({"cluster.decode": 2}, {}, 4),
-        ({"cluster.decode": 2}, {"CPU": 6.0}, 2),
-        ({"cluster.decode": 20}, {}, 1),
-        ({"engine.torch_threads": 7}, {}, 7),
-        (POOLS, {"prefill": 1}, 12),
-        (POOLS, {"decode": 2, "CPU": 12.0}, 6),
-        (POOLS, {"decode": 8}, 3),
-        (POOLS, {"prefill": 1, "decode": 2}, 4),
-        (POOLS, {}, 12),
-    ],
-)
-def test_the_cores_of_a_host_are_shared_by_the_workers_that_may_be_on_it(
-    flags, here, threads, monkeypatch
-):
+SHARED = [({"cluster.decode": 2}, {}, 4), ({"cluster.decode": 2}, {"CPU": 6.0}, 2)]
+SHARED += [({"cluster.decode": 20}, {}, 1), ({"engine.torch_threads": 7}, {}, 7)]
+SHARED += [(POOLS, {"prefill": 1}, 12), (POOLS, {"decode": 2, "CPU": 12.0}, 6)]
+SHARED += [(POOLS, {"decode": 8}, 3), (POOLS, {"prefill": 1, "decode": 2}, 4), (POOLS, {}, 12)]
+
+
+@pytest.mark.parametrize(("flags", "here", "threads"), SHARED)
+def test_the_cores_of_a_host_are_shared_by_workers_that_fit(flags, here, threads, monkeypatch):
     """Of pools as many as fit there."""
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     engine = of_a_share(load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, here).engine
@@ -453,14 +432,12 @@ def take_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What front ends keep in Ray stays here."""
     kept: dict[tuple[str, bytes], bytes] = {}
 
-    def get(key: bytes, namespace: str) -> bytes | None:
-        return kept.get((namespace, key))
-
     def put(key: bytes, value: str, overwrite: bool = True, namespace: str = "") -> None:
         if overwrite or (namespace, key) not in kept:
             kept[namespace, key] = value.encode()
 
-    monkeypatch.setattr(launch.internal_kv, "_internal_kv_get", get)
+    get = "_internal_kv_get"
+    monkeypatch.setattr(launch.internal_kv, get, lambda key, namespace: kept.get((namespace, key)))
     monkeypatch.setattr(launch.internal_kv, "_internal_kv_put", put)
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -28,15 +29,11 @@ from tests.workers.pairs import KIVI, leave, paired
 LONG, HEARD = 300, 20  # tokens of an answer that moves, and of them before it does
 
 
-@pytest.mark.parametrize(
-    ("codec", "tokens", "windowed"),
-    [
-        (KIVI, 230, False),
-        ("0-1:raw;2-:kivi:bits=4,residual=32", 230, False),
-        ("banded", 660, False),
-        ("raw", 200, True),
-    ],
-)
+MOVED = [(KIVI, 230, False), ("0-1:raw;2-:kivi:bits=4,residual=32", 230, False)]
+MOVED += [("banded", 660, False), ("raw", 200, True)]
+
+
+@pytest.mark.parametrize(("codec", "tokens", "windowed"), MOVED)
 async def test_a_worker_that_leaves_takes_no_token_along(
     codec, tokens, windowed, runners, story, monkeypatch, tmp_path
 ):
@@ -74,9 +71,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
 
 
-async def test_a_sequence_that_outgrows_its_room_moves_all_the_same(
-    home, runners, story, monkeypatch
-):
+async def test_a_sequence_that_outgrows_its_room_moves_as_well(home, runners, story, monkeypatch):
     monkeypatch.setattr(dispatch, "MOVE_TOKENS", 1)
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)
@@ -89,20 +84,15 @@ async def test_a_sequence_that_outgrows_its_room_moves_all_the_same(
 
 
 @pytest.mark.parametrize("breaks", ["the codec", "the link"])
-async def test_what_cannot_move_is_computed_again_elsewhere(
-    breaks, home, runners, story, monkeypatch
-):
+async def test_what_cannot_move_is_computed_elsewhere(breaks, home, runners, story, monkeypatch):
     """GEAR seals other pages while it decodes than it makes of a prompt."""
     codec = "gear" if breaks == "the codec" else KIVI
-
-    async def run(self: sender.Sender) -> None:
-        raise TransferError("the cable is cut")
-
     expected, _ = await home.complete(story, codec, max_tokens=LONG)
     asking = await home.begin(story, codec, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])
     if breaks == "the link":
-        monkeypatch.setattr(sender.Sender, "run", run)
+        cut = AsyncMock(side_effect=TransferError("the cable is cut"))
+        monkeypatch.setattr(sender.Sender, "run", cut)
     source = home.workers["d"]
     source.assume(Role.PREFILL)
     await until(lambda: home.router.dispatch.retries > 0)
@@ -135,9 +125,7 @@ async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     assert home.router.dispatch.retries == 1
 
 
-async def test_a_worker_that_has_to_end_before_all_has_moved_says_so(
-    home, runners, story, monkeypatch
-):
+async def test_a_worker_that_ends_before_all_has_moved_says_so(home, runners, story, monkeypatch):
     """So that the router waits for nobody."""
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)

@@ -200,9 +200,7 @@ async def test_a_closing_router_lets_answers_end_and_takes_no_new_ones(home, sto
 
 
 @pytest.mark.parametrize("closes", [False, True])
-async def test_an_end_waits_for_the_figures_of_its_hand_off_unless_the_router_closes(
-    closes, home, story, monkeypatch
-):
+async def test_an_end_waits_for_figures_unless_the_router_closes(closes, home, story, monkeypatch):
     monkeypatch.setattr("disagg.workers.router.RECEIPT_S", 1.0 if closes else 30.0)
     prefill, _ = lines(home)
     await until(lambda: home.router.ready)

@@ -134,9 +134,7 @@ async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkey
 
 
 @pytest.mark.usefixtures("attached_first")
-async def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_attempt(
-    home, story, monkeypatch
-):
+async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(home, story, monkeypatch):
     """The receiver, attached to again, has no more what it said it had."""
     expected, _ = await home.complete(story, KIVI)
     finish, missed = Sender.finish, list[Item]()

@@ -19,9 +19,8 @@ def test_nothing_larger_than_its_fp16_is_sent(codec, story):
     llm = LLM(codec=codec)
     least = least_worth_sending(llm._decode.plan(codec))
     assert 0 < least <= 192
-    prompts = [
-        (story * 2)[number : number + least + more] for number, more in enumerate((0, 15, 63))
-    ]
+    cuts = enumerate((0, 15, 63))
+    prompts = [(story * 2)[number : number + least + more] for number, more in cuts]
     for completion in llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True)):
         assert completion.kv.wire_bytes <= completion.kv.fp16_bytes
 
@@ -40,9 +39,7 @@ async def test_by_default_short_prompts_never_leave_the_decode_worker(runners, s
         assert counts["computed_tokens"] == 127
 
 
-async def test_whole_and_handed_over_together_they_stay_within_the_rows(
-    runners, story, monkeypatch
-):
+async def test_whole_and_handed_over_together_they_keep_to_the_rows(runners, story, monkeypatch):
     """More rows than were recorded would be recorded while requests wait."""
     seen, build_batch = [], engine.build_batch
 

@@ -57,9 +57,7 @@ async def test_a_prompt_goes_through_as_in_one_process_and_leaves_nothing(codec,
     assert (kv["resident_bytes"], kv["attaches"]) == (plan.nbytes(len(story)), 1)
 
 
-async def test_one_worker_of_both_roles_hands_nothing_over_and_computes_nothing_twice(
-    runners, story
-):
+async def test_a_worker_of_both_roles_hands_nothing_over_and_computes_nothing_twice(runners, story):
     async with house() as home:
         home.add("w", Role.BOTH, runners[0])
         (tokens, one), (again, two) = [await home.complete(story, KIVI) for _ in range(2)]
@@ -195,9 +193,7 @@ async def test_what_left_is_freed_without_the_garbage_collector(home, story, mon
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-async def test_pages_leave_before_the_last_layer_starts_or_when_all_is_computed(
-    overlap, runners, story, monkeypatch
-):
+async def test_pages_leave_before_the_last_layer_or_when_done(overlap, runners, story, monkeypatch):
     """With overlap the engine waits before the last layer until some are at the other worker."""
     order, arrived = list[str](), threading.Event()
     offer, store = Offering.offer, Reservations.store

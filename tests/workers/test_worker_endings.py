@@ -5,6 +5,7 @@ import threading
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,9 +45,7 @@ async def test_leaving_while_the_prompt_is_computed_frees_both_sides(offering, h
     go.set()
 
 
-async def test_a_hand_off_that_was_given_up_while_its_pages_came_is_no_failure(
-    offering, home, story
-):
+async def test_a_hand_off_given_up_while_its_pages_came_is_no_failure(offering, home, story):
     reached, go = offering
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
@@ -99,11 +98,7 @@ async def test_a_fence_drops_an_attempt_that_waited_for_the_one_before_it(home, 
 
 async def test_of_three_attempts_at_a_prefill_worker_the_last_goes_on(monkeypatch):
     """The second and the third come while the first is still being ended."""
-
-    async def hand_over(self: PrefillSide, submit: Submit) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(PrefillSide, "_hand_over", hand_over)
+    monkeypatch.setattr(PrefillSide, "_hand_over", lambda *_: asyncio.Event().wait())
     first, *others = (Submit(Job("r", i, (1,)), Work.PREFILL, 1) for i in (1, 2, 3))
     async with asyncio.TaskGroup() as tasks:
         side = PrefillSide(None, True, tasks, Events())
@@ -168,12 +163,10 @@ async def test_what_a_worker_is_given_before_any_router_came_goes_on(runners, st
 
 
 async def test_an_engine_that_breaks_ends_its_worker_by_name(runners, story, monkeypatch):
-    def step() -> None:
-        raise RuntimeError("the engine broke")
-
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     async with paired(runners, deadline_s=0.5) as home:
-        monkeypatch.setattr(home.workers["p"].engine, "step", step)
+        broken = Mock(side_effect=RuntimeError("the engine broke"))
+        monkeypatch.setattr(home.workers["p"].engine, "step", broken)
         with pytest.raises(DisaggError):
             await home.complete(story, KIVI)
         worker = home.workers.pop("p")
@@ -207,18 +200,12 @@ async def test_a_supervised_task_that_ends_ends_its_worker(error, runners, monke
     ("side", "error"),
     [("send", OverflowError("Integer value out of range")), ("admit", KeyError("codec"))],
 )
-async def test_what_nobody_foresaw_ends_one_request_and_leaves_nothing(
-    side, error, home, story, monkeypatch
-):
+async def test_what_nobody_foresaw_ends_one_request_alone(side, error, home, story, monkeypatch):
     """Whatever type an error has, the sequence that the engine holds for the hand-off is freed."""
-
-    def broken(*args: object) -> None:
-        raise error
-
     rules = home.workers["d"].receiver.reservations
     target, name = (sender, "pack") if side == "send" else (rules, "_on_admit")
     with monkeypatch.context() as patch:
-        patch.setattr(target, name, broken)
+        patch.setattr(target, name, Mock(side_effect=error))
         asked = [home.complete(story, KIVI) for _ in range(4)]
         failures = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(failure, DisaggError) for failure in failures)
