@@ -53,17 +53,17 @@ BUDGETS = {
     "engine": 1951,
     "eval": 575,
     "files": 2077,  # disagg/*.py
-    "kernels": 6204,
-    "model": 1945,
+    "kernels": 6207,
+    "model": 1947,
     "report": 160,
-    "server": 2106,
+    "server": 2108,
     "transfer": 3308,
     "workers": 3115,
-    "tests": 24300,
+    "tests": 23421,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21364  # of all these rooms together
+PACKAGE_BUDGET = 21368  # of all these rooms together
 TORCH_FREE = {"errors", "config", "metrics", "page", "plan", "state", "pool", "wire", "transfer"}
 TORCH_FREE |= {"cli"}
 
