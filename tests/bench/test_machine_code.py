@@ -12,9 +12,17 @@ from disagg.kernels.gpu.attend import Chip, loops_of
 from disagg.kernels.gpu.bits import PLAIN, PTX
 
 # instructions of a thread for each element of K and V, of the codecs as they are served; D = 128
-WITH_4_AND_8_HEADS = {"kivi-2": (1.3, 1.55), "kivi-4": (1.4, 1.65), "gear-l-2": (1.4, 1.6)}
-WITH_4_AND_8_HEADS |= {"gear-l-4": (1.55, 1.7), "gear-2": (2.3, 2.8), "gear-4": (2.5, 3.0)}
-WITH_4_AND_8_HEADS |= {"int8": (1.45, 1.45), "fp8": (1.7, 1.7), "raw-fp16": (2.0, 2.0)}
+WITH_4_AND_8_HEADS = {
+    "kivi-2": (1.3, 1.55),
+    "kivi-4": (1.4, 1.65),
+    "gear-l-2": (1.4, 1.6),
+    "gear-l-4": (1.55, 1.7),
+    "gear-2": (2.3, 2.8),
+    "gear-4": (2.5, 3.0),
+    "int8": (1.45, 1.45),
+    "fp8": (1.7, 1.7),
+    "raw-fp16": (2.0, 2.0),
+}
 BUDGETS = {f"{x}-{4 * i}heads": y[i - 1] for x, y in WITH_4_AND_8_HEADS.items() for i in (1, 2)}
 BUDGETS |= {"h2o-4heads": 2.0, "banded-2-4heads": 1.7, "banded-3-4heads": 1.7}
 REFUSED = ("gear-2", "gear-4", "gear")  # with 256 channels; of others 8 heads are two programs

@@ -194,8 +194,14 @@ class Started:
         pass
 
 
-HOSTS = [("127.0.0.1", 0), ("localhost", 0), ("0.0.0.0", 1), ("10.0.0.7", 1), ("host.example", 1)]
-HOSTS += [("0.0.0.0 --api-key sk-1", 0)]
+HOSTS = [
+    ("127.0.0.1", 0),
+    ("localhost", 0),
+    ("0.0.0.0", 1),
+    ("10.0.0.7", 1),
+    ("host.example", 1),
+    ("0.0.0.0 --api-key sk-1", 0),
+]
 
 
 @pytest.mark.parametrize(("host", "warned"), HOSTS)

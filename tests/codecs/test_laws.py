@@ -40,10 +40,21 @@ QUANTIZED = [
     for head_dim in (16, 80, 256)
     if isinstance(get_codec(spec), QuantizedCodec) and holds(get_codec(spec).spec, head_dim)
 ]
-SIZES = [(1, 0, 1, 64), (63, 2, 3, 128)]  # tokens prefilled, decoded, queries per KV head, dim
-SIZES += [(64, 0, 4, 96), (65, 70, 7, 80), (127, 0, 8, 64), (129, 0, 16, 256), (500, 0, 7, 128)]
-SIZES += [(1300, 0, 3, 64), (2200, 0, 4, 128), (0, 130, 3, 64), (300, 200, 3, 64)]
-SIZES += [(2048, 65, 3, 64), (8192, 0, 2, 64)]
+SIZES = [  # tokens of a prompt and decoded, query heads for each KV head, head dim
+    (1, 0, 1, 64),
+    (63, 2, 3, 128),
+    (64, 0, 4, 96),
+    (65, 70, 7, 80),
+    (127, 0, 8, 64),
+    (129, 0, 16, 256),
+    (500, 0, 7, 128),
+    (1300, 0, 3, 64),
+    (2200, 0, 4, 128),
+    (0, 130, 3, 64),
+    (300, 200, 3, 64),
+    (2048, 65, 3, 64),
+    (8192, 0, 2, 64),
+]
 
 
 @pytest.fixture(params=CODECS)

@@ -59,12 +59,18 @@ def test_raw_follows_the_dtype_of_the_model():
     assert parse_plan("kivi", SHAPE).groups[0].raw.plane("k").dtype == "float16"
 
 
-WRONG = [("", "the codec spec is empty"), ("0-3:raw", r"layers \[4, 5\] have no codec")]
-WRONG += [("0-3:raw;3-:kivi", "layer 3 has two codecs")]
-WRONG += [("0-9:raw", "outside the model's layers 0-5"), ("0-x:raw", "no layer or range")]
-WRONG += [("0.5", "'0.5' in '0.5' names no codec"), ("²-:raw", "no layer or range")]
-WRONG += [("0-²:raw", "no layer or range"), ("٣-:raw", "no layer or range")]
-WRONG += [("3-1:raw", "outside the model's layers")]
+WRONG = [
+    ("", "the codec spec is empty"),
+    ("0-3:raw", r"layers \[4, 5\] have no codec"),
+    ("0-3:raw;3-:kivi", "layer 3 has two codecs"),
+    ("0-9:raw", "outside the model's layers 0-5"),
+    ("0-x:raw", "no layer or range"),
+    ("0.5", "'0.5' in '0.5' names no codec"),
+    ("²-:raw", "no layer or range"),
+    ("0-²:raw", "no layer or range"),
+    ("٣-:raw", "no layer or range"),
+    ("3-1:raw", "outside the model's layers"),
+]
 
 
 @pytest.mark.parametrize(("spec", "message"), WRONG)

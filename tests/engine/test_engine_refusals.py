@@ -15,11 +15,7 @@ KIVI = "kivi:bits=2,group=64,residual=64"
     ("prompt", "codec", "error"),
     [
         (random_prompt(CONTEXT), KIVI, errors.PromptTooLongError),
-        (
-            random_prompt(CONTEXT - 1),
-            "raw",
-            errors.PromptTooLongError,
-        ),  # the pool is too small for it
+        (random_prompt(CONTEXT - 1), "raw", errors.PromptTooLongError),  # for the pool
         ([0, VOCAB], KIVI, errors.RequestError),
         ([1], "gzip", errors.UnknownNameError),
         ([1], "kivi:bits=3", errors.ConfigError),

@@ -131,12 +131,22 @@ def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(r
     assert torch.equal(logits, before)
 
 
-WRONG = {"max_tokens": [0, 2**63, 1.5], "temperature": [-0.1, math.nan, 10**400, "warm"]}
-WRONG |= {"top_p": [0.0, 1.5], "top_k": [-1, 2**64], "seed": [-1, 2**63], "min_p": [1.5]}
-WRONG |= {"min_tokens": [-1, 17], "presence_penalty": [math.nan], "frequency_penalty": [1e5]}
-WRONG |= {"repetition_penalty": [0.0], "logprobs": [-1, True]}
-WRONG |= {"logit_bias": [{1: 5}, [(1.5, 0)], [(1, "x")]], "stop_token_ids": [5, ["a"], [-1]]}
-WRONG |= {"prompt_logprobs": [True]}
+WRONG = {
+    "max_tokens": [0, 2**63, 1.5],
+    "temperature": [-0.1, math.nan, 10**400, "warm"],
+    "top_p": [0.0, 1.5],
+    "top_k": [-1, 2**64],
+    "seed": [-1, 2**63],
+    "min_p": [1.5],
+    "min_tokens": [-1, 17],
+    "presence_penalty": [math.nan],
+    "frequency_penalty": [1e5],
+    "repetition_penalty": [0.0],
+    "logprobs": [-1, True],
+    "logit_bias": [{1: 5}, [(1.5, 0)], [(1, "x")]],
+    "stop_token_ids": [5, ["a"], [-1]],
+    "prompt_logprobs": [True],
+}
 
 
 @pytest.mark.parametrize(("name", "value"), [(x, y) for x, some in WRONG.items() for y in some])

@@ -116,13 +116,19 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
     return PageFormat(T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), turn=turn)
 
 
-SIZES = {"b2-D16-g16": quant_format(2, 16, 64, 16), "b2-D64-g32": quant_format(2, 64, 32, 32)}
-SIZES |= {"b2-D80-g16": quant_format(2, 80, 64, 16), "b2-D128-g32": quant_format(2, 128, 32, 32)}
-SIZES |= {"b2-D128-g64": quant_format(2, 128, 64, 64)}
-SIZES |= {"b2-D128-T128": quant_format(2, 128, 128, 128, tokens=128)}
-SIZES |= {"b4-D80-g80": quant_format(4, 80, 32, 80), "b4-D96-g32": quant_format(4, 96, 32, 32)}
-SIZES |= {"b4-D128-g64": quant_format(4, 128, 64, 64), "b4-D256-g64": quant_format(4, 256, 64, 64)}
-SIZES |= {"b4-D512-g64": quant_format(4, 512, 64, 64)}
+SIZES = {
+    "b2-D16-g16": quant_format(2, 16, 64, 16),
+    "b2-D64-g32": quant_format(2, 64, 32, 32),
+    "b2-D80-g16": quant_format(2, 80, 64, 16),
+    "b2-D128-g32": quant_format(2, 128, 32, 32),
+    "b2-D128-g64": quant_format(2, 128, 64, 64),
+    "b2-D128-T128": quant_format(2, 128, 128, 128, tokens=128),
+    "b4-D80-g80": quant_format(4, 80, 32, 80),
+    "b4-D96-g32": quant_format(4, 96, 32, 32),
+    "b4-D128-g64": quant_format(4, 128, 64, 64),
+    "b4-D256-g64": quant_format(4, 256, 64, 64),
+    "b4-D512-g64": quant_format(4, 512, 64, 64),
+}
 BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256), (3, 256)]  # bits, head dim
 
 

@@ -87,10 +87,18 @@ def test_sizes_are_written_with_units() -> None:
 STRICT = {"rms_norm_eps": 0, "attention_dropout": "no"}
 
 
-WRONG = [{"text_config": 3}, {"num_attention_heads": "four"}, STRICT]
-WRONG += [STRICT | {"num_key_value_heads": "absent", "head_dim": "absent", "model_type": "qwen3"}]
-WRONG += [{"num_attention_heads": 0}, {"num_hidden_layers": -3}, {"num_key_value_heads": "two"}]
-WRONG += [{"layer_types": 5}, {"rope_scaling": 5}, {"architectures": [5]}]
+WRONG = [
+    {"text_config": 3},
+    {"num_attention_heads": "four"},
+    STRICT,
+    STRICT | {"num_key_value_heads": "absent", "head_dim": "absent", "model_type": "qwen3"},
+    {"num_attention_heads": 0},
+    {"num_hidden_layers": -3},
+    {"num_key_value_heads": "two"},
+    {"layer_types": 5},
+    {"rope_scaling": 5},
+    {"architectures": [5]},
+]
 
 
 @pytest.mark.parametrize("changes", WRONG, ids=str)

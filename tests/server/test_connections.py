@@ -37,8 +37,14 @@ async def say(port: int, said: bytes) -> Streams:
     return reader, writer
 
 
-SAID = [(b"", 0), (GET, 0), (POST + BODY[:-1], 0), (GET + b"\r\n", 1), (GET + b"\r\n" + GET, 1)]
-SAID += [(GET + b"\r\n" + POST + BODY[:-1], 1)]
+SAID = [
+    (b"", 0),
+    (GET, 0),
+    (POST + BODY[:-1], 0),
+    (GET + b"\r\n", 1),
+    (GET + b"\r\n" + GET, 1),
+    (GET + b"\r\n" + POST + BODY[:-1], 1),
+]
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,13 @@ def test_an_authority_gives_what_files_do_not(files):
     assert (given.token, given.ca, given.mutual) == (authority.token, b"the ca\n", False)
 
 
-HOSTS = [("127.0.0.1", "127.0.0.1", "same", True), ("::1", "::1", "same", True)]
-HOSTS += [("host.example", "host.example", "same", True), ("127.0.0.2", "127.0.0.1", "same", False)]
-HOSTS += [("127.0.0.1", "127.0.0.1", "foreign", False)]
+HOSTS = [
+    ("127.0.0.1", "127.0.0.1", "same", True),
+    ("::1", "::1", "same", True),
+    ("host.example", "host.example", "same", True),
+    ("127.0.0.2", "127.0.0.1", "same", False),
+    ("127.0.0.1", "127.0.0.1", "foreign", False),
+]
 
 
 @pytest.mark.parametrize(("issued", "called", "peers", "well"), HOSTS)

@@ -16,10 +16,16 @@ ERRORS = {"raw": 0.0005, "fp8": 0.062, "kivi": 0.063, "banded": 0.105}
 LISTED = [Candidate(codec, NBYTES[codec], error) for codec, error in ERRORS.items()]
 
 
-CHOSEN = [(0.2, 9, 9, ("raw", "accurate")), (0.2, 9, 0.6, ("fp8", "deadline"))]
-CHOSEN += [(0.2, 9, 0.3, ("banded", "deadline")), (0.2, 9, 0.2, ("banded", "late"))]
-CHOSEN += [(0.1, 9, 0.3, ("kivi", "late")), (0.2, 0.4, 9, ("kivi", "room"))]
-CHOSEN += [(0.2, 0.1, 9, ("banded", "room")), (0.0001, 9, 0.3, ("raw", "budget"))]
+CHOSEN = [
+    (0.2, 9, 9, ("raw", "accurate")),
+    (0.2, 9, 0.6, ("fp8", "deadline")),
+    (0.2, 9, 0.3, ("banded", "deadline")),
+    (0.2, 9, 0.2, ("banded", "late")),
+    (0.1, 9, 0.3, ("kivi", "late")),
+    (0.2, 0.4, 9, ("kivi", "room")),
+    (0.2, 0.1, 9, ("banded", "room")),
+    (0.0001, 9, 0.3, ("raw", "budget")),
+]
 
 
 @pytest.mark.parametrize(("budget", "room", "timely", "wanted"), CHOSEN)

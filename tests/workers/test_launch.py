@@ -379,8 +379,14 @@ def test_a_busy_ray_is_there(monkeypatch):
     assert not launch.knock(host, port)
 
 
-PLACES = [(0, 1, 1, 0), (2, 1, 1, 1), (8, 1, 1, 1), (1, 1, 1, 1 / 2), (4, 2, 4, 1 / 2)]
-PLACES += [(3, 3, 4, 1 / 3)]
+PLACES = [
+    (0, 1, 1, 0),
+    (2, 1, 1, 1),
+    (8, 1, 1, 1),
+    (1, 1, 1, 1 / 2),
+    (4, 2, 4, 1 / 2),
+    (3, 3, 4, 1 / 3),
+]
 
 
 @pytest.mark.parametrize(("gpus", "prefill", "decode", "share"), PLACES)
@@ -391,13 +397,17 @@ def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
     assert gpu_share(gpus, load_config(None, flags | {"model.device": "cpu"})) == 0.0
 
 
-ON_OUR_RAY = [({"cluster.gpus": 1}, 0, "gpus is 1; this host has 0 GPUs, room for 0 of 2 workers")]
-ON_OUR_RAY += [({"cluster.gpus": 1}, 1, "room for 1 of 2")]
-ON_OUR_RAY += [({"cluster.gpus": 2}, 3, "room for 1 of 2")]
-ON_OUR_RAY += [({"cluster.gpus": 0.6}, 1, "room for 1 of 2")]
-ON_OUR_RAY += [({"cluster.pools": True}, 8, "cluster.pools is true on a private Ray")]
-ON_OUR_RAY += [({"cluster.gpus": 1}, 2, ""), ({"cluster.gpus": 0.1, "cluster.decode": 9}, 1, "")]
-ON_OUR_RAY += [({"cluster.gpus": 0}, 0, ""), ({}, 0, "")]
+ON_OUR_RAY = [
+    ({"cluster.gpus": 1}, 0, "gpus is 1; this host has 0 GPUs, room for 0 of 2 workers"),
+    ({"cluster.gpus": 1}, 1, "room for 1 of 2"),
+    ({"cluster.gpus": 2}, 3, "room for 1 of 2"),
+    ({"cluster.gpus": 0.6}, 1, "room for 1 of 2"),
+    ({"cluster.pools": True}, 8, "cluster.pools is true on a private Ray"),
+    ({"cluster.gpus": 1}, 2, ""),
+    ({"cluster.gpus": 0.1, "cluster.decode": 9}, 1, ""),
+    ({"cluster.gpus": 0}, 0, ""),
+    ({}, 0, ""),
+]
 
 
 @pytest.mark.parametrize(("flags", "gpus", "told"), ON_OUR_RAY)
@@ -414,10 +424,17 @@ def test_workers_that_would_wait_for_ever_on_our_ray_are_refused(flags, gpus, to
 POOLS = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
 
 
-SHARED = [({"cluster.decode": 2}, {}, 4), ({"cluster.decode": 2}, {"CPU": 6.0}, 2)]
-SHARED += [({"cluster.decode": 20}, {}, 1), ({"engine.torch_threads": 7}, {}, 7)]
-SHARED += [(POOLS, {"prefill": 1}, 12), (POOLS, {"decode": 2, "CPU": 12.0}, 6)]
-SHARED += [(POOLS, {"decode": 8}, 3), (POOLS, {"prefill": 1, "decode": 2}, 4), (POOLS, {}, 12)]
+SHARED = [
+    ({"cluster.decode": 2}, {}, 4),
+    ({"cluster.decode": 2}, {"CPU": 6.0}, 2),
+    ({"cluster.decode": 20}, {}, 1),
+    ({"engine.torch_threads": 7}, {}, 7),
+    (POOLS, {"prefill": 1}, 12),
+    (POOLS, {"decode": 2, "CPU": 12.0}, 6),
+    (POOLS, {"decode": 8}, 3),
+    (POOLS, {"prefill": 1, "decode": 2}, 4),
+    (POOLS, {}, 12),
+]
 
 
 @pytest.mark.parametrize(("flags", "here", "threads"), SHARED)

@@ -29,8 +29,12 @@ from tests.workers.pairs import KIVI, leave, paired
 LONG, HEARD = 300, 20  # tokens of an answer that moves, and of them before it does
 
 
-MOVED = [(KIVI, 230, False), ("0-1:raw;2-:kivi:bits=4,residual=32", 230, False)]
-MOVED += [("banded", 660, False), ("raw", 200, True)]
+MOVED = [
+    (KIVI, 230, False),
+    ("0-1:raw;2-:kivi:bits=4,residual=32", 230, False),
+    ("banded", 660, False),
+    ("raw", 200, True),
+]
 
 
 @pytest.mark.parametrize(("codec", "tokens", "windowed"), MOVED)
