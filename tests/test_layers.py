@@ -50,7 +50,7 @@ BUDGETS = {
     "bench": 4078,
     "cli": 2049,
     "codecs": 2953,
-    "engine": 1951,
+    "engine": 1950,
     "eval": 575,
     "files": 2077,  # disagg/*.py
     "kernels": 6207,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2108,
     "transfer": 3308,
     "workers": 3115,
-    "tests": 23534,
+    "tests": 23542,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21368  # of all these rooms together
+PACKAGE_BUDGET = 21367  # of all these rooms together
 TORCH_FREE = {"errors", "config", "metrics", "page", "plan", "state", "pool", "wire", "transfer"}
 TORCH_FREE |= {"cli"}
 

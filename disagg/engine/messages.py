@@ -150,6 +150,7 @@ class StepOutput:
     failed: list[Failed] = field(default_factory=list)
 
 
+# torch of a host without memory, and of a driver that wanted some for itself
 FULL = "can't allocate memory", "CUDA error: out of memory"
 
 
@@ -164,7 +165,5 @@ def named(error: BaseException) -> DisaggError:
 
 def is_memory_error(error: BaseException) -> bool:
     """Whether there was not enough memory, on a host or a device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    told = str(error)  # torch says it so of a host, and of what a driver wanted for itself
-    return isinstance(error, RuntimeError) and any(words in told for words in FULL)
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return full or any(words in str(error) for words in FULL)

@@ -128,7 +128,7 @@ INLINE void v_store_half(void *p, V a) { /* to nearest, ties to even */
     const W tiny = (W)((V)u + 0.5f) - 0x3f000000; /* this rounds what is below fp16's normal numbers */
     const W small = u < 0x38800000, large = usual > 0x7c00;
     const W most = (0x7c00 & large) | (usual & ~large), bits = (tiny & small) | (most & ~small);
-    v_store_int16(p, bits | ((W)a >> 16 & 0x8000) | (0x200 & (a != a))); /* that of no number */
+    v_store_int16(p, bits | ((W)a >> 16 & 0x8000) | (0x200 & (a != a))); /* NaN stays one */
 }
 INLINE void v_store_rounded(int16_t *p, V a, V b, W *sum) { /* one after the other, added to a sum */
     const W x = __builtin_convertvector(v_round(a), W), y = __builtin_convertvector(v_round(b), W);

@@ -1,9 +1,11 @@
 """Without a GPU the Triton kernels run in Triton's interpreter, chosen before the import."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -12,7 +14,6 @@ if not torch.cuda.is_available():
 import triton
 from triton.runtime import interpreter
 
-np.seterr(divide="ignore")  # the interpreter takes log2(0) where nobody is seen
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 # the interpreter of Triton 3.6 takes int() of arrays with one item, which numpy 2.4 refuses:
@@ -25,6 +26,13 @@ if TRITON == (3, 6):
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The interpreter takes log2(0) where nobody is seen."""
+    with np.errstate(divide="ignore"):
+        yield
 
 
 def round_once(self: Any, *numbers: Any) -> Any:
