@@ -62,7 +62,7 @@ APART void leave_segment(Tile *t, const Format *f, int last, Room *room) {
 static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, float down[16]) {
     V most[4] = {0};
     float top[LANES];
-    for (int h = 0; h < TILE; h++) {
+    for (int h = 0; h < t->rows; h++) {
         int64_t lo = t->lo[h] - first, hi = t->hi[h] - first;
         for (int64_t i = 0; i < tokens && i < lo; i++) s[h][i] = -__builtin_inff();
         for (int64_t i = hi < 0 ? 0 : hi; i < tokens; i++) s[h][i] = -__builtin_inff();
@@ -72,7 +72,7 @@ static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, flo
     v_store(top, v_fours(most, 0));
     for (int h = 0; h < TILE; h++) down[h] = t->top[h] - top[h];
     v_store(down, v_exp2(v_load(down)));
-    for (int h = 0; h < TILE; h++) {
+    for (int h = 0; h < t->rows; h++) {
         V sum = v_load(t->total[h]) * v_set(down[h]), from = v_set(top[h]);
         for (int64_t i = 0; i < tokens; i += LANES) {
             V p = v_exp2(v_load(s[h] + i) - from);
@@ -175,7 +175,7 @@ INLINE void add_values(int type, Tile *t, const float *p, const uint8_t *rows, c
                        int64_t first, int64_t tokens, int64_t dim) {
     enum { WIDE = TILE == 1 ? 4 : 2 };
     int64_t stride = dim * (type == FP32 ? 4 : 2), all = 1;
-    for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
+    for (int h = 0; h < t->rows; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
     int64_t d = 0;
     for (; all && d + WIDE * LANES <= dim; d += WIDE * LANES)
         add_columns(type, t, p, rows, next, stride, first, tokens, d, WIDE, 1);

@@ -73,6 +73,7 @@ INLINE V eight_words(const uint8_t *p, const int64_t *at) {
 }
 #endif
 #if LANES > 4
+#define WIDEN(a) (W) MM(cvtepu16_epi32)((Half)a) /* gcc 12 converts it in halves */
 #define LOW_ONES(a, b) (V) MM(unpacklo_ps)(a, b)
 #define HIGH_ONES(a, b) (V) MM(unpackhi_ps)(a, b)
 #define LOW_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0x44)
@@ -95,6 +96,7 @@ INLINE void v_store_rounded(int16_t *p, V a, V b, W *sum) {
     dot(sum, (W){0} + 0x10001, (W)x);
 }
 #else
+#define WIDEN(a) __builtin_convertvector(a, W)
 #define LOW_ONES(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
 #define HIGH_ONES(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
 #define LOW_TWOS(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
@@ -118,8 +120,7 @@ INLINE V v_max(V a, V b) { return (V)(((W)a & (a > b)) | ((W)b & ~(a > b))); }
 INLINE V v_min(V a, V b) { return (V)(((W)a & (a < b)) | ((W)b & ~(a < b))); }
 INLINE V v_half(const void *p) { /* fp16 counts exponents from 15, fp32 from 127 */
     Word h;
-    memcpy(&h, p, sizeof h);
-    const W w = __builtin_convertvector(h, W), rest = (w & 0x7fff) << 13;
+    const W w = WIDEN(*(const Word *)memcpy(&h, p, sizeof h)), rest = (w & 0x7fff) << 13;
     const V x = (V)(rest + (0x70000000 & (rest >= 0x0f800000))); /* infinite, or no number */
     return (V)((W)(x * 0x1p112f) | (w & 0x8000) << 16);
 }
@@ -139,8 +140,7 @@ INLINE void v_store_rounded(int16_t *p, V a, V b, W *sum) { /* one after the oth
 
 INLINE V v_bfloat(const void *p) {
     Word h;
-    memcpy(&h, p, sizeof h);
-    return (V)(__builtin_convertvector(h, W) << 16);
+    return (V)(WIDEN(*(const Word *)memcpy(&h, p, sizeof h)) << 16);
 }
 INLINE V v_float8(const void *p) { /* 2**-8 of it: fp16 counts exponents from 15, e4m3 from 7 */
     Byte b;
