@@ -228,18 +228,17 @@ class SecurityConfig(Bounded):
     """Who may speak on the plane between workers. Files, read on each host by its processes.
 
     plane:       what a cluster has at least, made by the service where no file gives it: "tls" with
-                 a token, "token" without encryption, or "open" to whoever reaches its ports
+                 a token, or "token" without encryption
     token_file:  the shared secret that every call carries
-    certificate: PEM of this host, with its `key`; `ca` is the authority of all. Together: TLS
-    mutual:      clients show a certificate too
+    certificate: PEM of this host, with its `key`; `ca` is the authority of all. Together: TLS,
+                 in which both sides show their certificates
     """
 
-    plane: str = one_of("tls", "token", "open")
+    plane: str = one_of("tls", "token")
     token_file: str | None = None
     ca: str | None = None
     certificate: str | None = None
     key: str | None = None
-    mutual: bool = False
 
 
 @dataclass(frozen=True)

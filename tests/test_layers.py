@@ -47,23 +47,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4078,
+    "bench": 4080,
     "cli": 2049,
     "codecs": 2953,
     "engine": 1950,
     "eval": 575,
-    "files": 2077,  # disagg/*.py
+    "files": 2076,  # disagg/*.py
     "kernels": 6207,
     "model": 1947,
     "report": 160,
     "server": 2108,
-    "transfer": 3308,
-    "workers": 3115,
-    "tests": 23542,
+    "transfer": 3298,
+    "workers": 3111,
+    "tests": 23531,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21367  # of all these rooms together
+PACKAGE_BUDGET = 21354  # of all these rooms together
 TORCH_FREE = {"errors", "config", "metrics", "page", "plan", "state", "pool", "wire", "transfer"}
 TORCH_FREE |= {"cli"}
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, result_of, tell
@@ -78,6 +79,7 @@ class DenseEnd:
         torch.set_num_threads(1)
         info = describe_model(model)
         dtype = getattr(torch, info.dtype)
+        transformers_logging.disable_progress_bar()  # its lock would be left behind
         self._model = AutoModelForCausalLM.from_pretrained(info.path, dtype=dtype)
 
     async def rate(self, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> float:

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -122,20 +122,23 @@ class Channel:
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self.report: LinkReport | None = None  # once the link was measured
-        self._frame_bytes = self.options.frame_bytes  # at most, on any link
         self.meter = Meter()  # of the stream of now
         self._needed_at = 0.0  # when the last hand-off left
         self._lease_s = math.inf
 
+    @property
+    def frame_bytes(self) -> int:
+        """Where frames are cut: so that the link, once it was measured, answers them in time."""
+        most = self.options.frame_bytes
+        return most if self.report is None else self.report.frame_bytes(most)
+
     async def meet(self) -> None:
-        """Measure the link, and cut frames that it answers in time."""
+        """Measure the link."""
         try:
             self.report = await measure(self.link)
         except DisaggError as error:
             log.warning("the link to %s cannot be measured: %s", self.address, error)
         else:
-            size = self.report.frame_bytes(self._frame_bytes)
-            self.options = replace(self.options, frame_bytes=size)
             log.info("%s", self.report)
 
     async def close(self) -> None:

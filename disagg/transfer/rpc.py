@@ -186,7 +186,7 @@ async def start_server(
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers(tuple(handlers))
     credentials = security.tls and grpc.ssl_server_credentials(
-        [security.own_papers()], security.ca, security.mutual
+        [(security.key, security.certificate)], security.ca, require_client_auth=True
     )
 
     def bind(port: int) -> int:

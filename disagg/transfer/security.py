@@ -20,26 +20,18 @@ class Security:
     """How the plane is protected; nothing by default.
 
     token:       shared secret that every call must carry
-    ca:          PEM of the authority that peers' certificates are checked against
-    certificate: PEM of our own certificate, with its `key`; a server needs both for TLS
-    mutual:      a server asks its clients for certificates of the same authority
+    ca:          PEM of the authority that peers' certificates are checked against, on both sides
+    certificate: PEM of our own certificate, with its `key`; TLS takes all three
     """
 
     token: str | None = None
     ca: bytes | None = None
     certificate: bytes | None = None
     key: bytes | None = None
-    mutual: bool = False
 
     @property
     def tls(self) -> bool:
-        return self.ca is not None or self.certificate is not None
-
-    def own_papers(self) -> tuple[bytes, bytes]:
-        """Key and certificate; ConfigError without them."""
-        if self.key is None or self.certificate is None:
-            raise ConfigError("a server with TLS needs a certificate and its key")
-        return self.key, self.certificate
+        return self.ca is not None
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def protected(config: SecurityConfig, authority: Authority | None, host: str) ->
 
     certificate, key = issue(authority.key.encode(), host)
     ca = authority.certificate.encode()
-    return replace(security, ca=ca, certificate=certificate, key=key, mutual=True)
+    return replace(security, ca=ca, certificate=certificate, key=key)
 
 
 def load_security(config: SecurityConfig, token: str | None = None) -> Security:
@@ -88,28 +80,27 @@ def load_security(config: SecurityConfig, token: str | None = None) -> Security:
         if (path := getattr(config, name)) is not None
     }
     missing = {"ca", "certificate", "key"} - set(found)
-    if missing and (config.mutual or len(missing) < 3):
+    if 0 < len(missing) < 3:
         named = ", ".join(f"security.{name}" for name in sorted(missing))
         raise ConfigError(f"TLS needs {named} too")
     if "token_file" in found:
         token = found.pop("token_file").decode(errors="replace").strip()
         if not (token.isascii() and token.isprintable() and token):
             raise ConfigError(f"security.token_file {config.token_file} holds no line of ASCII")
-    return Security(token=token, mutual=config.mutual, **found)
+    return Security(token=token, **found)
 
 
 def tls_context(security: Security, server: bool) -> ssl.SSLContext | None:
     """For direct connections: of their server, or of a client, which checks its name.
 
-    None without TLS. ConfigError for what is no certificate or key, and for a server without them.
+    None without TLS. ConfigError for what is no certificate, key or authority.
     """
     if not security.tls:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    if security.mutual or not server:
-        _load_authority(context, security)
-    if security.certificate or server:
-        _load_certificate(context, security)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _load_authority(context, security.ca or b"")
+    _load_certificate(context, b"%b\n%b" % (security.certificate or b"", security.key or b""))
     return context
 
 
@@ -123,21 +114,17 @@ def _read(name: str, path: str) -> bytes:
         raise ConfigError(f"cannot read security.{name} {path}: {error.strerror}") from error
 
 
-def _load_authority(context: ssl.SSLContext, security: Security) -> None:
-    context.verify_mode = ssl.CERT_REQUIRED
-    if security.ca is None:
-        return context.load_default_certs()
+def _load_authority(context: ssl.SSLContext, ca: bytes) -> None:
     try:
-        context.load_verify_locations(cadata=security.ca.decode("ascii"))
+        context.load_verify_locations(cadata=ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"the authority of TLS is no PEM of certificates: {error}") from error
 
 
-def _load_certificate(context: ssl.SSLContext, security: Security) -> None:
+def _load_certificate(context: ssl.SSLContext, papers: bytes) -> None:
     """OpenSSL reads a key from a file only: one that nobody else can read and that is gone then."""
-    key, certificate = security.own_papers()
     with tempfile.NamedTemporaryFile() as file:
-        file.write(certificate + b"\n" + key)
+        file.write(papers)
         file.flush()
         try:
             context.load_cert_chain(file.name, password="")  # one for a key would be asked for

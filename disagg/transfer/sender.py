@@ -353,7 +353,7 @@ class Sender:
 
     def next_parcel(self) -> Parcel | None:
         """The next frame, cut for the link as it is known now, if there is credit; it leaves."""
-        self.outbox.frame_bytes = self._channel.options.frame_bytes
+        self.outbox.frame_bytes = self._channel.frame_bytes
         return self.outbox.next_parcel(self.ticket, time.monotonic())
 
     def credited(self, credit: Credit, nbytes: int) -> None:

@@ -271,13 +271,9 @@ class Cluster:
             return {"address": address}
         return {"address": address, "job_config": Apart()}
 
-    def _agree(self) -> Authority | None:
+    def _agree(self) -> Authority:
         """What the first front end of this name made, as far as it is wanted."""
         plane, place = self._config.security.plane, {"namespace": self._config.cluster.name}
-        if plane == "open":
-            if self.security.token is None and not self.security.mutual:
-                log.warning("security.plane is open: whoever reaches the workers may use them")
-            return None
         if (kept := internal_kv._internal_kv_get(KEPT, **place)) is None:
             made = json.dumps(asdict(Authority.make()))
             internal_kv._internal_kv_put(KEPT, made, overwrite=False, **place)

@@ -151,7 +151,7 @@ def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(home, tmp_pat
     papers = make_papers(tmp_path_factory.mktemp("papers"))
     files = {"ca": "ca", "certificate": "peer", "key": "peer.key"}
     sets = [f"security.{key}={papers / name}" for key, name in files.items()]
-    sets += ["security.mutual=true", f"cluster.grace_s={PATIENCE_S}"]
+    sets.append(f"cluster.grace_s={PATIENCE_S}")
     options = [x for each in sets for x in ("--set", each)]
     process = home.start("serve", "--port", "0", *options)
     state = home.service()

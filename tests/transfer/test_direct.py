@@ -25,7 +25,7 @@ TOKENS = 1500
 
 
 def tls_of(papers: dict[str, bytes]) -> Security:
-    return Security("a secret", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
+    return Security("a secret", papers["ca"], papers["peer"], papers["peer.key"])
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])

@@ -110,9 +110,9 @@ async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(m
     monkeypatch.setattr(channel, "measure", AsyncMock(side_effect=found))
     peers = Peers(None, TransferConfig())
     await peers.meet(["127.0.0.1:1"])
-    assert peers.get("127.0.0.1:1").options.frame_bytes == 14_000
+    assert peers.get("127.0.0.1:1").frame_bytes == 14_000
     await peers.meet(["127.0.0.1:1"])  # the next service measures anew
-    assert peers.get("127.0.0.1:1").options.frame_bytes == FRAME_BYTES
+    assert peers.get("127.0.0.1:1").frame_bytes == FRAME_BYTES
     assert LinkReport("", "", 1.0, 1e-9).frame_bytes(1 << 21) == LEAST_FRAME_BYTES
     assert LinkReport("", "", 1.0, 1.0).frame_bytes(1 << 21) == 1 << 21
     await peers.close()

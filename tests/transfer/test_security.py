@@ -24,18 +24,18 @@ def test_without_files_there_is_the_given_token_or_nothing():
 
 
 def test_files_become_a_token_and_certificates(files):
-    found = load_security(SecurityConfig(**files, mutual=True), "another token")
+    found = load_security(SecurityConfig(**files), "another token")
     papers = [f"the {name}\n".encode() for name in ("ca", "certificate", "key")]
-    assert found == Security("the token_file", *papers, mutual=True)
+    assert found == Security("the token_file", *papers)
 
 
 WRONG = {
     "no authority": ({"ca": None}, r"TLS needs security\.ca too"),
     "no certificate": ({"certificate": None}, r"TLS needs security\.certificate too"),
     "no key": ({"key": None}, r"TLS needs security\.key too"),
-    "mutual alone": (
-        {"ca": None, "certificate": None, "key": None, "mutual": True},
-        r"TLS needs security\.ca, security\.certificate, security\.key too",
+    "a key alone": (
+        {"ca": None, "certificate": None},
+        r"TLS needs security\.ca, security\.certificate too",
     ),
     "no absolute path": ({"token_file": "token"}, r"security\.token_file is 'token'; an absolute"),
     "no such file": ({"key": "/none"}, r"cannot read security\.key /none: No such file"),
@@ -70,8 +70,9 @@ def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(pap
     lock = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
     locked = subprocess.run(lock, input=papers["peer.key"], check=True, capture_output=True)
     papers = papers | {"locked.key": locked.stdout}
+    security = Security(None, papers["ca"], papers["peer"], papers[key])
     with pytest.raises(ConfigError, match="certificate and key"):
-        tls_context(Security(certificate=papers["peer"], key=papers[key]), server=True)
+        tls_context(security, server=True)
 
 
 def test_an_authority_gives_what_files_do_not(files):
@@ -79,12 +80,12 @@ def test_an_authority_gives_what_files_do_not(files):
     assert protected(SecurityConfig(), None, "127.0.0.1") == Security()
     assert protected(SecurityConfig(), Authority("t"), "127.0.0.1") == Security(token="t")
     made = protected(SecurityConfig(), authority, "127.0.0.1")
-    assert (made.token, made.tls, made.mutual) == (authority.token, True, True)
+    assert (made.token, made.tls) == (authority.token, True)
     token_file = {"token_file": files.pop("token_file")}
     mixed = protected(SecurityConfig(**token_file), authority, "127.0.0.1")
     assert (mixed.token, mixed.tls) == ("the token_file", True)
     given = protected(SecurityConfig(**files), authority, "127.0.0.1")
-    assert (given.token, given.ca, given.mutual) == (authority.token, b"the ca\n", False)
+    assert (given.token, given.ca) == (authority.token, b"the ca\n")
 
 
 HOSTS = [
