@@ -289,11 +289,6 @@ class ExactFormat:
         strips = TILE_STRIPS if self.head_dim <= NARROW else TILE_STRIPS // 2
         return max(1, strips // self.strips)
 
-    @property
-    def is_sealable(self) -> bool:
-        """Whether an append can seal such a page."""
-        return self.counted and self.dtype == "float16"
-
 
 @dataclass(frozen=True)
 class AlignedFormat:

@@ -21,8 +21,6 @@ NO_PAGE = -1  # of a row that completes no page, and of one that is padding and 
 STRETCH_TOKENS = 16  # every segment begins at a multiple of this
 HEAD_STRIDE = 256  # seeds of a segment: one for each side and head, however many heads a call has
 
-SealFormat = PageFormat | ExactFormat
-
 
 @dataclass(frozen=True)
 class Target:
@@ -114,7 +112,7 @@ class Sealing:
     """
 
     rows: SealRows
-    fmt: SealFormat
+    fmt: PageFormat
     base: int
     segment_base: int = 0
     seed: int = 0

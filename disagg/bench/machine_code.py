@@ -180,13 +180,8 @@ OTHERS = {
         for name in ENCODED
         for side in "kv"
     },
-    **{
-        f"append-{name}": Asked(SPECS[name], "append_kernel")
-        for name in (*ENCODED, "h2o")
-        if name != "ott"
-    },
+    **{f"append-{name}": Asked(SPECS[name], "append_kernel") for name in ENCODED if name != "ott"},
     "append": Asked(SPECS["raw-fp16"], "append_kernel"),
-    "segment-scales": Asked(SPECS["kcvt-4"], "segment_scales_kernel"),
     "low-rank": Asked(SPECS["gear-l-2"], "low_rank_kernel"),
     "merge-few": Asked(SPECS["kivi-2"], "merge_kernel"),
     "merge-many": Asked(SPECS["kivi-2"], "merge_kernel", sequences=1),

@@ -25,9 +25,9 @@ from torch.nn.functional import pad
 from disagg.codecs.exact import exact_format
 from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
-from disagg.kernels.formats import Format
+from disagg.kernels.formats import Format, PageFormat
 from disagg.kernels.ops import sum_squares
-from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
+from disagg.kernels.sealing import STRETCH_TOKENS, Target
 from disagg.kernels.view import Softmax
 from disagg.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
@@ -250,7 +250,7 @@ class LayerCodec(ABC):
         """The side record [H, bytes] u8 of a prompt without a page, if it says anything then."""
         return None
 
-    def seal_format(self, head_dim: int) -> SealFormat | None:
+    def seal_format(self, head_dim: int) -> PageFormat | None:
         """The page that the append of a decode step seals by itself; None: it calls `flush`."""
         return None
 

@@ -19,7 +19,7 @@ from disagg.kernels.ops import store_blocks
 from disagg.kernels.reference.kept import heaviest_and_recent, weights_received
 from disagg.kernels.reference.pages import DenseBlocks, exact_tokens
 from disagg.kernels.reference.quantize import to_fp16
-from disagg.kernels.sealing import SealFormat, Target
+from disagg.kernels.sealing import Target
 from disagg.kernels.view import Softmax
 from disagg.page import FinalAt, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
@@ -93,9 +93,10 @@ class H2O(Codec):
             store_blocks(target, blocks)
         return Encoded(blocks)
 
-    def seal_format(self, head_dim: int) -> SealFormat | None:
-        layout = self.flush_page_layout(head_dim)
-        return exact_format(layout) if layout else None
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        """All of it: nothing is dropped while decoding."""
+        both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
+        return Encoded(both.flatten(1).view(torch.uint8).unsqueeze(0), flush=True)
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

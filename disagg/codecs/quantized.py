@@ -22,7 +22,7 @@ from disagg.codecs.contract import Encoded, Prompt, one_of, require, seed_of
 from disagg.codecs.seals import flush_layout, segment_layout
 from disagg.kernels import ops
 from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse, parts_of_word
-from disagg.kernels.sealing import SealFormat, Segmentation, Target
+from disagg.kernels.sealing import Segmentation, Target
 from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -76,7 +76,7 @@ class QuantizedCodec(Codec):
         cut = Segmentation(self.segment_tokens, seed_of(layer, first))
         return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))
 
-    def seal_format(self, head_dim: int) -> SealFormat | None:
+    def seal_format(self, head_dim: int) -> PageFormat | None:
         fmt = flush_format(self, head_dim)
         return fmt if fmt.is_sealable else None
 

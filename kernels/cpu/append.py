@@ -11,7 +11,6 @@ from torch import Tensor
 from disagg.kernels.cpu.attend import readable
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
 from disagg.kernels.cpu.library import TORCH, TYPES, AppendC, address, backend, call, format_of
-from disagg.kernels.formats import PageFormat
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.pages import store_blocks
 from disagg.kernels.sealing import NewRows, Sealing
@@ -28,10 +27,10 @@ def append(
     if sealing is not None:
         fmt, heads = sealing.fmt, k.shape[1]
         for k, v, cut, target in reference.completed_pages(arena, heads, rows, sealing):
-            if isinstance(fmt, PageFormat) and is_encoded(fmt, k):
+            if is_encoded(fmt, k):
                 seal_pages(k, v, target, fmt, cut)
             else:
-                store_blocks(target, reference.seal_page(k, v, fmt, cut))
+                store_blocks(target, reference.encode(k, v, fmt, cut)[0])
 
 
 def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:

@@ -18,7 +18,7 @@ from disagg.kernels.gpu.encode import encode_blocks, encode_warps
 from disagg.kernels.gpu.encode_tiles import at, axis_of, encode_tile, finite
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.gpu.lowrank import WIDTH, fit_page, seed_of
-from disagg.kernels.sealing import NewRows, SealFormat, Sealing
+from disagg.kernels.sealing import NewRows, Sealing
 
 UNIT = tl.constexpr(ARENA_UNIT)
 
@@ -27,15 +27,13 @@ UNIT = tl.constexpr(ARENA_UNIT)
 def append_kernel(
     arena_ptr, k_ptr, v_ptr, pages_ptr, slots_ptr, raw_base, k_row, k_head, v_row, v_head,
     sealed_ptr, tails_ptr, segments_ptr, stretches_ptr, base, segment_base, seed,
-    RAW: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr,
-    BANDS: tl.constexpr,
+    RAW: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
     """K or V (axis 2) of one new token (axis 0) and KV head (axis 1).
 
     arena_ptr:    u8; k_ptr, v_ptr: [N, H, D] of any float dtype, strides in items
     sealed_ptr .. stretches_ptr, base .. seed: as sealing.py says; FMT: None where nothing seals
-    DTYPE:        that of raw pages; CODES: whether FMT is of a page of codes, else of exact tokens
-    BANDS:        how many bands K has
+    DTYPE:        that of raw pages; BANDS: how many bands K has
     """
     i_row, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_side = tl.program_id(2)
@@ -52,19 +50,14 @@ def append_kernel(
         if page >= 0:
             p_tail = tails_ptr + i_row * (FMT.tokens // RAW.tokens)
             block = arena_ptr + tl.multiple_of(page * UNIT + base + i_head * FMT.block_bytes, 16)
-            if CODES:
-                segment = tl.load(segments_ptr + i_row).to(tl.int64) * UNIT + segment_base
-                segment = arena_ptr + segment + i_head * FMT.segment_bytes
-                start = seed_of(seed + tl.load(stretches_ptr + i_row), i_head, i_side)
-                if i_side == 0:
-                    for band in tl.static_range(BANDS):
-                        seal_codes(k, p_tail, block, segment, start, 1, band, FMT, RAW, DTYPE)
-                else:
-                    seal_codes(v, p_tail, block, segment, start, 0, 0, FMT, RAW, DTYPE)
-            elif i_side == 0:
-                seal_exact(k, p_tail, block + FMT.k, FMT, RAW, DTYPE)
+            segment = tl.load(segments_ptr + i_row).to(tl.int64) * UNIT + segment_base
+            segment = arena_ptr + segment + i_head * FMT.segment_bytes
+            start = seed_of(seed + tl.load(stretches_ptr + i_row), i_head, i_side)
+            if i_side == 0:
+                for band in tl.static_range(BANDS):
+                    seal(k, p_tail, block, segment, start, 1, band, FMT, RAW, DTYPE)
             else:
-                seal_exact(v, p_tail, block + FMT.v, FMT, RAW, DTYPE)
+                seal(v, p_tail, block, segment, start, 0, 0, FMT, RAW, DTYPE)
 
 
 @triton.jit
@@ -117,11 +110,11 @@ def load_tail(
 
 
 @triton.jit
-def seal_codes(
+def seal(
     token, p_tail, block, segment, seed, D_AXIS: tl.constexpr, BAND: tl.constexpr,
     FMT: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One side of a page of codes, of K one band; segment: u8 pointer to the one it joins."""
+    """One side of a page, of K one band; segment: u8 pointer to the one it joins."""
     SIDE: tl.constexpr = side_of(FMT, BAND) if D_AXIS == 1 else FMT.v
     BLOCKS: tl.constexpr = encode_blocks(SIDE) if SIDE.low_rank is None else 1
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
@@ -155,15 +148,6 @@ def store_factors(x_t, o_t, o_d, m_d, block, seed, SIDE: tl.constexpr):
     tl.store(p_b, b.to(tl.float16), mask=m_d[:, None] & (o_r < RANK))
 
 
-@triton.jit
-def seal_exact(token, p_tail, plane, FMT: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr):
-    """One side of a page that holds its tokens as fp16, one after another."""
-    o_t, o_d = tl.arange(0, FMT.tokens), tl.arange(0, triton.next_power_of_2(FMT.head_dim))
-    x, there = load_tail(token, p_tail, o_t, o_t >= 0, o_d, o_d < FMT.head_dim, 1, RAW, DTYPE)
-    p_x = at(plane, 0, tl.float16) + o_t[:, None] * FMT.head_dim + o_d[None, :]
-    tl.store(p_x, x.to(tl.float16), mask=there)
-
-
 def append(
     arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
 ) -> None:
@@ -182,18 +166,15 @@ def append(
         offsets = (sealing.base, sealing.segment_base, sealing.seed)
     append_kernel[(k.shape[0], k.shape[1], 2)](
         arena, k, v, pages, slots, rows.base, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt, isinstance(fmt, PageFormat),
-        len(fmt.k_sides) if isinstance(fmt, PageFormat) else 0,
-        num_warps=append_warps(fmt), enable_fp_fusion=False,
+        *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt,
+        len(fmt.k_sides) if fmt else 0, num_warps=append_warps(fmt), enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def append_warps(fmt: SealFormat | None) -> int:
+def append_warps(fmt: PageFormat | None) -> int:
     """Warps of a program: those of an encoder where it may seal."""
     if fmt is None:
         return 1
-    if not isinstance(fmt, PageFormat):
-        return 4
     if fmt.k.low_rank is not None:
         return LOW_RANK_WARPS
     return max(encode_warps(fmt.k), encode_warps(fmt.v))

@@ -1,11 +1,11 @@
 """Sealing pages on a GPU: the Triton form of reference/encode.py.
 
-    segment_scales_kernel   scales of the channels of a segment, where its pages share them
-    encode_side_kernel      outliers, codes, scales and sparse slots of one side of one block
-    lowrank.py              A B^T of what these left over
+    torch                scales of a segment, where its pages share them, and rotations
+    encode_side_kernel   outliers, codes, scales and sparse slots of one side of one block
+    lowrank.py           A B^T of what these left over
 
 Blocks go straight to where they belong, in an arena or in order. The decomposition behind a
-rotation is torch's on every device, in fp64: it is one small matrix for a segment and head.
+rotation is in fp64: it is one small matrix for a segment and head.
 """
 
 import torch
@@ -16,12 +16,9 @@ from torch import Tensor
 from disagg.kernels.formats import PageFormat, Rotation, Side
 from disagg.kernels.gpu.bands import channels_of, side_of, turned
 from disagg.kernels.gpu.encode_tiles import (
-    LARGEST,
-    at,
     axis_of,
     encode_tile,
     finite,
-    group_scale,
     is_padded,
     store_mask,
 )
@@ -30,38 +27,6 @@ from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import rotation, unrotate
 from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.sealing import Segmentation, Target, in_order
-
-CHANNELS = 32  # of a segment that one program reads
-
-
-@triton.jit
-def segment_scales_kernel(
-    x_ptr, segments_ptr, stride_head, stride_token, stride_channel, n, segment_tokens,
-    SIDE: tl.constexpr, BYTES: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Scales and zeros of some channels, over one segment.
-
-    x_ptr: [H, n, D] of any float dtype; segments_ptr: [S, H, BYTES] u8
-    """
-    i_segment, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
-    m_c = o_c < SIDE.columns
-    there = m_r[:, None] & m_c[None, :]
-    first = i_segment * segment_tokens
-    p_x = x_ptr + i_head.to(tl.int64) * stride_head + o_c[None, :].to(tl.int64) * stride_channel
-    low = tl.full([CHANNELS], LARGEST, tl.float32)
-    high = -low
-    for i in tl.range(first, tl.minimum(first + segment_tokens, n), SIDE.rows, num_stages=3):
-        p_page = p_x + (i + o_r)[:, None].to(tl.int64) * stride_token
-        x = finite(tl.load(p_page, mask=there, other=0.0))
-        low = tl.minimum(low, tl.min(tl.where(there, x, LARGEST), 0))
-        high = tl.maximum(high, tl.max(tl.where(there, x, -LARGEST), 0))
-    ends = tl.permute(tl.join(low, high), (1, 0))  # [2, CHANNELS]
-    scale, zero = group_scale(ends, ends == ends, 0, SIDE)
-    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * BYTES
-    tl.store(at(segment, SIDE.scale.scale, tl.float16) + o_c, scale, mask=m_c)
-    tl.store(at(segment, SIDE.scale.zero, tl.float16) + o_c, zero, mask=m_c)
 
 
 @triton.jit(do_not_specialize=["segment_pages"])
@@ -161,10 +126,7 @@ def _encode_side(
     heads, n, head_dim = x.shape
     stride_head, stride_token, stride_channel = x.stride()
     if side.scale.shared:
-        segment_scales_kernel[(segments.shape[0], heads, triton.cdiv(head_dim, CHANNELS))](
-            x, segments, stride_head, stride_token, stride_channel, n, tokens,
-            side, fmt.segment_bytes, CHANNELS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        _share_scales(x, side, segments, tokens)
     strides = (stride_channel, stride_token) if is_v else (stride_token, stride_channel)
     dense = (1, head_dim) if is_v else (head_dim, 1)
     blocks = encode_blocks(side)
@@ -174,6 +136,16 @@ def _encode_side(
         where.unit, where.base, max(1, tokens // fmt.tokens), fmt, is_v, band, blocks,
         num_warps=encode_warps(side), enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _share_scales(x: Tensor, side: Side, segments: Tensor, tokens: int) -> None:
+    """Scales and zeros of the channels of x [H, n, D], over each segment."""
+    shared = DenseBlocks(segments)
+    assert side.scale.zero is not None
+    for i, part in enumerate(quantize.finite(x).split(tokens, 1)):
+        found = quantize.quantize(part, part.shape[1], side.bits)[1:]
+        for offset, numbers in zip((side.scale.scale, side.scale.zero), found, strict=True):
+            shared.plane(torch.float16, offset, side.scale_shape)[i].copy_(numbers)
 
 
 def encode_warps(side: Side) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from disagg.kernels.formats import RAW_SLOTS, ExactFormat, PageFormat, Side, Turn
+from disagg.kernels.formats import RAW_SLOTS, PageFormat, Side, Turn
 from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference.pages import (
@@ -31,9 +31,9 @@ from disagg.kernels.reference.pages import (
     plane_view,
     store_blocks,
 )
-from disagg.kernels.reference.quantize import finite, rounded, to_fp16
+from disagg.kernels.reference.quantize import finite, rounded
 from disagg.kernels.reference.turn import read_order, read_signs, turn
-from disagg.kernels.sealing import HEAD_STRIDE, NewRows, SealFormat, Sealing, Segmentation, Target
+from disagg.kernels.sealing import HEAD_STRIDE, NewRows, Sealing, Segmentation, Target
 
 # elements of K encoded at once: their floats stay in a core's second-level cache
 CHUNK_ELEMENTS = 1 << 17
@@ -103,7 +103,7 @@ def append(
         plane[pages, :, slots] = exact
     if sealing is not None:
         for tail_k, tail_v, cut, target in completed_pages(arena, k.shape[1], rows, sealing):
-            store_blocks(target, seal_page(tail_k, tail_v, sealing.fmt, cut))
+            store_blocks(target, encode(tail_k, tail_v, sealing.fmt, cut)[0])
 
 
 def completed_pages(
@@ -111,26 +111,16 @@ def completed_pages(
 ) -> Iterator[tuple[Tensor, Tensor, Segmentation, Target]]:
     """Of each page that a row completes: its k and v [H, T, D], what it joins, where it belongs."""
     tables, fmt = sealing.rows, sealing.fmt
-    segment_bytes = fmt.segment_bytes if isinstance(fmt, PageFormat) else 0
     for row, page in enumerate(tables.pages.tolist()):
         if page < 0:
             continue
         one, frozen = slice(row, row + 1), None
         k, v = gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads)
-        if segment_bytes:
-            there = tables.segments[one], sealing.segment_base, heads, segment_bytes
+        if fmt.segment_bytes:
+            there = tables.segments[one], sealing.segment_base, heads, fmt.segment_bytes
             frozen = load_blocks(arena, *there)[0]
         cut = Segmentation(fmt.tokens, sealing.seed + int(tables.stretches[row]), frozen)
         yield k[0], v[0], cut, Target(arena, tables.pages[one], sealing.base)
-
-
-def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, cut: Segmentation) -> Tensor:
-    """One page by itself: block [1, H, block_bytes] u8 of k, v [H, T, D]."""
-    if not isinstance(fmt, ExactFormat):
-        return encode(k, v, fmt, cut)[0]
-    assert fmt.k < fmt.v
-    both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
-    return both.flatten(1).view(torch.uint8).unsqueeze(0)
 
 
 def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from disagg.kernels.cpu import append as cpu
 from disagg.kernels.cpu import library
-from disagg.kernels.formats import ExactFormat, PageFormat
+from disagg.kernels.formats import ExactFormat
 from disagg.kernels.gpu import append as gpu
 from disagg.kernels.reference import codes
 from disagg.kernels.reference import encode as reference
@@ -30,12 +30,10 @@ from tests.kernels.cases import (
 from tests.synthetic import relative_error
 
 HEADS = 2
-DROPPED = ExactFormat("float16", 80, 4 * 64 * 80, 0, 2 * 64 * 80, slots=64, tokens=64)
 SEALED = {
     "kivi-4bit": quant_format(4, 64, 32, 64),
     "narrow": make_format(head_dim=48, bits=2, group=16),
     "D256-in-two-blocks": quant_format(4, 256, 64, 64),
-    "dropped": DROPPED,
 }
 KINDS = ("kivi", "pertoken", "pertoken-2bit", "int8", "fp8")
 SEALED |= {name: make_format(**FORMATS[name]) for name in KINDS}
@@ -127,8 +125,8 @@ def test_scattered_channels_and_ids_are_read_where_they_are(append):
 
 def page_ids(fmt, raw: ExactFormat) -> tuple[int, int]:
     """What a page id grows by, and the id of the page that is sealed."""
-    shared = fmt.segment_bytes if isinstance(fmt, PageFormat) else 0
-    stride = -(-(BASE + HEADS * max(raw.block_bytes, fmt.block_bytes, shared)) // 128)
+    largest = max(raw.block_bytes, fmt.block_bytes, fmt.segment_bytes)
+    stride = -(-(BASE + HEADS * largest) // 128)
     return stride, 9 * stride
 
 
@@ -146,7 +144,7 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
     sealed, segments, stretches = named
     rows = SealRows(sealed, tails.int(), segments, stretches)
     arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
-    if isinstance(fmt, PageFormat) and fmt.turn:
+    if fmt.turn:
         target = Target(arena, rows.segments[:1], SEGMENT_BASE)
         store_blocks(target, random_segment(fmt, HEADS, 4)[None])
     whole = (x[0].to(getattr(torch, raw.dtype)) for x in random_kv([64], HEADS, raw.head_dim, 64))
@@ -200,4 +198,3 @@ def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(n
 def test_pages_that_need_more_than_one_tile_or_a_segment_are_not_for_an_append():
     for name in ("decoquant", "ott", "kcvt", "gear"):
         assert not make_format(**FORMATS[name]).is_sealable
-    assert not replace(DROPPED, positions=0).is_sealable
