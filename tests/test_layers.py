@@ -47,7 +47,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4075,
+    "bench": 4080,
     "cli": 2049,
     "codecs": 2954,
     "engine": 1950,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2108,
     "transfer": 3298,
     "workers": 3111,
-    "tests": 23528,
+    "tests": 23527,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21349  # of all these rooms together
+PACKAGE_BUDGET = 21354  # of all these rooms together
 TORCH_FREE = {"errors", "config", "metrics", "page", "plan", "state", "pool", "wire", "transfer"}
 TORCH_FREE |= {"cli"}
 

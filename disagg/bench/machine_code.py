@@ -188,7 +188,12 @@ OTHERS = {
     "plane-scores": Asked("alignedkv", "plane_scores_kernel"),
     "plane-values": Asked("alignedkv", "plane_values_kernel"),
 }
-OTHERS |= {f"{name}-D{WIDE}": asked for name, asked in OTHERS.items()}
+REFUSED = ("gear-2", "gear-4")  # with 256 channels, by chips of NVIDIA
+OTHERS |= {
+    f"{name}-D{WIDE}": asked
+    for name, asked in OTHERS.items()
+    if not any(x in name for x in REFUSED)
+}
 LOOPS = {
     f"{name}{dim}-{heads}heads": Asked(spec, "attend_kernel", per_head=heads)
     for dim in ("", f"-D{WIDE}")

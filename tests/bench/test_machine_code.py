@@ -101,8 +101,7 @@ def test_the_other_kernels_keep_to_their_registers_and_one_that_does_not_compile
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_with_256_channels_no_other_kernel_spills_but_appends_whose_attention_is_refused():
+def test_with_256_channels_no_other_kernel_spills():
     wide = [name for name in machine_code.OTHERS if name.endswith("-D256")]
-    rows = compile_all(wide, ["sm_90"])
-    spilled = {row["kernel"] for row in rows if row.get("spill_bytes") != 0}
-    assert spilled == {f"append-{name}-D256" for name in REFUSED if name in machine_code.ENCODED}
+    for row in compile_all(wide, ["sm_90"]):
+        assert row["spill_bytes"] == 0, row
