@@ -47,7 +47,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4080,
+    "bench": 4077,
     "cli": 2049,
     "codecs": 2954,
     "engine": 1950,
@@ -63,7 +63,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21354  # of all these rooms together
+PACKAGE_BUDGET = 21351  # of all these rooms together
 TORCH_FREE = {"errors", "config", "metrics", "page", "plan", "state", "pool", "wire", "transfer"}
 TORCH_FREE |= {"cli"}
 

@@ -188,12 +188,9 @@ OTHERS = {
     "plane-scores": Asked("alignedkv", "plane_scores_kernel"),
     "plane-values": Asked("alignedkv", "plane_values_kernel"),
 }
-REFUSED = ("gear-2", "gear-4")  # with 256 channels, by chips of NVIDIA
-OTHERS |= {
-    f"{name}-D{WIDE}": asked
-    for name, asked in OTHERS.items()
-    if not any(x in name for x in REFUSED)
-}
+# with 256 channels nothing is appended to what chips of NVIDIA refuse to attend to
+REFUSED = ("append-gear-2", "append-gear-4")
+OTHERS |= {f"{name}-D{WIDE}": asked for name, asked in OTHERS.items() if name not in REFUSED}
 LOOPS = {
     f"{name}{dim}-{heads}heads": Asked(spec, "attend_kernel", per_head=heads)
     for dim in ("", f"-D{WIDE}")
