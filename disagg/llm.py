@@ -17,20 +17,20 @@ from itertools import count
 from operator import index
 from threading import Lock
 
-from disagg.codecs.doctor import check_plans
 from disagg.config import DEFAULT_CODEC, EngineConfig
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
 from disagg.engine.sequence import MAX_NUMBER, Logprobs, Request, SamplingParams
 from disagg.errors import CapacityError, ConfigError, RequestError
-from disagg.metrics import HandoffStats
+from disagg.kv.plan import Plan
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
-from disagg.plan import Plan
+from disagg.paged.doctor import check_plans
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission, Reservations, Terms
-from disagg.workers.loopback import Loopback
+from disagg.transfer.stats import HandoffStats
+from disagg.worker.in_process import Loopback
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
 

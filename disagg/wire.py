@@ -10,18 +10,16 @@ byte is checked, each once. Packing joins nothing and unpacking copies nothing.
 """
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
-from itertools import accumulate, repeat
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import msgpack
 from xxhash import xxh3_64_intdigest
 
 from disagg.errors import CorruptFrameError, VersionError
-from disagg.page import Kind
 
 MAGIC, WIRE_VERSION = b"dgKV", 4
 FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
@@ -35,24 +33,6 @@ PRELUDE_BYTES = _PRELUDE.size + _CHECKSUM.size
 
 Buffer = bytes | memoryview
 PlainValue = None | bool | int | float | str | bytes | list["PlainValue"] | dict[str, "PlainValue"]
-
-
-class Item(NamedTuple):
-    """One layer page of one record of a hand-off: what is sent, hashed and acknowledged."""
-
-    kind: Kind
-    group: int
-    layer: int
-    record: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.record} of layer {self.layer}"
-
-
-def items_of(kind: Kind, group: int, layer: int, records: Iterable[int]) -> list[Item]:
-    """The items of these records of a layer. A long prompt has 70,000, so nothing here is slow."""
-    fields = zip(repeat(kind), repeat(group), repeat(layer), records, strict=False)
-    return [*map(partial(tuple.__new__, Item), fields)]
 
 
 @dataclass(frozen=True)

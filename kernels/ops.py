@@ -53,7 +53,7 @@ def attend(
     dtype, scale, cap, sinks = q.dtype, softmax.scale, softmax.cap, softmax.sinks
     if on_gpu(q) and all(serves_gpu(view.fmt) for view in views):
         found = _gpu("attend").attend(q, views, scale, units, cap)
-        answer: Tensor = _gpu("reduce").merge(found, dtype, sinks)[0]
+        answer: Tensor = _gpu("combine").merge(found, dtype, sinks)[0]
         return answer
     q = q if q.dtype == torch.float64 else q.float()
     served = [view for view in views if cpu_attend.is_served(view.fmt, q)]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg.codecs.cache import CompressedKV
 from disagg.codecs.contract import Queries
-from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
-from disagg.codecs.seals import Places
-from disagg.state import allocate_group
+from disagg.kv.state import allocate_group
+from disagg.paged.append import Places
+from disagg.paged.compressed_kv import compress
+from disagg.paged.layer import write_prompt
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.wire import Ticket, pack
 from tests.transfer.prompts import Prompt, make_pool
@@ -66,7 +66,7 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         k, v = numbers(rng, 2, heads, n, dim).to(dtype)
         q = numbers(rng, QUERY_HEADS * heads, n, dim)
         write_prompt(codec, group, at, layer, arena, k, v, 0, n, Queries.of(q, heads, n))
-        cache = CompressedKV.from_prompt(codec, k, v, layer, q)
+        cache = compress(codec, k, v, layer, q)
         here_k, here_v = (x[:, positions] for x in cache.reconstruct())
         output = cache.attend(queries.double())
         layers.append({"k": array(here_k), "v": array(here_v), "output": array(output)})

@@ -37,8 +37,7 @@ from disagg.config import (
 )
 from disagg.errors import ConfigError, PeerLostError
 from disagg.model.tokenizer import Tokenizer
-from disagg.transfer.messages import Role
-from disagg.workers.members import Started
+from disagg.transfer.messages import Role, Started
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC)

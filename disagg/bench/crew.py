@@ -44,18 +44,17 @@ from disagg.bench.handoff import WorkerEnd, prompt_of, visit
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig, TransferConfig
 from disagg.errors import DeadlineError, DisaggError, TransferError
-from disagg.plan import Plan
-from disagg.pool import Arena
-from disagg.state import GroupState
+from disagg.kv.plan import Plan
+from disagg.kv.pool import Arena
+from disagg.kv.state import GroupState
+from disagg.router.router import Peer, Router
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Role, WorkerStatus
+from disagg.transfer.messages import Role, Started, WorkerStatus
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import Link, connect
 from disagg.wire import digest
-from disagg.workers.decode import DecodeSide, Departure
-from disagg.workers.members import Started
-from disagg.workers.router import Peer, Router
+from disagg.worker.decode import DecodeSide, Departure
 
 POLL_S = 0.05
 DRAIN_S, PATIENCE_S = 60.0, 120.0

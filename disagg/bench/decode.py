@@ -24,17 +24,17 @@ import torch
 from disagg.bench.inputs import check_device, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, result_of, tell
 from disagg.codecs.contract import Queries
-from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.codecs.seals import Growth, Places, take_records
-from disagg.codecs.tables import plan_step
 from disagg.config import DEFAULT_CODEC
 from disagg.engine.arena import make_pool, slab_bytes_for
 from disagg.errors import ConfigError
+from disagg.kv.plan import Plan
+from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Decode
 from disagg.model.runner import Runner
-from disagg.plan import Plan
-from disagg.state import GroupState, allocate_group
+from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.layer import write_prompt
+from disagg.paged.page_tables import plan_step
 
 LLAMA = {
     "model_type": "llama",

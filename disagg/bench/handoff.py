@@ -36,14 +36,13 @@ from disagg.engine.messages import StepOutput
 from disagg.engine.scheduler import Share
 from disagg.engine.sequence import urgency
 from disagg.engine.steps import Stash
+from disagg.kv.plan import Plan
 from disagg.model.tokenizer import Tokenizer
-from disagg.plan import Plan
+from disagg.router.router import Peer, Router
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Job, Role, Submit, Work
+from disagg.transfer.messages import Job, Role, Started, Submit, Work
 from disagg.transfer.rpc import connect
-from disagg.workers.members import Started
-from disagg.workers.router import Peer, Router
-from disagg.workers.worker import Worker, settle_memory
+from disagg.worker.worker import Worker, settle_memory
 
 LINK_MBPS, BURST_BYTES = 50.0, 64 << 10
 PROMPT_TOKENS = 1500

@@ -27,20 +27,19 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.base import Codec
-from disagg.codecs.cache import CompressedKV, GrowingArena
-from disagg.codecs.contract import Queries
+from disagg.codecs.contract import Codec, Queries
 from disagg.codecs.exact import exact_format
-from disagg.codecs.layer import views_of, write_prompt
 from disagg.codecs.planning import KVShape
-from disagg.codecs.seals import Growth, Places
-from disagg.codecs.tables import PageTable, build_tables, plan_units, upload
 from disagg.errors import ConfigError, PromptTooLongError
 from disagg.kernels.ops import attend, prepare, serves_gpu
 from disagg.kernels.sealing import NewRows
 from disagg.kernels.view import Softmax, Units
-from disagg.plan import LayerGroup, Plan
-from disagg.state import GroupState, allocate_group
+from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.state import GroupState, allocate_group
+from disagg.paged.append import Growth, Places
+from disagg.paged.compressed_kv import CompressedKV, GrowingArena
+from disagg.paged.layer import views_of, write_prompt
+from disagg.paged.page_tables import PageTable, build_tables, plan_units, upload
 
 SLAB_BYTES = 16 << 20
 HUGE_PAGE = 2 << 20  # bytes; numpy asks for such pages
@@ -285,8 +284,7 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
         write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, queries)
     if device.type == "cpu":
         arena.bytes = in_huge_pages(arena.bytes)
-    cache = CompressedKV(codec, group, states[0], arena)
-    cache.num_tokens = n
+    cache = CompressedKV(codec, group, states[0], arena, num_tokens=n)
     paged = slice(group.sink, group.sink + shape.tokens)
     k, v, present = (x[:, paged] for x in (*cache.reconstruct(), cache.present()))
     growths = [Growth(state, n - 1, 1, row) for row, state in enumerate(states)]

@@ -34,9 +34,9 @@ from disagg.bench.machine_code import LOOPS, OTHERS, TARGETS, compile_all
 from disagg.bench.result import Row, result_of, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
-from disagg.codecs.doctor import examine
 from disagg.errors import UnknownNameError
 from disagg.kernels.cpu import library
+from disagg.paged.doctor import examine
 
 SPECS = (
     *("banded:bits=3", "banded:bits=2"),

@@ -39,17 +39,17 @@ from triton.runtime.jit import JITFunction
 from disagg.bench.inputs import LAST_QUERIES, LAYER
 from disagg.bench.result import Row, tell
 from disagg.codecs import get_codec
-from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Queries
-from disagg.codecs.layer import attend_step, write_prompt, write_step
-from disagg.codecs.seals import Growth, Places, take_records
-from disagg.codecs.tables import plan_step, upload
 from disagg.kernels import ops
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.gpu import aligned, attend, plan
 from disagg.kernels.gpu.bits import PLAIN, PTX
 from disagg.kernels.view import Softmax
-from disagg.state import allocate_group
+from disagg.kv.state import allocate_group
+from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.compressed_kv import GrowingArena
+from disagg.paged.layer import attend_step, write_prompt, write_step
+from disagg.paged.page_tables import plan_step, upload
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -35,30 +35,30 @@ from disagg.bench import child
 from disagg.bench.child import Child
 from disagg.bench.inputs import SLAB_BYTES, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, result_of, table, tell
-from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
-from disagg.codecs.seals import Places
 from disagg.config import DEFAULT_CODEC, SecurityConfig
 from disagg.engine.arena import make_pool
 from disagg.errors import CapacityError
-from disagg.metrics import HandoffStats
-from disagg.plan import Plan
-from disagg.pool import Arena
+from disagg.kv.page import Item
+from disagg.kv.plan import Plan
+from disagg.kv.pool import Arena
+from disagg.kv.state import GroupState, allocate_group
+from disagg.paged.append import Places
+from disagg.paged.layer import write_prompt
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.state import GroupState, allocate_group
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.link import Pace
-from disagg.transfer.messages import Attach, Job, Role, parse
+from disagg.transfer.messages import Attach, Job, Role, Started, parse
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Authority, Security, protected
 from disagg.transfer.sender import Sender
-from disagg.wire import FRAME_BYTES, Item, Ticket
-from disagg.workers.members import Started
+from disagg.transfer.stats import HandoffStats
+from disagg.wire import FRAME_BYTES, Ticket
 
 MODEL, EPOCH = "synthetic", 1
 DEADLINE_S = 3600.0

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli import bench, doctor, eval, fetch, look, models, serve, submit, workers
+from disagg.cli import bench, codecs, doctor, eval, fetch, models, serve, submit, workers
 from disagg.cli.output import tell
 from disagg.errors import CapacityError, ConfigError, DisaggError, quoted
 
@@ -26,8 +26,8 @@ app.command()(serve.stop)
 app.command()(workers.status)
 app.command()(workers.scale)
 app.command()(workers.drain)
-app.command()(look.codecs)
-app.command()(look.page)
+app.command()(codecs.codecs)
+app.command()(codecs.page)
 app.command("doctor")(doctor.doctor)
 app.command("fetch")(fetch.fetch)
 app.command("eval")(eval.evaluate)

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from disagg.errors import ConfigError, PeerLostError, TransferError, error_from
-from disagg.workers.reaper import birth
+from disagg.launch.reaper import birth
 
 CONNECT_S = 5.0
 ANSWER_S = 15.0  # a service asks its workers for 5 s before it answers for them

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from disagg.cli import options
-from disagg.cli.look import HeadDim, Specs
+from disagg.cli.codecs import HeadDim, Specs
 from disagg.cli.output import print_json, print_table, stages
 
 HEADS = 2
@@ -25,9 +25,9 @@ def doctor(
     """Hold every kernel of every codec against its reference."""
     with stages() as say:
         say("loading torch and the codecs")
-        from disagg.codecs.doctor import examine, name_of
         from disagg.codecs.registry import codec_names, get_codec
         from disagg.model.runner import pick_device
+        from disagg.paged.doctor import examine, name_of
 
         where, found = pick_device(device), []
         for spec in specs or ():

@@ -24,7 +24,7 @@ from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, stages, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, replace_keys
 from disagg.errors import DeadlineError, PeerLostError, PromptTooLongError, RequestError
-from disagg.workers.reaper import birth
+from disagg.launch.reaper import birth
 
 if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo

@@ -8,16 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require
+from disagg.codecs.contract import Codec, Encoded, Prompt, require
 from disagg.kernels import ops
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import AlignedFormat
 from disagg.kernels.reference.aligned import read_planes
 from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.sealing import Target
-from disagg.page import Kind, Layout, make_layout
-from disagg.plan import LayerGroup
+from disagg.kv.page import Kind, Layout, make_layout
+from disagg.kv.plan import LayerGroup
 
 
 @dataclass(frozen=True)

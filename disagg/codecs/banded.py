@@ -16,7 +16,7 @@ from disagg.kernels.reference.lowrank import seeded_uniform
 from disagg.kernels.reference.pages import pack_bits
 from disagg.kernels.reference.quantize import finite
 from disagg.kernels.sealing import HEAD_STRIDE, Segmentation, Target
-from disagg.page import FinalAt, Kind, Layout, make_layout
+from disagg.kv.page import FinalAt, Kind, Layout, make_layout
 
 # by `bits`: widths of the bands, the most important first, and the channels of D / 4 in each
 BANDS: Mapping[int, tuple[tuple[int, int], ...]] = {

@@ -29,8 +29,8 @@ from disagg.kernels.formats import Format, PageFormat
 from disagg.kernels.ops import sum_squares
 from disagg.kernels.sealing import STRETCH_TOKENS, Target
 from disagg.kernels.view import Softmax
-from disagg.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
-from disagg.plan import LayerGroup
+from disagg.kv.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
+from disagg.kv.plan import LayerGroup
 
 PAGE_TOKENS = 64  # of a page, unless a codec says otherwise
 LEAD_FIRST, LEAD_END = 64, 576
@@ -126,7 +126,7 @@ WHOLE_RAWS = range(0, 1 << 40, RAW_TOKENS), "a multiple of 16 tokens is wanted"
 
 
 @dataclass(frozen=True)
-class LayerCodec(ABC):
+class Codec(ABC):
     """One method with its options. A subclass's fields are its options: see `one_of`.
 
     final_at:      when the bytes of its pages are final

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.codecs.registry import codec_names, get_codec
-from disagg.plan import LayerGroup
+from disagg.kv.plan import LayerGroup
 
 FP16_BYTES = 2
 COSTS = Path(__file__).parent / "costs.json"  # what `disagg eval --save-costs` measured

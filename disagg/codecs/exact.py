@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import RAW_SLOTS, ExactFormat, SlotsFormat
-from disagg.page import RAW_TOKENS, Layout
+from disagg.kv.page import RAW_TOKENS, Layout
 
 assert RAW_TOKENS == RAW_SLOTS  # kernels know no page.py
 

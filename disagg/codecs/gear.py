@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from disagg.codecs.contract import one_of, require
 from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
-from disagg.page import FinalAt, Kind, Layout, make_layout
+from disagg.kv.page import FinalAt, Kind, Layout, make_layout
 
 KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
 RANKS = range(1, 17), "1 to 16 is wanted"

@@ -7,11 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require
+from disagg.codecs.contract import Codec, Encoded, Prompt, require
 from disagg.codecs.exact import exact_format
 from disagg.codecs.quantized import Planes, half_planes
-from disagg.codecs.seals import flush_layout
 from disagg.errors import RequestError
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import ExactFormat
@@ -21,8 +19,8 @@ from disagg.kernels.reference.pages import DenseBlocks, exact_tokens
 from disagg.kernels.reference.quantize import to_fp16
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import Softmax
-from disagg.page import FinalAt, Kind, Layout, make_layout
-from disagg.plan import LayerGroup
+from disagg.kv.page import FinalAt, Kind, Layout, make_layout
+from disagg.kv.plan import LayerGroup
 
 PAGE_TOKENS = 64
 
@@ -117,7 +115,7 @@ class H2O(Codec):
 
 
 def _format_of(encoded: Encoded, group: LayerGroup) -> ExactFormat:
-    return exact_format(flush_layout(group) if encoded.flush else group.page)
+    return exact_format(group.decode_page if encoded.flush else group.page)
 
 
 def _places(encoded: Encoded, fmt: ExactFormat) -> Tensor:

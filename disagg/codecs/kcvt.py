@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from disagg.codecs.contract import one_of
 from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
-from disagg.page import FinalAt, Kind, Layout, make_layout
+from disagg.kv.page import FinalAt, Kind, Layout, make_layout
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from disagg.kernels import ops
 from disagg.kernels.formats import FREE
 from disagg.kernels.reference.kept import view_kept
 from disagg.kernels.sealing import Segmentation, Target
-from disagg.page import (
+from disagg.kv.page import (
     RAW_TOKENS,
     SEGMENT_TOKENS,
     FinalAt,
@@ -29,7 +29,7 @@ from disagg.page import (
     make_layout,
     make_raw_layout,
 )
-from disagg.plan import LayerGroup
+from disagg.kv.plan import LayerGroup
 
 UP_TO_128 = range(129), "0 to 128 is wanted"
 

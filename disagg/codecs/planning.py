@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from disagg.codecs.base import Codec
+from disagg.codecs.contract import Codec
 from disagg.codecs.registry import get_codec
 from disagg.errors import ConfigError, quoted
-from disagg.plan import LayerGroup, Plan
+from disagg.kv.plan import LayerGroup, Plan
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, one_of, require, seed_of
-from disagg.codecs.seals import flush_layout, segment_layout
+from disagg.codecs.contract import Codec, Encoded, Prompt, one_of, require, seed_of
 from disagg.kernels import ops
 from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse, parts_of_word
 from disagg.kernels.sealing import Segmentation, Target
-from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
-from disagg.plan import LayerGroup
+from disagg.kv.page import SEGMENT_TOKENS, Kind, Layout, make_layout
+from disagg.kv.plan import LayerGroup
 
 Planes = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
 SINKS = (0, 64)
@@ -88,8 +86,8 @@ class QuantizedCodec(Codec):
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        page = flush_layout(group) if encoded.flush else group.page
-        fmt = self.format_of(page, segment_layout(group, page), group.head_dim)
+        page = group.decode_page if encoded.flush else group.page
+        fmt = self.format_of(page, group.segment_of(page), group.head_dim)
         segments = None
         if encoded.segments is not None:
             per_segment = self.segment_tokens // page.tokens

@@ -7,15 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, one_of
+from disagg.codecs.contract import Codec, Encoded, Prompt, one_of
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.ops import store_blocks
 from disagg.kernels.reference.pages import exact_tokens
 from disagg.kernels.sealing import Target
-from disagg.page import RAW_TOKENS, Layout, make_raw_layout
-from disagg.plan import LayerGroup
+from disagg.kv.page import RAW_TOKENS, Layout, make_raw_layout
+from disagg.kv.plan import LayerGroup
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 

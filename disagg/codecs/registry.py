@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from disagg.codecs.alignedkv import AlignedKV
 from disagg.codecs.banded import Banded
-from disagg.codecs.base import Codec
+from disagg.codecs.contract import Codec
 from disagg.codecs.decoquant import DecoQuant
 from disagg.codecs.fp8 import Fp8
 from disagg.codecs.gear import Gear, GearL

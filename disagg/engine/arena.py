@@ -10,11 +10,11 @@ from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError
+from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, align
+from disagg.kv.plan import Plan
+from disagg.kv.pool import DEFAULT_SLAB_BYTES, Copies, HostArena, Pool
 from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
-from disagg.page import ARENA_UNIT, RAW_TOKENS, align
-from disagg.plan import Plan
-from disagg.pool import DEFAULT_SLAB_BYTES, Copies, HostArena, Pool
 
 CPU_ARENA_BYTES = 256 << 20
 SPARE = 20  # one part of so many of a GPU is left to activations, whoever else has memory there

@@ -19,9 +19,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
-from disagg.codecs.seals import Places
 from disagg.config import EngineConfig
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
 from disagg.engine.guard import Guard, relative_errors
@@ -54,13 +52,14 @@ from disagg.errors import (
     TransferError,
     UnknownNameError,
 )
+from disagg.kv.page import Item, Kind
+from disagg.kv.plan import Plan
+from disagg.kv.pool import Rows
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
-from disagg.page import Kind
-from disagg.plan import Plan
-from disagg.pool import Rows
-from disagg.wire import Item
+from disagg.paged.append import Places
+from disagg.paged.layer import write_prompt
 
 WAIT_S = 0.05  # how often a sequence without room looks again
 

@@ -17,8 +17,9 @@ from disagg.codecs.contract import Queries
 from disagg.codecs.planning import codec_of
 from disagg.engine.sequence import Sequence
 from disagg.kernels.view import Softmax
+from disagg.kv.plan import LayerGroup, Plan
 from disagg.model.attention import attend_exact
-from disagg.plan import LayerGroup, Plan
+from disagg.paged.compressed_kv import compress
 
 EVERY = 8
 LEAST_TOKENS, MOST_TOKENS = 256, 8192  # of a sample: enough pages, and a bounded cost
@@ -70,7 +71,7 @@ def _error(
     some = slice(head * share, (head + 1) * share)
     seen = Queries(queries.last[some].float().cpu(), queries.squares[head : head + 1].cpu())
     one_k, one_v = k[head : head + 1].cpu(), v[head : head + 1].cpu()
-    pages = codec_of(group).compress(one_k, one_v, layer, seen)
+    pages = compress(codec_of(group), one_k, one_v, layer, seen)
     softmax = queries.softmax or Softmax(group.head_dim**-0.5)
     if softmax.sinks is not None:
         softmax = replace(softmax, sinks=softmax.sinks[some].cpu())

@@ -8,7 +8,7 @@ import torch
 
 from disagg.engine.sequence import Handoff, Logprobs, Request
 from disagg.errors import CapacityError, DisaggError
-from disagg.state import GroupState
+from disagg.kv.state import GroupState
 
 log = logging.getLogger(__name__)
 

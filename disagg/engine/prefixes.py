@@ -25,9 +25,9 @@ from disagg.engine.sequence import Sequence
 from disagg.errors import CapacityError
 from disagg.kernels.ops import gather_raw, store_blocks
 from disagg.kernels.sealing import Target
-from disagg.page import RAW_TOKENS
-from disagg.pool import Kept, Pool
-from disagg.transfer.records import content_keys
+from disagg.kv.page import RAW_TOKENS
+from disagg.kv.pool import Kept, Pool
+from disagg.kv.prefix_keys import content_keys
 
 MODEL = "computed here"  # no fingerprint: raw pages that were handed off have other keys
 

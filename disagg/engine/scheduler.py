@@ -14,11 +14,11 @@ Room is counted in compressed bytes: what the plan of a sequence really stores. 
 from bisect import insort
 from dataclasses import dataclass
 
-from disagg.codecs.tables import block_size
 from disagg.engine.sequence import Sequence, Status, urgency
 from disagg.errors import CapacityError
-from disagg.pool import Pool, Rows
-from disagg.state import allocate_group
+from disagg.kv.pool import Pool, Rows
+from disagg.kv.state import allocate_group
+from disagg.paged.page_tables import block_size
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from operator import index
 from typing import TYPE_CHECKING, Protocol
 
 from disagg.errors import DisaggError, RequestError
-from disagg.metrics import HandoffStats
-from disagg.plan import Plan
-from disagg.state import GroupState
-from disagg.wire import Item
+from disagg.kv.page import Item
+from disagg.kv.plan import Plan
+from disagg.kv.state import GroupState
+from disagg.transfer.stats import HandoffStats
 
 if TYPE_CHECKING:
     from torch import Tensor

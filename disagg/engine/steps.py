@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from disagg.codecs.planning import codec_of
-from disagg.codecs.seals import Fresh, Growth, take_records
-from disagg.codecs.tables import plan_step
 from disagg.engine.scheduler import Share
 from disagg.errors import CapacityError
+from disagg.kv.plan import LayerGroup
+from disagg.kv.state import Allocator
 from disagg.model.attention import Batch, Chunk, Decode
-from disagg.plan import LayerGroup
-from disagg.state import Allocator
+from disagg.paged.append import Fresh, Growth, take_records
+from disagg.paged.page_tables import plan_step
 
 
 @dataclass

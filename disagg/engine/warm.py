@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill
 from disagg.engine.sequence import Request, SamplingParams
+from disagg.kv.plan import Plan
 from disagg.model.runner import Runner
-from disagg.plan import Plan
 
 PAGES = (0, 1, 3)  # of a prompt; each then seals one more
 STEPS = 4  # beyond the one that seals

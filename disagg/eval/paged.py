@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Queries
-from disagg.codecs.layer import views_of, write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.codecs.seals import Growth, Places, take_records
-from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
 from disagg.kernels.ops import attend
 from disagg.kernels.view import Softmax
+from disagg.kv.page import ARENA_UNIT
+from disagg.kv.plan import LayerGroup
+from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
-from disagg.page import ARENA_UNIT
-from disagg.plan import LayerGroup
-from disagg.state import GroupState, allocate_group
+from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.compressed_kv import GrowingArena
+from disagg.paged.layer import views_of, write_prompt
+from disagg.paged.page_tables import block_size, build_tables, plan_step, plan_units, upload
 
 EXACT = "raw:dtype=model"
 NEVER = 1 << 30  # tokens of a tail that is never sealed

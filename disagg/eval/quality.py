@@ -21,11 +21,11 @@ from disagg.errors import ConfigError
 from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
 from disagg.eval.recall import Recall, greedy, same_tokens
 from disagg.eval.texts import PYTHON, cut_rows, read_text
+from disagg.kv.plan import Plan
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
-from disagg.plan import Plan
 
 Row = dict[str, Any]  # a JSON object
 

@@ -21,13 +21,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from disagg.codecs.base import Codec
-from disagg.codecs.layer import StepLayers
-from disagg.codecs.tables import GroupStep
+from disagg.codecs.contract import Codec
 from disagg.errors import ModelError
 from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
 from disagg.model.cache import Workspace
+from disagg.paged.layer import StepLayers
+from disagg.paged.page_tables import GroupStep
 
 IMPLEMENTATION = "disagg"
 BLOCK_SCORES = 1 << 24  # fp32 scores that are held at a time where no fused kernel serves

@@ -16,9 +16,9 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
+from disagg.kv.page import RAW_TOKENS
+from disagg.kv.plan import Plan
 from disagg.model.describe import ModelInfo, describe_model, locate_model, read_config, stored_dtype
-from disagg.page import RAW_TOKENS
-from disagg.plan import Plan
 
 SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")  # the first that takes the model's heads
 WORKSPACE_PART = 3  # at most one in so many bytes is for workspaces

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from disagg.codecs.tables import upload
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
 from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
@@ -25,6 +24,7 @@ from disagg.model.linear import pack_linears
 from disagg.model.probe import check_attention
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, load_model
+from disagg.paged.page_tables import upload
 
 
 def pick_device(wanted: str) -> str:

@@ -16,12 +16,12 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from disagg.codecs.seals import seal_rows
-from disagg.codecs.tables import GroupStep, PageTable, Upload, room_for_units
 from disagg.kernels.sealing import NO_PAGE, SealRows
 from disagg.kernels.view import Units
+from disagg.kv.plan import LayerGroup
 from disagg.model.attention import Batch, Decode
-from disagg.plan import LayerGroup
+from disagg.paged.append import seal_rows
+from disagg.paged.page_tables import GroupStep, PageTable, Upload, room_for_units
 
 SMALL_BUCKETS = (1, 2, 4)
 BUCKET = 8  # above, buckets are multiples of this

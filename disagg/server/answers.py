@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from disagg.model.tokenizer import Tokenizer
-from disagg.server.text import Piece, Score
+from disagg.server.output_text import Piece, Score
 
 
 class CompletionAnswer:

@@ -20,9 +20,9 @@ from disagg.server.access import Access
 from disagg.server.admin import Staff, admin_routes
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions
+from disagg.server.info_routes import add_tokens, add_views
 from disagg.server.reply import Answers, Reply
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
-from disagg.server.views import add_tokens, add_views
 
 RETRY_AFTER_S = "1"
 AT_ONCE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would gather events

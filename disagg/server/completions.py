@@ -15,9 +15,11 @@ from disagg.errors import CancelledError, ConfigError, DisaggError, ModelError, 
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
+from disagg.router.router import Output, Router
 from disagg.server import limits
-from disagg.server.counts import Counts
-from disagg.server.doors import ANYWHERE, Doors
+from disagg.server.metrics import Counts
+from disagg.server.output_text import Piece, TextStream
+from disagg.server.pd_ports import ANYWHERE, Doors
 from disagg.server.schema import (
     Body,
     ChatRequest,
@@ -25,8 +27,6 @@ from disagg.server.schema import (
     Conversation,
     GenerationRequest,
 )
-from disagg.server.text import Piece, TextStream
-from disagg.workers.router import Output, Router
 
 FIGURES_S = 1.0  # how long an answer that a stop string ended waits for its figures
 MAX_UNKNOWN = 100  # names of unknown fields that are remembered, so that each is told once

@@ -13,8 +13,8 @@ from typing import Any
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions, TokenizedPrompt, reason_of
+from disagg.server.output_text import Piece
 from disagg.server.schema import GenerationRequest
-from disagg.server.text import Piece
 
 DONE = "data: [DONE]\n\n"
 

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.launch.private_ray import SILENT, Session
 from disagg.model.describe import DEFAULT_MODEL
+from disagg.router.router import Peer, Router
 from disagg.server.access import check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.transfer.control import WorkerClient
+from disagg.transfer.messages import Started
 from disagg.transfer.rpc import Link, bind_within, connect
-from disagg.workers.members import Started
-from disagg.workers.router import Peer, Router
-from disagg.workers.session import SILENT, Session
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from disagg.workers.launch import Cluster
+    from disagg.launch.ray_cluster import Cluster
 
 LOCAL = "local"
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where that is on this host
@@ -89,8 +89,8 @@ class Service:
             # here, not above: Ray reads its environment when it is imported; and on another thread,
             # since a Ctrl-C on this one while its C module begins (2.60, Cython's) would be lost
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(import_module, "disagg.workers.launch").result()
-            from disagg.workers.launch import Cluster
+                pool.submit(import_module, "disagg.launch.ray_cluster").result()
+            from disagg.launch.ray_cluster import Cluster
 
             self._say("starting a private Ray" if session else f"joining Ray at {cluster.address}")
             workers = Cluster(self.config, session)

@@ -8,7 +8,7 @@ peer is checked here: RequestError for what no honest peer sends.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -18,6 +18,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import DecodeError, Message
 
+from disagg.config import EngineConfig
 from disagg.errors import CorruptFrameError, DisaggError, RequestError, error_from
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import worker_pb2 as pb
@@ -77,6 +78,38 @@ class Role(StrEnum):
     @property
     def decodes(self) -> bool:
         return self in (Role.DECODE, Role.BOTH)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint.
+
+    min_tokens: shorter prompts are served whole where they decode, if that is here
+    room:       tokens of its own codec that its arena holds
+    step_tokens: of prompts, the most that it computes in one step
+    sizes:      bytes of two prompts, by tokens, under each listed codec
+    """
+
+    name: str
+    role: Role
+    address: str
+    epoch: int
+    model: str = ""
+    min_tokens: int = 0
+    room: int = 0
+    step_tokens: int = EngineConfig.max_batch_tokens
+    sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
+
+    def bytes_of(self, codec: str, tokens: int) -> float:
+        """Of a prompt, on the line through those two; under another name, of who names none."""
+        first = next(iter(self.sizes.values()), {0: 0, 1: 0})
+        (short, few), (long, many) = self.sizes.get(codec, first).items()
+        return few + (many - few) * (tokens - short) / (long - short)
+
+
+def serves(roles: Collection[Role]) -> bool:
+    """Whether workers of these roles can answer a prompt."""
+    return any(role.prefills for role in roles) and any(role.decodes for role in roles)
 
 
 @dataclass(frozen=True)

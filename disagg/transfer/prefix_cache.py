@@ -15,20 +15,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
-from disagg.page import Kind
-from disagg.plan import LayerGroup, Plan
-from disagg.pool import Pool
-from disagg.state import GroupState, lay_out
+from disagg.kv.page import Kind
+from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.pool import Pool
+from disagg.kv.prefix_keys import Unit, content_keys, units_of
+from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
-from disagg.transfer.records import (
-    Addresses,
-    Arrivals,
-    Checklist,
-    Span,
-    Unit,
-    content_keys,
-    units_of,
-)
+from disagg.transfer.records import Addresses, Arrivals, Checklist, Span
 from disagg.wire import digest
 
 Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group

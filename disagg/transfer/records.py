@@ -1,30 +1,27 @@
-"""Which items a prompt is made of, where each lies, which arrived, and which prompts can share.
+"""Which items a prompt is made of, where each lies, and which arrived.
 
 Sender and receiver derive the same list from the plan and the length of the prompt, so a manifest
-is a list of digests, and no peer ever names an address. What can be shared is named by its content.
+is a list of digests, and no peer ever names an address.
 Arithmetic and hashes only: nothing here knows a peer, a reservation or a pool.
 """
 
-import sys
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from itertools import chain
 
 from disagg.errors import CorruptFrameError, LayoutError, TransferError
-from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
-from disagg.plan import LayerGroup, Plan
-from disagg.pool import Arena, Copies
-from disagg.state import GroupState
-from disagg.wire import FRAME_BYTES, Buffer, Commit, Item, PageFrame, digest, items_of
+from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Item, Kind, items_of
+from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.pool import Arena, Copies
+from disagg.kv.prefix_keys import Unit
+from disagg.kv.state import GroupState
+from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
 ITEM_HEADER_BYTES = 20  # place, size and digest of each item
-KEY_BYTES = 16
 LONGEST = 2048  # tokens of a prompt that a codec can be expected to make smaller
 
 Span = tuple[int, int]  # bytes: the first, and how many
@@ -300,80 +297,3 @@ class Arrivals:
 
 def _joined(parts: Sequence[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-
-
-# -- what prompts can share
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Tokens of one layer group, from those of the unit before up to `end`, by what holds them.
-
-    What becomes final together is shared whole: a page, a segment with its pages, or a sink.
-    parts: the records by kind, those that others depend on first
-    """
-
-    group: int
-    end: int
-    parts: dict[Kind, range]
-
-    def records(self) -> list[tuple[Kind, int]]:
-        """The records, in that order."""
-        return [(kind, record) for kind, records in self.parts.items() for record in records]
-
-    def items(self, group: LayerGroup) -> list[Item]:
-        """The items of all layers of the group."""
-        return [
-            Item(kind, self.group, layer, record)
-            for layer in group.layers
-            for kind, record in self.records()
-        ]
-
-
-def units_of(plan: Plan, tokens: int) -> tuple[tuple[Unit, ...], ...]:
-    """The units of a prompt of `tokens` tokens: for each layer group, in token order.
-
-    A group has none if its records are final only with the whole prompt: those may be written to
-    while decoding, and what is shared never is.
-    """
-    return tuple(tuple(_units(index, group, tokens)) for index, group in enumerate(plan.groups))
-
-
-def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
-    """The key of every unit of a prompt, by layer group: equal keys mean the same content.
-
-    KV depends on model, layouts and every token before, and on nothing else; so do the keys. Pages
-    may depend on the lead of the prompt too, behind them or not.
-
-    model: fingerprint of config and weights · prompt: token ids
-    """
-    tokens = array("q", prompt)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    view, size = memoryview(tokens).cast("B"), tokens.itemsize
-    found = []
-    for group, units in zip(plan.groups, units_of(plan, len(prompt)), strict=True):
-        chain = blake2b(repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES)
-        keys, known = [], 0
-        for unit in units:
-            end = max(unit.end, min(group.lead, len(prompt)) if Kind.PAGE in unit.parts else 0)
-            chain.update(view[known * size : end * size])
-            chain.update(b"%d" % unit.end if group.lead else b"")
-            keys.append(chain.digest())
-            known = max(known, end)
-        found.append(tuple(keys))
-    return tuple(found)
-
-
-def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[Unit]:
-    sink, sealed = group.sink, 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
-    dropped = min(sealed, group.dropped(tokens))
-    if sink and tokens >= sink:
-        yield Unit(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
-    for first in range(0, sealed - dropped, group.step):
-        end = min(first + group.step, sealed - dropped)
-        parts = {Kind.PAGE: range(first // group.page.tokens, end // group.page.tokens)}
-        if group.segment:
-            segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
-            parts = {Kind.SEGMENT: segments} | parts
-        yield Unit(index, sink + dropped + end, parts)

@@ -28,9 +28,9 @@ from disagg.errors import (
     RequestError,
     ReservationError,
 )
-from disagg.plan import Plan
-from disagg.pool import Pool, Rows
-from disagg.state import GroupState
+from disagg.kv.plan import Plan
+from disagg.kv.pool import Pool, Rows
+from disagg.kv.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
 from disagg.wire import Commit, PageFrame, Ticket, digest, pack

@@ -25,17 +25,17 @@ from disagg.errors import (
     PeerLostError,
     ReservationError,
 )
-from disagg.metrics import HandoffStats
-from disagg.plan import Plan
+from disagg.kv.page import Item
+from disagg.kv.plan import Plan
 from disagg.transfer.messages import Ack, Attach, Attached, Credit
 from disagg.transfer.records import HEADER_BYTES, ITEM_HEADER_BYTES, Checklist, message_bytes
+from disagg.transfer.stats import HandoffStats
 from disagg.wire import (
     FRAME_BYTES,
     MAX_FRAME_BYTES,
     MAX_ITEMS,
     Buffer,
     Commit,
-    Item,
     PageFrame,
     PlainValue,
     Ticket,

@@ -23,6 +23,7 @@ from disagg.kernels.formats import AlignedFormat, PageFormat
 from disagg.kernels.gpu import aligned
 from disagg.kernels.gpu.bits import PLAIN, PTX, spelling_for
 from disagg.kernels.gpu.codes import attend_codes
+from disagg.kernels.gpu.combine import UnitPartials
 from disagg.kernels.gpu.exact import attend_exact
 from disagg.kernels.gpu.plan import (
     AMD_COLUMNS,
@@ -39,7 +40,6 @@ from disagg.kernels.gpu.plan import (
     shape_of,
     units_of,
 )
-from disagg.kernels.gpu.reduce import UnitPartials
 from disagg.kernels.gpu.tiles import column_of, find_unit
 from disagg.kernels.view import Units, View
 

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from disagg.kernels.formats import NARROW, PageFormat
 from disagg.kernels.gpu.bands import turn_back
-from disagg.kernels.gpu.scores import page_scores, prepare_query
+from disagg.kernels.gpu.pv import add_values, empty_sums, field_values, value_bias
+from disagg.kernels.gpu.qk import page_scores, prepare_query
 from disagg.kernels.gpu.sparse import sparse_rows
 from disagg.kernels.gpu.tiles import (
     P_BIAS,
@@ -19,7 +20,6 @@ from disagg.kernels.gpu.tiles import (
     store_lse,
     whole_tiles,
 )
-from disagg.kernels.gpu.values import add_values, empty_sums, field_values, value_bias
 
 
 @triton.jit

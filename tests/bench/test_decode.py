@@ -14,9 +14,9 @@ from disagg.bench.inputs import shape_of, slabs_for
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
 from disagg.engine.arena import make_pool, slab_bytes_for
+from disagg.kv.pool import Pool
 from disagg.model.graphs import Recording
 from disagg.model.runner import Runner
-from disagg.pool import Pool
 
 RAW_FP16 = "raw:dtype=fp16"
 LITTLE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 50}

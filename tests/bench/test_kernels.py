@@ -13,7 +13,7 @@ from disagg.bench.kernels import OTHER_HEADS, SPECS
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library
-from disagg.page import Kind
+from disagg.kv.page import Kind
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.codecs import doctor as room
 from disagg.kernels.cpu import library
+from disagg.paged import doctor as room
 
 DOCTOR = "doctor --device cpu --head-dim 64"
 KIVI = "kivi:bits=2,group=64,residual=16"

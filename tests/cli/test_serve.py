@@ -21,9 +21,9 @@ from disagg.cli.client import RunningService, announced, left_token, read_state,
 from disagg.cli.output import stages
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
+from disagg.launch.reaper import birth
 from disagg.model.describe import INDEX, SINGLE
 from disagg.server.service import served_name
-from disagg.workers.reaper import birth
 from tests.cli.conftest import free_port
 from tests.model.tiny import save_tiny
 

@@ -231,14 +231,14 @@ class Swallows:
     """Finds Ray as what clears a Ctrl-C that comes while it is imported."""
 
     def find_spec(self, name, path, target=None):
-        if name == "disagg.workers.launch":
+        if name == "disagg.launch.ray_cluster":
             with suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
             raise PeerLostError("it went on")
 
 
 def test_ctrl_c_while_ray_is_imported_is_not_lost(state_file, monkeypatch, disagg):
-    monkeypatch.delitem(sys.modules, "disagg.workers.launch", raising=False)
+    monkeypatch.delitem(sys.modules, "disagg.launch.ray_cluster", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Swallows(), *sys.meta_path])
     said = disagg("submit abc --state-file", state_file, code=130).err
     assert said.endswith("error: cancelled\n")

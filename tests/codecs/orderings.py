@@ -22,6 +22,7 @@ from disagg.codecs import get_codec
 from disagg.model.attention import Batch, Chunk
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
+from disagg.paged.compressed_kv import compress
 from tests.synthetic import relative_error
 
 LAYER = 2  # the first layer that OTT does not treat specially
@@ -60,7 +61,7 @@ def compare(source: Source, specs: Sequence[str]) -> dict[str, Errors]:
     n = max(128, (k.shape[1] - TAIL_AND_PAGE) // 128 * 128)
     found = {}
     for spec in specs:
-        seen = get_codec(spec).compress(k, v, LAYER).reconstruct()
+        seen = compress(get_codec(spec), k, v, LAYER).reconstruct()
         seen_k, seen_v = (x[:, :n] for x in seen)
         exact_k, exact_v = k[:, :n].float(), v[:, :n].float()
         output = None

@@ -6,6 +6,7 @@ import torch
 from disagg.codecs import get_codec
 from disagg.errors import RequestError
 from disagg.kernels.reference.aligned import FEWER_AT, k_drops, v_drops
+from disagg.paged.compressed_kv import compress
 from tests.codecs.test_golden import encode, golden
 from tests.synthetic import exact_attention, realistic, relative_error
 
@@ -56,20 +57,20 @@ def test_the_planes_are_the_numbers_cut_in_three() -> None:
 
 def test_values_below_the_normal_numbers_of_fp16_are_attended_within_the_bound() -> None:
     k, v = realistic(1, 64, 64)
-    pages, q = get_codec("alignedkv").compress(k, 1e-5 * v), torch.randn(1, 64)
+    pages, q = compress(get_codec("alignedkv"), k, 1e-5 * v), torch.randn(1, 64)
     expected = exact_attention(q, *pages.reconstruct(), 0.125)
     assert relative_error(pages.attend(q), expected) <= 2**-8
 
 
 def test_tokens_that_weigh_the_same_are_read_as_exactly_as_others() -> None:
     k, v = torch.zeros(2, 4096, 64), torch.randn(2, 4096, 64)
-    cache, q = get_codec("alignedkv").compress(k, v), torch.ones(2, 64)
+    cache, q = compress(get_codec("alignedkv"), k, v), torch.ones(2, 64)
     assert relative_error(cache.attend(q), v.half().float().mean(1)) <= 2e-3
 
 
 def test_what_cannot_be_asked_of_a_cache_is_refused() -> None:
     k, v = realistic(2, 40, 64)
-    cache = get_codec("alignedkv").compress(k, v)
+    cache = compress(get_codec("alignedkv"), k, v)
     with pytest.raises(RequestError, match="no page is sealed of 40 tokens"):
         cache.bits_read(torch.zeros(2, 64))
     for width in (0, 41):
@@ -82,7 +83,7 @@ def test_attention_uses_nothing_but_the_bits_that_it_reports(per_head: int) -> N
     k, v = (x.half() for x in realistic(2, 256, 64))
     q = torch.randn(2 * per_head, 64, generator=torch.Generator().manual_seed(4))
     codec = get_codec("alignedkv")
-    cache = codec.compress(k, v)
+    cache = compress(codec, k, v)
     bits = cache.bits_read(q)
     expected = []
     for head in range(2 * per_head):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from disagg.codecs import banded, codec_names, get_codec
 from disagg.codecs.banded import Banded
-from disagg.codecs.cache import CompressedKV
 from disagg.codecs.contract import LEAD_UNITS, Prompt, Queries, lead_of, squares_by_unit, sum_lead
 from disagg.codecs.describe import describe
 from disagg.codecs.quantized import prompt_format
@@ -21,6 +20,7 @@ from disagg.errors import ConfigError
 from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.reference.quantize import quantize_fitted
 from disagg.kernels.reference.turn import read_order, read_signs
+from disagg.paged.compressed_kv import CompressedKV, compress
 from tests.synthetic import exact_attention, realistic, relative_error
 
 INPUTS = Path(__file__).parents[1] / "golden" / "inputs.npz"
@@ -48,7 +48,7 @@ def test_bits_a_number_with_scales_zeros_and_order(bits, most, head_dim):
 def test_channels_are_ordered_by_mean_q_squared_times_mean_squared_range(n):
     codec = Banded(bits=2, sink=64)
     k, v, q = tokens(n)
-    cache = codec.compress(k, v, q=q)
+    cache = compress(codec, k, v, q=q)
     end = min(n, 576)
     squares = q[:, 64:end].double().square().view(2, 3, -1, 64).mean((1, 2))
     pages = k[:, 64 : end - end % 64].double().view(2, -1, 64, 64)
@@ -63,11 +63,11 @@ def test_channels_are_ordered_by_mean_q_squared_times_mean_squared_range(n):
 def test_tokens_outside_the_lead_order_nothing():
     codec = Banded()
     k, v, q = tokens(1400)
-    one = order_of(codec.compress(k, v, q=q).runs()[0].segments, codec, 64)
+    one = order_of(compress(codec, k, v, q=q).runs()[0].segments, codec, 64)
     for x in (k, q):
         x[:, :64] *= 7
         x[:, 576:] = torch.randn_like(x[:, 576:])
-    other = order_of(codec.compress(k, v, q=q).runs()[-1].segments, codec, 64)
+    other = order_of(compress(codec, k, v, q=q).runs()[-1].segments, codec, 64)
     assert torch.equal(one, other)
 
 
@@ -75,7 +75,7 @@ def test_tokens_outside_the_lead_order_nothing():
 def test_a_prompt_without_a_page_leaves_sums_for_the_first_that_decoding_seals(n):
     codec = Banded()
     k, v, q = tokens(400)
-    cache = codec.compress(k[:, :n], v[:, :n], q=q[:, :n])
+    cache = compress(codec, k[:, :n], v[:, :n], q=q[:, :n])
     assert not cache.runs()
     cache.append(k[:, n:], v[:, n:])
     (run,) = cache.runs()  # all pages are of one segment
@@ -90,7 +90,7 @@ def test_a_prompt_without_a_page_leaves_sums_for_the_first_that_decoding_seals(n
 def test_pages_sealed_while_decoding_keep_the_order_of_the_first_segment():
     codec = Banded()
     k, v, q = tokens(1500)
-    cache = codec.compress(k[:, :1200], v[:, :1200], q=q[:, :1200])
+    cache = compress(codec, k[:, :1200], v[:, :1200], q=q[:, :1200])
     before = order_of(cache.runs()[0].segments, codec, 64)
     cache.append(k[:, 1200:], v[:, 1200:])
     assert [run.blocks.shape[0] for run in cache.runs()] == [8, 8, 5]
@@ -152,7 +152,7 @@ SINKING = ["kivi", "banded", "gear", "gear-l", "kcvt", "pertoken", "int8"]
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 127, 128, 200, 700])
 def test_the_first_tokens_stay_exact_in_front_of_the_pages(name, n):
     k, v = (x.half() for x in realistic(2, n + 70, 64))
-    cache = get_codec(f"{name}:sink=64").compress(k[:, :n], v[:, :n])
+    cache = compress(get_codec(f"{name}:sink=64"), k[:, :n], v[:, :n])
     for more in (0, 1, 69):
         done = cache.num_tokens + more
         cache.append(k[:, cache.num_tokens : done], v[:, cache.num_tokens : done])
@@ -167,8 +167,8 @@ def test_behind_a_sink_pages_are_those_of_a_prompt_that_begins_there(name):
     def pages(cache: CompressedKV) -> bytes:
         return b"".join(run.blocks.numpy().tobytes() for run in cache.runs())
 
-    whole = get_codec(f"{name}:sink=64").compress(k, v)
-    behind = get_codec(name).compress(k[:, 64:], v[:, 64:])
+    whole = compress(get_codec(f"{name}:sink=64"), k, v)
+    behind = compress(get_codec(name), k[:, 64:], v[:, 64:])
     if "gear" in name:  # power iterations start at a seed of the position
         assert len(pages(whole)) == len(pages(behind)) > 0
     else:
@@ -202,7 +202,7 @@ def test_ranges_of_channels_are_found_without_asking_the_host():
 @pytest.mark.parametrize("name", SINKING)
 def test_queries_that_stand_in_the_pages_behind_a_sink_see_nothing_of_the_future(name):
     n, width = 320, 200
-    cache = get_codec(f"{name}:sink=64").compress(*realistic(1, n, 64))
+    cache = compress(get_codec(f"{name}:sink=64"), *realistic(1, n, 64))
     q = torch.randn(2, width, 64, generator=torch.Generator().manual_seed(1))
     found = cache.attend(q)
     for i in (0, 99, width - 1):

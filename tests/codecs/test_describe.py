@@ -6,6 +6,7 @@ import torch
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.describe import describe, describe_all, measured_costs
 from disagg.codecs.registry import CODECS
+from disagg.paged.compressed_kv import compress
 
 AT_MOST = {  # percent of fp16 at 8192 and 2048 tokens, tail included, head dim 128
     "kivi:bits=2,group=64,residual=64": (16.3, 18.3),
@@ -40,7 +41,7 @@ def test_true_stored_size_is_at_most_what_was_promised(spec: str) -> None:
 @pytest.mark.parametrize("spec", AT_MOST)
 def test_the_row_says_what_a_cache_of_that_length_really_stores(spec: str) -> None:
     x = torch.randn(2, 1000, 128).half()
-    stored = get_codec(spec).compress(x, x, q=x[:, -8:]).nbytes
+    stored = compress(get_codec(spec), x, x, q=x[:, -8:]).nbytes
     assert 100 * stored / (4 * x.numel()) == pytest.approx(describe(spec, 2, 128, 1000).fp16_pct)
 
 

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from disagg.codecs import codec_names, get_codec
-from disagg.codecs.base import Codec
-from disagg.codecs.cache import CompressedKV, GrowingArena
-from disagg.codecs.contract import Queries, squares_by_unit, sum_lead
-from disagg.codecs.layer import LayerRecords, write_prompt
+from disagg.codecs.contract import Codec, Queries, squares_by_unit, sum_lead
 from disagg.codecs.quantized import QuantizedCodec
 from disagg.codecs.registry import holds
-from disagg.codecs.seals import Places
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
-from disagg.page import FinalAt
-from disagg.state import allocate_group
+from disagg.kv.page import FinalAt
+from disagg.kv.state import allocate_group
+from disagg.paged.append import Places
+from disagg.paged.compressed_kv import CompressedKV, GrowingArena, compress
+from disagg.paged.layer import LayerRecords, write_prompt
 from tests.synthetic import exact_attention, realistic, relative_error
 
 CODECS = ["raw", "raw:dtype=bf16", "kivi:bits=2,group=64,residual=64"]
@@ -81,10 +80,10 @@ def codec_group(codec: Codec) -> int:
     return int(getattr(codec, "group", getattr(codec, "block", 1)))
 
 
-def compress(codec: Codec, k: torch.Tensor, v: torch.Tensor) -> CompressedKV:
+def compress_prompt(codec: Codec, k: torch.Tensor, v: torch.Tensor) -> CompressedKV:
     """With queries for those that choose by attention."""
     queries = torch.randn(2 * k.shape[0], 1, k.shape[2], generator=torch.Generator().manual_seed(7))
-    return codec.compress(k, v, q=queries[:, : k.shape[1]].to(k.dtype))
+    return compress(codec, k, v, q=queries[:, : k.shape[1]].to(k.dtype))
 
 
 def stored(cache: CompressedKV) -> bytes:
@@ -107,7 +106,7 @@ def test_attention_on_bytes_is_attention_on_what_they_rebuild(codec, n, more, pe
         return
     k, v = realistic(2, n + more, head_dim)
     q = torch.randn(2 * per_head, head_dim, generator=torch.Generator().manual_seed(1))
-    cache = compress(codec, k[:, :n], v[:, :n])
+    cache = compress_prompt(codec, k[:, :n], v[:, :n])
     cache.append(k[:, n:], v[:, n:])
     seen = cache.reconstruct()
     assert seen[0].shape == seen[1].shape == k.shape
@@ -122,7 +121,7 @@ def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec):
     """
     n, more = 2300, 150
     k, v = realistic(2, n + more, 64)
-    cache = compress(codec, k[:, :n], v[:, :n])
+    cache = compress_prompt(codec, k[:, :n], v[:, :n])
     cache.append(k[:, n:], v[:, n:])
     assert cache.runs()
     generator = torch.Generator().manual_seed(4)
@@ -137,7 +136,7 @@ def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec):
 def test_sinks_and_caps_are_one_more_term_and_another_score_under_every_codec(codec):
     k, v = realistic(2, 1300, 64)
     q = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
-    cache, sinks = compress(codec, k, v), torch.linspace(-2, 6, 6)
+    cache, sinks = compress_prompt(codec, k, v), torch.linspace(-2, 6, 6)
     for cap in (0.0, 3.0):
         found = [cache.attend(x, Softmax(0.3, cap, sinks)) for x in (q, q.double())]
         wanted = exact_attention(q, *cache.reconstruct(), 0.3, cache.present(), cap, sinks)
@@ -150,8 +149,8 @@ def test_token_by_token_append_ends_in_the_same_bytes_as_one_compress(codec):
     if codec.final_at is not FinalAt.PAGE:
         pytest.skip("pages of this codec depend on more than their own tokens")
     k, v = realistic(2, 333, 64)
-    whole = compress(codec, k, v)
-    grown = compress(codec, k[:, :0], v[:, :0])
+    whole = compress_prompt(codec, k, v)
+    grown = compress_prompt(codec, k[:, :0], v[:, :0])
     for t in range(150):
         grown.append(k[:, t : t + 1], v[:, t : t + 1])
     grown.append(k[:, 150:], v[:, 150:])
@@ -203,7 +202,7 @@ def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec
         assert spans[0][0] == 0
         gaps = zip(spans, [*spans[1:], (layout.block_bytes, 0)], strict=True)
         assert all(0 <= start - end < 16 for (_, end), (start, _) in gaps)
-    cache = compress(codec, *realistic(2, 700, 64))
+    cache = compress_prompt(codec, *realistic(2, 700, 64))
     group, arena = cache.group, cache._arena.bytes
     q = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
     whole, first = cache.attend(q), group.address(group.page, cache._state.page_ids()[0], 0)
@@ -220,7 +219,7 @@ def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec
 def test_the_reconstruction_has_every_token_in_order(codec):
     for n in (0, 1, 63, 64, 65, 130, 300):
         k, v = realistic(2, n, 64)
-        cache = compress(codec, k, v)
+        cache = compress_prompt(codec, k, v)
         there = cache.present()[0]
         for original, seen in zip((k, v), cache.reconstruct(), strict=True):
             assert seen.shape == original.shape
@@ -232,9 +231,9 @@ def test_the_reconstruction_has_every_token_in_order(codec):
 
 def test_any_float_dtype_is_accepted(codec):
     k, v = realistic(2, 200, 64)
-    usual = relative_error(compress(codec, k, v).reconstruct()[0], k)
+    usual = relative_error(compress_prompt(codec, k, v).reconstruct()[0], k)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        seen = compress(codec, k.to(dtype), v.to(dtype)).reconstruct()[0]
+        seen = compress_prompt(codec, k.to(dtype), v.to(dtype)).reconstruct()[0]
         assert relative_error(seen, k) < 1.05 * usual + 2**-8, dtype
 
 
@@ -248,12 +247,12 @@ def test_hostile_values_stay_finite(codec):
     k[0, 3, 7], k[0, 70, 9], v[0, 5, 5] = 1e5, torch.inf, -torch.inf
     k[:, 128:192] = 3.0  # a page without any range
     v[:, 128:192] = 0.0
-    cache = compress(codec, k, v)
+    cache = compress_prompt(codec, k, v)
     _, seen_v = cache.reconstruct()
     assert torch.isfinite(cache.attend(torch.randn(4, 64))).all()
     assert torch.isfinite(torch.stack(cache.reconstruct())).all()
     assert not seen_v[0, 9].any()
-    wide = compress(codec, k.bfloat16(), v.bfloat16())  # the tail holds what pages cannot
+    wide = compress_prompt(codec, k.bfloat16(), v.bfloat16())  # the tail holds what pages cannot
     pages = slice(wide.group.sink, wide.group.sink + wide.group.sealed(256))
     assert all(torch.isfinite(seen[:, pages]).all() for seen in wide.reconstruct())
 
@@ -262,7 +261,7 @@ def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec):
     k, v = realistic(2, 420, 64)
     k, v = 1e6 * k, 1e6 * v
     for n in (5, 170, 400):  # a tail alone, and pages with a tail
-        cache = compress(codec, k[:, :n], v[:, :n])
+        cache = compress_prompt(codec, k[:, :n], v[:, :n])
         cache.append(k[:, n : n + 20], v[:, n : n + 20])
         q = torch.randn(4, 64, generator=torch.Generator().manual_seed(n))
         assert torch.isfinite(cache.attend(q)).all()
@@ -273,7 +272,7 @@ def test_infinity_in_v_that_no_query_sees_leaves_no_trace(codec):
     """K and V in the dtype of the tail are rounded too: 0 times infinity would be NaN."""
     k, v = (x.half() for x in realistic(2, 420, 64))
     v[:, [5, 300, 415]] = torch.inf
-    cache = compress(codec, k[:, :400], v[:, :400])
+    cache = compress_prompt(codec, k[:, :400], v[:, :400])
     cache.append(k[:, 400:], v[:, 400:])
     cache.group = replace(cache.group, window=4)
     assert torch.isfinite(cache.attend(torch.randn(4, 64))).all()

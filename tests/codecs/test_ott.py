@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from disagg.codecs import get_codec
-from disagg.codecs.cache import CompressedKV
 from disagg.codecs.exact import exact_format, slots_format
 from disagg.kernels.formats import POOL, RETIRED
 from disagg.kernels.reference.kept import KeptSlots, view_kept
 from disagg.kernels.reference.pages import DenseBlocks
+from disagg.paged.compressed_kv import CompressedKV, compress
 from tests.codecs.test_golden import golden
 from tests.synthetic import exact_attention, realistic, relative_error
 
@@ -30,7 +30,7 @@ def test_pools_and_codes_are_those_of_the_paper_s_algorithm() -> None:
     found = golden("ott_g128_r32_n3_oneshot")
     k, v = found["k"][0], found["v"][0]
     codec = get_codec(SPEC)
-    cache = codec.compress(k[:, :500], v[:, :500])
+    cache = compress(codec, k[:, :500], v[:, :500])
     cache.append(k[:, 500:], v[:, 500:])
     kept = kept_of(cache)
     for head in range(4):
@@ -54,7 +54,7 @@ def test_pools_and_codes_are_those_of_the_paper_s_algorithm() -> None:
 def test_kept_tokens_are_exact_and_their_places_are_never_attended() -> None:
     k, v = (x.half() for x in realistic(2, 600, 64))
     k[0, [7, 200, 201]] *= 0.01
-    cache = get_codec(SPEC).compress(k, v)
+    cache = compress(get_codec(SPEC), k, v)
     kept = kept_of(cache)
     assert positions(kept, 0, POOL) == [7, 200, 201]
     seen_k, seen_v = cache.reconstruct()
@@ -70,15 +70,15 @@ def test_kept_tokens_are_exact_and_their_places_are_never_attended() -> None:
 def test_the_first_layers_keep_nobody() -> None:
     k, v = realistic(2, 600, 64)
     codec = get_codec("ott:skip_layers=2")
-    assert not kept_of(codec.compress(k, v, layer=1)).states.any()
-    assert kept_of(codec.compress(k, v, layer=2)).states.any()
+    assert not kept_of(compress(codec, k, v, layer=1)).states.any()
+    assert kept_of(compress(codec, k, v, layer=2)).states.any()
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_low_rank_composes_with_outlier_tokens(rank: int) -> None:
     k, v = (x.half() for x in realistic(2, 2176, 64))
-    plain = get_codec(SPEC).compress(k, v).reconstruct()
-    both = get_codec(f"{SPEC},rank={rank}").compress(k, v).reconstruct()
+    plain = compress(get_codec(SPEC), k, v).reconstruct()
+    both = compress(get_codec(f"{SPEC},rank={rank}"), k, v).reconstruct()
     for exact, without, with_rank in zip((k, v), plain, both, strict=True):
         ratio = relative_error(with_rank, exact) / relative_error(without, exact)
         assert ratio < 0.99 if rank else ratio == 1.0

@@ -23,8 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-from disagg.codecs import tables
-from disagg.codecs.tables import Upload
 from disagg.config import EngineConfig
 from disagg.engine import engine as engine_module
 from disagg.engine import prefixes
@@ -39,6 +37,8 @@ from disagg.model import runner as runner_module
 from disagg.model.cache import Workspace
 from disagg.model.graphs import Recording
 from disagg.model.runner import Runner
+from disagg.paged import page_tables as tables
+from disagg.paged.page_tables import Upload
 from tests.kernels.launches import NoHost, pretend
 from tests.model.tiny import save_config
 

@@ -14,8 +14,8 @@ from disagg.engine.arena import (
     measure_memory,
     slab_bytes_for,
 )
-from disagg.plan import RecordShape
-from disagg.pool import Pool
+from disagg.kv.plan import RecordShape
+from disagg.kv.pool import Pool
 from disagg.transfer.records import ArenaSource
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import make_prompt

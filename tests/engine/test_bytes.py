@@ -9,8 +9,8 @@ from torch import Tensor
 
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill
+from disagg.kv.page import ARENA_UNIT
 from disagg.model.attention import Batch
-from disagg.page import ARENA_UNIT
 from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 

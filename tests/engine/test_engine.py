@@ -12,11 +12,10 @@ from disagg.engine import engine as engine_module
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled
 from disagg.kernels.cpu import library
+from disagg.kv.page import Item, Kind
+from disagg.kv.state import allocate_group
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
-from disagg.page import Kind
-from disagg.state import allocate_group
-from disagg.wire import Item
 from tests.engine.forced import allowed, collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
 from tests.engine.serving import Nowhere, answers, make_engine, request, run_until_idle, serve

@@ -12,10 +12,10 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import CapacityError, DisaggError, RequestError
+from disagg.kv.state import allocate_group
 from disagg.model import attention as attention_module
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
-from disagg.state import allocate_group
 from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle, serve
 from tests.model.tiny import VOCAB, random_prompt
 

@@ -8,8 +8,8 @@ from disagg.codecs.h2o import H2O
 from disagg.codecs.registry import codec_names
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill
+from disagg.kv.page import RAW_TOKENS
 from disagg.model.cache import LAST_QUERIES
-from disagg.page import RAW_TOKENS
 from disagg.transfer.records import ArenaSource, Checklist
 from tests.engine.margins import assert_same, serve_watched
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve

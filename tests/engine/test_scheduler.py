@@ -4,7 +4,7 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.scheduler import Scheduler, urgency
 from disagg.engine.sequence import ARROWS, Request, SamplingParams, Sequence, Status
 from disagg.errors import CapacityError
-from disagg.pool import HostArena, Pool, Rows
+from disagg.kv.pool import HostArena, Pool, Rows
 
 SHAPE = KVShape(num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None))
 KIVI = "kivi:bits=2,group=64,residual=64"

@@ -3,7 +3,7 @@
 import pytest
 
 from disagg.engine.messages import Admit, Prefill
-from disagg.state import allocate_group
+from disagg.kv.state import allocate_group
 from tests.engine.serving import Nowhere, make_engine, request, run_until_idle
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt

@@ -23,7 +23,7 @@ from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from disagg.model.static import parts_of, size_of
 from disagg.transfer.messages import Role
-from disagg.workers.worker import Worker
+from disagg.worker.worker import Worker
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle
 from tests.model.test_graphs import MIXED, EagerRecorder
 from tests.model.tiny import random_prompt
@@ -120,8 +120,8 @@ def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reac
 
 def test_a_worker_whose_kernels_are_wrong_refuses_to_start(runner, monkeypatch):
     runner.record_steps(EagerRecorder())
-    monkeypatch.setattr("disagg.codecs.doctor.GPU_BYTES", 0.0)
-    monkeypatch.setattr("disagg.codecs.doctor._error", lambda found, wanted: 0.5)
+    monkeypatch.setattr("disagg.paged.doctor.GPU_BYTES", 0.0)
+    monkeypatch.setattr("disagg.paged.doctor._error", lambda found, wanted: 0.5)
     worker = Worker(Config(KIVI), Role.BOTH, "w", runner=runner)
     with pytest.raises(ConfigError, match="encode of kivi"):
         worker.start()

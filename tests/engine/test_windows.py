@@ -8,22 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.codecs.cache import CompressedKV, GrowingArena
-from disagg.codecs.layer import StepLayers
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.codecs.registry import get_codec
-from disagg.codecs.seals import Growth, append_tokens, seal_tails, take_records
 from disagg.config import EngineConfig
 from disagg.engine.messages import Move, Prefill
 from disagg.engine.prefixes import MODEL
 from disagg.errors import PromptTooLongError
+from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.prefix_keys import content_keys
+from disagg.kv.state import GroupState
 from disagg.llm import LLM, SamplingParams
 from disagg.model.cache import Workspace
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
-from disagg.plan import LayerGroup, Plan
-from disagg.state import GroupState
-from disagg.transfer.records import Checklist, content_keys
+from disagg.paged.append import Growth, append_tokens, seal_tails, take_records
+from disagg.paged.compressed_kv import CompressedKV, GrowingArena
+from disagg.paged.layer import StepLayers
+from disagg.transfer.records import Checklist
 from tests.engine.margins import assert_same
 from tests.engine.serving import Nowhere, make_engine, request, run_until_idle, serve
 from tests.model.reference import ReferenceModel
@@ -124,8 +125,13 @@ def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(p
         out, index = run(self, layer, q, *rest), plan.group_of[layer]
         group, (sequence,) = plan.groups[index], engine._scheduler.active
         if layer == group.layers[0]:
-            cache = CompressedKV(codec_of(group), group, sequence.groups[index], arena)
-            cache.num_tokens = sequence.n + 1
+            cache = CompressedKV(
+                codec_of(group),
+                group,
+                sequence.groups[index],
+                arena,
+                num_tokens=sequence.n + 1,
+            )
             seen = slice(-min(cache.num_tokens, group.window or cache.num_tokens), None)
             k, v = (x[:, seen] for x in cache.reconstruct())
             errors.append(relative_error(out[0], exact_attention(q[:, 0], k, v, rest[-1].scale)))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from disagg.codecs.cache import CompressedKV
 from disagg.codecs.registry import get_codec
 from disagg.eval.paged import EXACT, PagedKV, prefill
 from disagg.model.attention import attend_exact
 from disagg.model.runner import Runner
+from disagg.paged.compressed_kv import compress
 from tests.engine.serving import make_engine, serve
 from tests.model.tiny import random_prompt, save_tiny
 
@@ -59,7 +59,7 @@ def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runne
     outputs = PagedKV(runner, codec, prompt).attend(prompt)
     for layer, kv in enumerate(prompt):
         q = kv.queries.last
-        cache = CompressedKV.from_prompt(get_codec(codec), kv.k, kv.v, layer, q)
+        cache = compress(get_codec(codec), kv.k, kv.v, layer, q)
         expected = cache.attend(q[:, -1])
         assert torch.allclose(outputs[layer][-1], expected, atol=1e-5)
 

@@ -36,16 +36,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from disagg.codecs import get_codec
-from disagg.codecs.base import Codec
-from disagg.codecs.cache import GrowingArena
-from disagg.codecs.contract import Prompt, Queries
-from disagg.codecs.layer import attend_step, write_prompt, write_step
-from disagg.codecs.seals import Growth, Places, take_records
-from disagg.codecs.tables import GroupStep, plan_step, upload
+from disagg.codecs.contract import Codec, Prompt, Queries
 from disagg.kernels.gpu import bits
 from disagg.kernels.view import Softmax
-from disagg.plan import LayerGroup
-from disagg.state import allocate_group
+from disagg.kv.plan import LayerGroup
+from disagg.kv.state import allocate_group
+from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.compressed_kv import GrowingArena
+from disagg.paged.layer import attend_step, write_prompt, write_step
+from disagg.paged.page_tables import GroupStep, plan_step, upload
 
 DEVICE = torch.device("cuda:0")
 ADDRESS = 1 << 40  # of every storage: aligned, as those of torch are

@@ -6,8 +6,8 @@ import torch
 from disagg.kernels import ops
 from disagg.kernels.gpu import aligned as gpu_aligned
 from disagg.kernels.gpu import attend as gpu
+from disagg.kernels.gpu.combine import merge
 from disagg.kernels.gpu.plan import units_of
-from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import aligned
 from disagg.kernels.sealing import Target
 from tests.kernels import cases

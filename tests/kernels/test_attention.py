@@ -13,8 +13,8 @@ from disagg.kernels.cpu import attend as cpu
 from disagg.kernels.cpu import library
 from disagg.kernels.formats import ExactFormat, Format
 from disagg.kernels.gpu import attend as gpu
+from disagg.kernels.gpu.combine import merge
 from disagg.kernels.gpu.plan import is_supported
-from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes, exact
 from disagg.kernels.view import Partial
 from tests.kernels import cases

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.kernels import ops
 from disagg.kernels.cpu import library
-from disagg.kernels.gpu import reduce
+from disagg.kernels.gpu import combine
 from disagg.kernels.view import Softmax
+from disagg.paged.compressed_kv import CompressedKV, GrowingArena, compress
 from tests.kernels.cases import DEVICE
 from tests.synthetic import realistic, relative_error
 
@@ -37,7 +37,7 @@ def make_cache(spec: str, device: str, heads=3, head_dim=64) -> tuple[Compressed
     k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, head_dim))
     prompt = tokens + 70
     q = torch.randn(heads, 9, head_dim, generator=torch.Generator().manual_seed(1)).to(device)
-    cache = codec.compress(k[:, :prompt], v[:, :prompt], layer=3, q=q[:, 1:])
+    cache = compress(codec, k[:, :prompt], v[:, :prompt], layer=3, q=q[:, 1:])
     cache.append(k[:, prompt:], v[:, prompt:])
     return cache, q[:, 0]
 
@@ -46,7 +46,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Do what ops do on a GPU, on whatever device this is; the names of what is launched."""
     monkeypatch.setattr(ops, "on_gpu", lambda x: True)
     launched: list[str] = []
-    kind = type(reduce.merge_kernel)
+    kind = type(combine.merge_kernel)
     launch = kind.__getitem__
 
     def note(kernel, grid):
@@ -86,7 +86,7 @@ class DirtyArena(GrowingArena):
 def test_what_memory_held_before_is_never_seen(spec, monkeypatch):
     watch(monkeypatch)
     clean, q = make_cache(spec, DEVICE)
-    monkeypatch.setattr("disagg.codecs.cache.GrowingArena", DirtyArena)
+    monkeypatch.setattr("disagg.paged.compressed_kv.GrowingArena", DirtyArena)
     dirty, _ = make_cache(spec, DEVICE)
     assert torch.equal(dirty.attend(q), clean.attend(q))
 

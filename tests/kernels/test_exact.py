@@ -8,7 +8,7 @@ from torch import Tensor
 
 from disagg.kernels.formats import FREE, POOL, RETIRED, ExactFormat, SlotsFormat
 from disagg.kernels.gpu import attend as gpu
-from disagg.kernels.gpu.reduce import merge
+from disagg.kernels.gpu.combine import merge
 from disagg.kernels.reference import exact
 from disagg.kernels.view import View
 from tests.kernels.cases import BASE, DEVICE, Case, append_records, assert_alike, place, raw_format

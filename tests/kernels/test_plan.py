@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from disagg.codecs import get_codec
 from disagg.codecs.quantized import prompt_format
-from disagg.codecs.tables import PageTable, room_for_units
 from disagg.kernels.gpu import plan
+from disagg.paged.page_tables import PageTable, room_for_units
 
 PAGE = plan.Tile(64, 4096)
 SEQUENCE = st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 9))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from disagg.kernels.gpu import attend as gpu
-from disagg.kernels.gpu.reduce import UnitPartials, merge
+from disagg.kernels.gpu.combine import UnitPartials, merge
 from disagg.kernels.reference import softmax
 from tests.kernels.cases import (
     DEVICE,

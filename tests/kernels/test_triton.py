@@ -19,8 +19,8 @@ from disagg.kernels.gpu.bits import (
     spelling_for,
     takes_subnormals,
 )
+from disagg.kernels.gpu.combine import merge
 from disagg.kernels.gpu.plan import is_supported
-from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes
 from disagg.kernels.sealing import Target
 from tests.kernels import cases, test_attention

@@ -11,11 +11,10 @@ from starlette.types import ASGIApp
 from disagg.errors import DisaggError
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
+from disagg.router.router import Output, Peer, Router
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
-from disagg.transfer.messages import Role, WorkerStatus
-from disagg.workers.members import Started
-from disagg.workers.router import Output, Peer, Router
+from disagg.transfer.messages import Role, Started, WorkerStatus
 from tests.model.tiny import byte_tokenizer
 
 KV = {"codec": "raw", "tokens": 3, "fp16_bytes": 40, "fp8_bytes": 20, "wire_bytes": 10}

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from unittest.mock import Mock, patch
 
 from disagg.config import Config, ModelConfig, ServerConfig
+from disagg.launch import ray_cluster as launch
 from disagg.server.service import Service
 from disagg.transfer.messages import Role
 from disagg.transfer.security import Security
-from disagg.workers import launch
-from disagg.workers.worker import Worker
-from tests.workers.pairs import TOKEN, House
+from disagg.worker.worker import Worker
+from tests.worker.pairs import TOKEN, House
 
 
 @dataclass(frozen=True)

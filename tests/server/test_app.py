@@ -12,8 +12,8 @@ import pytest
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
 from disagg.server.app import create_app
+from disagg.server.output_text import Piece
 from disagg.server.reply import merged
-from disagg.server.text import Piece
 from tests.server.conftest import KV, A, completions_of
 from tests.server.visits import ask, assert_counted, chat, events, post, refused, send
 

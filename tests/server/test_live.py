@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from disagg.server.views import LIVE_PAGE
+from disagg.server.info_routes import LIVE_PAGE
 from tests.server.running import Running, running
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana" / "disagg.json"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 from disagg.errors import CorruptFrameError
-from disagg.pool import Pool
+from disagg.kv.pool import Pool
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import PageFrame, Ticket

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from disagg.metrics import HandoffStats
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.direct import DirectServer
@@ -17,6 +16,7 @@ from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
+from disagg.transfer.stats import HandoffStats
 from disagg.wire import Buffer, PageFrame, Ticket, message_frame, unpack
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import MODEL, Prompt

@@ -5,14 +5,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from disagg.page import ARENA_UNIT, FinalAt, Kind, make_layout, make_raw_layout
-from disagg.plan import LayerGroup, Plan
-from disagg.pool import Arena, Copies, HostArena, Pool
-from disagg.state import GroupState, allocate_group
+from disagg.kv.page import ARENA_UNIT, FinalAt, Item, Kind, make_layout, make_raw_layout
+from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.pool import Arena, Copies, HostArena, Pool
+from disagg.kv.prefix_keys import units_of
+from disagg.kv.state import GroupState, allocate_group
 from disagg.transfer.messages import Job
-from disagg.transfer.records import Addresses, ArenaSource, Checklist, units_of
+from disagg.transfer.records import Addresses, ArenaSource, Checklist
 from disagg.transfer.reservations import Terms
-from disagg.wire import Commit, Item, PageFrame, Ticket, digest
+from disagg.wire import Commit, PageFrame, Ticket, digest
 
 MODEL = "a-model"
 EPOCH = 7

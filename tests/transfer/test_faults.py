@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 import pytest
 
 from disagg.errors import PeerLostError, ReservationError
-from disagg.metrics import HandoffStats
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach
 from disagg.transfer.sender import Sender
+from disagg.transfer.stats import HandoffStats
 from tests.transfer.peer import HOST, QUICK, hand_over, open_peer, process, until
 from tests.transfer.prompts import Prompt, make_prompt
 

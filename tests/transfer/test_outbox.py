@@ -9,11 +9,12 @@ import pytest
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
 from disagg.errors import CorruptFrameError
-from disagg.metrics import HandoffStats
+from disagg.kv.page import Item
 from disagg.transfer.messages import Ack, Attached
 from disagg.transfer.records import Checklist
 from disagg.transfer.sender import Outbox
-from disagg.wire import MAX_FRAME_BYTES, Item, PageFrame, Ticket, pack, unpack
+from disagg.transfer.stats import HandoffStats
+from disagg.wire import MAX_FRAME_BYTES, PageFrame, Ticket, pack, unpack
 from tests.transfer.prompts import Prompt, make_prompt
 
 TICKET = Ticket(3, 7, 1)

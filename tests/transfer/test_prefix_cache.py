@@ -7,13 +7,14 @@ import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
-from disagg.page import ARENA_UNIT, Kind
-from disagg.pool import HostArena, Pool
+from disagg.kv.page import ARENA_UNIT, Item, Kind
+from disagg.kv.pool import HostArena, Pool
+from disagg.kv.prefix_keys import Unit, content_keys, units_of
 from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
-from disagg.transfer.records import Addresses, Checklist, Unit, content_keys, units_of
+from disagg.transfer.records import Addresses, Checklist
 from disagg.transfer.reservations import Admission, State
-from disagg.wire import Item, Ticket
+from disagg.wire import Ticket
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import (
     BY_PAGE,

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from disagg.errors import CorruptFrameError, RequestError, ReservationError, VersionError
-from disagg.pool import Pool
+from disagg.kv.page import Item
+from disagg.kv.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.messages import Ack, Attach, Attached, Credit, fill
-from disagg.wire import Commit, Frame, Item, Ticket, frame_message, pack
+from disagg.wire import Commit, Frame, Ticket, frame_message, pack
 from tests.transfer.desk import corrupt
 from tests.transfer.peer import Peer, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, SlowArena, make_related

@@ -9,18 +9,12 @@ import pytest
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
 from disagg.errors import LayoutError, TransferError
-from disagg.page import Kind
-from disagg.plan import Plan
-from disagg.state import Run
-from disagg.transfer.records import (
-    Addresses,
-    ArenaSource,
-    Arrivals,
-    Checklist,
-    content_keys,
-    units_of,
-)
-from disagg.wire import Item, Ticket
+from disagg.kv.page import Item, Kind
+from disagg.kv.plan import Plan
+from disagg.kv.prefix_keys import content_keys, units_of
+from disagg.kv.state import Run
+from disagg.transfer.records import Addresses, ArenaSource, Arrivals, Checklist
+from disagg.wire import Ticket
 from tests.transfer.prompts import (
     BY_PAGE,
     BY_PROMPT,

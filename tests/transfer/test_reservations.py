@@ -11,11 +11,11 @@ from unittest.mock import Mock
 import pytest
 
 from disagg import errors
-from disagg.page import Kind
-from disagg.pool import Rows
+from disagg.kv.page import Item, Kind
+from disagg.kv.pool import Rows
 from disagg.transfer import reservations
 from disagg.transfer.messages import Ack, Attach, Grant
-from disagg.wire import Item, Ticket
+from disagg.wire import Ticket
 from tests.transfer.desk import SMALL, Desk
 from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, make_related
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError, TransferError
-from disagg.pool import Rows
+from disagg.kv.pool import Rows
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import MEMORY_S, Admission, State

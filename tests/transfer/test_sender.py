@@ -12,7 +12,7 @@ import pytest
 from disagg import errors
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
-from disagg.page import Kind, make_layout
+from disagg.kv.page import Kind, make_layout
 from disagg.transfer import rpc
 from disagg.transfer.channel import Channel, ChannelOptions, Peers
 from disagg.transfer.link import LinkReport, Pace

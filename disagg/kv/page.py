@@ -1,0 +1,141 @@
+"""Where every byte is. Pure arithmetic: no tensors, no arena, no codec by name.
+
+    arena        uint8, one per worker; a page id is an address in it: byte offset / 128
+    page         T tokens of one sequence     │ layer page │ layer page │ ...  of a layer group
+    layer page   what is sent and hashed      │ block │ block │ ...            one per KV head
+    block        planes, 16-byte aligned      │ K codes │ V codes │ K scale │ ...
+
+A segment, a side record and a raw page have the same shape with layouts of their own. Codecs write
+these bytes, the wire carries them, the pool stores them, kernels read them: all four know this
+file and none knows another.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple
+
+from disagg.errors import LayoutError
+
+FORMAT_VERSION = 1
+ARENA_UNIT = 128  # bytes; page ids count these, so int32 ids reach 256 GiB
+PLANE_ALIGN = 16  # bytes; one vector load of a GPU thread
+RAW_TOKENS = 16  # tokens of a raw page
+SEGMENT_TOKENS = 2048  # tokens that share a segment, counted from the first page; most codecs'
+
+ITEM_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+ITEM_BYTES |= {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def align(size: int, to: int) -> int:
+    """`size` rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+class Kind(StrEnum):
+    """What a layout describes."""
+
+    PAGE = "page"
+    SEGMENT = "segment"
+    SIDE = "side"
+    RAW = "raw"
+
+    __hash__ = str.__hash__  # as equality does; and every item is looked up by its kind
+
+
+class Item(NamedTuple):
+    """One layer page of one record of a hand-off: what is sent, hashed and acknowledged."""
+
+    kind: Kind
+    group: int
+    layer: int
+    record: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.record} of layer {self.layer}"
+
+
+def items_of(kind: Kind, group: int, layer: int, records: Iterable[int]) -> list[Item]:
+    """The items of these records of a layer. A long prompt has 70,000, so nothing here is slow."""
+    fields = zip(repeat(kind), repeat(group), repeat(layer), records, strict=False)
+    return [*map(partial(tuple.__new__, Item), fields)]
+
+
+class FinalAt(StrEnum):
+    """When the bytes of a codec's pages are final: what can be sent early, shared and resumed."""
+
+    PAGE = "page"
+    SEGMENT = "segment"
+    PROMPT = "prompt"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One named tensor inside a block: `shape` in items of `dtype`, at `offset` bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The planes of one block: the part of a record that one layer and one KV head own.
+
+    spec:        canonical codec spec that wrote the bytes, "kivi:bits=2,group=64,residual=64"
+    tokens:      tokens that one record covers; 0 for a side record
+    block_bytes: size of a block, a multiple of 16
+    fingerprint: 16 hex digits; two layouts with equal fingerprints mean the same bytes
+    """
+
+    spec: str
+    kind: Kind
+    tokens: int
+    planes: tuple[Plane, ...]
+    block_bytes: int
+    fingerprint: str
+
+    def plane(self, name: str) -> Plane:
+        """The plane called `name`; LayoutError lists the known ones."""
+        for plane in self.planes:
+            if plane.name == name:
+                return plane
+        known = ", ".join(plane.name for plane in self.planes)
+        raise LayoutError(f"layout {self.spec} ({self.kind}) has no plane {name!r}; it has {known}")
+
+
+def make_layout(
+    spec: str, kind: Kind, tokens: int, planes: Iterable[tuple[str, str, tuple[int, ...]]]
+) -> Layout:
+    """Lay planes (name, dtype, shape) one after another, each on a 16-byte boundary."""
+    placed: list[Plane] = []
+    end = 0
+    for name, dtype, shape in planes:
+        plane = Plane(name, dtype, shape, align(end, PLANE_ALIGN))
+        placed.append(plane)
+        end = plane.offset + plane.nbytes
+    block_bytes = align(end, PLANE_ALIGN)
+    identity = (FORMAT_VERSION, spec, kind.value, tokens, block_bytes, tuple(map(str, placed)))
+    return Layout(spec, kind, tokens, tuple(placed), block_bytes, fingerprint_of(identity))
+
+
+def make_raw_layout(dtype: str, head_dim: int) -> Layout:
+    """A raw page: 16 tokens of exact K and V, token-major."""
+    shape = (RAW_TOKENS, head_dim)
+    return make_layout(
+        f"raw:dtype={dtype}", Kind.RAW, RAW_TOKENS, [("k", dtype, shape), ("v", dtype, shape)]
+    )
+
+
+def fingerprint_of(identity: object) -> str:
+    """16 hex digits that stand for a tuple of plain values."""
+    return hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()

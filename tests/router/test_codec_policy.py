@@ -1,0 +1,107 @@
+"""The codec of who leaves it to the service: the rule, and the rule on a link that drops."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.router.codec_policy import Candidate, Choices, choose
+
+PAIR = ("p", "d")
+NBYTES = {"raw": 1.0, "fp8": 0.5, "kivi": 0.32, "banded": 0.28}  # of what a prompt has in fp16
+ERRORS = {"raw": 0.0005, "fp8": 0.062, "kivi": 0.063, "banded": 0.105}
+LISTED = [Candidate(codec, NBYTES[codec], error) for codec, error in ERRORS.items()]
+
+
+CHOSEN = [
+    (0.2, 9, 9, ("raw", "accurate")),
+    (0.2, 9, 0.6, ("fp8", "deadline")),
+    (0.2, 9, 0.3, ("banded", "deadline")),
+    (0.2, 9, 0.2, ("banded", "late")),
+    (0.1, 9, 0.3, ("kivi", "late")),
+    (0.2, 0.4, 9, ("kivi", "room")),
+    (0.2, 0.1, 9, ("banded", "room")),
+    (0.0001, 9, 0.3, ("raw", "budget")),
+]
+
+
+@pytest.mark.parametrize(("budget", "room", "timely", "wanted"), CHOSEN)
+def test_it_is_the_most_accurate_in_the_budget_with_room_and_in_time(budget, room, timely, wanted):
+    best, reason = choose(LISTED, budget, room, timely)
+    assert (best.codec, reason) == wanted
+
+
+def test_the_first_that_is_listed_is_taken_while_no_error_is_known():
+    candidates = [Candidate("kivi", 0.3), Candidate("raw", 1.0)]
+    assert choose(candidates, 0.1, 9, 9) == (candidates[0], "unmeasured")
+
+
+numbers = st.floats(0, 1)
+some = st.builds(Candidate, st.just("c"), numbers, st.one_of(numbers, st.just(math.inf)))
+
+
+@given(st.lists(some, min_size=1, max_size=5), numbers, numbers, numbers)
+def test_nothing_above_the_budget_or_late_while_there_is_better(candidates, budget, room, timely):
+    best, _ = choose(candidates, budget, room, timely)
+    assert best in candidates
+    fitting = [x for x in candidates if x.error <= budget and x.nbytes <= min(room, timely)]
+    if fitting:
+        assert best in fitting
+        assert best.error == min(x.error for x in fitting)
+    elif any(x.error <= budget for x in candidates):
+        assert best.error <= budget
+
+
+def test_of_errors_the_mean_is_kept_and_of_layer_groups_the_worst():
+    choices = Choices()
+    for worst in (0.2, float("nan"), 0.4):
+        choices.learn({"attention_error": {"kivi": [0.1, worst]}}, PAIR)
+    assert choices.errors["kivi"].value == pytest.approx(0.3)
+
+
+def test_without_a_link_nothing_is_late():
+    choices = Choices()
+    choices.learn({"link_bytes_per_s": 1e-9, "attention_error": {"raw": [0.0]}}, ("b", "b"))
+    assert choices.choose({"raw": 9.0}, 0.1, 99, ("b", "b"), 1.0, 0.0) == ("raw", "accurate")
+
+
+def test_what_is_on_the_link_already_comes_first():
+    choices = Choices()
+    choices.learn({"attention_error": {x: [e] for x, e in ERRORS.items()}}, PAIR)
+    choices.learn({"link_bytes_per_s": 1.0}, PAIR)
+    chosen = [choices.choose(NBYTES, 0.2, 9, PAIR, 2.0, ahead)[0] for ahead in (0.5, 0.8, 1.2)]
+    assert chosen == ["raw", "fp8", "kivi"]
+    assert sum(choices.chosen.values()) == 3
+
+
+def play(fixed: str = "", requests: int = 300) -> tuple[list[str], list[bool], list[float]]:
+    """Prompts one after another, each 1 s of prefill, over a link of 4, 1/8 and 4 times what that
+    makes: the codecs, whether deadline and budget were met, and the errors."""
+    choices, noise = Choices(), random.Random(1)
+    codecs, met, errors = list[str](), list[bool](), list[float]()
+    for number in range(requests):
+        rate = (4.0, 1 / 8, 4.0)[3 * number // requests]
+        codec = fixed or choices.choose(NBYTES, 0.15, 99, PAIR, 3.0, 0.0)[0]
+        seconds = max(1.0, NBYTES[codec] / rate)
+        factor = noise.uniform(0.7, 1.3)
+        told = {x: [factor * error] for x, error in ERRORS.items()}
+        stats = {"link_bytes_per_s": rate, "attention_error": {} if number % 8 else told}
+        choices.learn(stats, PAIR)
+        codecs.append(codec)
+        errors.append(factor * ERRORS[codec])
+        met.append(seconds <= 3.0 and errors[-1] <= 0.15)
+    return codecs, met, errors
+
+
+def test_on_a_link_that_drops_and_returns_it_moves_to_fewer_bits_and_back():
+    codecs, met, errors = play()
+    assert codecs[0] == codecs[1] == "raw"
+    assert codecs[99::100] == ["raw", "banded", "raw"]
+    assert sum(a != b for a, b in pairwise(codecs)) == 2
+    fixed = [play(codec) for codec in NBYTES]
+    _, best_met, best_errors = max(fixed, key=lambda one: (sum(one[1]), -sum(one[2])))
+    assert sum(met) >= sum(best_met) - 0.02 * len(met)
+    assert sum(errors) < sum(best_errors)

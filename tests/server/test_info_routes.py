@@ -1,0 +1,178 @@
+"""What the service tells of itself, and who may stop it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from disagg import __version__
+from disagg.errors import ConfigError, PeerLostError
+from disagg.server.metrics import Counts
+from disagg.server.output_text import Piece
+from tests.server.conftest import KV, said
+from tests.server.visits import assert_counted, events, figures_of, get, post, refused, send
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/metrics"])
+def test_a_load_balancer_may_ask_for_heads_alone(path, app):
+    """The server leaves the body out."""
+    whole, head = get(app, path), send(app, "HEAD", path)
+    assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
+
+
+def test_ready_follows_the_workers_and_health_does_not(app, router):
+    assert get(app, "/ready").status_code == 200
+    router.ready = False
+    response = get(app, "/ready")
+    told = {"status": "starting", "lacks": "decode 0 of 1; for 3 s"}
+    assert (response.status_code, response.json()) == (503, told)
+    assert get(app, "/health").status_code == 200
+
+
+def test_models_and_status_tell_what_is_served(app, router):
+    (model,) = get(app, "/v1/models").json()["data"]
+    assert get(app, "/v1/models/tiny").json() == model == get(app, "/v1/models//models/tiny").json()
+    assert refused(get(app, "/v1/models/gpt-4"), 404, "model", "model")
+    assert get(app, "/version").json() == {"version": __version__}
+    told = model["id"], model["root"], model["max_model_len"]
+    assert told == ("tiny", "/models/tiny", 20)
+    router.says["d"] = PeerLostError("gone")
+    status = get(app, "/status").json()
+    assert (status["model"], status["codec"], status["requests"]) == ("tiny", "raw", 0)
+    assert [worker["name"] for worker in status["workers"]] == ["p", "d"]
+    assert status["workers"][0]["gauges"] == {"jobs": 0.0}
+    assert status["workers"][1]["error"] == "gone"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_answer_is_counted_streamed_or_not(stream, app, router):
+    for kv in (KV, KV, KV | {"wire_bytes": 0}):  # the last one is served whole: no hand-off
+        router.kv = kv
+        post(app, stream=stream)
+    wanted = {
+        "vllm:request_success_total{finished_reason=length}": 3,
+        "vllm:prompt_tokens_total": 9,
+        "vllm:generation_tokens_total": 12,
+        "vllm:time_to_first_token_seconds_count": 3,
+        "vllm:request_queue_time_seconds_sum": 1.5,
+        "vllm:e2e_request_latency_seconds_count": 3,
+        "vllm:inter_token_latency_seconds_count": 9,
+        "vllm:request_prompt_tokens_sum": 9,
+        "vllm:request_generation_tokens_sum": 12,
+        "disagg_kv_transfer_bytes_total{codec=raw,kind=wire}": 20,
+        "disagg_kv_transfer_seconds_count{phase=encode}": 2,
+    }
+    found = assert_counted(app, wanted)
+    assert not any(name.startswith("disagg_request_failures_total") for name in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_a_prompt_is_scored_with_neither_ends_it_nor_counts(stream, app):
+    answer = post(app, echo=True, max_tokens=0, stop="a", stream=stream)
+    last = events(answer.text)[-1] if stream else answer.json()
+    assert last["choices"][0]["finish_reason"] == "length"
+    found = assert_counted(app, {"vllm:request_success_total{finished_reason=length}": 1})
+    assert found.get("vllm:generation_tokens_total", 0) == 0
+
+
+@pytest.mark.parametrize(("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))])
+def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums, router):
+    counts = Counts("tiny")
+    counts.finished(times, Piece("", len(times) - 1, "stop"), 3)
+    found = figures_of(counts.scrape([], router).decode())
+    series = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token")
+    assert tuple(found.get(f"vllm:{name}_seconds_sum", 0) for name in series) == sums
+
+
+def test_a_role_that_nobody_has_any_more_has_no_gauges(router):
+    gauges = {"engine_running": 5, "arena_bytes": 10, "used_bytes": 5}
+    counts, leaving = Counts("tiny"), {"name": "d", "role": "none", "gauges": gauges, "pid": 1}
+    for workers, there in (([leaving], True), ([], False)):
+        found = figures_of(counts.scrape(workers, router).decode())
+        assert ("vllm:num_requests_running{role=none}" in found) == there
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(stream, app, router):
+    router.refuses = ConfigError("unknown codec")
+    post(app, stream=stream)
+    router.refuses, router.breaks, router.pause_at = None, PeerLostError("gone"), 1
+    router.go.set()
+    post(app, stream=stream)
+    failed = "disagg_request_failures_total{{reason={}}}".format
+    found = assert_counted(app, {failed("config"): 1, failed("peer_lost"): 1})
+    assert not any(name.startswith("vllm:request_success_total") for name in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_end_because_another_one_failed_are_counted_with_it(stream, app, router):
+    router.breaks, router.pause_at = PeerLostError("gone"), 1
+    router.go = SimpleNamespace(wait=asyncio.Semaphore(1).acquire)  # of one answer
+    post(app, stream=stream, n=3)
+    found = assert_counted(app, {"disagg_request_failures_total{reason=peer_lost}": 3})
+    assert not any("reason=cancelled" in name for name in found)
+
+
+def test_clients_cannot_make_labels_without_end(app, router):
+    for group in range(20):
+        for codec in (f"kivi:bits=2,group={group}", f"0-{group}:kivi;{group + 1}-:raw"):
+            router.kv = KV | {"codec": codec}
+            post(app, codec=codec)
+    router.kv = KV | {"codec": "raw:dtype=fp16"}
+    post(app)
+    wire = "disagg_kv_transfer_bytes_total{{codec={},kind=wire}}".format
+    found = figures_of(get(app, "/metrics").text)
+    there = {name for name in found if "_bytes_total" in name and "kind=wire" in name}
+    assert there == {*map(wire, ("kivi", "plan", "raw:dtype=fp16"))}
+
+
+def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, router):
+    dispatch, router.waiting = router.dispatch, 5
+    dispatch.choices.learn({"attention_error": {"fp8": [0.0625]}}, ("p", "d"))
+    dispatch.choices.chosen["fp8", "deadline"] = 3
+    dispatch.routed["prefill", "knows_most"] = 2
+    doing = {"engine_running": 3, "engine_waiting": 2, "engine_held": 1}
+    held = {"used_bytes": 30, "arena_bytes": 120}
+    counts = {"expired": 2, "damaged": 1, "preempted": 4}
+    counts |= {"received_tokens": 40, "shared_tokens": 2}
+    router.says["p"] = said({"jobs": 7}, counts={"computed_tokens": 30, "cached_tokens": 12})
+    router.says["d"] = said(doing | held, counts=counts, failures={"peer_lost": 3})
+    wanted = {
+        "disagg_queue_requests": 5,
+        "disagg_attention_error{codec=fp8}": 0.0625,
+        "disagg_codec_choices_total{codec=fp8,reason=deadline}": 3,
+        "disagg_routed_total{reason=knows_most,role=prefill}": 2,
+        "disagg_worker{role=prefill,what=jobs,worker=p}": 7,
+        "vllm:num_requests_running{role=decode}": 3,
+        "vllm:num_requests_waiting{role=decode}": 2,
+        "disagg_held_sequences{role=decode}": 1,
+        "vllm:kv_cache_usage_perc{role=decode}": 0.25,
+        "vllm:num_preemptions_total{role=decode}": 4,
+        "vllm:prompt_tokens_by_source_total{role=prefill,source=local_compute}": 30,
+        "vllm:prompt_tokens_by_source_total{role=prefill,source=local_cache_hit}": 12,
+        "vllm:prompt_tokens_by_source_total{role=decode,source=external_kv_transfer}": 40,
+        "vllm:prompt_tokens_by_source_total{role=decode,source=local_cache_hit}": 2,
+        "vllm:prefix_cache_queries_total{role=prefill}": 42,
+        "vllm:prefix_cache_hits_total{role=prefill}": 12,
+        "disagg_kv_expired_total{role=decode}": 2,
+        "disagg_kv_damaged_total{role=decode}": 1,
+        "disagg_kv_transfer_failures_total{reason=peer_lost,role=decode}": 3,
+    }
+    for _ in range(2):
+        assert_counted(app, wanted)
+    dispatch.routed["prefill", "knows_most"] += 1
+    router.says["d"] = said({}, epoch=2, counts=counts)  # fenced, and so still the same process
+    rising = {"disagg_routed_total{reason=knows_most,role=prefill}": 3}
+    assert_counted(app, rising | {"disagg_kv_expired_total{role=decode}": 2})
+    router.says["d"] = said({}, pid=2, counts={"expired": 1})
+    assert_counted(app, {"disagg_kv_expired_total{role=decode}": 3})
+    for count in (5, 4, 5):  # the second one was asked first
+        router.says["d"] = said({}, pid=2, counts={"expired": count})
+        assert_counted(app, {"disagg_kv_expired_total{role=decode}": 7})
+
+
+def test_the_prompt_tokens_that_were_not_computed_are_told(app, router):
+    router.kv = KV | {"cached_tokens": 2}
+    answer = post(app, prompt=["abc", "abcd"], n=2).json()
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}

@@ -1,0 +1,51 @@
+"""What a client sees: never half a stop string, never what follows one."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.model.tokenizer import Tokenizer
+from disagg.server.output_text import TextStream
+from tests.model.tiny import byte_tokenizer
+
+BYTES = Tokenizer(byte_tokenizer())
+WORDS = Tokenizer.load()  # "ab" is a token, and a snowman is several
+
+
+def shown(text: str, stops: list[str], min_tokens: int = 0, known: Tokenizer = BYTES) -> str:
+    stream = TextStream(known.detokenizer(), stops, min_tokens)
+    pieces = []
+    for token in known.encode(text, special=False):
+        pieces.append(stream.add(token))
+        if stream.stopped:
+            return "".join(pieces)
+    return "".join([*pieces, stream.finish()])
+
+
+@given(st.text("ab☃", max_size=20), st.lists(st.text("ab☃", max_size=4), max_size=3))
+def test_the_text_ends_at_the_first_stop_string(text, stops):
+    ends = [text.find(stop) for stop in stops if stop and stop in text]
+    seen = shown(text, stops, known=WORDS)
+    if not ends:
+        assert seen == text
+    else:
+        assert text.startswith(seen)
+        assert not any(stop in seen for stop in stops if stop)
+        assert len(seen) >= min(ends) or seen == text[: min(ends)]
+
+
+def test_a_begun_stop_string_is_shown_when_it_is_not_completed():
+    assert shown("one two\nthr", ["\nthree"]) == "one two\nthr"
+
+
+def test_a_stop_string_ends_an_answer_only_where_it_ends_behind_min_tokens():
+    assert shown("one two", ["e t"], 4) == "on"
+    assert shown("one one", ["one"], 4) == "one "
+    assert shown("one two", ["two"], 7) == "one two"
+    assert shown("ab?", ["ab", "abc"], 2) == "ab?"
+
+
+def test_without_stop_strings_everything_is_shown_at_once():
+    """But for bytes of a character that is not whole."""
+    stream = TextStream(BYTES.detokenizer())
+    assert [stream.add(x) for x in BYTES.encode("aéé")[:-1]] == ["a", "", "é", ""]
+    assert stream.finish() == "\ufffd"

@@ -1,0 +1,62 @@
+"""Requests that leave their codec to the service: at the rules, and between real workers."""
+
+from dataclasses import replace
+
+from disagg.config import Config
+from disagg.errors import TransferError
+from disagg.router.actions import Reserve
+from disagg.transfer.messages import Role, Started, TokenEvent
+from tests.router.rules import Rules
+from tests.router.test_requests import GRANT, job, only
+from tests.worker.pairs import paired
+
+CODECS = ["fp8", "raw:dtype=fp16", "kivi:bits=4,group=64,residual=64"]
+SIZES = {"raw": {1024: 2048, 4096: 8192}, "fp8": {1024: 1124, 4096: 4196}}
+
+
+def listed() -> Rules:
+    """A prefill and a decode worker that list two codecs."""
+    rules = Rules()
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        rules.worker_up(Started(name, role, name, 1, sizes=SIZES), 0.0)
+    return rules
+
+
+def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
+    rules = listed()
+    learned = {"attention_error": {"raw": [0.0], "fp8": [0.1]}, "link_bytes_per_s": 350.0}
+    rules.choices.learn(learned, ("p", "d"))
+    asked = replace(job(tokens=300), codec="auto")
+    (reserve,) = only(Reserve, rules.submit(asked, 0.0))
+    assert isinstance(reserve, Reserve)
+    assert reserve.job.codec == "fp8", "600 bytes of raw take 1.7 s; 1.6 s of 2 may be counted on"
+    rules.choices.learn({"link_bytes_per_s": 1e9}, ("p", "d"))
+    rules.granted("d", "r", 1, GRANT)
+    rules.hear("p", TokenEvent("r", 1, 0, error=TransferError("broken")), 0.5)
+    (again,) = only(Reserve, rules.tick(1.0))
+    assert isinstance(again, Reserve)
+    assert (again.job.attempt, again.job.codec) == (2, "fp8")
+    assert (rules.entries["r"].choice, rules.choices.chosen["fp8", "deadline"]) == ("deadline", 1)
+
+
+def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
+    rules = listed()
+    rules.submit(replace(job("default", tokens=1024), codec=""), 0.0)
+    rules.submit(replace(job("spelled", tokens=1024), codec="raw:dtype=model"), 0.0)
+    learned = {"attention_error": {"raw": [0.0], "fp8": [0.1]}, "link_bytes_per_s": 2850.0}
+    rules.choices.learn(learned, ("p", "d"))
+    rules.submit(replace(job(tokens=300), codec="auto"), 0.0)
+    assert rules.entries["r"].job.codec == "fp8", "464 bytes cross in time behind the others"
+    assert rules.entries["r"].choice == "deadline", "and 400 are sent"
+
+
+async def test_the_most_accurate_is_taken_once_errors_are_known(runners, story):
+    async with paired(runners, Config(codec="auto", codecs=CODECS)) as home:
+        prompt, found = (story * 2)[:300], []
+        for begin, codec in enumerate(["auto", "auto", ""]):
+            _, end = await home.complete(prompt[begin:], codec)
+            found.append(end.kv)
+        assert [kv["codec"] for kv in found] == ["fp8", "raw:dtype=fp16", "fp8"]
+        assert [kv.get("choice") for kv in found] == ["unmeasured", "accurate", None]
+        assert set(found[0]["attention_error"]) == set(CODECS)
+        assert found[0]["link_bytes_per_s"] > 0

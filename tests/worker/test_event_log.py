@@ -1,0 +1,91 @@
+"""What a worker keeps for its router, and when it forgets."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from disagg.errors import ConfigError, PeerLostError
+from disagg.transfer.messages import Load, Step, TokenEvent
+from disagg.worker.event_log import Events
+
+
+def token(index: int, attempt: int = 1, reason: str = "") -> TokenEvent:
+    return TokenEvent("r", attempt, index, 100 + index, reason)
+
+
+async def first_batch(events: Events, have: Mapping[str, int]) -> list[TokenEvent]:
+    stream = events.subscribe(have)
+    step = await anext(stream)
+    await stream.aclose()
+    return list(step.events)
+
+
+async def test_a_router_that_comes_back_hears_what_it_lacks():
+    events = Events()
+    events.say([token(0), token(1), token(2)])
+    assert await first_batch(events, {"r": 2}) == [token(2)]
+    assert await first_batch(events, {}) == [token(0), token(1), token(2)]
+
+
+async def test_an_end_is_repeated_even_if_its_token_is_known():
+    events = Events()
+    events.say([token(0), token(1, reason="length")])
+    assert await first_batch(events, {"r": 2}) == [token(1, reason="length")]
+
+
+async def test_a_new_attempt_replaces_what_the_old_one_said():
+    events = Events()
+    events.say([token(0), token(1)])
+    events.say([token(1, attempt=2)])
+    assert await first_batch(events, {}) == [token(1, attempt=2)]
+
+
+async def test_what_ended_is_kept_until_the_router_says_so_and_a_hand_off_until_its_figures():
+    events = Events()
+    events.say([token(0, reason="stop"), TokenEvent("s", 1, 0, 7)])
+    for _ in range(3):
+        assert len(await first_batch(events, {})) == 2
+    events.say([TokenEvent("s", 1, 0, stats={"wire_bytes": 1})])
+    assert events.kept == 1
+    events.forget("r", 1)
+    assert events.kept == 0
+
+
+async def test_an_abort_forgets_its_attempt_and_no_later_one():
+    events = Events()
+    events.say([TokenEvent("r", 2, 0, error=PeerLostError("x"))])
+    events.forget("r", 1)
+    assert events.kept == 1
+    events.forget("r", 2)
+    assert events.kept == 0
+
+
+async def test_what_is_said_reaches_an_open_stream_with_what_could_be_taken():
+    loads = iter([Load(1), Load(2), Load(3)])
+    events = Events(lambda: next(loads))
+    stream = events.subscribe({})
+    assert await anext(stream) == Step((), Load(1))
+    assert events.followed
+    events.say([token(0)])
+    assert await anext(stream) == Step((token(0),), Load(2))
+    events.say([])
+    assert await anext(stream) == Step((), Load(3))
+    await stream.aclose()
+    assert not events.followed
+
+
+async def test_a_worker_follows_the_first_router_until_it_is_gone():
+    events = Events()
+    first = events.subscribe({}, "one")
+    await anext(first)
+    with pytest.raises(ConfigError, match="follows router one, not two"):
+        await anext(events.subscribe({}, "two"))
+    again = events.subscribe({}, "one")
+    await anext(again)
+    await first.aclose()
+    assert events.followed
+    await again.aclose()
+    second = events.subscribe({}, "two")
+    await anext(second)
+    assert events.router == "two"
+    await second.aclose()

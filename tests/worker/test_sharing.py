@@ -1,0 +1,154 @@
+"""Two real prompts with a common beginning, through two workers."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from disagg.config import Config, TransferConfig
+from disagg.errors import TransferError
+from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Item, Kind
+from disagg.transfer import receiver
+from disagg.transfer.records import Checklist
+from disagg.transfer.sender import Outbox, Sender
+from disagg.worker.handoff import Offering
+from disagg.worker.worker import Worker
+from tests.transfer.prompts import shared_bytes
+from tests.worker.pairs import KIVI, alone, on_loop, paired
+
+SHARED = 1000
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32", "banded", f"{KIVI},sink=64"],
+)
+async def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(codec, home, story):
+    beginning = (story * 6)[:SHARED]
+    first, second = beginning + story[40:130], beginning + story[7:190]
+    _, one = await home.complete(first, codec)
+    tokens, two = await home.complete(second, codec)
+    checklist = Checklist(home.workers["d"].engine.plan(codec), len(second))
+    shared = shared_bytes(checklist, SHARED)
+    assert one.kv["cached_bytes"] == 0
+    assert two.kv["cached_bytes"] == shared > checklist.total_bytes / 3
+    assert two.kv["wire_bytes"] < 1.05 * (checklist.total_bytes - shared) + 20_000
+    await home.empty()
+    assert home.seen["d"]["cached_pages"] > 0  # later a scrub may own some
+    assert tokens == alone(second, codec)
+
+
+@pytest.fixture
+def scrubs_are_asked_for(monkeypatch):
+    """A worker's own, at the same time, would count the same damage again."""
+    monkeypatch.setattr(receiver, "TURN_S", 60.0)
+
+
+@pytest.mark.usefixtures("scrubs_are_asked_for")
+async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(home, story):
+    """The router hears of the damage, and the next attempt replays what the client has."""
+    expected, _ = await home.complete(story, KIVI, max_tokens=150)
+    asking, decode = await home.begin(story, KIVI, heard=5, max_tokens=150), home.workers["d"]
+    await on_loop(decode, alter_and_scrub(decode))
+    assert (await asking)[0] == expected
+    assert decode.receiver.reservations.counts["damaged"] == 1
+    assert home.router.dispatch.retries == 1
+
+
+async def alter_and_scrub(worker: Worker) -> None:
+    """Flip a bit of a code of a page in the last layer: few tokens would change."""
+    pool = worker.engine.pool
+    (kept,) = pool.take(pool.kept_keys()[:1])
+    place = kept.pages[0] * ARENA_UNIT + 4097
+    (byte,) = pool.arena.read(place, 1)
+    pool.arena.write([(place, bytes([byte ^ 1]))])
+    pool.release(kept.pages)
+    await worker.receiver.scrub(1 << 30)
+
+
+async def test_sharing_can_be_turned_off(runners, story):
+    async with paired(runners, Config(transfer=TransferConfig(dedup=False))) as home:
+        for _ in range(2):
+            _, last = await home.complete(story, KIVI)
+            assert last.kv["cached_bytes"] == 0
+        assert (await home.gauges())["d"]["cached_pages"] == 0
+
+
+async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(home, story):
+    (first, one), (second, two) = [await home.complete(story, KIVI) for _ in range(2)]
+    assert first == second
+    known = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
+    assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, known)
+    status = await home.router.status()
+    prefill, decode = (status[name].info["counts"] for name in ("p", "d"))
+    assert prefill["computed_tokens"] == 2 * len(story) - known
+    assert prefill["cached_tokens"] == known
+    shared = decode["shared_tokens"]
+    assert 0 < shared < len(story)
+    assert decode["received_tokens"] == 2 * len(story) - shared
+    third, three = await home.complete(story, KIVI)
+    assert (third, three.kv["cached_bytes"]) == (second, two.kv["cached_bytes"])
+
+
+@pytest.fixture
+def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is encoded before it is known what the other side has."""
+    attached, has, known = Outbox.attached, Offering.has, set[Outbox]()
+    changed = threading.Condition()
+
+    def note(self: Outbox, *arguments: Any) -> None:
+        attached(self, *arguments)
+        with changed:
+            known.add(self)
+            changed.notify_all()
+
+    def ask(self: Offering, item: Item) -> bool:
+        outbox = self.sender.outbox
+        with changed:
+            assert changed.wait_for(lambda: outbox in known, timeout=30)
+        return has(self, item)
+
+    monkeypatch.setattr(Outbox, "attached", note)
+    monkeypatch.setattr(Offering, "has", ask)
+
+
+@pytest.mark.usefixtures("attached_first")
+@pytest.mark.parametrize("codec", ["gear:bits=4", "banded", f"{KIVI},sink=64"])
+async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkeypatch):
+    """Of the prompt that comes again no page is written, and the answer is the same."""
+    left_out: list[int] = []
+    commit = Offering.commit
+
+    async def note(self: Offering, *arguments: Any) -> Any:
+        stats = await commit(self, *arguments)
+        left_out.append(sum(item.kind is Kind.PAGE for item in self._left_out))
+        return stats
+
+    monkeypatch.setattr(Offering, "commit", note)
+    first, second = [await home.complete(story, codec) for _ in range(2)]
+    assert first[0] == second[0]
+    plan = home.workers["d"].engine.plan(codec)
+    pages = sum(x.kind is Kind.PAGE for x in Checklist(plan, len(story)).items)
+    assert left_out == [0, pages]
+
+
+@pytest.mark.usefixtures("attached_first")
+async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(home, story, monkeypatch):
+    """The receiver, attached to again, has no more what it said it had."""
+    expected, _ = await home.complete(story, KIVI)
+    finish, missed = Sender.finish, list[Item]()
+
+    def miss(self: Sender, *arguments: Any) -> None:
+        if not missed:
+            missed.append(min(self.outbox._source._left_out))
+            here = dict(self.outbox.there)
+            del here[self.outbox.checklist.place(*missed)]
+            self.outbox.attached(here, self.outbox.credit)
+        finish(self, *arguments)
+
+    monkeypatch.setattr(Sender, "finish", miss)
+    tokens, _ = await home.complete(story, KIVI)
+    assert missed
+    assert tokens == expected
+    assert home.router.dispatch.retries == 1
+    assert home.workers["p"].prefill.failures == {TransferError.reason: 1}
