@@ -54,7 +54,7 @@ def knock(host: str, port: int) -> str:
     return "open"
 
 
-class Kept:
+class CachedPages:
     """A command that is started again when it fails, later and later when it fails at once.
 
     process: the one that runs, if one does
@@ -120,7 +120,7 @@ def hold(address: str, command: list[str]) -> None:
         lock.flush()
         signal.signal(signal.SIGTERM, leave)
         host, _, port = address.rpartition(":")
-        watch, kept = Watch(time.monotonic()), Kept(command)
+        watch, kept = Watch(time.monotonic()), CachedPages(command)
         try:
             while watch.look(knock(host, int(port)), time.monotonic()):
                 kept.look(time.monotonic())

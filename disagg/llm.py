@@ -28,9 +28,9 @@ from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.paged.doctor import check_plans
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.reservations import Admission, Reservations, Terms
+from disagg.transfer.reservations import Admission, ReceiverPolicy, Reservations
 from disagg.transfer.stats import HandoffStats
-from disagg.worker.in_process import Loopback
+from disagg.worker.in_process import InProcessHandoff
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
 
@@ -80,7 +80,7 @@ class LLM:
         context = self._runner.info.context_length
         check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
         self._rids, self._turn = count(), Lock()
-        terms = Terms(
+        terms = ReceiverPolicy(
             model=self._runner.fingerprint,
             plan_of=self._decode.plan,
             epoch=1,
@@ -148,7 +148,7 @@ class LLM:
         while waiting:
             x = waiting[0]
             try:
-                x.link = Loopback(x.request, self._receiver, self._prefill)
+                x.link = InProcessHandoff(x.request, self._receiver, self._prefill)
             except CapacityError:
                 return
             self._prefill.submit(Prefill(waiting.popleft().request, x.link))
@@ -192,7 +192,7 @@ class _Work:
     """A prompt on its way."""
 
     request: Request
-    link: Loopback | None = None
+    link: InProcessHandoff | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     logprobs: tuple[Logprobs, ...] = ()

@@ -73,7 +73,7 @@ class Sparse:
 
 
 @dataclass(frozen=True)
-class Rotation:
+class BlockRotation:
     """`matrix`: fp16 [block][block] in the segment; each `block` channels are multiplied by it."""
 
     block: int
@@ -117,7 +117,7 @@ class Side:
     scale: Scale
     low_rank: LowRank | None = None
     sparse: Sparse | None = None
-    rotation: Rotation | None = None
+    rotation: BlockRotation | None = None
     floating: bool = False
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Turn:
+class HadamardRotation:
     """What the segment says of K's channels, which are in another order, and of V's, which are
     mixed; a kernel permutes q, and turns back its output once.
 
@@ -195,7 +195,7 @@ class PageFormat:
     v: Side
     valid: int | None = None
     bands: tuple[Side, ...] = ()
-    turn: Turn | None = None
+    turn: HadamardRotation | None = None
 
     @property
     def k_sides(self) -> tuple[Side, ...]:

@@ -28,13 +28,13 @@ from disagg.kernels.reference.aligned import Bits
 from disagg.kernels.reference.kept import KeptSlots
 from disagg.kernels.reference.softmax import merge
 from disagg.kernels.sealing import NewRows, Sealing, Segmentation, Target, in_order
-from disagg.kernels.view import Partial, Softmax, Units, View
+from disagg.kernels.view import Partial, Softmax, View, WorkPlan
 
 TRITON = "triton"
 
 
 def attend(
-    q: Tensor, views: Sequence[View], softmax: Softmax, units: Units | None = None
+    q: Tensor, views: Sequence[View], softmax: Softmax, units: WorkPlan | None = None
 ) -> Tensor:
     """The answer of all views, over disjoint tokens: [B, M, Hq, D] of the dtype of q.
 

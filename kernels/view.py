@@ -38,7 +38,7 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Units:
+class WorkPlan:
     """How attention over views is cut into units of work, one for each program of a GPU.
 
     table:  [U, 5] int32 - number of the view, sequence, first and end tile, page id of the segment;

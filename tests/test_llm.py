@@ -13,7 +13,7 @@ from disagg.config import EngineConfig
 from disagg.errors import ConfigError, PromptTooLongError, RequestError
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
-from disagg.transfer.records import Checklist
+from disagg.transfer.records import Manifest
 from tests.engine.margins import assert_same, serve_watched
 from tests.model.reference import ReferenceModel
 from tests.model.test_graphs import EagerRecorder
@@ -88,7 +88,7 @@ def test_an_answer_says_what_its_handoff_took(llm):
     assert (kv.codec, kv.tokens) == (KIVI, n)
     assert (kv.fp16_bytes, kv.fp8_bytes) == (2 * numbers, numbers)
     assert kv.resident_bytes == plan.nbytes(n)
-    assert kv.payload_bytes + kv.cached_bytes == Checklist(plan, n).total_bytes <= kv.resident_bytes
+    assert kv.payload_bytes + kv.cached_bytes == Manifest(plan, n).total_bytes <= kv.resident_bytes
     assert kv.payload_bytes < kv.wire_bytes < 1.05 * kv.payload_bytes
     assert min(kv.encode_ms, kv.wire_ms, kv.exposed_ms, kv.admit_ms) > 0
     assert kv.exposed_ms <= kv.wire_ms

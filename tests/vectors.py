@@ -15,10 +15,10 @@ import torch
 from disagg.codecs.contract import Queries
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.kv.state import allocate_group
-from disagg.paged.append import Places
+from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import compress
 from disagg.paged.layer import write_prompt
-from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.records import ArenaSource, Manifest
 from disagg.wire import Ticket, pack
 from tests.transfer.prompts import Prompt, make_pool
 
@@ -55,7 +55,7 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     (group,) = plan.groups
     codec, pool = codec_of(group), make_pool(1 << 21, 1 << 18)
     state = allocate_group(group, n, pool)
-    at = Places.of(state)
+    at = RecordIds.of(state)
     arena = torch.frombuffer(pool.arena.read(0, pool.arena.nbytes), dtype=torch.uint8)
     rng = np.random.default_rng(n)
     queries = numbers(rng, QUERY_HEADS * heads, dim)
@@ -70,7 +70,7 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         here_k, here_v = (x[:, positions] for x in cache.reconstruct())
         output = cache.attend(queries.double())
         layers.append({"k": array(here_k), "v": array(here_v), "output": array(output)})
-    checklist = Checklist(plan, n)
+    checklist = Manifest(plan, n)
     source = ArenaSource(pool.arena, checklist, [state])
     prompt = Prompt(plan, (1,) * n, pool, [state], checklist, source)
     ticket = Ticket(nonce=1, epoch=2, gen=1)

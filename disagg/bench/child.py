@@ -212,7 +212,7 @@ def send_raw(host: str, port: int, data: memoryview) -> int:
         return int.from_bytes(connection.recv(8, socket.MSG_WAITALL))
 
 
-class Door:
+class TcpProxy:
     """A port in front of another one."""
 
     def __init__(self, address: str):

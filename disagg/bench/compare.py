@@ -37,7 +37,7 @@ from disagg.config import (
 )
 from disagg.errors import ConfigError, PeerLostError
 from disagg.model.tokenizer import Tokenizer
-from disagg.transfer.messages import Role, Started
+from disagg.transfer.messages import Role, WorkerInfo
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC)
@@ -93,7 +93,7 @@ def measure_compare(options: CompareOptions) -> Row:
 
 
 async def _measure(
-    options: CompareOptions, workers: Sequence[Child], pair: Sequence[Started]
+    options: CompareOptions, workers: Sequence[Child], pair: Sequence[WorkerInfo]
 ) -> tuple[Speed, list[Row]]:
     speed = await measure_speed(pair, options.model, options.tokens)
     row = await _cell(options, pair, speed, DEFAULT_CODEC)
@@ -128,7 +128,7 @@ def texts_of(model: str | None, tokens: int, count: int) -> list[tuple[int, ...]
     return [tuple(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
 
 
-async def measure_speed(pair: Sequence[Started], model: str | None, tokens: int) -> Speed:
+async def measure_speed(pair: Sequence[WorkerInfo], model: str | None, tokens: int) -> Speed:
     """Of the last three prompts of five; the others warm everything."""
     async with routed(pair) as router:
         prompts = texts_of(model, tokens + 1, 5)
@@ -147,7 +147,9 @@ def figures_of(found: Sequence[Answer]) -> list[Row]:
     return told
 
 
-async def _cell(options: CompareOptions, pair: Sequence[Started], speed: Speed, codec: str) -> Row:
+async def _cell(
+    options: CompareOptions, pair: Sequence[WorkerInfo], speed: Speed, codec: str
+) -> Row:
     prompts = texts_of(options.model, options.tokens, options.prompts)
     async with routed(pair) as router:
         if options.cached:
@@ -217,7 +219,7 @@ def measure_auto(options: AutoOptions) -> Row:
 
 
 async def _measure_auto(
-    options: AutoOptions, prefill: Child, pair: Sequence[Started]
+    options: AutoOptions, prefill: Child, pair: Sequence[WorkerInfo]
 ) -> tuple[Speed, list[Row]]:
     speed = await measure_speed(pair, options.model, options.tokens)
     deadline_s = options.times * speed.prefill_s

@@ -39,7 +39,7 @@ from statistics import median
 from typing import NamedTuple
 from unittest.mock import patch
 
-from disagg.bench.child import LOOPBACK, Child, Door
+from disagg.bench.child import LOOPBACK, Child, TcpProxy
 from disagg.bench.handoff import WorkerEnd, prompt_of, visit
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig, TransferConfig
@@ -47,14 +47,14 @@ from disagg.errors import DeadlineError, DisaggError, TransferError
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Arena
 from disagg.kv.state import GroupState
-from disagg.router.router import Peer, Router
+from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Role, Started, WorkerStatus
-from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.messages import Role, WorkerInfo, WorkerStatus
+from disagg.transfer.records import ArenaSource, Manifest
 from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import Link, connect
 from disagg.wire import digest
-from disagg.worker.decode import DecodeSide, Departure
+from disagg.worker.decode import DecodeSide, MigrationHandoff
 
 POLL_S = 0.05
 DRAIN_S, PATIENCE_S = 60.0, 120.0
@@ -74,40 +74,40 @@ MOVE_NOTES = (
 
 
 @dataclass(eq=False)
-class Hand:
+class WorkerProcess:
     """A worker as its crew knows it."""
 
     name: str
     role: Role
     child: Child
-    door: Door
+    door: TcpProxy
     link: Link
 
 
-class Crew:
+class WorkerGroup:
     """Workers by name, and their router. `process`: what each is in its own."""
 
     def __init__(self, config: Config, process: type[WorkerEnd]):
         self.router = Router(config.router)
-        self.hands: dict[str, Hand] = {}
-        self.doors: list[Door] = []  # of all that ever were
+        self.hands: dict[str, WorkerProcess] = {}
+        self.doors: list[TcpProxy] = []  # of all that ever were
         self._config, self._process = config, process
         self._numbers = count()
 
-    async def hire(self, role: Role) -> Hand:
+    async def hire(self, role: Role) -> WorkerProcess:
         """Start a worker and give it work."""
         name = f"{role}-{next(self._numbers)}"
         child = await asyncio.to_thread(Child, self._process)
         started = await asyncio.to_thread(child.ask, "start", self._config, role, name)
-        door = Door(started.address)
+        door = TcpProxy(started.address)
         self.doors.append(door)
         started = replace(started, address=await door.open())
         link = connect(started.address)
-        hand = self.hands[name] = Hand(name, role, child, door, link)
-        self.router.add(Peer(started, WorkerClient(link)))
+        hand = self.hands[name] = WorkerProcess(name, role, child, door, link)
+        self.router.add(WorkerConnection(started, WorkerClient(link)))
         return hand
 
-    async def lose(self, hand: Hand) -> None:
+    async def lose(self, hand: WorkerProcess) -> None:
         """A worker is dead, or has nothing to do any more."""
         del self.hands[hand.name]
         self.router.died(hand.name)
@@ -149,9 +149,9 @@ class Crew:
 @asynccontextmanager
 async def hired(
     config: Config, prefill: int, decode: int, process: type[WorkerEnd] = WorkerEnd
-) -> AsyncIterator[Crew]:
+) -> AsyncIterator[WorkerGroup]:
     """A crew; all of it leaves in the end."""
-    crew = Crew(config, process)
+    crew = WorkerGroup(config, process)
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     try:
         await asyncio.gather(*map(crew.hire, roles))
@@ -206,7 +206,7 @@ async def _measure(options: ChaosOptions) -> Row:
     async with hired(config, options.prefill, options.decode) as crew:
         prompts = [prompt_of(40 * (number + 1), number) for number in range(PROMPTS)]
         answers = [await _answer(crew, options, prompt, []) for prompt in prompts]
-        storm, before = Storm(crew, options), crew.resident_mb()
+        storm, before = FaultInjector(crew, options), crew.resident_mb()
         calls = [storm.ask(prompts, answers, number) for number in range(options.streams)]
         raging = asyncio.create_task(storm.rage())
         await asyncio.gather(raging, *calls)
@@ -233,7 +233,7 @@ async def _measure(options: ChaosOptions) -> Row:
 
 
 async def _answer(
-    crew: Crew, options: ChaosOptions, prompt: tuple[int, ...], gaps_s: list[float]
+    crew: WorkerGroup, options: ChaosOptions, prompt: tuple[int, ...], gaps_s: list[float]
 ) -> list[int]:
     """The tokens of one answer; `gaps_s` gets the time before each."""
     tokens, last = list[int](), time.monotonic()
@@ -247,10 +247,10 @@ async def _answer(
     return tokens
 
 
-class Storm:
+class FaultInjector:
     """Asks, and strikes meanwhile. `failed`: answers by the error that they ended with."""
 
-    def __init__(self, crew: Crew, options: ChaosOptions):
+    def __init__(self, crew: WorkerGroup, options: ChaosOptions):
         self.completed = self.wrong = 0
         self.failed: Counter[str] = Counter()
         self.gaps_s: list[float] = []
@@ -296,27 +296,29 @@ class Storm:
         self._over = True
         return events
 
-    async def _strike(self, strike: Callable[[Hand], Awaitable[None]], hand: Hand) -> None:
+    async def _strike(
+        self, strike: Callable[[WorkerProcess], Awaitable[None]], hand: WorkerProcess
+    ) -> None:
         self._struck.add(hand.name)
         await strike(hand)
         self._struck.discard(hand.name)
 
-    async def _kill(self, hand: Hand) -> None:
+    async def _kill(self, hand: WorkerProcess) -> None:
         os.kill(hand.child.pid, signal.SIGKILL)
         await self._crew.lose(hand)
         await self._crew.hire(hand.role)
 
-    async def _freeze(self, hand: Hand) -> None:
+    async def _freeze(self, hand: WorkerProcess) -> None:
         os.kill(hand.child.pid, signal.SIGSTOP)
         await asyncio.sleep(5.0)
         os.kill(hand.child.pid, signal.SIGCONT)
 
-    async def _drain(self, hand: Hand) -> None:
+    async def _drain(self, hand: WorkerProcess) -> None:
         await self._crew.hire(hand.role)
         await asyncio.to_thread(hand.child.ask, "leave", DRAIN_S)
         await self._crew.lose(hand)
 
-    async def _cut_off(self, hand: Hand) -> None:
+    async def _cut_off(self, hand: WorkerProcess) -> None:
         hand.door.shut()
         await asyncio.sleep(self._pick.uniform(2.0, 8.0))
         await hand.door.open()
@@ -340,9 +342,9 @@ def witnessed() -> Iterator[tuple[Seen, Seen]]:
 
     Read where it lies: when one has stopped, and before another engine has it.
     """
-    left, came, begin, admit = Seen(), Seen(), Departure.begin, DecodeSide.admit
+    left, came, begin, admit = Seen(), Seen(), MigrationHandoff.begin, DecodeSide.admit
 
-    def begins(self: Departure, plan: Plan, groups: Sequence[GroupState]) -> None:
+    def begins(self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]) -> None:
         begin(self, plan, groups)
         if self.whole:
             left[_digests(self.arena, self.checklist, groups)] += 1
@@ -350,23 +352,23 @@ def witnessed() -> Iterator[tuple[Seen, Seen]]:
     def admits(self: DecodeSide, admission: Admission) -> None:
         if tokens := admission.job.moved:
             engine = self.way.engine
-            checklist = Checklist(engine.plan(admission.job.codec), tokens)
+            checklist = Manifest(engine.plan(admission.job.codec), tokens)
             came[_digests(engine.pool.arena, checklist, admission.groups)] += 1
         admit(self, admission)
 
-    with patch.object(Departure, "begin", begins), patch.object(DecodeSide, "admit", admits):
+    with patch.object(MigrationHandoff, "begin", begins), patch.object(DecodeSide, "admit", admits):
         yield left, came
 
 
-def _digests(arena: Arena, checklist: Checklist, groups: Sequence[GroupState]) -> tuple[int, ...]:
+def _digests(arena: Arena, checklist: Manifest, groups: Sequence[GroupState]) -> tuple[int, ...]:
     items = ArenaSource(arena, checklist, groups)
     return tuple(digest(items.read([item])[0]) for item in checklist.items)
 
 
-class Witness(WorkerEnd):
+class PageWitness(WorkerEnd):
     """A worker that looks at what leaves and what comes."""
 
-    async def start(self, config: Config, role: Role, name: str) -> Started:
+    async def start(self, config: Config, role: Role, name: str) -> WorkerInfo:
         self._stack = ExitStack()
         self._seen = self._stack.enter_context(witnessed())
         return await super().start(config, role, name)
@@ -376,7 +378,7 @@ class Witness(WorkerEnd):
         return self._seen
 
 
-class Sight(NamedTuple):
+class MoveSample(NamedTuple):
     """One answer: its longest gap around the move, all other gaps, and a prefill instead of it."""
 
     gap_ms: float
@@ -399,7 +401,7 @@ def measure_moves(rounds: int = 20) -> Row:
 async def _measure_moves(rounds: int) -> list[Row]:
     config = Config(engine=EngineConfig(prefix_cache=False), transfer=TransferConfig(dedup=False))
     rows = []
-    async with hired(config, 1, 2, Witness) as crew:
+    async with hired(config, 1, 2, PageWitness) as crew:
         for codec, tokens in tell([(x, y) for x in CODECS for y in LENGTHS], str):
             await _look(crew, prompt_of(tokens, 0), codec)  # warms everything
             before, seen_before = await _counts(crew), await _seen(crew)
@@ -420,7 +422,7 @@ async def _measure_moves(rounds: int) -> list[Row]:
     return rows
 
 
-async def _look(crew: Crew, prompt: tuple[int, ...], codec: str) -> Sight:
+async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveSample:
     """One answer that moves; then its beginning again, as a prompt."""
     rules, tokens, times, told, ends = crew.router.dispatch, list[int](), [], 0, ANSWER
     moves, params = rules.moves, {"max_tokens": ANSWER, "ignore_eos": True}
@@ -443,10 +445,10 @@ async def _look(crew: Crew, prompt: tuple[int, ...], codec: str) -> Sight:
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     again, kv = await visit(crew.router, (*prompt, *tokens[: ends - AFTER]), codec)
     others_ms, prefill_ms = gaps[1:told] + gaps[ends:], 1e3 * again.decoded_s
-    return Sight(max(gaps[told:ends]), others_ms, prefill_ms, kv.get("wire_bytes", 0))
+    return MoveSample(max(gaps[told:ends]), others_ms, prefill_ms, kv.get("wire_bytes", 0))
 
 
-async def _seen(crew: Crew) -> tuple[Seen, Seen]:
+async def _seen(crew: WorkerGroup) -> tuple[Seen, Seen]:
     """What left and what came, of all workers together."""
     found = Seen(), Seen()
     for hand in crew.hands.values():
@@ -455,7 +457,7 @@ async def _seen(crew: Crew) -> tuple[Seen, Seen]:
     return found
 
 
-async def _counts(crew: Crew) -> Counter[str]:
+async def _counts(crew: WorkerGroup) -> Counter[str]:
     """Of all workers together."""
     found = Counter[str]()
     for said in (await crew.router.status()).values():

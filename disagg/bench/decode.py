@@ -32,7 +32,7 @@ from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Decode
 from disagg.model.runner import Runner
-from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.layer import write_prompt
 from disagg.paged.page_tables import plan_step
 
@@ -222,7 +222,9 @@ class Decoding:
         began = time.perf_counter()
         decodes = []
         for index, group in enumerate(self.plan.groups):
-            growths = [Growth(s[index], self._n, 1, row) for row, s in enumerate(self._states)]
+            growths = [
+                SequenceGrowth(s[index], self._n, 1, row) for row, s in enumerate(self._states)
+            ]
             fresh = take_records(group, growths, self._pool)
             codec = codec_of(group)
             step = plan_step(codec, group, growths, fresh, self._arena.device)
@@ -257,7 +259,7 @@ def _write_context(
         x.to(runner.device, getattr(torch, runner.info.dtype)) for x in (made.k, made.v, made.q)
     )
     queries = Queries.of(q, heads, tokens)
-    for group, at in zip(plan.groups, map(Places.of, states), strict=True):
+    for group, at in zip(plan.groups, map(RecordIds.of, states), strict=True):
         for layer in group.layers:
             write_prompt(codec_of(group), group, at, layer, arena, k, v, 0, tokens, queries)
 

@@ -29,18 +29,18 @@ import torch
 
 from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, result_of, table, tell
-from disagg.bench.serving import Visited
+from disagg.bench.serving import RequestTimes
 from disagg.bench.transfer import SendingEnd, Sent, Way
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
 from disagg.engine.messages import StepOutput
-from disagg.engine.scheduler import Share
+from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import urgency
-from disagg.engine.steps import Stash
+from disagg.engine.steps import StepAllocation
 from disagg.kv.plan import Plan
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.router import Peer, Router
+from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Job, Role, Started, Submit, Work
+from disagg.transfer.messages import Job, Role, Submit, Work, WorkerInfo
 from disagg.transfer.rpc import connect
 from disagg.worker.worker import Worker, settle_memory
 
@@ -49,7 +49,9 @@ PROMPT_TOKENS = 1500
 CODECS = ("raw", "raw:dtype=fp16", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
 Prompt = tuple[int, ...]
-Step = tuple[float, float, dict[Prompt, int]]  # from when to when; how many tokens of which prompts
+StepRecord = tuple[
+    float, float, dict[Prompt, int]
+]  # from when to when; how many tokens of which prompts
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
 LOAD_NOTES = "seconds, tokens; the least work left goes first, halved for every second of waiting"
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
@@ -63,12 +65,12 @@ class NotingWorker(Worker):
 
     def __init__(self, config: Config, role: Role, name: str):
         super().__init__(config, role, name)
-        self.steps: list[Step] = []
+        self.steps: list[StepRecord] = []
         self.said: list[tuple[str, float]] = []
         self._compute = self.engine._compute
         self.engine._compute = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, shares: Sequence[Share], stash: Stash) -> None:
+    def _timed(self, shares: Sequence[ScheduledTokens], stash: StepAllocation) -> None:
         began = time.monotonic()
         self._compute(shares, stash)
         if prompts := {x.sequence.request.tokens: x.count for x in shares if not x.decodes}:
@@ -88,7 +90,7 @@ class WorkerEnd:
 
     worker_type: type[Worker] = Worker
 
-    async def start(self, config: Config, role: Role, name: str) -> Started:
+    async def start(self, config: Config, role: Role, name: str) -> WorkerInfo:
         """Where it can be reached; no router need follow it."""
         torch.set_num_threads(1)
         config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
@@ -96,7 +98,7 @@ class WorkerEnd:
         settle_memory()
         return await asyncio.to_thread(self._worker.start)
 
-    async def assume(self, role: Role) -> Started:
+    async def assume(self, role: Role) -> WorkerInfo:
         """Do something else from now on."""
         self._worker.assume(role)
         return replace(self._worker.started, role=role)
@@ -113,7 +115,7 @@ class NotingEnd(WorkerEnd):
     worker_type = NotingWorker
     _worker: NotingWorker
 
-    async def steps(self) -> list[Step]:
+    async def steps(self) -> list[StepRecord]:
         """Its steps with chunks of prompts so far; all are forgotten."""
         found, self._worker.steps = self._worker.steps, []
         return found
@@ -233,7 +235,7 @@ def draw_latency(result: Row) -> str:
 # -- overlap
 
 
-Answer = tuple[Visited, Row]  # what a client saw of a request, and its figures
+Answer = tuple[RequestTimes, Row]  # what a client saw of a request, and its figures
 
 
 def measure_overlap(runs: int = 5) -> Row:
@@ -281,7 +283,7 @@ def measure_side(overlap: bool, runs: int) -> dict[str, list[Answer]]:
 
 
 @contextmanager
-def started_workers(config: Config, *roles: Role) -> Iterator[tuple[list[Child], list[Started]]]:
+def started_workers(config: Config, *roles: Role) -> Iterator[tuple[list[Child], list[WorkerInfo]]]:
     """Workers in processes of their own, and where each can be reached."""
     with ExitStack() as stack:
         ends = [stack.enter_context(Child(NotingEnd)) for _ in roles]
@@ -289,7 +291,7 @@ def started_workers(config: Config, *roles: Role) -> Iterator[tuple[list[Child],
         yield ends, [end.ask("start", config, role, f"worker-{x}") for x, (end, role) in cases]
 
 
-async def _ask_all(pair: Sequence[Started], runs: int) -> dict[str, list[Answer]]:
+async def _ask_all(pair: Sequence[WorkerInfo], runs: int) -> dict[str, list[Answer]]:
     """A prompt of its own each time: prefill would know one of before, whatever its codec was."""
     found: dict[str, list[Answer]] = {codec: [] for codec in CODECS}
     async with routed(pair) as router:
@@ -300,12 +302,12 @@ async def _ask_all(pair: Sequence[Started], runs: int) -> dict[str, list[Answer]
 
 @asynccontextmanager
 async def routed(
-    pair: Sequence[Started], config: RouterConfig | None = None
+    pair: Sequence[WorkerInfo], config: RouterConfig | None = None
 ) -> AsyncIterator[Router]:
     """A router of these workers."""
     router, links = Router(config), [connect(started.address) for started in pair]
     for started, link in zip(pair, links, strict=True):
-        router.add(Peer(started, WorkerClient(link)))
+        router.add(WorkerConnection(started, WorkerClient(link)))
     try:
         yield router
     finally:
@@ -319,7 +321,7 @@ async def visit(
 ) -> Answer:
     """What a client sees of a request that leaves in so many seconds, and its figures."""
     await asyncio.sleep(at_s)
-    seen, kv = Visited(len(prompt), start_s=time.perf_counter()), Row()
+    seen, kv = RequestTimes(len(prompt), start_s=time.perf_counter()), Row()
     params = {"max_tokens": answer, "ignore_eos": True}
     async with aclosing(router.generate(prompt, params, codec)) as outputs:
         async for output in outputs:
@@ -350,7 +352,7 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
     sizes = sorted([*sizes, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
     with started_workers(config, Role.DECODE, Role.PREFILL) as ((_, prefill), pair):
         prompts, came, waits = zip(*asyncio.run(_arrive(pair, prefill, sizes)), strict=True)
-        steps: list[Step] = prefill.ask("steps")
+        steps: list[StepRecord] = prefill.ask("steps")
     passed = passed_over(dict(zip(prompts, came, strict=True)), steps)
     computed = sum(end - began for began, end, _ in steps)
     rows = [
@@ -369,7 +371,7 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
 
 
 async def _arrive(
-    pair: Sequence[Started], prefill: Child, sizes: Sequence[tuple[float, int]]
+    pair: Sequence[WorkerInfo], prefill: Child, sizes: Sequence[tuple[float, int]]
 ) -> list[tuple[Prompt, float, float]]:
     """Send every prompt in its turn; when that was, and the seconds to its first token."""
     prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(sizes)]
@@ -389,7 +391,7 @@ async def _arrive(
         return await asyncio.gather(*calls)
 
 
-def passed_over(came: Mapping[Prompt, float], steps: Sequence[Step]) -> list[int]:
+def passed_over(came: Mapping[Prompt, float], steps: Sequence[StepRecord]) -> list[int]:
     """Tokens of less urgent ones that were computed while each prompt waited: in steps that ended
     after it came, and did not end it.
 

@@ -33,10 +33,10 @@ from disagg.codecs.planning import KVShape
 from disagg.errors import ConfigError, PromptTooLongError
 from disagg.kernels.ops import attend, prepare, serves_gpu
 from disagg.kernels.sealing import NewRows
-from disagg.kernels.view import Softmax, Units
+from disagg.kernels.view import Softmax, WorkPlan
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.state import GroupState, allocate_group
-from disagg.paged.append import Growth, Places
+from disagg.paged.append import RecordIds, SequenceGrowth
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena
 from disagg.paged.layer import views_of, write_prompt
 from disagg.paged.page_tables import PageTable, build_tables, plan_units, upload
@@ -224,7 +224,7 @@ class PagedLayer:
     shape: StepShape
     arena: Tensor
     tables: tuple[PageTable, ...]
-    units: Units | None
+    units: WorkPlan | None
     q: Tensor
     k: Tensor
     v: Tensor
@@ -280,14 +280,14 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     arena, queries = GrowingArena(device), Queries.of(q, shape.heads, n)
     states = _scattered(group, n, shape.batch, arena)
     for state in states:
-        at = upload(Places.of(state), device)
+        at = upload(RecordIds.of(state), device)
         write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, queries)
     if device.type == "cpu":
         arena.bytes = in_huge_pages(arena.bytes)
     cache = CompressedKV(codec, group, states[0], arena, num_tokens=n)
     paged = slice(group.sink, group.sink + shape.tokens)
     k, v, present = (x[:, paged] for x in (*cache.reconstruct(), cache.present()))
-    growths = [Growth(state, n - 1, 1, row) for row, state in enumerate(states)]
+    growths = [SequenceGrowth(state, n - 1, 1, row) for row, state in enumerate(states)]
     tables = build_tables(codec, group, growths, 1, torch.device("cpu"))
     tables = tables[:-1] if states[0].tail else tables
     nbytes = sum(_bytes_of(group, table) for table in tables)

@@ -46,7 +46,7 @@ from disagg.kernels.gpu import aligned, attend, plan
 from disagg.kernels.gpu.bits import PLAIN, PTX
 from disagg.kernels.view import Softmax
 from disagg.kv.state import allocate_group
-from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
 from disagg.paged.layer import attend_step, write_prompt, write_step
 from disagg.paged.page_tables import plan_step, upload
@@ -150,7 +150,7 @@ def launches(asked: Asked, head_dim: int, chip: GPUTarget) -> Iterator[Launch]:
     n = next(x for x in count(TOKENS) if group.sealed(x + 1) > group.sealed(x))
     places, arena = GrowingArena(META), torch.empty(ARENA_BYTES, dtype=torch.uint8, device=META)
     states = [allocate_group(group, n, places) for _ in range(asked.sequences)]
-    growths = [Growth(state, n, 1, row) for row, state in enumerate(states)]
+    growths = [SequenceGrowth(state, n, 1, row) for row, state in enumerate(states)]
 
     def tokens(number: int) -> list[torch.Tensor]:
         rows = (HEADS, HEADS, HEADS * asked.per_head)
@@ -159,7 +159,10 @@ def launches(asked: Asked, head_dim: int, chip: GPUTarget) -> Iterator[Launch]:
     new_k, new_v, new_q = tokens(asked.sequences)
     with noted(chip) as written:
         k, v, q = (x.transpose(0, 1) for x in tokens(n))
-        queries, at = Queries.of(q[:, -LAST_QUERIES:], HEADS, n), upload(Places.of(states[0]), META)
+        queries, at = (
+            Queries.of(q[:, -LAST_QUERIES:], HEADS, n),
+            upload(RecordIds.of(states[0]), META),
+        )
         write_prompt(codec, group, at, LAYER, arena, k, v, 0, n, queries)
         planned = plan_step(codec, group, growths, take_records(group, growths, places), CUDA)
         step = upload(planned, META)

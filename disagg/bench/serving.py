@@ -50,7 +50,7 @@ LEAST_TOKENS, MOST_PROMPT, MOST_TOTAL = 4, 1024, 2048  # of what is taken from S
 
 
 @dataclass(frozen=True)
-class Visit:
+class LoadRequest:
     """One request. `at_s`: when the trace has it, seconds from its first one."""
 
     prompt: str
@@ -94,7 +94,7 @@ class ServeOptions:
 
 
 @dataclass
-class Visited:
+class RequestTimes:
     """What the client saw of one request; seconds."""
 
     prompt_tokens: int
@@ -141,7 +141,7 @@ def find_model(base_url: str, name: str | None = None) -> tuple[str, str]:
         raise PeerLostError(f"no model is served at {base_url}: {error}") from error
 
 
-def measure_serving(options: ServeOptions, visits: Sequence[Visit], tokenizer: str) -> Row:
+def measure_serving(options: ServeOptions, visits: Sequence[LoadRequest], tokenizer: str) -> Row:
     """The result with the keys of `vllm bench serve --save-result --save-detailed`."""
     about = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -158,14 +158,16 @@ def measure_serving(options: ServeOptions, visits: Sequence[Visit], tokenizer: s
     return about | summarize(options, *asyncio.run(visit_all(options, visits)))
 
 
-async def visit_all(options: ServeOptions, visits: Sequence[Visit]) -> tuple[list[Visited], float]:
+async def visit_all(
+    options: ServeOptions, visits: Sequence[LoadRequest]
+) -> tuple[list[RequestTimes], float]:
     """What was seen of each, and the seconds from the first request to the last answer."""
     gate = asyncio.Semaphore(options.max_concurrency or len(visits))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(verify=_trusted(), limits=limits, timeout=SILENCE_S) as client:
         began = time.perf_counter()
 
-        async def one(visit: Visit, at_s: float) -> Visited:
+        async def one(visit: LoadRequest, at_s: float) -> RequestTimes:
             await asyncio.sleep(began + at_s - time.perf_counter())
             arrived = time.perf_counter()
             async with gate:
@@ -183,7 +185,7 @@ def _trusted() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def departures(options: ServeOptions, visits: Sequence[Visit]) -> list[float]:
+def departures(options: ServeOptions, visits: Sequence[LoadRequest]) -> list[float]:
     """When each request leaves, in seconds; the last one exactly where the rate says."""
     if options.self_timed:
         return [visit.at_s for visit in visits]
@@ -195,7 +197,7 @@ def departures(options: ServeOptions, visits: Sequence[Visit]) -> list[float]:
     return found
 
 
-def _body(options: ServeOptions, visit: Visit) -> Row:
+def _body(options: ServeOptions, visit: LoadRequest) -> Row:
     chat = options.backend == "openai-chat"
     asked = [{"role": "user", "content": visit.prompt}] if chat else visit.prompt
     body: Row = {"model": options.model, "messages" if chat else "prompt": asked}
@@ -206,9 +208,11 @@ def _body(options: ServeOptions, visit: Visit) -> Row:
     return body | dict(options.extra_body)
 
 
-async def _visit(client: httpx.AsyncClient, options: ServeOptions, visit: Visit) -> Visited:
+async def _visit(
+    client: httpx.AsyncClient, options: ServeOptions, visit: LoadRequest
+) -> RequestTimes:
     url = options.base_url + (options.endpoint or BACKENDS[options.backend])
-    seen = Visited(visit.prompt_tokens, start_s=time.perf_counter())
+    seen = RequestTimes(visit.prompt_tokens, start_s=time.perf_counter())
     try:
         async with client.stream("POST", url, json=_body(options, visit)) as response:
             if response.status_code != 200:
@@ -225,7 +229,7 @@ async def _visit(client: httpx.AsyncClient, options: ServeOptions, visit: Visit)
     return seen
 
 
-def _take(seen: Visited, event: Row) -> None:
+def _take(seen: RequestTimes, event: Row) -> None:
     """Note what an event says, and when."""
     if "error" in event:
         raise ValueError(str(event["error"]))
@@ -243,7 +247,7 @@ def _take(seen: Visited, event: Row) -> None:
 # -- what it comes to
 
 
-def summarize(options: ServeOptions, seen: Sequence[Visited], duration_s: float) -> Row:
+def summarize(options: ServeOptions, seen: Sequence[RequestTimes], duration_s: float) -> Row:
     """Figures of all requests; those that failed count only as such."""
     done = [x for x in seen if not x.error]
     for x in done:
@@ -290,7 +294,7 @@ def _spread(name: str, seconds: Sequence[float], percentiles: Iterable[float]) -
     return {f"{kind}_{name}_ms": float(value) for kind, value in found.items()}
 
 
-def _goodput(options: ServeOptions, done: Iterable[Visited]) -> int:
+def _goodput(options: ServeOptions, done: Iterable[RequestTimes]) -> int:
     """Requests that kept every limit."""
     return sum(
         all(1e3 * getattr(x, f"{name}_s") <= ms for name, ms in options.goodput.items())
@@ -298,7 +302,7 @@ def _goodput(options: ServeOptions, done: Iterable[Visited]) -> int:
     )
 
 
-def _peaks(done: Sequence[Visited]) -> tuple[float, int]:
+def _peaks(done: Sequence[RequestTimes]) -> tuple[float, int]:
     """Most tokens in one second of the run, and most requests that one second has seen."""
     if not done:
         return 0.0, 0
@@ -362,7 +366,7 @@ class WorkloadOptions:
     seed: int = 0
 
 
-def make_visits(options: WorkloadOptions, tokenizer: Tokenizer) -> list[Visit]:
+def make_visits(options: WorkloadOptions, tokenizer: Tokenizer) -> list[LoadRequest]:
     """The requests, in order; ConfigError for a file without any."""
     if options.dataset != "random" and options.path is None:
         raise ConfigError(f"data set {options.dataset} wants --dataset-path FILE")
@@ -409,7 +413,7 @@ class Prompts:
         return text, len(tokens)
 
 
-def _random(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
+def _random(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadRequest]:
     size, ratio = (options.num_prompts,), options.range_ratio
     inputs, outputs = (
         prompts.rng.integers(
@@ -421,30 +425,30 @@ def _random(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
     shared = prompts.draw(options.prefix_len)
     for number, (start, length) in enumerate(zip(starts, inputs, strict=True)):
         ids = shared + prompts.walk(int(start) + number, int(length))
-        yield Visit(*prompts.fit(ids, len(ids)), int(outputs[number]))
+        yield LoadRequest(*prompts.fit(ids, len(ids)), int(outputs[number]))
 
 
-def _sharegpt(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
+def _sharegpt(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadRequest]:
     found = json.loads(_text(options))
     talks = [x["conversations"] for x in found if len(x.get("conversations", ())) > 1]
     random.Random(options.seed).shuffle(talks)
     for prompt, answer in ((talk[0]["value"], talk[1]["value"]) for talk in talks):
         asked, said = (len(prompts.tokenizer.encode(text)) for text in (prompt, answer))
         if min(asked, said) >= LEAST_TOKENS and asked <= MOST_PROMPT and asked + said <= MOST_TOTAL:
-            yield Visit(prompt, asked, said)
+            yield LoadRequest(prompt, asked, said)
 
 
-def _azure(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
+def _azure(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadRequest]:
     rows = [*csv.DictReader(_text(options).splitlines())]
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
     for row, at in zip(rows, times, strict=True):
         length = int(row["ContextTokens"])
         start = int(prompts.rng.integers(0, prompts.tokenizer.size))
         text = prompts.fit(prompts.walk(start, length), length)
-        yield Visit(*text, int(row["GeneratedTokens"]), (at - times[0]).total_seconds())
+        yield LoadRequest(*text, int(row["GeneratedTokens"]), (at - times[0]).total_seconds())
 
 
-def _mooncake(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
+def _mooncake(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadRequest]:
     rows = [json.loads(line) for line in _text(options).splitlines()]
     for row in rows:
         ids: list[int] = []
@@ -453,7 +457,9 @@ def _mooncake(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
             ids += prompts.allowed[rng.integers(0, len(prompts.allowed), MOONCAKE_TOKENS)].tolist()
         length = row["input_length"]
         text = prompts.fit(ids[:length], length)
-        yield Visit(*text, row["output_length"], 1e-3 * (row["timestamp"] - rows[0]["timestamp"]))
+        yield LoadRequest(
+            *text, row["output_length"], 1e-3 * (row["timestamp"] - rows[0]["timestamp"])
+        )
 
 
 def _text(options: WorkloadOptions) -> str:
@@ -461,7 +467,7 @@ def _text(options: WorkloadOptions) -> str:
     return options.path.read_text("utf-8")
 
 
-MAKERS: dict[str, Callable[[WorkloadOptions, Prompts], Iterator[Visit]]] = {
+MAKERS: dict[str, Callable[[WorkloadOptions, Prompts], Iterator[LoadRequest]]] = {
     "random": _random,
     "sharegpt": _sharegpt,
     "azure": _azure,

@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, result_of, tell
 from disagg.bench.serving import (
+    LoadRequest,
+    RequestTimes,
     ServeOptions,
-    Visit,
-    Visited,
     WorkloadOptions,
     find_model,
     make_visits,
@@ -110,7 +110,9 @@ class LlmEnd:
 class ClientEnd:
     """Who asks the service."""
 
-    async def ask(self, options: ServeOptions, visits: Sequence[Visit]) -> Sequence[Visited]:
+    async def ask(
+        self, options: ServeOptions, visits: Sequence[LoadRequest]
+    ) -> Sequence[RequestTimes]:
         """All at once."""
         seen, _ = await visit_all(options, visits)
         for x in seen:
@@ -118,10 +120,10 @@ class ClientEnd:
         return seen
 
     async def ask_beside(
-        self, options: ServeOptions, visits: Sequence[Visit], arriving: Sequence[Visit]
-    ) -> tuple[Sequence[Visited], list[Visited]]:
+        self, options: ServeOptions, visits: Sequence[LoadRequest], arriving: Sequence[LoadRequest]
+    ) -> tuple[Sequence[RequestTimes], list[RequestTimes]]:
         """All at once, and beside them one after another, as long as the others go on."""
-        streams, came = asyncio.create_task(self.ask(options, visits)), list[Visited]()
+        streams, came = asyncio.create_task(self.ask(options, visits)), list[RequestTimes]()
         for visit in arriving:
             await asyncio.wait([streams], timeout=PAUSE_S)
             if not streams.done():
@@ -136,7 +138,7 @@ class Questions:
         self.tokenizer = Tokenizer.load(model)
         self._seed = 0
 
-    def make(self, count: int, prompt: int, output: int, spread: float = 0.0) -> list[Visit]:
+    def make(self, count: int, prompt: int, output: int, spread: float = 0.0) -> list[LoadRequest]:
         """Requests of so many tokens, more or less by a share `spread`."""
         self._seed += 1
         wanted = WorkloadOptions("random", None, count, prompt, output, spread, 0, self._seed)
@@ -185,7 +187,7 @@ def measure_streams(options: StreamsOptions) -> Row:
     return result_of(rows, NOTES, **more)
 
 
-def _dense(dense: Child, tokenizer: Tokenizer, visits: Sequence[Visit]) -> Row:
+def _dense(dense: Child, tokenizer: Tokenizer, visits: Sequence[LoadRequest]) -> Row:
     prompts = [tokenizer.encode(visit.prompt) for visit in visits]
     outputs = [visit.max_tokens for visit in visits]
     lengths = {"prompts": _range(map(len, prompts)), "outputs": _range(outputs)}
@@ -199,7 +201,7 @@ def _range(numbers: Any) -> str:
     return f"{some[0]}" if some[0] == some[-1] else f"{some[0]}-{some[-1]}"
 
 
-def _spread(seen: Sequence[Visited]) -> Row:
+def _spread(seen: Sequence[RequestTimes]) -> Row:
     began = min(x.start_s for x in seen)
     took = max(x.start_s + x.e2el_s for x in seen) - began
     gaps = [1e3 * gap for x in seen for gap in x.gaps_s]

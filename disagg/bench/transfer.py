@@ -43,17 +43,17 @@ from disagg.kv.page import Item
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Arena
 from disagg.kv.state import GroupState, allocate_group
-from disagg.paged.append import Places
+from disagg.paged.append import RecordIds
 from disagg.paged.layer import write_prompt
 from disagg.protos.v1 import worker_pb2 as pb
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.link import Pace
-from disagg.transfer.messages import Attach, Job, Role, Started, parse
+from disagg.transfer.link import RateLimiter
+from disagg.transfer.messages import Attach, Job, Role, WorkerInfo, parse
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Admission, Reservations, Terms
+from disagg.transfer.records import ArenaSource, Manifest
+from disagg.transfer.reservations import Admission, ReceiverPolicy, Reservations
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Authority, Security, protected
 from disagg.transfer.sender import Sender
@@ -117,9 +117,9 @@ class ReceivingEnd(End):
         self._pool, arena = make_pool(nbytes, SLAB_BYTES, CPU)
         arena.fill_(0)  # no page faults later
         # nothing is kept: every prompt is sent whole, and no page is read beside
-        self._terms = Terms(MODEL, plans.__getitem__, EPOCH, share=False)
+        self._terms = ReceiverPolicy(MODEL, plans.__getitem__, EPOCH, share=False)
 
-    async def listen(self, host: str, security: Security | None = None) -> Started:
+    async def listen(self, host: str, security: Security | None = None) -> WorkerInfo:
         """A new receiver before the pool: where it is reached."""
         reservations = Reservations(
             self._terms,
@@ -140,7 +140,7 @@ class ReceivingEnd(End):
         server, address = await start_server(handlers, host, security)
         runs = receiver.run(), direct.run(), server.wait_for_termination()
         self._tasks += map(asyncio.ensure_future, runs)
-        return Started("sink", Role.DECODE, address, EPOCH, MODEL)
+        return WorkerInfo("sink", Role.DECODE, address, EPOCH, MODEL)
 
     async def listen_raw(self, host: str, nbytes: int) -> int:
         """The port of a socket that reads so many bytes into memory."""
@@ -162,7 +162,7 @@ class ReceivingEnd(End):
 class Way:
     """How a prompt is sent: to whom, in which frames, and how fast at most."""
 
-    target: Started
+    target: WorkerInfo
     security: Security | None = None
     direct: bool = False
     frame_bytes: int = FRAME_BYTES
@@ -173,7 +173,7 @@ class Way:
 class PromptRecords:
     """A prompt's records in an arena of its own."""
 
-    checklist: Checklist
+    checklist: Manifest
     arena: Arena
     tensor: Tensor
     states: Sequence[GroupState]
@@ -209,7 +209,7 @@ class SendingEnd(End):
         pool, tensor = make_pool(slabs_for(plan, tokens) * SLAB_BYTES, SLAB_BYTES, CPU)
         tensor.fill_(7)
         states = [allocate_group(group, tokens, pool) for group in plan.groups]
-        self._prompts[spec] = PromptRecords(Checklist(plan, tokens), pool.arena, tensor, states)
+        self._prompts[spec] = PromptRecords(Manifest(plan, tokens), pool.arena, tensor, states)
 
     async def encode(self, spec: str, plan: Plan, tokens: int, threads: int = 1) -> None:
         """Make up a prompt whose layers are alike, and encode them all."""
@@ -257,7 +257,7 @@ class SendingEnd(End):
 
     def _channel(self, way: Way) -> Channel:
         if way not in self._channels:
-            pace = Pace(way.bytes_per_s, way.frame_bytes) if way.bytes_per_s else None
+            pace = RateLimiter(way.bytes_per_s, way.frame_bytes) if way.bytes_per_s else None
             options = ChannelOptions(way.frame_bytes, pace=pace, direct=way.direct)
             self._channels[way] = Channel(way.target.address, way.security, options)
         return self._channels[way]
@@ -271,7 +271,7 @@ class SendingEnd(End):
     def _encode(self, prompt: PromptRecords, ready: Callable[[Sequence[Item]], object]) -> None:
         checklist, arena = prompt.checklist, prompt.tensor
         for layer, index in enumerate(checklist.plan.group_of):
-            group, at = checklist.plan.groups[index], Places.of(prompt.states[index])
+            group, at = checklist.plan.groups[index], RecordIds.of(prompt.states[index])
             made = make_prompt(checklist.tokens, group.heads, group.head_dim)  # once for all
             layers = codec_of(group), group, at, layer, arena, made.k, made.v
             for x in write_prompt(*layers, 0, checklist.tokens):
@@ -362,7 +362,7 @@ def _send_all(
         (spec, pages)
         for number in range(rounds)
         for spec, plan in plans.items()
-        if not number or Checklist(plan, tokens).total_bytes / bytes_per_s <= LONG_S
+        if not number or Manifest(plan, tokens).total_bytes / bytes_per_s <= LONG_S
         for pages in ("ready", "inline")
     ]
     found: dict[tuple[str, str], list[Sent]] = {case: [] for case in cases}
@@ -430,7 +430,7 @@ def measure_plane(options: TransferOptions) -> Row:
     for netns in (False, True)[: 1 + options.netns]:
         with start_pair(netns, {codec: plan}, slabs * SLAB_BYTES) as pair:
             pair.sender.ask("fill", codec, plan, tokens)
-            nbytes = Checklist(plan, tokens).total_bytes
+            nbytes = Manifest(plan, tokens).total_bytes
             sends = _ways(pair, codec, nbytes)
             for gbps in options.gbps if netns else (0.0,):
                 pair.limit(gbps)

@@ -128,7 +128,7 @@ def run_service(config: Config, as_json: bool) -> None:
     from disagg.server.service import Service
 
     try:
-        with Ending(config.cluster.grace_s) as ending, ExitStack() as stack:
+        with ShutdownGuard(config.cluster.grace_s) as ending, ExitStack() as stack:
             with stages() as say:
                 service = Service(config, ending.telling(say), client.left_token(path))
                 tls = config.server.tls_certificate
@@ -151,7 +151,7 @@ def run_service(config: Config, as_json: bool) -> None:
         tell("stopped")
 
 
-class Ending:
+class ShutdownGuard:
     """How this process ends: by the signals of ENDS, unless they are ignored, and whatever hangs.
 
     Ray's C++ waits without end for a raylet that had the signal too, or that answers no more, and
@@ -254,7 +254,7 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     config = replace_keys(config, {"server": alone})
     from disagg.server.service import Service
 
-    with Ending(config.cluster.grace_s) as ending, ExitStack() as stack:
+    with ShutdownGuard(config.cluster.grace_s) as ending, ExitStack() as stack:
         with stages() as say:
             service = stack.enter_context(Service(config, ending.telling(say)))
             stack.callback(ending.begin)

@@ -11,7 +11,7 @@ from torch import Tensor
 from disagg.codecs.contract import LEAD_END, Encoded, Prompt, lead_of, one_of, require
 from disagg.codecs.quantized import SINKS, Planes, SinkCodec, prompt_format
 from disagg.kernels import ops
-from disagg.kernels.formats import TURN, PageFormat, Scale, Side, Turn
+from disagg.kernels.formats import TURN, HadamardRotation, PageFormat, Scale, Side
 from disagg.kernels.reference.lowrank import seeded_uniform
 from disagg.kernels.reference.pages import pack_bits
 from disagg.kernels.reference.quantize import finite
@@ -107,7 +107,7 @@ class Banded(SinkCodec):
             k=sides[0],
             v=Side(head_dim, tokens, 2, offset["v_codes"], groups),
             bands=tuple(sides[1:]),
-            turn=Turn(offset["order"], offset["signs"]),
+            turn=HadamardRotation(offset["order"], offset["signs"]),
         )
 
     def encode(

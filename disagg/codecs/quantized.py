@@ -19,7 +19,15 @@ from torch import Tensor
 
 from disagg.codecs.contract import Codec, Encoded, Prompt, one_of, require, seed_of
 from disagg.kernels import ops
-from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse, parts_of_word
+from disagg.kernels.formats import (
+    BlockRotation,
+    LowRank,
+    PageFormat,
+    Scale,
+    Side,
+    Sparse,
+    parts_of_word,
+)
 from disagg.kernels.sealing import Segmentation, Target
 from disagg.kv.page import SEGMENT_TOKENS, Kind, Layout, make_layout
 from disagg.kv.plan import LayerGroup
@@ -190,6 +198,6 @@ def _side(
         ),
         low_rank=low_rank,
         sparse=sparse,
-        rotation=Rotation(turn.shape[0], turn.offset) if turn else None,
+        rotation=BlockRotation(turn.shape[0], turn.offset) if turn else None,
         floating=codes.dtype == "float8_e4m3fn",
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
-from disagg.engine.guard import Guard, relative_errors
+from disagg.engine.guard import CodecErrorProbe, relative_errors
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -40,9 +40,9 @@ from disagg.engine.messages import (
 )
 from disagg.engine.prefixes import ExactPrefixes
 from disagg.engine.sampler import Sampled, choose, score_prompts
-from disagg.engine.scheduler import Scheduler, Share
+from disagg.engine.scheduler import ScheduledTokens, Scheduler
 from disagg.engine.sequence import Sequence, Status
-from disagg.engine.steps import Stash, build_batch, take_stash
+from disagg.engine.steps import StepAllocation, build_batch, take_stash
 from disagg.errors import (
     CapacityError,
     DisaggError,
@@ -54,11 +54,11 @@ from disagg.errors import (
 )
 from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
-from disagg.kv.pool import Rows
+from disagg.kv.pool import DecodeSlots
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
-from disagg.paged.append import Places
+from disagg.paged.append import RecordIds
 from disagg.paged.layer import write_prompt
 
 WAIT_S = 0.05  # how often a sequence without room looks again
@@ -85,10 +85,10 @@ class Engine:
         self._config = config
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self.rows = Rows(config.max_sequences)
+        self.rows = DecodeSlots(config.max_sequences)
         self._scheduler = Scheduler(self.pool, config.max_batch_tokens, self.rows, config.watermark)
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
-        self._guard = Guard(list(map(self.plan, guarded)))
+        self._guard = CodecErrorProbe(list(map(self.plan, guarded)))
         self.counts = Counter[str]()  # "computed_tokens", "cached_tokens" of prompts, "preempted"
         self._orders = count()
         self._draining = False
@@ -236,7 +236,7 @@ class Engine:
 
     # -- schedule
 
-    def _schedule(self) -> tuple[list[Share], Stash]:
+    def _schedule(self) -> tuple[list[ScheduledTokens], StepAllocation]:
         """Who computes how many tokens, with the records that decoding needs for it."""
         shares, stash = self._grow()
         left, full = self._config.max_batch_tokens - sum(share.count for share in shares), False
@@ -247,13 +247,13 @@ class Engine:
                 continue
             if self._prepare(sequence, left):
                 count = min(sequence.prompt_len - sequence.n, left)
-                shares.append(Share(sequence, count))
+                shares.append(ScheduledTokens(sequence, count))
                 left -= count
             elif sequence.status is Status.QUEUED:
                 self._refused, full = sequence, True
         return shares, stash
 
-    def _grow(self) -> tuple[list[Share], Stash]:
+    def _grow(self) -> tuple[list[ScheduledTokens], StepAllocation]:
         """Decoding shares with the records they need; newer sequences make room for older ones.
 
         The answer of one that had the whole pool to itself from the start ends there; one that
@@ -341,7 +341,7 @@ class Engine:
 
     # -- forward
 
-    def _compute(self, shares: Seq[Share], stash: Stash) -> None:
+    def _compute(self, shares: Seq[ScheduledTokens], stash: StepAllocation) -> None:
         """One forward pass, and one more token for who has fed all it knows."""
         batch = build_batch(shares, stash, self.arena, self._chunk)
         logits = score_prompts(shares, self._runner.forward(batch))
@@ -354,7 +354,7 @@ class Engine:
         stash.loose.clear()
         self._advance(shares, ready, chosen)
 
-    def _chunk(self, share: Share, row: int) -> Chunk:
+    def _chunk(self, share: ScheduledTokens, row: int) -> Chunk:
         """A chunk of a prompt whose layers are encoded and offered as they finish."""
         sequence, workspace = share.sequence, share.sequence.workspace
         assert workspace is not None
@@ -369,7 +369,7 @@ class Engine:
                 except Exception as error:
                     sequence.error = named(error)
 
-        tables = tuple(map(Places.of, sequence.groups)), new.tables
+        tables = tuple(map(RecordIds.of, sequence.groups)), new.tables
         return Chunk(row, share.count, sequence.n, workspace, sink, tables)
 
     def _encode(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
@@ -391,7 +391,9 @@ class Engine:
             found = (Item(w.kind, index, layer, i) for w in written for i in w.indices)
             sequence.handoff.offer(list(found))
 
-    def _give_up(self, shares: Seq[Share], stash: Stash, error: BaseException) -> None:
+    def _give_up(
+        self, shares: Seq[ScheduledTokens], stash: StepAllocation, error: BaseException
+    ) -> None:
         """A step broke and nobody can say for whom: all that were in it end.
 
         But if memory did not suffice it was for the longest prompt, and what can start again does.
@@ -411,7 +413,9 @@ class Engine:
                 self._scheduler.restart(sequence)
                 self._requeued(sequence)
 
-    def _advance(self, shares: Seq[Share], ready: Seq[Sequence], chosen: Seq[Sampled]) -> None:
+    def _advance(
+        self, shares: Seq[ScheduledTokens], ready: Seq[Sequence], chosen: Seq[Sampled]
+    ) -> None:
         """Count the tokens that were fed, and say which came of them."""
         for share in shares:
             sequence = share.sequence

@@ -27,7 +27,7 @@ LEAST_TOKENS, MOST_TOKENS = 256, 8192  # of a sample: enough pages, and a bounde
 log = logging.getLogger(__name__)
 
 
-class Guard:
+class CodecErrorProbe:
     """Measures the error of attention outputs under each of some plans."""
 
     def __init__(self, plans: Iterable[Plan]):

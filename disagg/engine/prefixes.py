@@ -26,7 +26,7 @@ from disagg.errors import CapacityError
 from disagg.kernels.ops import gather_raw, store_blocks
 from disagg.kernels.sealing import Target
 from disagg.kv.page import RAW_TOKENS
-from disagg.kv.pool import Kept, Pool
+from disagg.kv.pool import CachedPages, Pool
 from disagg.kv.prefix_keys import content_keys
 
 MODEL = "computed here"  # no fingerprint: raw pages that were handed off have other keys
@@ -133,7 +133,7 @@ class ExactPrefixes:
             starts.append(0 if all_of_them else max(0, count - -(-max(tokens) // RAW_TOKENS)))
         return starts
 
-    def _find(self, sequence: Sequence, count: int) -> tuple[list[list[Kept]], int]:
+    def _find(self, sequence: Sequence, count: int) -> tuple[list[list[CachedPages]], int]:
         """What is wanted of the most leading units that are known, at most `count`; and how many.
 
         The caller owns what was found.
@@ -152,10 +152,10 @@ class ExactPrefixes:
         for keys, start in zip(sequence.keys, self._starts(sequence, count), strict=True):
             self._pool.used(keys[start:count])
 
-    def _release(self, found: Seq[Seq[Kept]]) -> None:
+    def _release(self, found: Seq[Seq[CachedPages]]) -> None:
         self._pool.release([page for some in found for kept in some for page in kept.pages])
 
-    def _read(self, sequence: Sequence, found: Seq[Seq[Kept]], done: int) -> None:
+    def _read(self, sequence: Sequence, found: Seq[Seq[CachedPages]], done: int) -> None:
         workspace = sequence.workspace
         assert workspace is not None
         whole = [some for some in found if len(some) * RAW_TOKENS == done]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.messages import named
-from disagg.engine.scheduler import Share
+from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Logprobs, Request, SamplingParams, Sequence
 from disagg.errors import RequestError
 
@@ -71,7 +71,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, counts: Seq[int]) -> list[Logpro
     ]
 
 
-def score_prompts(shares: Seq[Share], logits: Tensor) -> Tensor:
+def score_prompts(shares: Seq[ScheduledTokens], logits: Tensor) -> Tensor:
     """Keep what logits [rows, V] say of prompts; those that give the next tokens."""
     if not any(share.scores for share in shares):
         return logits

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from disagg.engine.sequence import Sequence, Status, urgency
 from disagg.errors import CapacityError
-from disagg.kv.pool import Pool, Rows
+from disagg.kv.pool import DecodeSlots, Pool
 from disagg.kv.state import allocate_group
 from disagg.paged.page_tables import block_size
 
 
 @dataclass(frozen=True)
-class Share:
+class ScheduledTokens:
     """The next `count` tokens of a sequence, in the coming step."""
 
     sequence: Sequence
@@ -52,7 +52,7 @@ class Share:
 class Scheduler:
     """The queues of an engine, and the rules by which sequences get room and tokens."""
 
-    def __init__(self, pool: Pool, max_batch_tokens: int, rows: Rows, watermark: float):
+    def __init__(self, pool: Pool, max_batch_tokens: int, rows: DecodeSlots, watermark: float):
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []  # both in order of arrival
         self.held: dict[str, Sequence] = {}
@@ -103,7 +103,7 @@ class Scheduler:
         self._free(sequence)
         self.sole = None if self.sole is sequence else self.sole
 
-    def decode_shares(self) -> list[Share]:
+    def decode_shares(self) -> list[ScheduledTokens]:
         """One token of every decoding sequence; more where known tokens wait to be fed.
 
         Decoding is never held back by the token budget; replays use what it leaves. One with
@@ -117,7 +117,7 @@ class Scheduler:
             seals = sequence is self.sole and any(x.sealed(n + 1) > x.sealed(n) for x in groups)
             wanted = 1 if seals else min(sequence.length - n, 1 + spare)
             count = min(block_size(x, n, wanted) for x in groups) if wanted > 1 else 1
-            shares.append(Share(sequence, count))
+            shares.append(ScheduledTokens(sequence, count))
             spare -= count - 1
         return shares
 

@@ -10,40 +10,40 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from disagg.codecs.planning import codec_of
-from disagg.engine.scheduler import Share
+from disagg.engine.scheduler import ScheduledTokens
 from disagg.errors import CapacityError
 from disagg.kv.plan import LayerGroup
 from disagg.kv.state import Allocator
 from disagg.model.attention import Batch, Chunk, Decode
-from disagg.paged.append import Fresh, Growth, take_records
+from disagg.paged.append import NewRecords, SequenceGrowth, take_records
 from disagg.paged.page_tables import plan_step
 
 
 @dataclass
-class Stash:
+class StepAllocation:
     """What decoding needs for one step, taken from the pool before anything changes.
 
     buckets: decoding sequences by layer group, and the fresh records of each
     loose:   what may be in nobody's state while the step runs: taken, or in a tail that it may seal
     """
 
-    buckets: list[tuple[LayerGroup, list[Growth], Fresh]] = field(default_factory=list)
+    buckets: list[tuple[LayerGroup, list[SequenceGrowth], NewRecords]] = field(default_factory=list)
     loose: list[int] = field(default_factory=list)
 
-    def lost(self, shares: Sequence[Share]) -> list[int]:
+    def lost(self, shares: Sequence[ScheduledTokens]) -> list[int]:
         """After a step that broke: what is in no state of its sequences, and not freed either."""
         states = [state for share in shares for state in share.sequence.groups]
         owned = {page for state in states for page in state.ids()}
         return [page for page in self.loose if page not in owned]
 
 
-def take_stash(shares: Sequence[Share], allocator: Allocator) -> Stash:
+def take_stash(shares: Sequence[ScheduledTokens], allocator: Allocator) -> StepAllocation:
     """All records that decoding shares need; CapacityError and nothing taken if no room.
 
     shares: the first ones of the step
     Pages that no window sees any more are released first.
     """
-    stash, buckets = Stash(), _buckets(shares)
+    stash, buckets = StepAllocation(), _buckets(shares)
     for group, growths in buckets:
         unseen = [x.state.drop(group.dropped(x.n) // group.page.tokens) for x in growths]
         allocator.release([page for pages in unseen for page in pages])
@@ -61,7 +61,10 @@ def take_stash(shares: Sequence[Share], allocator: Allocator) -> Stash:
 
 
 def build_batch(
-    shares: Sequence[Share], stash: Stash, arena: Tensor, make_chunk: Callable[[Share, int], Chunk]
+    shares: Sequence[ScheduledTokens],
+    stash: StepAllocation,
+    arena: Tensor,
+    make_chunk: Callable[[ScheduledTokens, int], Chunk],
 ) -> Batch:
     """One forward pass over the shares, in their order.
 
@@ -86,14 +89,14 @@ def build_batch(
     return Batch(tokens, positions, outputs, arena, tuple(chunks), tuple(decodes))
 
 
-def _buckets(shares: Sequence[Share]) -> list[tuple[LayerGroup, list[Growth]]]:
+def _buckets(shares: Sequence[ScheduledTokens]) -> list[tuple[LayerGroup, list[SequenceGrowth]]]:
     """Decoding shares by layer group; replayed blocks apart, so that nothing is padded to them."""
-    found: dict[tuple[str, bool], tuple[LayerGroup, list[Growth]]] = {}
+    found: dict[tuple[str, bool], tuple[LayerGroup, list[SequenceGrowth]]] = {}
     row = 0
     for share in shares:
         for group, state in zip(share.sequence.plan.groups, share.sequence.groups, strict=True):
             key = (group.fingerprint, share.count > 1)
-            growth = Growth(state, share.sequence.n, share.count, row)
+            growth = SequenceGrowth(state, share.sequence.n, share.count, row)
             found.setdefault(key, (group, []))[1].append(growth)
         row += share.count
     return list(found.values())

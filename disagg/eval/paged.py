@@ -20,7 +20,7 @@ from disagg.kv.plan import LayerGroup
 from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
-from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
 from disagg.paged.layer import views_of, write_prompt
 from disagg.paged.page_tables import block_size, build_tables, plan_step, plan_units, upload
@@ -68,7 +68,7 @@ class PagedKV:
         for group in self.plan.groups:
             n, whole = self.num_tokens, replace(group, window=None)  # its last queries see more
             state = allocate_group(whole, n, self._arena)
-            at = upload(Places.of(state), runner.device)
+            at = upload(RecordIds.of(state), runner.device)
             for layer in group.layers:
                 kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
                 write_prompt(codec, whole, at, layer, arena, kv.k, kv.v, 0, n, kv.queries)
@@ -79,7 +79,7 @@ class PagedKV:
         found: dict[int, Tensor] = {}
         for group, state in self._groups:
             width = prompt[0].queries.last.shape[1]
-            growth = Growth(state, self.num_tokens - width, width, 0)
+            growth = SequenceGrowth(state, self.num_tokens - width, width, 0)
             device = self._runner.device
             tables = build_tables(codec_of(group), group, [growth], width, device)
             tables, units = upload((tables, plan_units(group, tables, device)), device)
@@ -105,7 +105,7 @@ class PagedKV:
         n, count = self.num_tokens, len(tokens)
         decodes = []
         for group, state in self._groups:
-            growths = [Growth(state, n, count, 0)]
+            growths = [SequenceGrowth(state, n, count, 0)]
             fresh = take_records(group, growths, self._arena)
             codec = codec_of(group)
             step = plan_step(codec, group, growths, fresh, self._runner.device)

@@ -103,7 +103,7 @@ class Slab:
 
 
 @dataclass(eq=False)
-class Kept:
+class CachedPages:
     """Pages that stay for whoever asks for them by key; `note` is of whoever kept them, if any.
 
     used: when last, counted by the pool · owned: how many of the pages somebody owns
@@ -117,7 +117,7 @@ class Kept:
     owned: int = 0
 
 
-class Rows:
+class DecodeSlots:
     """Rows of decode steps, as many as are recorded: what decodes has one, and so has whoever was
     promised to. Any thread may call.
     """
@@ -169,8 +169,8 @@ class Pool:
         self._free: dict[RecordShape, int] = {}  # pages in those
         self._bytes = 0  # of the pages that have a reference
         self._references: dict[int, int] = {}  # that of being kept included
-        self._kept: dict[bytes, Kept] = {}
-        self._keepers: dict[int, tuple[bytes, Kept]] = {}  # of each kept page
+        self._kept: dict[bytes, CachedPages] = {}
+        self._keepers: dict[int, tuple[bytes, CachedPages]] = {}  # of each kept page
         # by shape, a heap of what is only cached by `used`; some are gone
         self._oldest: dict[RecordShape, list[tuple[int, bytes]]] = {}
         self._uses = 0
@@ -239,12 +239,12 @@ class Pool:
             return
         self.retain(pages)
         shape = self._slabs[self._slab_index(pages[0])].shape
-        kept = self._kept[key] = Kept(tuple(pages), shape, note, owned=len(pages))
+        kept = self._kept[key] = CachedPages(tuple(pages), shape, note, owned=len(pages))
         self._keepers |= dict.fromkeys(pages, (key, kept))
         self._use(key, kept)
 
     @atomic
-    def take(self, keys: Sequence[bytes]) -> list[Kept]:
+    def take(self, keys: Sequence[bytes]) -> list[CachedPages]:
         """What the leading keys keep, up to the first unknown one; the caller owns it too."""
         found = []
         for key in keys:
@@ -405,13 +405,13 @@ class Pool:
         if not kept.owned:
             self._note_place(key, kept)
 
-    def _use(self, key: bytes, kept: Kept) -> None:
+    def _use(self, key: bytes, kept: CachedPages) -> None:
         self._uses += 1
         kept.used = self._uses
         if not kept.owned:
             self._note_place(key, kept)
 
-    def _note_place(self, key: bytes, kept: Kept) -> None:
+    def _note_place(self, key: bytes, kept: CachedPages) -> None:
         """Nobody owns any of it: it may go when its turn comes. Older notes of it mean nothing."""
         oldest = self._oldest.setdefault(kept.shape, [])
         heappush(oldest, (kept.used, key))

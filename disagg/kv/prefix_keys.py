@@ -17,7 +17,7 @@ KEY_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Unit:
+class PrefixBlock:
     """Tokens of one layer group, from those of the unit before up to `end`, by what holds them.
 
     What becomes final together is shared whole: a page, a segment with its pages, or a sink.
@@ -41,7 +41,7 @@ class Unit:
         ]
 
 
-def units_of(plan: Plan, tokens: int) -> tuple[tuple[Unit, ...], ...]:
+def units_of(plan: Plan, tokens: int) -> tuple[tuple[PrefixBlock, ...], ...]:
     """The units of a prompt of `tokens` tokens: for each layer group, in token order.
 
     A group has none if its records are final only with the whole prompt: those may be written to
@@ -76,15 +76,15 @@ def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[b
     return tuple(found)
 
 
-def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[Unit]:
+def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[PrefixBlock]:
     sink, sealed = group.sink, 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
     dropped = min(sealed, group.dropped(tokens))
     if sink and tokens >= sink:
-        yield Unit(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
+        yield PrefixBlock(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
     for first in range(0, sealed - dropped, group.step):
         end = min(first + group.step, sealed - dropped)
         parts = {Kind.PAGE: range(first // group.page.tokens, end // group.page.tokens)}
         if group.segment:
             segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
             parts = {Kind.SEGMENT: segments} | parts
-        yield Unit(index, sink + dropped + end, parts)
+        yield PrefixBlock(index, sink + dropped + end, parts)

@@ -10,7 +10,7 @@ import ray
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError
 from disagg.launch.resources import of_a_share
-from disagg.transfer.messages import Role, Started
+from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority, protected
 
 FAILED_S = 5.0  # for the error of one that could not start, before it ends
@@ -18,7 +18,7 @@ WATCH_S = 1.0  # a front end that is gone watches no longer than this beside the
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 
 
-class Shell:
+class WorkerActor:
     """What a service calls of its worker, through Ray."""
 
     def __init__(self, config: Config, role: Role, name: str, authority: Authority | None):
@@ -29,7 +29,7 @@ class Shell:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
-    def start(self, host: str | None, config: Config) -> Started | tuple[str, str]:
+    def start(self, host: str | None, config: Config) -> WorkerInfo | tuple[str, str]:
         """Load and serve; again: how it can be reached now, unless another service has it.
 
         An error comes as (reason, message).

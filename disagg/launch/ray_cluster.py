@@ -25,9 +25,9 @@ from ray.job_config import JobConfig
 from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
 from disagg.launch.private_ray import Session
-from disagg.launch.ray_actor import Shell
+from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.resources import check_counts, check_place, equal_share, gpu_share
-from disagg.transfer.messages import Role, Started, serves
+from disagg.transfer.messages import Role, WorkerInfo, serves
 from disagg.transfer.security import Authority, load_security, protected
 
 LOCAL, AUTO = "local", "auto"
@@ -67,7 +67,7 @@ class Actor:
     name: str
     handle: ray.actor.ActorHandle
     call: ray.ObjectRef
-    started: Started | None = None
+    started: WorkerInfo | None = None
     leaves: bool = False
 
 
@@ -123,7 +123,7 @@ class Cluster:
             raise PeerLostError(f"Ray does not start or answer: {error}") from error
         self.security = protected(self._config.security, self._authority, here)
 
-    def start(self, tell: Callable[[str], None] = lambda doing: None) -> list[Started]:
+    def start(self, tell: Callable[[str], None] = lambda doing: None) -> list[WorkerInfo]:
         """One of each role, loaded side by side with all others, which `watch` tells of.
 
         tell: is told what takes them long, in words
@@ -131,7 +131,7 @@ class Cluster:
         """
         self._actors = [self._load(role, name) for role, name in self._names()]
         loading = {actor.call: actor for actor in self._actors}
-        started, told = list[Started](), ""
+        started, told = list[WorkerInfo](), ""
         while loading and not serves([x.role for x in started]):
             ready, _ = ray.wait(list(loading), timeout=TELL_S)
             if ready:
@@ -148,7 +148,7 @@ class Cluster:
 
     def watch(
         self,
-        on_up: Callable[[Started], None],
+        on_up: Callable[[WorkerInfo], None],
         on_down: Callable[[str], None],
         on_end: Callable[[DisaggError], None],
     ) -> None:
@@ -171,7 +171,7 @@ class Cluster:
         self._watcher = threading.Thread(target=follow, name="ray-watch", daemon=True)
         self._watcher.start()
 
-    def look(self, on_up: Callable[[Started], None], on_down: Callable[[str], None]) -> None:
+    def look(self, on_up: Callable[[WorkerInfo], None], on_down: Callable[[str], None]) -> None:
         """Wait a moment for a death or a worker that is ready; tell of it, replace the dead.
 
         PeerLostError once a private Ray was lost again and again, and no worker served between.
@@ -355,13 +355,13 @@ class Cluster:
             options["resources"] = {role.value: 1}
         if not self._private:
             options |= {"lifetime": "detached", "get_if_exists": True}
-        shell = type(f"{role.title()}Worker", (Shell,), {})  # its name in Ray's lists
+        shell = type(f"{role.title()}Worker", (WorkerActor,), {})  # its name in Ray's lists
         actor = ray.remote(concurrency_groups={"watch": 2})(shell).options(**options)
         handle = actor.remote(self._config, role, name, self._authority)
         ready = handle.start.remote("127.0.0.1" if self._private else None, self._config)
         return Actor(role, name, handle, ready)
 
-    def _enter(self, actor: Actor) -> Started:
+    def _enter(self, actor: Actor) -> WorkerInfo:
         try:
             started = ray.get(actor.call)
         except RayError as error:

@@ -29,7 +29,7 @@ WARM_UP = 3  # runs before a recording: kernels are compiled and workspaces allo
 
 log = logging.getLogger(__name__)
 
-Step = Callable[[StaticStep], Tensor]  # logits [bucket, V] of the inputs in the buffers
+StepEvents = Callable[[StaticStep], Tensor]  # logits [bucket, V] of the inputs in the buffers
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def refused_to_wait() -> Iterator[None]:
 class DecodeGraphs:
     """The recorded decode steps of a model. Not thread-safe, as the model."""
 
-    def __init__(self, step: Step, recorder: CudaRecorder):
+    def __init__(self, step: StepEvents, recorder: CudaRecorder):
         self._step = step
         self._recorder = recorder
         self._found: dict[Key, tuple[StaticStep, Recording] | None] = {}  # None: it cannot be

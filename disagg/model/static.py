@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.sealing import NO_PAGE, SealRows
-from disagg.kernels.view import Units
+from disagg.kernels.view import WorkPlan
 from disagg.kv.plan import LayerGroup
 from disagg.model.attention import Batch, Decode
 from disagg.paged.append import seal_rows
@@ -156,7 +156,7 @@ def _padded_step(decode: Decode, device: torch.device, size: Size) -> GroupStep:
     rows, tables = bucket_of(len(step.rows)), _padded_tables(step, size[0])
     if units is not None:
         room = min(size[1], room_for_units(step.group, tables, device))
-        units = Units(
+        units = WorkPlan(
             _extended(units.table, room, 0), _extended(units.starts, rows + 1, units.starts[-1])
         )
     return replace(

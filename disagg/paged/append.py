@@ -26,7 +26,7 @@ from disagg.kv.state import Allocator, GroupState, Run
 
 
 @dataclass(frozen=True)
-class Growth:
+class SequenceGrowth:
     """One sequence of a step: `n` tokens so far, `m` more; its new rows begin at `row`."""
 
     state: GroupState
@@ -36,7 +36,7 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Places:
+class RecordIds:
     """Records of a sequence in a layer group, each kind in its order: int32 page ids.
 
     tail: raw pages of tokens in order · kept: those of tokens that the side record names
@@ -49,7 +49,7 @@ class Places:
     side: Tensor
 
     @classmethod
-    def of(cls, state: GroupState) -> "Places":
+    def of(cls, state: GroupState) -> "RecordIds":
         """All records of a state, on the host."""
         ids = state.ids_by_kind()
         paged, segments, side = (ids.get(x, []) for x in (Kind.PAGE, Kind.SEGMENT, Kind.SIDE))
@@ -70,11 +70,11 @@ class Seal:
     index: int
     first: int
     fresh: bool
-    places: Places
+    places: RecordIds
 
 
 @dataclass
-class Fresh:
+class NewRecords:
     """Records taken for a whole step, handed out in turn."""
 
     raws: deque[int]
@@ -91,7 +91,9 @@ def begins_segment(group: LayerGroup, state: GroupState) -> bool:
     return group.segment_of(group.decode_page) is not None and not state.runs
 
 
-def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Allocator) -> Fresh:
+def take_records(
+    group: LayerGroup, growths: Sequence[SequenceGrowth], allocator: Allocator
+) -> NewRecords:
     """Records for a whole step, before any state changes; CapacityError and nothing taken."""
     raws = pages = segments = 0
     for growth in growths:
@@ -111,7 +113,7 @@ def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Alloca
         for ids in taken:
             allocator.release(ids)
         raise
-    return Fresh(*map(deque, taken))
+    return NewRecords(*map(deque, taken))
 
 
 def _more_kept(group: LayerGroup, state: GroupState) -> int:
@@ -120,7 +122,7 @@ def _more_kept(group: LayerGroup, state: GroupState) -> int:
 
 
 def append_tokens(
-    group: LayerGroup, growths: Sequence[Growth], fresh: Fresh
+    group: LayerGroup, growths: Sequence[SequenceGrowth], fresh: NewRecords
 ) -> tuple[list[int], list[int]]:
     """The raw page and slot of every new token; the tails grow."""
     pages, slots = [], []
@@ -135,7 +137,9 @@ def append_tokens(
     return pages, slots
 
 
-def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> list[Seal]:
+def seal_tails(
+    group: LayerGroup, growths: Sequence[SequenceGrowth], fresh: NewRecords
+) -> list[Seal]:
     """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
     found: list[Seal] = []
     raws, sink = group.page.tokens // RAW_TOKENS, group.sink // RAW_TOKENS
@@ -156,7 +160,7 @@ def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> li
 
 
 def _seal_one(
-    group: LayerGroup, state: GroupState, index: int, tail: list[int], first: int, fresh: Fresh
+    group: LayerGroup, state: GroupState, index: int, tail: list[int], first: int, fresh: NewRecords
 ) -> Seal:
     begins = begins_segment(group, state)
     segment = fresh.segments.popleft() if begins else None
@@ -167,7 +171,7 @@ def _seal_one(
     state.kept.extend(fresh.raws.popleft() for _ in range(_more_kept(group, state)))
     state.seals += 1
     run = Run(group.decode_page, segment, first, array("i", [page]))
-    places = Places.of(GroupState([run], tail, state.side, state.kept))
+    places = RecordIds.of(GroupState([run], tail, state.side, state.kept))
     return Seal(index, group.sink + first, begins, places)
 
 

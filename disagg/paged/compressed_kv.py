@@ -14,11 +14,11 @@ from disagg.errors import RequestError
 from disagg.kernels.formats import AlignedFormat, Format
 from disagg.kernels.ops import attend, bits_read
 from disagg.kernels.reference.aligned import Bits
-from disagg.kernels.view import Softmax, Units, View
+from disagg.kernels.view import Softmax, View, WorkPlan
 from disagg.kv.page import ARENA_UNIT
 from disagg.kv.plan import LayerGroup, RecordShape
 from disagg.kv.state import GroupState, allocate_group
-from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.layer import LayerRecords, views_of, write_prompt, write_step
 from disagg.paged.page_tables import block_size, build_tables, plan_step, plan_units, upload
 
@@ -82,7 +82,7 @@ class CompressedKV:
         done = 0
         while done < k.shape[1]:
             m = block_size(self.group, self.num_tokens, k.shape[1] - done)
-            growths = [Growth(self._state, self.num_tokens, m, 0)]
+            growths = [SequenceGrowth(self._state, self.num_tokens, m, 0)]
             fresh = take_records(self.group, growths, self._arena)
             step = upload(plan_step(self.codec, self.group, growths, fresh, k.device), k.device)
             rows = slice(done, done + m)
@@ -132,7 +132,7 @@ class CompressedKV:
         q = torch.zeros(self.group.heads, self.group.head_dim, device=self._arena.bytes.device)
         return [view.fmt for view in self._view(q)[1]]
 
-    def _view(self, q: Tensor) -> tuple[Tensor, list[View], Units | None]:
+    def _view(self, q: Tensor) -> tuple[Tensor, list[View], WorkPlan | None]:
         """The queries as a batch of one, what they see, and their units of work."""
         heads, dim = self.group.heads, self.group.head_dim
         if q.ndim not in (2, 3) or q.shape[-1] != dim or q.shape[0] % heads:
@@ -141,7 +141,7 @@ class CompressedKV:
         width = q.shape[1] if q.ndim == 3 else 1
         if not 0 < width <= self.num_tokens:
             raise RequestError(f"{width} queries of the last of {self.num_tokens} tokens")
-        now = Growth(self._state, self.num_tokens - width, width, 0)
+        now = SequenceGrowth(self._state, self.num_tokens - width, width, 0)
         exact = q.dtype == torch.float64 and not q.is_cuda
         rows = (q if exact else q.float()).reshape(q.shape[0], width, -1).transpose(0, 1)
         tables = build_tables(self.codec, self.group, [now], width, q.device)
@@ -165,7 +165,7 @@ class CompressedKV:
     def runs(self) -> list[Encoded]:
         """The sealed bytes, run by run in token order."""
         group, records, found = self.group, self._records, []
-        kept = records.read_kept(Places.of(self._state))
+        kept = records.read_kept(RecordIds.of(self._state))
         for run in self._state.runs:
             blocks, segments = records.read(run.layout, run.pages), None
             layout = group.segment_of(run.layout)
@@ -220,7 +220,7 @@ def compress(
     group = codec.layer_group((layer,), heads, head_dim, dtype)
     arena = GrowingArena(k.device)
     state = allocate_group(group, n, arena)
-    records = upload(Places.of(state), k.device)
+    records = upload(RecordIds.of(state), k.device)
     write_prompt(codec, group, records, layer, arena.bytes, k, v, 0, n, q)
     return CompressedKV(codec, group, state, arena, num_tokens=n)
 

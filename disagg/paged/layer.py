@@ -20,7 +20,7 @@ from disagg.kernels.sealing import NewRows, Sealing, Target
 from disagg.kernels.view import Softmax, Table, View
 from disagg.kv.page import FinalAt, Kind, Layout
 from disagg.kv.plan import LayerGroup
-from disagg.paged.append import Places
+from disagg.paged.append import RecordIds
 from disagg.paged.page_tables import GroupStep, PageTable
 
 
@@ -60,14 +60,14 @@ class LayerRecords:
         raw = self.group.raw
         return exact_tokens(self.read(raw, pages), exact_format(raw))
 
-    def write_kept(self, at: Places, encoded: Encoded) -> None:
+    def write_kept(self, at: RecordIds, encoded: Encoded) -> None:
         """Fill the side record, and the raw pages that it names."""
         if encoded.side is not None and self.group.side is not None:
             self.write(self.group.side, at.side, encoded.side.unsqueeze(0))
         if encoded.kept is not None and len(at.kept):
             self.write(self.group.raw, at.kept, encoded.kept)
 
-    def read_kept(self, at: Places) -> tuple[Tensor | None, Tensor | None]:
+    def read_kept(self, at: RecordIds) -> tuple[Tensor | None, Tensor | None]:
         """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
         side = None if self.group.side is None else self.read(self.group.side, at.side)[0]
         return side, self.read(self.group.raw, at.kept) if len(at.kept) else None
@@ -88,7 +88,7 @@ def encodable(group: LayerGroup, done: int, total: int) -> int:
 def write_prompt(
     codec: Codec,
     group: LayerGroup,
-    at: Places,
+    at: RecordIds,
     layer: int,
     arena: Tensor,
     k: Tensor,

@@ -26,15 +26,15 @@ from disagg.codecs.exact import exact_format
 from disagg.kernels.cpu.library import STRIP_PAGES
 from disagg.kernels.gpu.plan import Span, most_units, units_of_spans
 from disagg.kernels.sealing import SealRows
-from disagg.kernels.view import Table, Units
+from disagg.kernels.view import Table, WorkPlan
 from disagg.kv.page import Layout, align
 from disagg.kv.plan import LayerGroup
 from disagg.kv.state import GroupState, Run
 from disagg.paged.append import (
-    Fresh,
-    Growth,
-    Places,
+    NewRecords,
+    RecordIds,
     Seal,
+    SequenceGrowth,
     append_tokens,
     seal_rows,
     seal_tails,
@@ -74,7 +74,7 @@ class GroupStep:
     queries: Tensor
     answers: Tensor
     tables: tuple[PageTable, ...]
-    units: Units | None
+    units: WorkPlan | None
     freed: tuple[int, ...]
 
 
@@ -94,8 +94,8 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
 def plan_step(
     codec: Codec,
     group: LayerGroup,
-    growths: Sequence[Growth],
-    fresh: Fresh,
+    growths: Sequence[SequenceGrowth],
+    fresh: NewRecords,
     device: torch.device,
 ) -> GroupStep:
     """Grow every sequence by its m tokens, with the records taken for that.
@@ -130,7 +130,7 @@ def plan_step(
 def build_tables(
     codec: Codec,
     group: LayerGroup,
-    growths: Sequence[Growth],
+    growths: Sequence[SequenceGrowth],
     longest: int,
     device: torch.device,
 ) -> tuple[PageTable, ...]:
@@ -139,7 +139,7 @@ def build_tables(
     The raw codec's pages and tail are the same kind, so they form one table. A GPU gets all tables
     that the group can have, also those in which nobody has a page: one program serves every step.
     """
-    seen = _Seen(codec, group, growths, longest, every=device.type == "cuda")
+    seen = PageTableBuilder(codec, group, growths, longest, every=device.type == "cuda")
     tails = [[_tail_run(group, growth.state)] for growth in growths]
     if group.page == group.raw:
         runs = [[*g.state.runs, *tail] for g, tail in zip(growths, tails, strict=True)]
@@ -159,7 +159,7 @@ def build_tables(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class PageTableBuilder:
     """The sequences of a step, and what each of `longest` queries of each sees.
 
     every: whether there are tables in which nobody has a page
@@ -167,7 +167,7 @@ class _Seen:
 
     codec: Codec
     group: LayerGroup
-    growths: Sequence[Growth]
+    growths: Sequence[SequenceGrowth]
     longest: int
     every: bool
 
@@ -217,12 +217,12 @@ class _Seen:
 
 def plan_units(
     group: LayerGroup, tables: Sequence[PageTable], device: torch.device
-) -> Units | None:
+) -> WorkPlan | None:
     """How a GPU attends to tables on the host; None for a CPU."""
     if device.type != "cuda":
         return None
     made = units_of_spans([Span.of(table) for table in tables], group.heads, device)
-    return Units(*map(torch.from_numpy, made))
+    return WorkPlan(*map(torch.from_numpy, made))
 
 
 def room_for_units(group: LayerGroup, tables: Sequence[PageTable], device: torch.device) -> int:
@@ -231,7 +231,7 @@ def room_for_units(group: LayerGroup, tables: Sequence[PageTable], device: torch
 
 
 T = TypeVar("T")
-PARTS = (GroupStep, PageTable, Seal, Places, SealRows, Units)  # where tensors of a step are
+PARTS = (GroupStep, PageTable, Seal, RecordIds, SealRows, WorkPlan)  # where tensors of a step are
 
 
 class Upload(Generic[T]):

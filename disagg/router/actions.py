@@ -28,7 +28,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Forget:
+class AbortAttempt:
     """A worker aborts an attempt, whatever it did for it, and keeps nothing of what it said."""
 
     worker: str
@@ -37,7 +37,7 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class Deliver:
+class EmitToken:
     """The client gets its next token, with its log-probabilities where they are wanted; or the
     end: "stop", "length" or an error."""
 
@@ -46,4 +46,4 @@ class Deliver:
     logprobs: Sequence[Any] = ()
 
 
-Action = Reserve | Start | Forget | Deliver
+Action = Reserve | Start | AbortAttempt | EmitToken

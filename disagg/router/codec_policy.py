@@ -68,7 +68,7 @@ class MeanError:
         self.value += (error - self.value) / self.count
 
 
-class Choices:
+class CodecPolicy:
     """What is known of codecs and links, and what was chosen: (codec, reason) -> times."""
 
     def __init__(self) -> None:

@@ -9,20 +9,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from disagg.router.worker_state import Member
+from disagg.router.worker_state import WorkerState
 
 if TYPE_CHECKING:
-    from disagg.router.requests import Entry
+    from disagg.router.requests import RequestState
 
 AHEAD = 3  # more urgent prompts at a prefill worker, or what it computes in one step anyway
 AFFINITY = 4  # sequences that a decode worker may have more if it has all pages of a prompt
 PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
 
 
-class Board:
+class Placement:
     """Who is where, while requests are placed, the most urgent first."""
 
-    def __init__(self, entries: Iterable["Entry"], members: Iterable[Member], now: float):
+    def __init__(
+        self, entries: Iterable["RequestState"], members: Iterable[WorkerState], now: float
+    ):
         self._saturated = False  # prefill workers have enough to do before all that follows
         self._now = now
         self._members = [member for member in members if now >= member.open_until]
@@ -36,7 +38,7 @@ class Board:
         for entry in entries:
             self.add(entry)
 
-    def add(self, entry: "Entry") -> None:
+    def add(self, entry: "RequestState") -> None:
         """A request is at its workers."""
         there = entry.workers
         if entry.decodes:  # its prefill worker has nothing of it any more
@@ -49,7 +51,9 @@ class Board:
             self._ahead[entry.prefill].append((entry.urgency(self._now), left))
             self._left[entry.prefill] += left
 
-    def choose(self, entry: "Entry", nbytes: float) -> "tuple[Member, Member] | None":
+    def choose(
+        self, entry: "RequestState", nbytes: float
+    ) -> "tuple[WorkerState, WorkerState] | None":
         """The pair for a request, one worker twice for local work; None: it has to wait.
 
         Not the pair that refused it last, if there is another; to run alone, the emptiest.
@@ -87,7 +91,7 @@ class Board:
             self._kept |= {first.name, second.name}
         return None if busy[first.name] or busy[second.name] else (first, second)
 
-    def successor(self, entry: "Entry", nbytes: float) -> "Member | None":
+    def successor(self, entry: "RequestState", nbytes: float) -> "WorkerState | None":
         """Where a sequence whose worker decodes no longer can go on; None: nowhere now.
 
         One that runs alone waits for a worker where nobody is, to which nothing else goes then.
@@ -106,13 +110,15 @@ class Board:
         self._lives[best.name] += not busy
         return None if busy else best
 
-    def _starts_soon(self, entry: "Entry", member: Member) -> bool:
+    def _starts_soon(self, entry: "RequestState", member: WorkerState) -> bool:
         """Whether few enough prompts are to be computed before this one."""
         key = entry.urgency(self._now)
         before = [left for urgency, left in self._ahead[member.name] if urgency <= key]
         return len(before) < AHEAD or sum(before) < member.started.step_tokens
 
-    def _fitting(self, entry: "Entry", nbytes: float, members: list[Member]) -> list[Member]:
+    def _fitting(
+        self, entry: "RequestState", nbytes: float, members: list[WorkerState]
+    ) -> list[WorkerState]:
         """Those that may have room, or are idle. If none has, one is kept after some patience."""
         tokens, now = len(entry.job.prompt), self._now
         found = [x for x in members if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)]
@@ -121,6 +127,6 @@ class Board:
         return found
 
 
-def _named(name: str, members: list[Member]) -> list[Member]:
+def _named(name: str, members: list[WorkerState]) -> list[WorkerState]:
     """The one of this name; all where it is not among them."""
     return [x for x in members if x.name == name] or members

@@ -31,12 +31,12 @@ from disagg.errors import (
     RequestError,
     TransferError,
 )
-from disagg.router.actions import Action, Deliver, Forget, Reserve, Start
-from disagg.router.codec_policy import Choices
-from disagg.router.placement import Board
+from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
+from disagg.router.codec_policy import CodecPolicy
+from disagg.router.placement import Placement
 from disagg.router.prefix_index import keys_of, reason_of
-from disagg.router.worker_state import Member
-from disagg.transfer.messages import Grant, Job, Load, Role, Started, TokenEvent, Work, serves
+from disagg.router.worker_state import WorkerState
+from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work, WorkerInfo, serves
 
 MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
 RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
@@ -52,7 +52,7 @@ Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
 
 
 @dataclass
-class Entry:
+class RequestState:
     """One request.
 
     job:      its attempt of now, from `began` on · emitted: what was delivered
@@ -126,26 +126,28 @@ class Entry:
         return urgency(len(self.job.prompt), now - self.arrived)
 
 
-class Dispatch:
+class RequestTable:
     """All requests and all workers. Every method takes one event and says what is to be done."""
 
     def __init__(self, config: RouterConfig | None = None):
-        self.entries: dict[str, Entry] = {}
-        self.members: dict[str, Member] = {}
+        self.entries: dict[str, RequestState] = {}
+        self.members: dict[str, WorkerState] = {}
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
         self.retries = self.moves = 0
         self.routed: Counter[tuple[str, str]] = Counter()  # (role, why a worker of it was chosen)
-        self.choices = Choices()
+        self.choices = CodecPolicy()
         self._config = config or RouterConfig()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
         self._stuck_since = math.inf  # all that is here waits since
 
     def submit(self, job: Job, now: float, at: tuple[str, str] = ("", "")) -> list[Action]:
-        """A new request; it starts at once if there is room. at: as in `Entry`."""
+        """A new request; it starts at once if there is room. at: as in `RequestState`."""
         deadline = now + self._config.deadline_s
         keys = keys_of(job.prompt), keys_of(job.prompt, job.codec or "default")
-        self.entries[job.rid] = Entry(job, now, deadline, at=at, exact=keys[0], pages=keys[1])
+        self.entries[job.rid] = RequestState(
+            job, now, deadline, at=at, exact=keys[0], pages=keys[1]
+        )
         return self._place(now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
@@ -153,10 +155,10 @@ class Dispatch:
         entry = self.entries.pop(rid, None)
         return [*self._forget(entry, now), *self._place(now)] if entry else []
 
-    def worker_up(self, started: Started, now: float) -> list[Action]:
+    def worker_up(self, started: WorkerInfo, now: float) -> list[Action]:
         """A worker is ready, as a new incarnation if it was before; waiting requests may start."""
         actions = self.worker_down(started.name, now, fenced=True)
-        self.members[started.name] = Member(started)
+        self.members[started.name] = WorkerState(started)
         return actions + self._place(now)
 
     def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
@@ -199,7 +201,7 @@ class Dispatch:
         """A decode worker has room; if the request is over, it was told to forget it."""
         entry = self._current(rid, attempt)
         if entry and worker not in entry.workers:  # another was asked since
-            return [Forget(worker, rid, attempt)]
+            return [AbortAttempt(worker, rid, attempt)]
         if entry and entry.prefill and entry.phase is Phase.RESERVE:
             entry.phase = Phase.PREFILL
             return [Start(entry.prefill, entry.job, Work.PREFILL, worker, grant)]
@@ -225,7 +227,9 @@ class Dispatch:
             if worker not in entry.workers or worker not in self.members:
                 return []  # it was given up when that worker died
             if entry.decodes and worker not in (entry.decode, entry.target):
-                return [Forget(worker, rid, event.attempt)]  # it did its part, and never heard so
+                return [
+                    AbortAttempt(worker, rid, event.attempt)
+                ]  # it did its part, and never heard so
             return self._refuse(entry, worker, event.error, now)
         known, actions = len(entry.emitted), self._progress(entry, worker, index, now)
         if token is not None and index < known:
@@ -233,7 +237,7 @@ class Dispatch:
         elif token is not None and index == known:
             entry.emitted.append(token)
             entry.deadline = now + self._config.deadline_s
-            actions.insert(0, Deliver(rid, token, event.logprobs))
+            actions.insert(0, EmitToken(rid, token, event.logprobs))
         if index > known or (event.finish_reason and index + 1 != len(entry.emitted)):
             gap = TransferError(f"token {index} came when {known} were known")
             return actions + self._refuse(entry, worker, gap, now)
@@ -270,7 +274,7 @@ class Dispatch:
             self._stuck_since = math.inf
             return []
         waiting = [x for x in queued if now >= x.not_before]
-        board = Board(self.entries.values(), self.members.values(), now)
+        board = Placement(self.entries.values(), self.members.values(), now)
         actions: list[Action] = []
         for entry in leaving:  # first: what it has is computed, and its worker waits to leave
             length = len(entry.job.prompt) + len(entry.emitted)
@@ -284,7 +288,9 @@ class Dispatch:
         self._stuck_since = min(self._stuck_since, now) if stuck else math.inf
         return actions
 
-    def _begin(self, entry: Entry, prefill: Member, decode: Member, now: float) -> Action:
+    def _begin(
+        self, entry: RequestState, prefill: WorkerState, decode: WorkerState, now: float
+    ) -> Action:
         """The next attempt, on this pair."""
         if entry.job.codec == AUTO:
             self._choose(entry, prefill, decode, now)
@@ -302,7 +308,9 @@ class Dispatch:
             return Start(prefill.name, entry.job, Work.LOCAL)
         return Reserve(decode.name, entry.job)
 
-    def _choose(self, entry: Entry, prefill: Member, decode: Member, now: float) -> None:
+    def _choose(
+        self, entry: RequestState, prefill: WorkerState, decode: WorkerState, now: float
+    ) -> None:
         """Its codec, for life: of those that the decode worker lists."""
         prompt, config, bytes_of = entry.job.prompt, self._config, decode.started.bytes_of
         sizes = {x: bytes_of(x, len(prompt)) for x in decode.started.sizes}
@@ -313,7 +321,7 @@ class Dispatch:
         codec, entry.choice = self.choices.choose(sizes, *facts, left_s, ahead)
         entry.job, entry.pages = replace(entry.job, codec=codec), keys_of(prompt, codec)
 
-    def _leaves(self, entry: Entry, now: float) -> bool:
+    def _leaves(self, entry: RequestState, now: float) -> bool:
         """Whether a sequence has to go on elsewhere, and has not so little left that it may end.
 
         What is said of it twice has to be the same: one that says log-probabilities stays.
@@ -325,14 +333,14 @@ class Dispatch:
         scored = entry.job.sampling.get("logprobs") is not None
         return left > MOVE_TOKENS and not stays and not scored
 
-    def _move(self, entry: Entry, target: Member, more: int = MOVE_TOKENS) -> Action:
+    def _move(self, entry: RequestState, target: WorkerState, more: int = MOVE_TOKENS) -> Action:
         """Ask for room for the sequence as it will be when its pages are there."""
         entry.target, emitted = target.name, tuple(entry.emitted)
         length = len(entry.job.prompt) + len(emitted) + more
         entry.job = replace(entry.job, emitted=emitted, moved=length)
         return Reserve(target.name, entry.job)
 
-    def _count(self, entry: Entry, prefill: Member, decode: Member) -> None:
+    def _count(self, entry: RequestState, prefill: WorkerState, decode: WorkerState) -> None:
         """Why a request goes to these workers, and what they have of it from now on."""
         everyone = self.members.values()
         sides = [(Role.PREFILL, prefill, entry.exact), (Role.DECODE, decode, entry.pages)]
@@ -342,12 +350,12 @@ class Dispatch:
             self.routed[role.value, reason_of(chosen.known.tokens(keys), most)] += 1
             chosen.known.add(keys)
 
-    def _current(self, rid: str, attempt: int) -> Entry | None:
+    def _current(self, rid: str, attempt: int) -> RequestState | None:
         entry = self.entries.get(rid)
         stale = entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
         return None if stale else entry
 
-    def _progress(self, entry: Entry, worker: str, index: int, now: float) -> list[Action]:
+    def _progress(self, entry: RequestState, worker: str, index: int, now: float) -> list[Action]:
         """A worker did its part of an attempt: the next prompt may have its place."""
         before = entry.phase, entry.computed
         entry.computed = True
@@ -361,13 +369,17 @@ class Dispatch:
                 self.members[name].failures, self.members[name].open_until = 0, -math.inf
         return self._place(now) if before != (entry.phase, entry.computed) else []
 
-    def _finish(self, entry: Entry, worker: str, event: TokenEvent, now: float) -> list[Action]:
+    def _finish(
+        self, entry: RequestState, worker: str, event: TokenEvent, now: float
+    ) -> list[Action]:
         """All forget it, but the prefill worker of a hand-off: when it has said its figures."""
         del self.entries[event.rid]
         told = self._forget(entry, now, None if worker == entry.prefill else entry.prefill)
-        return [Deliver(event.rid, event.finish_reason), *told, *self._place(now)]
+        return [EmitToken(event.rid, event.finish_reason), *told, *self._place(now)]
 
-    def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
+    def _refuse(
+        self, entry: RequestState, worker: str, error: DisaggError, now: float
+    ) -> list[Action]:
         """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
         full = isinstance(error, CapacityError)
         if full and entry.phase is Phase.MOVE and worker == entry.decode and entry.target:
@@ -396,22 +408,22 @@ class Dispatch:
         entry.not_before = now + min(1.0, RETRY_S * 2 ** min(10, entry.refusals - 1))
         return self._requeue(entry, now) + self._place(now)
 
-    def _requeue(self, entry: Entry, now: float) -> list[Action]:
+    def _requeue(self, entry: RequestState, now: float) -> list[Action]:
         """Back to the queue; whoever lives forgets the attempt."""
         self.retries += entry.phase is not Phase.RESERVE  # until then nobody computes anything
         actions = self._forget(entry, now)
         entry.phase, entry.prefill, entry.decode, entry.target = Phase.QUEUED, None, None, None
         return actions
 
-    def _fail(self, entry: Entry, error: DisaggError, now: float) -> list[Action]:
+    def _fail(self, entry: RequestState, error: DisaggError, now: float) -> list[Action]:
         del self.entries[entry.job.rid]
-        return [*self._forget(entry, now), Deliver(entry.job.rid, error)]
+        return [*self._forget(entry, now), EmitToken(entry.job.rid, error)]
 
-    def _forget(self, entry: Entry, now: float, spared: str | None = None) -> list[Action]:
+    def _forget(self, entry: RequestState, now: float, spared: str | None = None) -> list[Action]:
         """Every living worker of the attempt forgets it, but one."""
         rid, names = entry.job.rid, [x for x in entry.workers if x in self.members and x != spared]
         self._told |= {(name, rid): now for name in names}
-        return [Forget(name, rid, entry.job.attempt) for name in names]
+        return [AbortAttempt(name, rid, entry.job.attempt) for name in names]
 
     def _tell(self, worker: str, rid: str, attempt: int, now: float) -> list[Action]:
         """An abort, unless the worker is gone or heard one a moment ago."""
@@ -419,4 +431,4 @@ class Dispatch:
         if heard or worker not in self.members:
             return []
         self._told[worker, rid] = now
-        return [Forget(worker, rid, attempt)]
+        return [AbortAttempt(worker, rid, attempt)]

@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 
 from disagg.config import RouterConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError, WireError
-from disagg.router.actions import Action, Deliver, Forget, Reserve, Start
-from disagg.router.requests import Dispatch, Entry, Phase
+from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
+from disagg.router.requests import Phase, RequestState, RequestTable
 from disagg.transfer.control import WorkerHandler
-from disagg.transfer.messages import Job, Started, Step, Submit, TokenEvent, WorkerStatus
+from disagg.transfer.messages import Job, StepEvents, Submit, TokenEvent, WorkerInfo, WorkerStatus
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Output:
+class TokenOutput:
     """Something a client gets: a token, or the end.
 
     kv:       figures of the hand-off, once known
@@ -49,18 +49,18 @@ class Output:
 
 
 @dataclass(eq=False)
-class Peer:
+class WorkerConnection:
     """A worker as a router sees it. `client`: a `WorkerClient`, or the worker itself.
 
     heard: when it last said something · fallen: it was silent for too long, and has what is ours
     unheard: what it could not be told to forget, by rid · trouble: why it cannot be followed
     """
 
-    started: Started
+    started: WorkerInfo
     client: WorkerHandler
     heard: float = 0.0
     fallen: bool = False
-    unheard: dict[str, Forget] = field(default_factory=dict)
+    unheard: dict[str, AbortAttempt] = field(default_factory=dict)
     trouble: str = ""
     task: asyncio.Task[None] = field(init=False)
 
@@ -70,12 +70,12 @@ class Peer:
 
 
 @dataclass
-class Client:
+class PendingStream:
     """Whoever waits for a request. `receipt` is set when the figures of its hand-off, `kv`, have
     come."""
 
-    request: Entry = field(init=False)
-    inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
+    request: RequestState = field(init=False)
+    inbox: asyncio.Queue[TokenOutput | DisaggError] = field(default_factory=asyncio.Queue)
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -88,11 +88,11 @@ class Router:
     ):
         self.config = config or RouterConfig()
         self.id = uuid.uuid4().hex  # a worker follows one router at a time
-        self.dispatch = Dispatch(self.config)
-        self.peers: dict[str, Peer] = {}
+        self.dispatch = RequestTable(self.config)
+        self.peers: dict[str, WorkerConnection] = {}
         self._clock = clock
         self._ready_at = clock()  # or, until then, when this began
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, PendingStream] = {}
         # (worker, rid): what begins it there, until that is done
         self._calls = WeakValueDictionary[tuple[str, str], asyncio.Task[None]]()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,7 +108,7 @@ class Router:
         params: Mapping[str, Any],
         codec: str,
         at: tuple[str, str] = ("", ""),
-    ) -> AsyncGenerator[Output]:
+    ) -> AsyncGenerator[TokenOutput]:
         """The tokens of one request, then its end. Leaving the iteration cancels the request.
 
         at: the prefill and the decode worker it goes to while these take part; "": any
@@ -120,7 +120,7 @@ class Router:
         if self.waiting >= (most := self.config.max_queue):
             raise QueueFullError(f"{self.waiting} requests wait, {most} may; try again later")
         rid = f"{self.id}-{uuid.uuid4().hex}"
-        client = self._clients[rid] = Client()
+        client = self._clients[rid] = PendingStream()
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
@@ -163,7 +163,7 @@ class Router:
 
     # -- for whoever runs the workers
 
-    def add(self, peer: Peer) -> None:
+    def add(self, peer: WorkerConnection) -> None:
         """A worker is there: follow its events, give it work."""
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         self.peers[peer.name] = peer
@@ -185,7 +185,7 @@ class Router:
     async def status(self) -> dict[str, WorkerStatus | DisaggError]:
         """What every worker says of itself, or why it does not answer."""
 
-        async def ask(peer: Peer) -> WorkerStatus | DisaggError:
+        async def ask(peer: WorkerConnection) -> WorkerStatus | DisaggError:
             try:
                 return await peer.client.status()
             except DisaggError as error:
@@ -214,7 +214,7 @@ class Router:
 
     # -- following workers
 
-    async def _follow(self, peer: Peer) -> None:
+    async def _follow(self, peer: WorkerConnection) -> None:
         """The event stream of one worker, again and again until this is cancelled."""
         while True:
             try:
@@ -233,7 +233,7 @@ class Router:
                 log.exception("following %s broke", peer.name)
             await asyncio.sleep(REOPEN_S)
 
-    async def _meet(self, peer: Peer) -> None:
+    async def _meet(self, peer: WorkerConnection) -> None:
         """Ask a worker for its epoch; one that was silent has to drop all that it had."""
         epoch = (await peer.client.status()).epoch
         if peer.fallen:
@@ -245,7 +245,7 @@ class Router:
             peer.started = replace(peer.started, epoch=epoch)
             self._leave(peer)
 
-    def _hear(self, peer: Peer, step: Step) -> None:
+    def _hear(self, peer: WorkerConnection, step: StepEvents) -> None:
         """What a worker did. The first that it says makes it take part."""
         peer.heard = now = self._clock()
         if peer.name not in self.dispatch.members:
@@ -263,7 +263,7 @@ class Router:
             self._act(self.dispatch.hear(peer.name, event, now))
         self._act(self.dispatch.load(peer.name, step.load, now))
 
-    def _leave(self, peer: Peer, fenced: bool = True) -> None:
+    def _leave(self, peer: WorkerConnection, fenced: bool = True) -> None:
         """A worker does not take part: its work goes to others."""
         self._act(self.dispatch.worker_down(peer.name, self._clock(), fenced))
 
@@ -283,7 +283,7 @@ class Router:
             except Exception:
                 log.exception("a tick of the router broke")
 
-    def _silent(self, peer: Peer) -> None:
+    def _silent(self, peer: WorkerConnection) -> None:
         """A worker said nothing for too long: what it says from now on counts after a fence."""
         peer.task.cancel()
         peer.fallen |= peer.name in self.dispatch.members
@@ -301,14 +301,14 @@ class Router:
                 case Start(worker, job):
                     submit = self.peers[worker].client.submit(self._submit(action))
                     self._call(worker, job, submit)
-                case Forget():
+                case AbortAttempt():
                     self._spawn(self._forget(action))
-                case Deliver(rid, str() as reason):
+                case EmitToken(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
-                case Deliver(rid, int() as token, logprobs) if client := self._clients.get(rid):
+                case EmitToken(rid, int() as token, logprobs) if client := self._clients.get(rid):
                     waited_s = client.request.job.waited_s
-                    client.inbox.put_nowait(Output(token, None, client.kv, logprobs, waited_s))
-                case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
+                    client.inbox.put_nowait(TokenOutput(token, None, client.kv, logprobs, waited_s))
+                case EmitToken(rid, DisaggError() as error) if client := self._clients.get(rid):
                     client.inbox.put_nowait(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -330,7 +330,7 @@ class Router:
 
         self._calls[worker, job.rid] = self._spawn(run())
 
-    async def _reserve(self, peer: Peer, job: Job) -> None:
+    async def _reserve(self, peer: WorkerConnection, job: Job) -> None:
         grant = await peer.client.reserve(job, peer.started.epoch, self.id)
         self._act(self.dispatch.granted(peer.name, job.rid, job.attempt, grant))
 
@@ -347,9 +347,9 @@ class Router:
         if client := self._clients.get(rid):
             with suppress(TimeoutError):
                 await asyncio.wait_for(client.receipt.wait(), RECEIPT_S)
-            client.inbox.put_nowait(Output(None, reason, client.kv))
+            client.inbox.put_nowait(TokenOutput(None, reason, client.kv))
 
-    async def _forget(self, action: Forget) -> None:
+    async def _forget(self, action: AbortAttempt) -> None:
         """A worker that cannot be told to forget is told when it speaks again, or dies with it."""
         if call := self._calls.get((action.worker, action.rid)):
             await asyncio.wait([call])  # an abort must not overtake what it aborts

@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass, field, replace
 
 from disagg.router.prefix_index import KnownPrefixes
-from disagg.transfer.messages import Load, Started
+from disagg.transfer.messages import Load, WorkerInfo
 
 OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
 ROOMY = Load(free_bytes=1 << 62, slots=1 << 30)  # of whoever has not said it yet
 
 
 @dataclass
-class Member:
+class WorkerState:
     """A worker that takes part: what it could take, and how it did lately.
 
     bound:    prompts of so many tokens or more found no room; until then, or a better load
@@ -19,7 +19,7 @@ class Member:
     recent:   tokens of prompts given to it lately · known: beginnings of prompts that it has
     """
 
-    started: Started
+    started: WorkerInfo
     load: Load = ROOMY
     bound: tuple[float, float] = (math.inf, 0.0)
     failures: int = 0

@@ -18,7 +18,7 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 OPEN = {"/", "/health", "/ready", "/version", "/metrics"}  # for probes and dashboards
 
 
-class Access:
+class AuthMiddleware:
     """Every response carries the X-Request-Id of its request, or a new one.
 
     keys: one of them is wanted as "Authorization: Bearer KEY", but for what is open; none: for all

@@ -1,4 +1,4 @@
-"""What the owner of a service may change while it serves. Knows no Ray: `Staff` does it.
+"""What the owner of a service may change while it serves. Knows no Ray: `WorkerPool` does it.
 
 POST /stop · /scale {"prefill": 2, "decode": 3} · /workers/NAME/drain
 """
@@ -15,7 +15,7 @@ from disagg.server.access import bears
 from disagg.server.schema import refusal
 
 
-class Staff(Protocol):
+class WorkerPool(Protocol):
     """Whoever has the workers. Calls may block; ConfigError for what cannot be."""
 
     @property
@@ -38,7 +38,7 @@ class Wanted(BaseModel):
     decode: int | None = None
 
 
-def admin_routes(token: str, on_stop: Callable[[], None], staff: Staff | None) -> APIRouter:
+def admin_routes(token: str, on_stop: Callable[[], None], staff: WorkerPool | None) -> APIRouter:
     """The routes, for whoever carries the token."""
 
     def is_owner(http: Request) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from disagg.model.tokenizer import Tokenizer
-from disagg.server.output_text import Piece, Score
+from disagg.server.output_text import Score, TextDelta
 
 
 class CompletionAnswer:
@@ -23,12 +23,12 @@ class CompletionAnswer:
         """What comes before any piece, of so many choices."""
         return []
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: TextDelta) -> dict[str, Any]:
         """Some more of a choice."""
         choice = {"index": index, "text": piece.text, "finish_reason": piece.finish_reason}
         return choice | {"logprobs": self._logprobs(index, piece.scores) if piece.scores else None}
 
-    def whole(self, index: int, piece: Piece) -> dict[str, Any]:
+    def whole(self, index: int, piece: TextDelta) -> dict[str, Any]:
         """All of a choice."""
         return self.chunk(index, piece)
 
@@ -74,17 +74,17 @@ class ChatAnswer:
         said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
         return [{"index": index, **said, "finish_reason": None} for index in range(count)]
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: TextDelta) -> dict[str, Any]:
         """Some more of a choice."""
         delta = {"content": piece.text} if piece.text else {}
         return {"index": index, "delta": delta, **self._ending(piece)}
 
-    def whole(self, index: int, piece: Piece) -> dict[str, Any]:
+    def whole(self, index: int, piece: TextDelta) -> dict[str, Any]:
         """All of a choice."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": index, "message": message, **self._ending(piece)}
 
-    def _ending(self, piece: Piece) -> dict[str, Any]:
+    def _ending(self, piece: TextDelta) -> dict[str, Any]:
         content = [self._score(*score) for score in piece.scores]
         logprobs = {"content": content, "refusal": None} if content else None
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}

@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from disagg.errors import CancelledError, DisaggError
-from disagg.server.access import Access
-from disagg.server.admin import Staff, admin_routes
+from disagg.server.access import AuthMiddleware
+from disagg.server.admin import WorkerPool, admin_routes
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions
 from disagg.server.info_routes import add_tokens, add_views
@@ -34,7 +34,7 @@ def create_app(
     token: str | None = None,
     on_stop: Callable[[], None] = lambda: None,
     keys: Collection[str] = (),
-    staff: Staff | None = None,
+    staff: WorkerPool | None = None,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
     """The application.
@@ -73,7 +73,7 @@ def create_app(
     async def chat(http: Request) -> Response:
         return await answer(http, ChatRequest, ChatAnswer)
 
-    guarded = Access(app, [*keys, *([token] if token else [])] if keys else ())
+    guarded = AuthMiddleware(app, [*keys, *([token] if token else [])] if keys else ())
     if not origins:
         return guarded
     every, shown = ["*"], ["x-request-id"]  # outside: browsers ask first, and show no key then

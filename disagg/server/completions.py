@@ -15,11 +15,11 @@ from disagg.errors import CancelledError, ConfigError, DisaggError, ModelError, 
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.router import Output, Router
+from disagg.router.router import Router, TokenOutput
 from disagg.server import limits
-from disagg.server.metrics import Counts
-from disagg.server.output_text import Piece, TextStream
-from disagg.server.pd_ports import ANYWHERE, Doors
+from disagg.server.metrics import ServerMetrics
+from disagg.server.output_text import TextDelta, TextStream
+from disagg.server.pd_ports import ANYWHERE, PdPorts
 from disagg.server.schema import (
     Body,
     ChatRequest,
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What is served: the name clients use, the limits of the model, the usual codec.
 
     longest_token:  characters of the longest token
@@ -75,16 +75,16 @@ class Completions:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         tokenizer: Tokenizer,
         router: Router,
         chat: ChatTemplate | None = None,
-        doors: Doors | None = None,
+        doors: PdPorts | None = None,
     ):
         self.served = served
         self.router = router
-        self.counts = Counts(served.name)
-        self.doors = doors or Doors(router, {}, 0.0)
+        self.counts = ServerMetrics(served.name)
+        self.doors = doors or PdPorts(router, {}, 0.0)
         self.tokenizer = tokenizer
         self._chat = chat
         self._one_long_text = asyncio.Lock()  # each takes memory of many times its length
@@ -92,10 +92,10 @@ class Completions:
 
     @classmethod
     def load(cls, config: Config, name: str, router: Router, ports: Mapping[int, str]) -> Self:
-        """For the model of a config, by the name that clients use. ports: see `Doors`."""
+        """For the model of a config, by the name that clients use. ports: see `PdPorts`."""
         model, info = config.model.name, describe_model(config.model.name, config.model.dtype)
         tokenizer = Tokenizer.load(model)
-        served = Served(
+        served = ServedModel(
             name,
             info.context_length,
             info.vocab_size,
@@ -105,7 +105,7 @@ class Completions:
             eos_ids=info.eos_ids,
             max_body_bytes=config.server.max_body_bytes,
         )
-        doors = Doors(router, ports, config.transfer.lease_s)
+        doors = PdPorts(router, ports, config.transfer.lease_s)
         return cls(served, tokenizer, router, ChatTemplate.load(model), doors)
 
     async def read(self, form: type[Form], body: AsyncIterable[bytes]) -> Form:
@@ -152,7 +152,7 @@ class Completions:
 
     async def stream(
         self, request: GenerationRequest, prompt: TokenizedPrompt, sibling: int = 0
-    ) -> AsyncGenerator[Piece]:
+    ) -> AsyncGenerator[TextDelta]:
         """An answer, piece by piece. Leaving the iteration cancels the request on every worker.
 
         It ends with the model's context, wherever `max_tokens` is.
@@ -259,17 +259,17 @@ class Completions:
         told = request.sampling(self.served.context_length - tokens)
         return told | {"seed": (seed + sibling) % limits.MAX_SEED}
 
-    def _piece(self, text: TextStream, output: Output, times: list[float]) -> Piece:
+    def _piece(self, text: TextStream, output: TokenOutput, times: list[float]) -> TextDelta:
         """The text of one output; `times` collects when each token came."""
         if output.token is not None:
             times.append(time.monotonic())
             shown = text.add(output.token)
             reason = "stop" if text.stopped else None
             scores = ((output.token, output.logprobs[-1]),) if output.logprobs else ()
-            return Piece(shown, len(times) - 1, reason, output.kv, scores)
+            return TextDelta(shown, len(times) - 1, reason, output.kv, scores)
         shown = text.finish()  # where it ends in half a character, a stop string may come of that
         reason = "stop" if text.stopped else output.finish_reason
-        return Piece(shown, len(times) - 1, reason, output.kv)
+        return TextDelta(shown, len(times) - 1, reason, output.kv)
 
     def _warn(self, names: list[str]) -> None:
         """Tell of fields that nobody knows: of each once, and not of endlessly many."""
@@ -281,8 +281,8 @@ class Completions:
 
 
 def _shown(
-    request: GenerationRequest, prompt: TokenizedPrompt, output: Output, piece: Piece
-) -> Piece:
+    request: GenerationRequest, prompt: TokenizedPrompt, output: TokenOutput, piece: TextDelta
+) -> TextDelta:
     """A piece as `echo` wants it: before the first comes the prompt; 0 tokens are no answer."""
     if not isinstance(request, CompletionRequest) or not request.echo:
         return piece
@@ -301,7 +301,7 @@ def reason_of(error: Exception) -> str:
     return error.reason if isinstance(error, DisaggError) else DisaggError.reason
 
 
-async def _figures(outputs: AsyncGenerator[Output]) -> Mapping[str, Any]:
+async def _figures(outputs: AsyncGenerator[TokenOutput]) -> Mapping[str, Any]:
     """What the hand-off cost, for an answer that a stop string ended before the figures came."""
     with suppress(TimeoutError, DisaggError):
         async with asyncio.timeout(FIGURES_S):

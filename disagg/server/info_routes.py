@@ -11,14 +11,14 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from disagg import __version__
 from disagg.errors import RequestError
 from disagg.model.describe import DEFAULT_MODEL
-from disagg.server.admin import Staff
+from disagg.server.admin import WorkerPool
 from disagg.server.completions import Completions
 from disagg.server.schema import DetokenizeRequest, TokenizeRequest
 
 LIVE_PAGE = Path(__file__).parent / "live.html"
 
 
-def add_views(app: FastAPI, completions: Completions, staff: Staff | None = None) -> None:
+def add_views(app: FastAPI, completions: Completions, staff: WorkerPool | None = None) -> None:
     """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
     served, router = completions.served, completions.router
     model = {"id": served.name, "object": "model", "created": int(time.time())}

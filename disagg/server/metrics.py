@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from disagg.router.router import Router
-from disagg.server.output_text import Piece
+from disagg.server.output_text import TextDelta
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -34,7 +34,7 @@ SOURCES = {
 Series = TypeVar("Series", Counter, Gauge, Histogram)
 
 
-class Counts:
+class ServerMetrics:
     """The metrics of one service. A worker's counts are added as they rose since they were seen."""
 
     def __init__(self, model: str):
@@ -99,7 +99,7 @@ class Counts:
         self._said.inc()
 
     def finished(
-        self, times: Sequence[float], last: Piece, prompt_tokens: int, own: bool = False
+        self, times: Sequence[float], last: TextDelta, prompt_tokens: int, own: bool = False
     ) -> None:
         """An answer, and the figures of its hand-off if there are any.
 

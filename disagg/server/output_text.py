@@ -12,7 +12,7 @@ Score = tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """Some more text; the last piece says why it ended and what the hand-off cost.
 
     num_tokens: of the answer so far
@@ -25,7 +25,7 @@ class Piece:
     kv: Mapping[str, Any] = field(default_factory=dict)
     scores: tuple[Score, ...] = ()
 
-    def before(self, more: "Piece") -> "Piece":
+    def before(self, more: "TextDelta") -> "TextDelta":
         """Both as one."""
         return replace(more, text=self.text + more.text, scores=self.scores + more.scores)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from disagg.errors import HandleError, PeerLostError, RequestError
 from disagg.router.prefix_index import UNIT_TOKENS
-from disagg.router.router import Peer, Router
+from disagg.router.router import Router, WorkerConnection
 from disagg.server.schema import GenerationRequest, TransferParams
 
 MOST_HANDLES = 1 << 12  # remembered, consumed and expired ones too
@@ -36,7 +36,7 @@ class Handle:
     consumed: bool = False
 
 
-class Doors:
+class PdPorts:
     """Who is behind each port, and the handles that were given out there.
 
     ports:   number -> name of a worker, without the number of its replacement
@@ -122,7 +122,7 @@ class Doors:
     def _engine(self, worker: str) -> str:
         return f"{self._router.id}.{worker}"
 
-    def _behind(self, port: int) -> Peer:
+    def _behind(self, port: int) -> WorkerConnection:
         """The worker of now behind a port; PeerLostError while there is none."""
         slot = self._ports[port]
         found = [x for name, x in self._router.peers.items() if name.partition(".")[0] == slot]

@@ -13,7 +13,7 @@ from typing import Any
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions, TokenizedPrompt, reason_of
-from disagg.server.output_text import Piece
+from disagg.server.output_text import TextDelta
 from disagg.server.schema import GenerationRequest
 
 DONE = "data: [DONE]\n\n"
@@ -37,21 +37,21 @@ class Reply:
         self._pieces = merged(
             [completions.stream(request, x, i) for x in prompts for i in range(request.n)]
         )
-        self._last: dict[int, Piece] = {}  # of each choice
+        self._last: dict[int, TextDelta] = {}  # of each choice
         self._named = {
             "id": f"{answer.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": completions.served.name,
         }
 
-    async def begin(self) -> tuple[int, Piece]:
+    async def begin(self) -> tuple[int, TextDelta]:
         """The first piece, before any status is sent: what fails until then has its own."""
         return await anext(self._pieces)
 
-    async def events(self, first: tuple[int, Piece]) -> AsyncIterator[str]:
+    async def events(self, first: tuple[int, TextDelta]) -> AsyncIterator[str]:
         """Server-sent events, the last one "[DONE]"; an error in mid-stream is an event too."""
         options, head = self._request.stream_options, {"object": self._answer.chunk_object}
-        found: tuple[int, Piece] | None = first
+        found: tuple[int, TextDelta] | None = first
 
         def chunk(choice: Mapping[str, Any]) -> str:
             usage = {"usage": self._usage()} if options.continuous_usage_stats else {}
@@ -76,7 +76,7 @@ class Reply:
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one body."""
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[TextDelta]] = {}
         async with aclosing(self._pieces):
             async for index, piece in self._pieces:
                 pieces.setdefault(index, []).append(piece)
@@ -90,7 +90,7 @@ class Reply:
         head = {"object": self._answer.whole_object, "choices": choices, "usage": self._usage()}
         return self._named | head
 
-    def _with_kv(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _with_kv(self, choice: dict[str, Any], piece: TextDelta) -> dict[str, Any]:
         """With the figures of its hand-off, where it ends and they are asked for."""
         wanted = self._request.kv and piece.finish_reason is not None
         return choice | ({"kv": dict(piece.kv)} if wanted else {})
@@ -110,18 +110,18 @@ class Reply:
 
 
 async def merged(
-    streams: Sequence[AsyncGenerator[Piece]],
-) -> AsyncGenerator[tuple[int, Piece]]:
+    streams: Sequence[AsyncGenerator[TextDelta]],
+) -> AsyncGenerator[tuple[int, TextDelta]]:
     """The pieces of all streams as they come, with the place of each stream; what came of one while
     the last was on its way to a slow client is one piece.
 
     The first error ends it, and cancels all the others by its reason; leaving it closes them.
     """
     reason = CancelledError.reason
-    arrived: deque[tuple[int, Piece] | Exception | None] = deque()
+    arrived: deque[tuple[int, TextDelta] | Exception | None] = deque()
     some = asyncio.Event()
 
-    def put(found: tuple[int, Piece] | Exception | None) -> None:
+    def put(found: tuple[int, TextDelta] | Exception | None) -> None:
         last = arrived[-1] if arrived else None
         if isinstance(found, tuple) and isinstance(last, tuple) and found[0] == last[0]:
             arrived[-1] = found[0], last[1].before(found[1])
@@ -129,7 +129,7 @@ async def merged(
             arrived.append(found)
         some.set()
 
-    async def read(index: int, stream: AsyncGenerator[Piece]) -> None:
+    async def read(index: int, stream: AsyncGenerator[TextDelta]) -> None:
         try:
             async with aclosing(stream):
                 async for piece in stream:

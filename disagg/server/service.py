@@ -22,11 +22,11 @@ from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.launch.private_ray import SILENT, Session
 from disagg.model.describe import DEFAULT_MODEL
-from disagg.router.router import Peer, Router
+from disagg.router.router import Router, WorkerConnection
 from disagg.server.access import check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Started
+from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
 
 if TYPE_CHECKING:
@@ -170,9 +170,9 @@ class Service:
         for link in self._links.values():
             await link.close()
 
-    def _add(self, started: Started) -> None:
+    def _add(self, started: WorkerInfo) -> None:
         link = self._links[started.name] = connect(started.address, self._security)
-        self._router.add(Peer(started, WorkerClient(link)))
+        self._router.add(WorkerConnection(started, WorkerClient(link)))
 
     def _remove(self, name: str) -> None:
         self._router.died(name)

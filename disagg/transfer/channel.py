@@ -30,11 +30,11 @@ from disagg.errors import (
 )
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.direct import dial
-from disagg.transfer.link import LinkReport, Meter, Pace, measure
+from disagg.transfer.link import LinkReport, RateLimiter, RateMeter, measure
 from disagg.transfer.messages import KV_SERVICE, Ack, Attach, Attached, Credit, fill, parse
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
-from disagg.transfer.sender import Parcel, Sender
+from disagg.transfer.sender import OutgoingFrame, Sender
 from disagg.wire import FRAME_BYTES, Buffer, Commit, frame_message, pack
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ChannelOptions:
     stall_s: float = 10.0
     call_s: float = 5.0
     idle_s: float = 60.0
-    pace: Pace | None = None
+    pace: RateLimiter | None = None
     direct: bool = False
 
 
@@ -122,7 +122,7 @@ class Channel:
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self.report: LinkReport | None = None  # once the link was measured
-        self.meter = Meter()  # of the stream of now
+        self.meter = RateMeter()  # of the stream of now
         self._needed_at = 0.0  # when the last hand-off left
         self._lease_s = math.inf
 
@@ -195,7 +195,7 @@ class Channel:
     async def _serve(self, attached: Attached) -> None:
         """One stream, until it ends in any way, which all that is attached on it is told."""
         error: DisaggError = PeerLostError(f"the channel to {self.address} was closed")
-        self.meter = Meter()
+        self.meter = RateMeter()
         try:
             with closing(await self._open(attached)) as stream:
                 async with asyncio.TaskGroup() as group:
@@ -232,7 +232,7 @@ class Channel:
             size = await stream.send(parcel.parts)
             sender.wire_bytes += size
 
-    def _next(self) -> tuple[Sender, Parcel] | None:
+    def _next(self) -> tuple[Sender, OutgoingFrame] | None:
         """Whose frame is needed most, of those that have one and credit for it."""
         for sender in sorted(self._attached.values(), key=Sender.need):
             try:
@@ -311,7 +311,7 @@ class Peers:
     def __init__(self, security: Security | None, config: TransferConfig):
         size, pace = config.frame_bytes, None
         if config.link_mbps is not None:
-            pace = Pace(config.link_mbps * 1e6 / 8, config.burst_bytes)
+            pace = RateLimiter(config.link_mbps * 1e6 / 8, config.burst_bytes)
             size = min(size, config.burst_bytes)
         direct = config.channel == "direct"
         self.options = ChannelOptions(frame_bytes=size, pace=pace, direct=direct)

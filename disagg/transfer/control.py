@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.transfer.messages import Grant, Job, Step, Submit, WorkerStatus, fill, parse, read
+from disagg.transfer.messages import Grant, Job, StepEvents, Submit, WorkerStatus, fill, parse, read
 from disagg.transfer.rpc import Link, failures_of, rpc_handlers
 
 WORKER_SERVICE = "disagg.v1.WorkerService"
@@ -29,7 +29,7 @@ class WorkerHandler(Protocol):
     async def submit(self, submit: Submit) -> None:
         """Start work; returns when it is in the inbox."""
 
-    def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
+    def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[StepEvents]:
         """One per engine step, and one each second.
 
         have: outputs of each rid that the caller has already · router: who follows
@@ -63,13 +63,13 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
 
     async def events(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for data in messages:  # only one comes
-            async for step in call("Events", data):
+            async for step in call("EventLog", data):
                 for part in _parts(step.to_message()):
                     yield part.SerializeToString()
 
     methods = pb.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name
-    calls = {name: unary(name) for name in methods if name != "Events"}
-    return rpc_handlers(WORKER_SERVICE, calls, {"Events": events})
+    calls = {name: unary(name) for name in methods if name != "EventLog"}
+    return rpc_handlers(WORKER_SERVICE, calls, {"EventLog": events})
 
 
 def _parts(step: pb.EventsResponse) -> Iterator[pb.EventsResponse]:
@@ -97,7 +97,9 @@ class WorkerClient(WorkerHandler):
     async def submit(self, submit: Submit) -> None:
         await self._ask(submit.to_message())
 
-    async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[Step, None]:
+    async def events(
+        self, have: Mapping[str, int], router: str
+    ) -> AsyncGenerator[StepEvents, None]:
         """Until the iterator is closed; PeerLostError if the stream breaks."""
         request = pb.EventsRequest(have=have, router=router).SerializeToString()
         method = self._link.channel.unary_stream(f"/{WORKER_SERVICE}/Events")
@@ -105,7 +107,7 @@ class WorkerClient(WorkerHandler):
         try:
             with failures_of(self._link.address):
                 async for data in call:
-                    yield Step.from_message(parse(pb.EventsResponse, data))
+                    yield StepEvents.from_message(parse(pb.EventsResponse, data))
         finally:
             call.cancel()
 

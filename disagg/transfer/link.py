@@ -72,7 +72,7 @@ async def absorb(data: bytes) -> bytes:
     return b""
 
 
-class Meter:
+class RateMeter:
     """Bytes a second that a link takes while something is on its way, and how long it is silent."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Meter:
             self._nbytes, self._since = self._nbytes + self._out.popleft(), now
 
 
-class Pace:
+class RateLimiter:
     """A token bucket: what passes at once is at most a burst or one message."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: int):

@@ -35,7 +35,7 @@ def parse(message: type[Parsed], data: bytes) -> Parsed:
         raise RequestError(f"{len(data)} bytes are no {message.DESCRIPTOR.name}") from error
 
 
-class Told:
+class ProtoMessage:
     """A dataclass that crosses as the protobuf message `form`, whose fields have its names."""
 
     _form: ClassVar[Any]
@@ -81,7 +81,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Started:
+class WorkerInfo:
     """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint.
 
     min_tokens: shorter prompts are served whole where they decode, if that is here
@@ -113,7 +113,7 @@ def serves(roles: Collection[Role]) -> bool:
 
 
 @dataclass(frozen=True)
-class Job(Told, form=pb.Job):
+class Job(ProtoMessage, form=pb.Job):
     """One attempt of a request, as its workers know it. `sampling`: by the names of the engine.
 
     moved:    tokens in the records of a sequence that moves while it decodes; 0: of the prompt
@@ -142,7 +142,7 @@ class Job(Told, form=pb.Job):
 
 
 @dataclass(frozen=True)
-class Grant(Told, form=pb.ReserveResponse):
+class Grant(ProtoMessage, form=pb.ReserveResponse):
     """A reservation: what the router hands to the prefill worker."""
 
     nonce: int
@@ -150,7 +150,7 @@ class Grant(Told, form=pb.ReserveResponse):
 
 
 @dataclass(frozen=True)
-class Submit(Told, form=pb.SubmitRequest):
+class Submit(ProtoMessage, form=pb.SubmitRequest):
     """A job for a worker; where it is no local work, with the reservation at a decode worker."""
 
     job: Job
@@ -163,7 +163,7 @@ class Submit(Told, form=pb.SubmitRequest):
 
 
 @dataclass(frozen=True)
-class Load(Told, form=pb.Load):
+class Load(ProtoMessage, form=pb.Load):
     """What a worker could take now: bytes and sequences; and those that wait for room.
 
     role: what it admits; None: as when it started
@@ -176,7 +176,7 @@ class Load(Told, form=pb.Load):
 
 
 @dataclass(frozen=True)
-class TokenEvent(Told, form=pb.TokenEvent):
+class TokenEvent(ProtoMessage, form=pb.TokenEvent):
     """Something happened to a request: a token, the end, an error, or figures.
 
     stats:    figures of the hand-off, by the names of `metrics.HandoffStats`
@@ -195,7 +195,7 @@ class TokenEvent(Told, form=pb.TokenEvent):
 
 
 @dataclass(frozen=True)
-class Step(Told, form=pb.EventsResponse):
+class StepEvents(ProtoMessage, form=pb.EventsResponse):
     """What a worker says at once: the events of an engine step, and what it could take now."""
 
     events: tuple[TokenEvent, ...] = ()
@@ -203,7 +203,7 @@ class Step(Told, form=pb.EventsResponse):
 
 
 @dataclass(frozen=True)
-class WorkerStatus(Told, form=pb.StatusResponse):
+class WorkerStatus(ProtoMessage, form=pb.StatusResponse):
     """What a worker is and how busy: gauges by name, anything else as `info`."""
 
     epoch: int
@@ -217,7 +217,7 @@ KV_SERVICE = "disagg.v1.KvTransferService"
 
 
 @dataclass(frozen=True)
-class Attach(Told, form=kv.AttachRequest):
+class Attach(ProtoMessage, form=kv.AttachRequest):
     """A sender takes over a reservation. `model`, `plan`: fingerprints, equal on both sides."""
 
     ticket: Ticket
@@ -228,7 +228,7 @@ class Attach(Told, form=kv.AttachRequest):
 
 
 @dataclass(frozen=True)
-class Attached(Told, form=kv.AttachResponse):
+class Attached(ProtoMessage, form=kv.AttachResponse):
     """The answer: what is here, verified; or that all was, so that the commit can be repeated.
 
     have: places of items in the order of `records.Checklist`, and their `digests`
@@ -250,7 +250,7 @@ class Attached(Told, form=kv.AttachResponse):
 
 
 @dataclass(frozen=True)
-class Credit(Told, form=kv.PushResponse):
+class Credit(ProtoMessage, form=kv.PushResponse):
     """What became of a frame of one attachment; another one may be sent in its place."""
 
     nonce: int
@@ -259,7 +259,7 @@ class Credit(Told, form=kv.PushResponse):
 
 
 @dataclass(frozen=True)
-class Ack(Told, form=kv.CommitResponse):
+class Ack(ProtoMessage, form=kv.CommitResponse):
     """The hand-off is complete and the engine has it. Milliseconds as the receiver measured."""
 
     verify_ms: float = 0.0
@@ -315,7 +315,7 @@ def _words(prefix: str, enum: EnumTypeWrapper, words: Iterable[StrEnum]) -> Form
     return numbers.get, back
 
 
-def _part(kind: type[Told]) -> Form:
+def _part(kind: type[ProtoMessage]) -> Form:
     return kind.to_message, kind.from_message
 
 

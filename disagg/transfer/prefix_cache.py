@@ -18,17 +18,17 @@ from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
 from disagg.kv.page import Kind
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.pool import Pool
-from disagg.kv.prefix_keys import Unit, content_keys, units_of
+from disagg.kv.prefix_keys import PrefixBlock, content_keys, units_of
 from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
-from disagg.transfer.records import Addresses, Arrivals, Checklist, Span
+from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
 from disagg.wire import digest
 
 Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
 
 
 @dataclass(frozen=True)
-class Note:
+class CachedBlock:
     """A kept unit, of a committed prompt: its key and its page ids.
 
     digests: of all items of that prompt, in the order of its checklist
@@ -36,8 +36,8 @@ class Note:
 
     key: bytes
     pages: tuple[int, ...]
-    unit: Unit
-    checklist: Checklist
+    unit: PrefixBlock
+    checklist: Manifest
     digests: "array[int]"
 
     @property
@@ -62,7 +62,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Holding:
+class PendingHandoff:
     """What a job that waits for its pages holds: their records, and what has arrived of them.
 
     keys:     of its units, by layer group
@@ -74,7 +74,7 @@ class Holding:
     job: Job
     keys: Keys
     groups: tuple[GroupState, ...]
-    arrivals: Arrivals
+    arrivals: ReceivedItems
     shared: frozenset[int]
     cached_tokens: int
 
@@ -83,7 +83,7 @@ class Holding:
 class Scrub:
     """Kept units that are owned while they are verified. `copies` waits for their bytes."""
 
-    notes: Sequence[Note]
+    notes: Sequence[CachedBlock]
     copies: Callable[[], list[memoryview]]
 
     def verify(self) -> dict[bytes, CorruptFrameError]:
@@ -120,7 +120,7 @@ class PrefixCache:
                 f"a pool of {self._pool.num_slabs} slabs of {size} bytes cannot hold them"
             )
 
-    def hold(self, model: str, plan: Plan, job: Job, spare_bytes: int) -> Holding:
+    def hold(self, model: str, plan: Plan, job: Job, spare_bytes: int) -> PendingHandoff:
         """Records for a prompt, shared where that is possible; CapacityError and nothing taken.
 
         Those of a sequence that moves are its own: what is sealed while decoding is no prompt's.
@@ -141,23 +141,23 @@ class PrefixCache:
         for state in groups:
             self._pool.release(state.ids())
 
-    def keep(self, holding: Holding, digests: Sequence[int]) -> frozenset[int]:
+    def keep(self, holding: PendingHandoff, digests: Sequence[int]) -> frozenset[int]:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
         plan, tokens = holding.arrivals.checklist.plan, holding.job.tokens
-        checklist, packed = Checklist(plan, tokens), array("Q", digests)  # no list of items stays
+        checklist, packed = Manifest(plan, tokens), array("Q", digests)  # no list of items stays
         units, found = units_of(plan, tokens) if any(holding.keys) else (), set[int]()
         for some, keys, state in zip(units, holding.keys, holding.groups, strict=bool(units)):
             ids = state.ids_by_kind()
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
                 pages = tuple(ids[kind][record] for kind, record in unit.records())
-                self._pool.keep(key, pages, Note(key, pages, unit, checklist, packed))
+                self._pool.keep(key, pages, CachedBlock(key, pages, unit, checklist, packed))
                 found.update(pages)
         return frozenset(found)
 
     def begin_scrub(self, max_bytes: int) -> Scrub:
         """The next kept units, at least one, up to `max_bytes`; every scrub is ended."""
-        self._to_scrub = self._to_scrub or self._pool.kept_keys(Note)
-        notes, spans = list[Note](), list[Span]()
+        self._to_scrub = self._to_scrub or self._pool.kept_keys(CachedBlock)
+        notes, spans = list[CachedBlock](), list[Span]()
         while self._to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
             for note in self._take([self._to_scrub.pop()]):
                 notes.append(note)
@@ -171,11 +171,13 @@ class PrefixCache:
         for note in scrub.notes:
             self._pool.release(note.pages)
 
-    def _take(self, keys: Sequence[bytes]) -> list[Note]:
+    def _take(self, keys: Sequence[bytes]) -> list[CachedBlock]:
         """What the leading keys keep; the caller owns it too. An engine has keys of its own."""
-        return [kept.note for kept in self._pool.take(keys) if isinstance(kept.note, Note)]
+        return [kept.note for kept in self._pool.take(keys) if isinstance(kept.note, CachedBlock)]
 
-    def _hold(self, plan: Plan, job: Job, keys: Keys, wanted: Keys, spare_bytes: int) -> Holding:
+    def _hold(
+        self, plan: Plan, job: Job, keys: Keys, wanted: Keys, spare_bytes: int
+    ) -> PendingHandoff:
         """With what the `wanted` ones of its keys keep. What else it has comes as it is: a prompt
         is admitted when all its bytes have arrived.
         """
@@ -195,7 +197,7 @@ class PrefixCache:
                 pages += fresh
             given = zip(plan.groups, records, strict=True)
             groups = tuple(lay_out(group, tokens, ids) for group, ids in given)
-            addresses = Addresses(checklist := Checklist(plan, tokens), groups)
+            addresses = Addresses(checklist := Manifest(plan, tokens), groups)
             self._pool.arena.zero([*addresses.unsent()])
             for notes in found:
                 self._pool.used([note.key for note in notes])
@@ -209,8 +211,8 @@ class PrefixCache:
                 places, end = chain.from_iterable(checklist.places(unit)), unit.end
                 here.update(zip(places, note.seen(), strict=True))
             cached = min(cached, end)
-        arrivals = Arrivals(checklist, addresses, here)
-        return Holding(job, keys, groups, arrivals, frozenset(shared), cached)
+        arrivals = ReceivedItems(checklist, addresses, here)
+        return PendingHandoff(job, keys, groups, arrivals, frozenset(shared), cached)
 
     def _leave(self, spare_bytes: int, tokens: int, wanted: int) -> None:
         """CapacityError unless so many wanted bytes leave the others free; nothing was evicted."""
@@ -222,7 +224,7 @@ class PrefixCache:
             )
 
 
-def _by_kind(notes: Iterable[Note]) -> defaultdict[Kind, list[int]]:
+def _by_kind(notes: Iterable[CachedBlock]) -> defaultdict[Kind, list[int]]:
     """The pages of kept units, in their order."""
     found = defaultdict[Kind, list[int]](list)
     for note in notes:

@@ -15,7 +15,7 @@ from disagg.errors import CorruptFrameError, LayoutError, TransferError
 from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Item, Kind, items_of
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.pool import Arena, Copies
-from disagg.kv.prefix_keys import Unit
+from disagg.kv.prefix_keys import PrefixBlock
 from disagg.kv.state import GroupState
 from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
@@ -50,7 +50,7 @@ class Tail:
         return sum(nbytes for _, nbytes in self.spans)
 
 
-class Checklist:
+class Manifest:
     """The items of a prompt of `tokens` tokens under a plan, in the order of a manifest.
 
     What no token has touched is no item: the empty rows of the last raw record, and the side record
@@ -104,7 +104,7 @@ class Checklist:
         layer, kind = self._names[run]
         return Item(kind, self.plan.group_of[layer], layer, place - self._starts[run])
 
-    def places(self, unit: "Unit") -> Iterator[range]:
+    def places(self, unit: "PrefixBlock") -> Iterator[range]:
         """Where the items of a unit are in that order; as many as it has, in the unit's order."""
         for layer in self.plan.groups[unit.group].layers:
             for kind, records in unit.parts.items():
@@ -158,7 +158,7 @@ def least_worth_sending(plan: Plan) -> int:
     0 if none are: the plan does not compress, so that no length is better than another.
     """
     for end in range(LONGEST, 0, -RAW_TOKENS):  # the most bytes a token has just before a page ends
-        checklist = Checklist(plan, end - 1)
+        checklist = Manifest(plan, end - 1)
         overhead = 2 * len(plan.group_of) * HEADER_BYTES
         overhead += 2 * ITEM_HEADER_BYTES * checklist.num_items
         if checklist.total_bytes + overhead > 2 * plan.numbers(end - 1):
@@ -179,7 +179,7 @@ def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:
 class Addresses:
     """Where the items of one sequence lie in an arena, from the page ids of its groups."""
 
-    def __init__(self, checklist: Checklist, states: Sequence[GroupState]):
+    def __init__(self, checklist: Manifest, states: Sequence[GroupState]):
         self._checklist = checklist
         self._ids = [state.ids_by_kind() for state in states]
         for group, ids in zip(checklist.plan.groups, self._ids, strict=True):
@@ -218,7 +218,7 @@ class ArenaSource:
     From a device many are copied at once, when staged; others, and those read again, on the spot.
     """
 
-    def __init__(self, arena: Arena, checklist: Checklist, states: Sequence[GroupState]):
+    def __init__(self, arena: Arena, checklist: Manifest, states: Sequence[GroupState]):
         self._arena = arena
         self._addresses = Addresses(checklist, states)
         self._staged: dict[Item, memoryview] = {}
@@ -248,10 +248,10 @@ class ArenaSource:
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class ReceivedItems:
     """Which items of a prompt are verified and in place at a receiver: `here`, digests by place."""
 
-    checklist: Checklist
+    checklist: Manifest
     addresses: Addresses
     here: dict[int, int]
 

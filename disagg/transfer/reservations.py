@@ -29,10 +29,10 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.kv.plan import Plan
-from disagg.kv.pool import Pool, Rows
+from disagg.kv.pool import DecodeSlots, Pool
 from disagg.kv.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
-from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
+from disagg.transfer.prefix_cache import PendingHandoff, PrefixCache, Scrub
 from disagg.wire import Commit, PageFrame, Ticket, digest, pack
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
@@ -41,7 +41,7 @@ MEMORY_S = 900.0  # how long ended reservations and aborts are remembered
 
 
 @dataclass(frozen=True)
-class Terms:
+class ReceiverPolicy:
     """What a decode worker promises and accepts.
 
     model:           fingerprint of config and weights
@@ -58,7 +58,7 @@ class Terms:
     plan_of: Callable[[str], Plan]
     epoch: int
     lease_s: float = 10.0
-    rows: Rows = field(default_factory=lambda: Rows(1 << 16))
+    rows: DecodeSlots = field(default_factory=lambda: DecodeSlots(1 << 16))
     watermark_bytes: int = 0
     may_reserve: Callable[[], bool] = lambda: True
     share: bool = True
@@ -99,10 +99,10 @@ class State(StrEnum):
 class Reservation:
     """One hand-off as its decode worker sees it. `holding`: None once it is over."""
 
-    def __init__(self, nonce: int, holding: Holding):
+    def __init__(self, nonce: int, holding: PendingHandoff):
         self.nonce, job = nonce, holding.job
         self.rid, self.attempt, self.name = job.rid, job.attempt, job.name
-        self.holding: Holding | None = holding
+        self.holding: PendingHandoff | None = holding
         self.state = State.HELD
         self.reason = ""
         self.gen = 0
@@ -113,14 +113,14 @@ class Reservation:
         self.ack = Ack()  # the answer to it
         self.verify_ms = 0.0
 
-    def live(self) -> Holding:
+    def live(self) -> PendingHandoff:
         """What it holds; ReservationError once it is over."""
         if self.holding is not None:
             return self.holding
         kind = AbortedError if self.state is State.ABORTED else ReservationError
         raise kind(f"{self.name} is {self.state}: {self.reason}")
 
-    def attached(self, ticket: Ticket, *states: State) -> Holding:
+    def attached(self, ticket: Ticket, *states: State) -> PendingHandoff:
         """What it holds; ReservationError unless the ticket is of its last attachment."""
         holding = self.live()
         if ticket.gen == self.gen and self.state in states:
@@ -142,7 +142,7 @@ class Reservations:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: ReceiverPolicy,
         pool: Pool,
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
@@ -363,7 +363,7 @@ class Reservations:
         reservation.lease_until = self._clock() + self.terms.lease_s
         self._live.move_to_end(reservation.rid)
 
-    def _admit(self, reservation: Reservation, holding: Holding, commit: Commit) -> None:
+    def _admit(self, reservation: Reservation, holding: PendingHandoff, commit: Commit) -> None:
         """Give the records away, to the engine; keep what can be shared."""
         reservation.pages = self.cache.keep(holding, commit.digests)
         reservation.holding, reservation.state = None, State.ADMITTED

@@ -28,7 +28,7 @@ from disagg.errors import (
 from disagg.kv.page import Item
 from disagg.kv.plan import Plan
 from disagg.transfer.messages import Ack, Attach, Attached, Credit
-from disagg.transfer.records import HEADER_BYTES, ITEM_HEADER_BYTES, Checklist, message_bytes
+from disagg.transfer.records import HEADER_BYTES, ITEM_HEADER_BYTES, Manifest, message_bytes
 from disagg.transfer.stats import HandoffStats
 from disagg.wire import (
     FRAME_BYTES,
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class OutgoingFrame:
     """One page frame of `size` bytes with `items`, in parts: the pages lie where they were."""
 
     items: Sequence[Item]
@@ -71,7 +71,7 @@ class Parcel:
     payload_bytes: int
 
 
-class Outbox:
+class SendQueue:
     """The items of one hand-off on their way out. No sockets, no clock.
 
         offer ──► queue ──► frame ──► in flight ──► confirmed
@@ -84,7 +84,7 @@ class Outbox:
     receiver has is not queued; the commit names its digest for what we never sent.
     """
 
-    def __init__(self, checklist: Checklist, source: Source, frame_bytes: int = FRAME_BYTES):
+    def __init__(self, checklist: Manifest, source: Source, frame_bytes: int = FRAME_BYTES):
         self.checklist = checklist
         self.frame_bytes = frame_bytes
         self.credit = 0  # bytes that may be in flight
@@ -92,8 +92,8 @@ class Outbox:
         self._source = source
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queue = deque[Item]()  # to send
-        self._ready: Parcel | None = None  # packed, waiting for credit
-        self._flight: deque[Parcel] = deque()
+        self._ready: OutgoingFrame | None = None  # packed, waiting for credit
+        self._flight: deque[OutgoingFrame] = deque()
         self._sent: dict[int, int] = {}  # by place, digests as they were first packed: the promise
         self.there: dict[int, int] = {}  # what the receiver said it has, unless we sent another
         self._first_sent = self._last_offer = math.inf
@@ -164,7 +164,7 @@ class Outbox:
         if not stored:
             self._enqueue(parcel.items)
 
-    def next_parcel(self, ticket: Ticket, now: float) -> Parcel | None:
+    def next_parcel(self, ticket: Ticket, now: float) -> OutgoingFrame | None:
         """The next frame, if there is one and credit for it; it counts as in flight."""
         if self._ready is None and self._queue:
             items, full = self._head()
@@ -199,7 +199,7 @@ class Outbox:
             items.append(item)
         return items, size >= self.frame_bytes
 
-    def _pack(self, ticket: Ticket, items: Sequence[Item]) -> Parcel:
+    def _pack(self, ticket: Ticket, items: Sequence[Item]) -> OutgoingFrame:
         """A frame of the first items of the queue."""
         for _ in items:
             self._queue.popleft()
@@ -211,7 +211,7 @@ class Outbox:
         digests = tuple(map(self._sent.__getitem__, places))
         frame = PageFrame(ticket, places, digests, tuple(payload))
         parts = pack(frame)
-        return Parcel(items, parts, sum(map(len, parts)), sum(map(len, payload)))
+        return OutgoingFrame(items, parts, sum(map(len, parts)), sum(map(len, payload)))
 
 
 # -- one hand-off
@@ -232,11 +232,11 @@ class Sender:
         source: Source,
         deadline_s: float = 120.0,
     ):
-        checklist = Checklist(plan, attach.tokens)
+        checklist = Manifest(plan, attach.tokens)
         _check_sizes(checklist)
         self.ticket = attach.ticket
         self.deadline = time.monotonic() + deadline_s
-        self.outbox = Outbox(checklist, source)
+        self.outbox = SendQueue(checklist, source)
         self.wire_bytes = 0
         self.figures = HandoffStats("", attach.tokens, 0, 0)  # of the codec; those of the wire join
         self._channel = channel
@@ -351,7 +351,7 @@ class Sender:
         """Who is served first: the earliest deadline, then the lowest layer."""
         return self.deadline, self.outbox.next_layer
 
-    def next_parcel(self) -> Parcel | None:
+    def next_parcel(self) -> OutgoingFrame | None:
         """The next frame, cut for the link as it is known now, if there is credit; it leaves."""
         self.outbox.frame_bytes = self._channel.frame_bytes
         return self.outbox.next_parcel(self.ticket, time.monotonic())
@@ -383,7 +383,7 @@ class Sender:
             self._over.set_result(error)
 
 
-def _check_sizes(checklist: Checklist) -> None:
+def _check_sizes(checklist: Manifest) -> None:
     """LayoutError for a prompt whose items or commit no message can carry."""
     commit_bytes = message_bytes(8 * checklist.num_items, 0)
     for what, nbytes in (("an item", checklist.frame_bytes), ("the commit", commit_bytes)):

@@ -32,8 +32,8 @@ from disagg.kv.state import GroupState
 from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit
-from disagg.worker.event_log import Events
-from disagg.worker.handoff import Exit, Offering
+from disagg.worker.event_log import EventLog
+from disagg.worker.handoff import HandoffContext, OutgoingHandoff
 from disagg.worker.prefill import request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
@@ -52,9 +52,9 @@ class DecodeSide:
     counts:  sequences that moved away, bytes and milliseconds of their hand-offs
     """
 
-    way: Exit
+    way: HandoffContext
     tasks: asyncio.TaskGroup
-    events: Events
+    events: EventLog
     on_done: Callable[[str, int], None]
     counts: Counter[str] = field(default_factory=Counter)
     _jobs: dict[str, Job] = field(default_factory=dict)  # by the engine's name, as all below
@@ -159,7 +159,7 @@ class DecodeSide:
         """One hand-off from begin to end."""
         rid, attempt = submit.job.rid, submit.job.attempt
         try:
-            async with Departure(self.way, submit, name).sending() as departure:
+            async with MigrationHandoff(self.way, submit, name).sending() as departure:
                 self.way.engine.submit(Move(name, submit.job.tokens, departure))
                 emitted = (await departure.computed()).emitted
                 stats = await departure.commit(emitted[0], {EMITTED: list(emitted)})
@@ -178,7 +178,7 @@ class DecodeSide:
         self.on_done(rid, attempt)
 
 
-class Departure(Offering[Moved]):
+class MigrationHandoff(OutgoingHandoff[Moved]):
     """The engine's end of a sequence that moves. It begins twice: sealed pages are final already,
     and where it stops everything is.
 

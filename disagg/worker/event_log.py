@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import suppress
 
 from disagg.errors import ConfigError
-from disagg.transfer.messages import Load, Step, TokenEvent
+from disagg.transfer.messages import Load, StepEvents, TokenEvent
 
 HEARTBEAT_S = 1.0  # a step without events, so that silence means something
 
 
-class Events:
+class EventLog:
     """The outputs of a worker, by request. `load`: what it could take now."""
 
     def __init__(self, load: Callable[[], Load] = Load):
@@ -60,7 +60,9 @@ class Events:
         if self._inbox is not None:
             self._inbox.put_nowait(events)
 
-    async def subscribe(self, have: Mapping[str, int], router: str = "") -> AsyncGenerator[Step]:
+    async def subscribe(
+        self, have: Mapping[str, int], router: str = ""
+    ) -> AsyncGenerator[StepEvents]:
         """What a router lacks, then everything new; a step without events from time to time.
 
         have: rid -> tokens that it has, of all requests that it cares about
@@ -104,5 +106,5 @@ class Events:
         """Forget everything."""
         self._records.clear()
 
-    def _step(self, events: Iterable[TokenEvent]) -> Step:
-        return Step(tuple(events), self._load())
+    def _step(self, events: Iterable[TokenEvent]) -> StepEvents:
+        return StepEvents(tuple(events), self._load())

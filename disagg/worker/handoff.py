@@ -29,7 +29,7 @@ Made = TypeVar("Made", Prefilled, Moved)
 
 
 @dataclass(frozen=True)
-class Exit:
+class HandoffContext:
     """What the hand-offs of a worker have in common. `copies` waits for them, in order.
 
     leaving: what leaves now, by the engine's name
@@ -39,7 +39,7 @@ class Exit:
     model: str
     peers: Peers
     copies: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
-    leaving: "dict[str, Offering[Any]]" = field(default_factory=dict)
+    leaving: "dict[str, OutgoingHandoff[Any]]" = field(default_factory=dict)
 
     def step(self, outputs: Iterable[Prefilled | Moved | Failed]) -> None:
         """What an engine step brought; who was given up meanwhile is not here any more."""
@@ -48,14 +48,14 @@ class Exit:
                 offering.made.set_result(output)
 
 
-class Offering(Generic[Made]):
+class OutgoingHandoff(Generic[Made]):
     """One hand-off that leaves, by the names that the engine and the sender call it.
 
     name:    of the sequence in the engine · made: what that makes of it
     overlap: pages leave while later layers compute
     """
 
-    def __init__(self, way: Exit, submit: Submit, name: str, overlap: bool = True):
+    def __init__(self, way: HandoffContext, submit: Submit, name: str, overlap: bool = True):
         job, plan = submit.job, way.engine.plan(submit.job.codec)
         ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
         attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)

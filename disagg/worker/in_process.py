@@ -16,13 +16,13 @@ from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Job
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.sender import Outbox
+from disagg.transfer.records import ArenaSource, Manifest
+from disagg.transfer.sender import SendQueue
 from disagg.transfer.stats import HandoffStats
 from disagg.wire import Commit, Ticket, frame_message, message_frame, pack, unpack
 
 
-class Loopback:
+class InProcessHandoff:
     """The hand-off of one request: a sender, a receiver, and nothing between them.
 
     Making one reserves room; CapacityError if there is none now. `stats`: once it is over.
@@ -41,9 +41,9 @@ class Loopback:
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         """The records are there: attach."""
-        checklist = Checklist(plan, len(self._request.tokens))
+        checklist = Manifest(plan, len(self._request.tokens))
         self._source = ArenaSource(self._sender.pool.arena, checklist, groups)
-        self._outbox = Outbox(checklist, self._source)
+        self._outbox = SendQueue(checklist, self._source)
         model = self._rules.terms.model
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
         attached = self._rules.attach(attach)

@@ -17,8 +17,8 @@ from disagg.engine.messages import Abort, Prefill, Prefilled, named
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
 from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
-from disagg.worker.event_log import Events
-from disagg.worker.handoff import Exit, Offering
+from disagg.worker.event_log import EventLog
+from disagg.worker.handoff import HandoffContext, OutgoingHandoff
 
 
 def request_of(job: Job, side: str) -> Request:
@@ -37,10 +37,10 @@ def request_of(job: Job, side: str) -> Request:
 class PrefillSide:
     """The hand-offs that leave this worker. `failures`: those that ended in an error, by reason."""
 
-    way: Exit
+    way: HandoffContext
     overlap: bool
     tasks: asyncio.TaskGroup
-    events: Events
+    events: EventLog
     failures: Counter[str] = field(default_factory=Counter)
     _running: dict[str, tuple[int, asyncio.Task[None]]] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class PrefillSide:
 
     async def _hand_over(self, submit: Submit) -> None:
         job, request = submit.job, request_of(submit.job, "p")
-        offering = Offering[Prefilled](self.way, submit, request.rid, self.overlap)
+        offering = OutgoingHandoff[Prefilled](self.way, submit, request.rid, self.overlap)
         try:
             async with offering.sending():
                 self.way.engine.submit(Prefill(request, offering, waited_s=job.waited_s))
@@ -85,7 +85,7 @@ class PrefillSide:
         finally:
             self.way.engine.submit(Abort(request.rid))  # only now: nobody reads its records
 
-    async def _tell(self, job: Job, offering: Offering[Prefilled], done: Prefilled) -> None:
+    async def _tell(self, job: Job, offering: OutgoingHandoff[Prefilled], done: Prefilled) -> None:
         """The first token, then the figures when the decode worker has it all."""
         plan = self.way.engine.plan(job.codec)
         stats = handoff_stats(plan, len(job.prompt), done.cached_tokens, done.encode_ms)

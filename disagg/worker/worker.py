@@ -44,21 +44,21 @@ from disagg.transfer.messages import (
     Job,
     Load,
     Role,
-    Started,
-    Step,
+    StepEvents,
     Submit,
     TokenEvent,
     Work,
+    WorkerInfo,
     WorkerStatus,
 )
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import least_worth_sending
-from disagg.transfer.reservations import Reservations, Terms
+from disagg.transfer.reservations import ReceiverPolicy, Reservations
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.worker.decode import DecodeSide
-from disagg.worker.event_log import Events
-from disagg.worker.handoff import Exit
+from disagg.worker.event_log import EventLog
+from disagg.worker.handoff import HandoffContext
 from disagg.worker.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
@@ -93,7 +93,7 @@ class Worker:
         pool, plans = self.engine.pool, map(self.engine.plan, self._listed)
         context = self._runner.info.context_length
         check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
-        self._started: Future[Started] = Future()
+        self._started: Future[WorkerInfo] = Future()
         self._threads = [
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
             threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
@@ -103,7 +103,7 @@ class Worker:
 
     # -- from any thread
 
-    def start(self) -> Started:
+    def start(self) -> WorkerInfo:
         """Serve; returns when it can be reached.
 
         ConfigError if its codec does not fit, or is not sound on its GPU.
@@ -126,7 +126,7 @@ class Worker:
         return "triton" if self._runner.device.type == "cuda" else describe_backend()
 
     @property
-    def started(self) -> Started:
+    def started(self) -> WorkerInfo:
         """How it can be reached now, and what it does: both may have changed since it began."""
         return replace(self._started.result(), epoch=self.epoch, role=self.role)
 
@@ -180,7 +180,7 @@ class Worker:
             return self.decode.start(submit.job)
         return await self.prefill.start(submit)
 
-    async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[Step]:
+    async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[StepEvents]:
         """What happens here; everything of another router that was here before is dropped."""
         self._events.check(router)
         if router != self._events.router:
@@ -280,7 +280,7 @@ class Worker:
             plans = list(map(self.engine.plan, self._listed))
             sizes = {plan.spec: {n: plan.nbytes(n) for n in SIZES} for plan in plans}
             at_once = self.config.engine.max_batch_tokens
-            self._started.set_result(Started(*named, self._min_tokens(), room, at_once, sizes))
+            self._started.set_result(WorkerInfo(*named, self._min_tokens(), room, at_once, sizes))
             try:
                 await self._drain(await self._stop_asked)
             finally:
@@ -307,14 +307,14 @@ class Worker:
     def _make_sides(self, tasks: asyncio.TaskGroup) -> None:
         engine, pool, transfer = self.engine, self.engine.pool, self.config.transfer
         model = self._runner.fingerprint
-        self._events = events = Events(self._room)
+        self._events = events = EventLog(self._room)
         self._peers = Peers(self._security, transfer)
-        way = Exit(engine, model, self._peers)
+        way = HandoffContext(engine, model, self._peers)
         self.prefill = PrefillSide(way, transfer.overlap, tasks, events)
         self.decode = decode = DecodeSide(
             way, tasks, events, on_done=lambda *which: self.reservations.finished(*which)
         )
-        terms = Terms(
+        terms = ReceiverPolicy(
             model=model,
             plan_of=engine.plan,
             epoch=self.epoch,

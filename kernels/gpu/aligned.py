@@ -32,7 +32,7 @@ from disagg.kernels.reference.aligned import (
 )
 from disagg.kernels.reference.pages import ArenaBlocks, plane_view
 from disagg.kernels.reference.softmax import capped, columns_of, seen_tokens
-from disagg.kernels.view import Units, View
+from disagg.kernels.view import View, WorkPlan
 
 NARROW = tl.constexpr(formats.NARROW)
 
@@ -176,7 +176,7 @@ def attend(
     view: View,
     scale: float,
     number: int,
-    units: Units,
+    units: WorkPlan,
     o: Tensor,
     lse: Tensor,
     cap: float = 0.0,

@@ -41,7 +41,7 @@ from disagg.kernels.gpu.plan import (
     units_of,
 )
 from disagg.kernels.gpu.tiles import column_of, find_unit
-from disagg.kernels.view import Units, View
+from disagg.kernels.view import View, WorkPlan
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 @dataclass(frozen=True)
-class Loop:
+class ViewSpec:
     """How the pages of a view are read.
 
     number:    of the view among the units
@@ -121,7 +121,7 @@ def attend_kernel(
 
 
 @triton.constexpr_function
-def loop_of(loops: tuple[Loop, ...], number: int) -> Loop:
+def loop_of(loops: tuple[ViewSpec, ...], number: int) -> ViewSpec:
     """One of them: Triton 3.6 does not take an item as an argument."""
     return loops[number]
 
@@ -158,7 +158,7 @@ def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
 
 
 def attend(
-    q: Tensor, views: Sequence[View], scale: float, units: Units | None = None, cap: float = 0.0
+    q: Tensor, views: Sequence[View], scale: float, units: WorkPlan | None = None, cap: float = 0.0
 ) -> UnitPartials:
     """What the units of views find; q [B, M, Hq, D] of any float dtype.
 
@@ -202,7 +202,7 @@ def loops_of(
     group: int,
     chip: Chip,
     cap: float = 0.0,
-) -> tuple[Loop, ...]:
+) -> tuple[ViewSpec, ...]:
     """How a chip reads pages of formats: so many queries of a sequence, heads for each KV head."""
     loops = []
     for number, fmt in zip(numbers, formats, strict=True):
@@ -214,9 +214,11 @@ def loops_of(
                 check_slots(fmt)
             floating = fmt.k.floating or fmt.v.floating
             spelling = chip.float8 if floating else chip.codes
-            loops.append(Loop(number, fmt, shape, stages, spelling, precision=precision, cap=cap))
+            loops.append(
+                ViewSpec(number, fmt, shape, stages, spelling, precision=precision, cap=cap)
+            )
             continue
         check_tile(fmt)
         item, operand = (getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype))
-        loops.append(Loop(number, fmt, shape, stages, PLAIN, item, operand, precision, cap))
+        loops.append(ViewSpec(number, fmt, shape, stages, PLAIN, item, operand, precision, cap))
     return tuple(loops)

@@ -25,7 +25,7 @@ class UnitPartials:
 
     o:       [U, M * Hq, D] fp32; lse: [U, M * Hq] fp32, log2 of the sum of exponentials
     queries: (B, M, Hq)
-    starts:  [B + 1] int32, as in `Units`
+    starts:  [B + 1] int32, as in `WorkPlan`
     """
 
     o: Tensor

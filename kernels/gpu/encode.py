@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.formats import PageFormat, Rotation, Side
+from disagg.kernels.formats import BlockRotation, PageFormat, Side
 from disagg.kernels.gpu.bands import channels_of, side_of, turned
 from disagg.kernels.gpu.encode_tiles import (
     axis_of,
@@ -163,7 +163,7 @@ def encode_blocks(side: Side) -> int:
     return triton.next_power_of_2(triton.cdiv(side.rows * side.columns, fitting))
 
 
-def _rotate(x: Tensor, turn: Rotation, segments: Tensor, cut: Segmentation) -> Tensor:
+def _rotate(x: Tensor, turn: BlockRotation, segments: Tensor, cut: Segmentation) -> Tensor:
     """T_L of x [H, n, D] fp32, by the T_S of each segment."""
     matrices = DenseBlocks(segments).plane(torch.float16, turn.matrix, (turn.block, turn.block))
     parts = quantize.finite(x).split(cut.tokens, 1)

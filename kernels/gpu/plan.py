@@ -29,7 +29,7 @@ from disagg.kernels.formats import (
     PageFormat,
     Side,
 )
-from disagg.kernels.view import Table, Units, View
+from disagg.kernels.view import Table, View, WorkPlan
 
 NVIDIA = torch.version.hip is None
 NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
@@ -221,7 +221,7 @@ class Span:
 
 
 def units_of_spans(spans: Sequence[Span], heads: int, device: torch.device) -> tuple[Ints, Ints]:
-    """The tables of `Units` over all views, int32."""
+    """The tables of `WorkPlan` over all views, int32."""
     programs, batch = _programs(spans, heads, device), len(spans[0].lo)
     units = np.concatenate([np.insert(x.units(programs), 0, i, 1) for i, x in enumerate(spans)])
     units = units[np.argsort(units[:, 1], kind="stable")]
@@ -245,10 +245,10 @@ def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
     return max(1, resident * count_processors(device) // heads)
 
 
-def units_of(views: Sequence[View], device: torch.device) -> Units:
+def units_of(views: Sequence[View], device: torch.device) -> WorkPlan:
     """The units of views, where nobody planned them; the host asks for all lengths."""
     found = units_of_spans([Span.of(view) for view in views], views[0].heads, device)
-    return Units(*(torch.from_numpy(x).to(device) for x in found))
+    return WorkPlan(*(torch.from_numpy(x).to(device) for x in found))
 
 
 def count_processors(device: torch.device) -> int:

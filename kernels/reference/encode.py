@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from disagg.kernels.formats import RAW_SLOTS, PageFormat, Side, Turn
+from disagg.kernels.formats import RAW_SLOTS, HadamardRotation, PageFormat, Side
 from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference.pages import (
@@ -179,7 +179,9 @@ def _encode(
         shared.plane(torch.float16, low.b, (fmt.head_dim, low.rank)).copy_(b)
 
 
-def _turned(k: Tensor, v: Tensor, by: Turn, segment: DenseBlocks) -> tuple[Tensor, Tensor]:
+def _turned(
+    k: Tensor, v: Tensor, by: HadamardRotation, segment: DenseBlocks
+) -> tuple[Tensor, Tensor]:
     """K's channels in the order, and V's turned by the signs, of a segment; what then is beyond
     fp16 saturates."""
     order = read_order(segment, by, k.shape[2]).unsqueeze(1).expand_as(k)

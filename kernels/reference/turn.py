@@ -1,4 +1,4 @@
-"""Channels of K in another order, channels of V mixed: what `Turn` says, in plain torch.
+"""Channels of K in another order, channels of V mixed: what `HadamardRotation` says.
 
 Both are exact in fp32 up to rounding, cost attention nothing per token, and are undone on queries
 and outputs: K is never put back in order, V never turned back.
@@ -7,16 +7,16 @@ and outputs: K is never put back in order, V never turned back.
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import TURN, Turn
+from disagg.kernels.formats import TURN, HadamardRotation
 from disagg.kernels.reference.pages import Blocks
 
 
-def read_order(blocks: Blocks, turn: Turn, head_dim: int) -> Tensor:
+def read_order(blocks: Blocks, turn: HadamardRotation, head_dim: int) -> Tensor:
     """The channel of each column of K: [..., head_dim] i64."""
     return blocks.plane(torch.int16, turn.order, (1, head_dim)).squeeze(-2).long()
 
 
-def read_signs(blocks: Blocks, turn: Turn, head_dim: int) -> Tensor:
+def read_signs(blocks: Blocks, turn: HadamardRotation, head_dim: int) -> Tensor:
     """The signs of V's channels: [..., head_dim] fp32, 1 or -1."""
     return 1.0 - 2.0 * blocks.bits(turn.signs, head_dim).float()
 

@@ -131,7 +131,7 @@ def test_a_door_that_is_shut_breaks_what_is_through_and_opens_again() -> None:
 
     async def scene() -> None:
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
-        door = room.Door(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        door = room.TcpProxy(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         host, _, port = (await door.open()).rpartition(":")
         for _ in range(2):
             reader, writer = await asyncio.open_connection(host, int(port))

@@ -8,7 +8,7 @@ import pytest
 
 from disagg.bench import compare
 from disagg.bench.result import Row
-from disagg.bench.serving import Visited
+from disagg.bench.serving import RequestTimes
 from disagg.errors import ConfigError, PeerLostError
 from disagg.report.transfer import draw
 
@@ -49,7 +49,7 @@ def test_one_line_says_where_disaggregation_loses():
 @pytest.mark.parametrize("told", [[{}, {"wire_bytes": 7}], [{}, {}]])
 def test_figures_that_do_not_come_are_left_out_or_missed_in_words(told, monkeypatch):
     async def visit(*asked):
-        return Visited(8, ttft_s=1.0, e2el_s=2.0, gaps_s=[0.5, 0.5], tokens=3), told.pop()
+        return RequestTimes(8, ttft_s=1.0, e2el_s=2.0, gaps_s=[0.5, 0.5], tokens=3), told.pop()
 
     monkeypatch.setattr(compare, "visit", visit)
     options = compare.CompareOptions(prompts=2, tokens=8, answer=3)

@@ -8,10 +8,17 @@ from multiprocessing import get_context
 import pytest
 
 from disagg.bench import crew
-from disagg.bench.crew import ChaosOptions, Hand, Storm, draw_chaos, measure_chaos, measure_moves
+from disagg.bench.crew import (
+    ChaosOptions,
+    FaultInjector,
+    WorkerProcess,
+    draw_chaos,
+    measure_chaos,
+    measure_moves,
+)
 from disagg.bench.result import Row
 
-Strike = Callable[[Hand], Awaitable[None]]
+Strike = Callable[[WorkerProcess], Awaitable[None]]
 
 
 def check(result: Row) -> None:
@@ -28,7 +35,7 @@ def check(result: Row) -> None:
 def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is killed and another frozen at once, then one is drained and one is cut off."""
 
-    async def rage(self: Storm) -> list[Row]:
+    async def rage(self: FaultInjector) -> list[Row]:
         done, hands = list[Row](), self._crew.hands
 
         async def strike(what: Strike, role: str) -> None:
@@ -51,7 +58,7 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
         self._over = True
         return done
 
-    monkeypatch.setattr(Storm, "rage", rage)
+    monkeypatch.setattr(FaultInjector, "rage", rage)
     result = measure_chaos(ChaosOptions(streams=6, tokens=60))
     check(result)
     assert result["failed"] == 0

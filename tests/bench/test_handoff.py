@@ -3,13 +3,13 @@
 import pytest
 
 from disagg.bench import handoff
-from disagg.bench.serving import Visited
+from disagg.bench.serving import RequestTimes
 
 
 def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[handoff.Answer]:
     gaps_s = [(decoded_ms + i - first_ms) / 1e3 for i in (-1, 0, 1)]
     figures = {"wire_bytes": wire_bytes}
-    return [(Visited(0, ttft_s=first_ms / 1e3, gaps_s=[gap]), figures) for gap in gaps_s]
+    return [(RequestTimes(0, ttft_s=first_ms / 1e3, gaps_s=[gap]), figures) for gap in gaps_s]
 
 
 def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from disagg.bench import serving
-from disagg.bench.serving import ServeOptions, Visit, Visited, departures, draw_serving, summarize
+from disagg.bench.serving import (
+    LoadRequest,
+    RequestTimes,
+    ServeOptions,
+    departures,
+    draw_serving,
+    summarize,
+)
 from disagg.errors import ConfigError
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.model.tokenizer import Tokenizer
@@ -131,8 +138,8 @@ def test_what_cannot_be_asked_is_refused(flags, word, disagg):
 
 def test_figures_are_those_of_the_requests():
     options = ServeOptions("", "m", goodput={"ttft": 150, "e2el": 1000}, percentiles=(50,))
-    first = Visited(10, 0.0, 0.0, 0.1, 0.5, [0.2, 0.2], 3)
-    seen = [first, Visited(20, 0.2, 0.1, 0.2, 1.2, [1.0], 2), Visited(30, error="gone")]
+    first = RequestTimes(10, 0.0, 0.0, 0.1, 0.5, [0.2, 0.2], 3)
+    seen = [first, RequestTimes(20, 0.2, 0.1, 0.2, 1.2, [1.0], 2), RequestTimes(30, error="gone")]
     found = summarize(options, seen, 2.0)
     assert (found["completed"], found["failed"]) == (2, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 5)
@@ -146,7 +153,7 @@ def test_figures_are_those_of_the_requests():
 
 
 def test_requests_leave_at_the_rate_or_when_the_trace_says():
-    visits = [Visit("", 1, 1, at) for at in (0.0, 1.5, 1.5)]
+    visits = [LoadRequest("", 1, 1, at) for at in (0.0, 1.5, 1.5)]
     times = departures(ServeOptions("", "m", request_rate=2.0), visits)
     assert times == sorted(times)
     assert times[-1] == pytest.approx(1.5)
@@ -154,7 +161,7 @@ def test_requests_leave_at_the_rate_or_when_the_trace_says():
     assert departures(ServeOptions("", "m", self_timed=True), visits) == [0, 1.5, 1.5]
 
 
-def visits_of(dataset: str, path: Path | None = None, **more: int) -> list[Visit]:
+def visits_of(dataset: str, path: Path | None = None, **more: int) -> list[LoadRequest]:
     options = serving.WorkloadOptions(dataset, path, **{"num_prompts": 9} | more)
     return serving.make_visits(options, Tokenizer.load())
 

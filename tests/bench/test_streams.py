@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from disagg.bench.result import tables
-from disagg.bench.serving import ServeOptions, Visited
+from disagg.bench.serving import RequestTimes, ServeOptions
 from disagg.bench.streams import Questions, StreamsOptions, _beside, measure_streams
 
 
@@ -20,8 +20,8 @@ class Told:
 
 
 def test_a_gap_is_beside_a_prompt_where_they_overlap() -> None:
-    stream = Visited(9, start_s=0.0, ttft_s=1.0, gaps_s=[1.0, 1.0, 3.0, 1.0])
-    prompt = Visited(9, start_s=3.5, ttft_s=0.5)
+    stream = RequestTimes(9, start_s=0.0, ttft_s=1.0, gaps_s=[1.0, 1.0, 3.0, 1.0])
+    prompt = RequestTimes(9, start_s=3.5, ttft_s=0.5)
     client, asked = Told(([stream], [prompt])), ServeOptions("", "")
     row = _beside(StreamsOptions(), client, asked, Questions(None))  # type: ignore[arg-type]
     assert (row["calm_p50_ms"], row["p50_ms"], row["p99_ms"]) == (1000, 3000, 3000)

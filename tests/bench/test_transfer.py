@@ -11,7 +11,7 @@ from disagg.bench.inputs import shape_of
 from disagg.bench.transfer import PLANE, RAW
 from disagg.cli.app import run
 from disagg.codecs.planning import parse_plan
-from disagg.transfer.records import Checklist
+from disagg.transfer.records import Manifest
 
 CODECS, TOKENS, GBPS = ("kivi:bits=2,group=64,residual=64", "fp8"), (333, 70), (0.5, 3.0)
 SHAPE = shape_of(3, 2, 64)
@@ -44,8 +44,8 @@ def test_there_is_a_row_for_every_case_and_raw_is_among_the_codecs(rows):
 def test_bytes_are_those_of_the_layouts_to_the_last(rows):
     for row in rows:
         plan, raw = (parse_plan(spec, SHAPE) for spec in (row["codec"], RAW))
-        assert row["payload_bytes"] == Checklist(plan, row["tokens"]).total_bytes
-        assert row["fp16_bytes"] == Checklist(raw, row["tokens"]).total_bytes
+        assert row["payload_bytes"] == Manifest(plan, row["tokens"]).total_bytes
+        assert row["fp16_bytes"] == Manifest(raw, row["tokens"]).total_bytes
         assert row["byte_ratio"] == row["fp16_bytes"] / row["payload_bytes"]
         assert row["fp16_bytes"] == 2 * 2 * 3 * 2 * 64 * row["tokens"]
         assert row["payload_bytes"] < row["wire_bytes"] < 1.1 * row["payload_bytes"] + 4096
@@ -78,7 +78,7 @@ def test_every_channel_and_the_socket_bring_the_records_of_one_prompt(disagg, tm
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     ways = [(channel, tls) for tls in (False, True) for channel in ("grpc", "direct")]
     assert [(row["channel"], row["tls"]) for row in rows] == ways
-    nbytes = Checklist(parse_plan(PLANE.codecs[0], SHAPE), 333).total_bytes
+    nbytes = Manifest(parse_plan(PLANE.codecs[0], SHAPE), 333).total_bytes
     for row in rows:
         assert (row["link"], row["rounds"], row["nbytes"]) == ("loopback", 2, nbytes)
         assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"]) > 0

@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
 from disagg.kv.page import FinalAt
 from disagg.kv.state import allocate_group
-from disagg.paged.append import Places
+from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena, compress
 from disagg.paged.layer import LayerRecords, write_prompt
 from tests.synthetic import exact_attention, realistic, relative_error
@@ -174,7 +174,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
             squares = sum_lead(squares_by_unit(q[:, :done], 2, 0), n)
             queries = Queries(q[:, n - 9 : done], squares)
             chunk = (k[:, :done], v[:, :done], before, n, queries)
-            write_prompt(codec, group, Places.of(state), 3, arena.bytes, *chunk)
+            write_prompt(codec, group, RecordIds.of(state), 3, arena.bytes, *chunk)
             before = done
         inventory = group.inventory(n)
         for kind, ids in state.ids_by_kind().items():

@@ -10,7 +10,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill
 from disagg.kv.page import RAW_TOKENS
 from disagg.model.cache import LAST_QUERIES
-from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.records import ArenaSource, Manifest
 from tests.engine.margins import assert_same, serve_watched
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve
 from tests.engine.test_engine import Recorder, prefilled
@@ -59,7 +59,7 @@ def records_of(engine: Engine, prompt: tuple[int, ...], codec: str) -> list[byte
     handoff = Recorder()
     engine.submit(Prefill(request("r", prompt, codec, 2), handoff))
     prefilled(engine)
-    checklist = Checklist(handoff.plan, len(prompt))
+    checklist = Manifest(handoff.plan, len(prompt))
     source = ArenaSource(engine.pool.arena, checklist, handoff.groups)
     found = [bytes(data) for data in source.read(checklist.items)]
     engine.submit(Abort("r"))

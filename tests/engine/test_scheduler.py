@@ -4,7 +4,7 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.scheduler import Scheduler, urgency
 from disagg.engine.sequence import ARROWS, Request, SamplingParams, Sequence, Status
 from disagg.errors import CapacityError
-from disagg.kv.pool import HostArena, Pool, Rows
+from disagg.kv.pool import DecodeSlots, HostArena, Pool
 
 SHAPE = KVShape(num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None))
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -12,7 +12,7 @@ KIVI = "kivi:bits=2,group=64,residual=64"
 
 def make(arena_bytes: int = 4 << 20, tokens: int = 100, sequences: int = 8, watermark: float = 0):
     pool = Pool(HostArena(bytearray(arena_bytes)), slab_bytes=1 << 18)
-    return Scheduler(pool, tokens, Rows(sequences), watermark), pool
+    return Scheduler(pool, tokens, DecodeSlots(sequences), watermark), pool
 
 
 def sequence(

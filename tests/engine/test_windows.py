@@ -21,10 +21,10 @@ from disagg.llm import LLM, SamplingParams
 from disagg.model.cache import Workspace
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
-from disagg.paged.append import Growth, append_tokens, seal_tails, take_records
+from disagg.paged.append import SequenceGrowth, append_tokens, seal_tails, take_records
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena
 from disagg.paged.layer import StepLayers
-from disagg.transfer.records import Checklist
+from disagg.transfer.records import Manifest
 from tests.engine.margins import assert_same
 from tests.engine.serving import Nowhere, make_engine, request, run_until_idle, serve
 from tests.model.reference import ReferenceModel
@@ -62,7 +62,7 @@ def test_gemma_3_27b_at_32k_holds_what_its_windows_need() -> None:
     plan = parse_plan("kivi:bits=2,group=64,residual=64", GEMMA_3_27B)
     assert 2 * plan.numbers(tokens) == 2 * 2 * 16 * 128 * (10 * tokens + 52 * 1024)
     assert plan.nbytes(tokens) <= 1.05 * needed_bytes(plan, tokens)
-    assert Checklist(plan, tokens).total_bytes <= plan.nbytes(tokens) < 550e6
+    assert Manifest(plan, tokens).total_bytes <= plan.nbytes(tokens) < 550e6
     whole = parse_plan(plan.groups[0].codec, replace(GEMMA_3_27B, windows=(None,) * 62))
     assert whole.nbytes(tokens) > 2600e6
 
@@ -93,7 +93,7 @@ def test_pages_sealed_behind_a_window_join_the_segment_that_the_first_one_began(
     pool, state, begun = make_pool(1 << 20), GroupState(), 0
     for n in range(1500):
         pool.release(state.drop(group.dropped(n) // group.page.tokens))
-        growths = [Growth(state, n, 1, 0)]
+        growths = [SequenceGrowth(state, n, 1, 0)]
         fresh = take_records(group, growths, pool)
         append_tokens(group, growths, fresh)
         for seal in seal_tails(group, growths, fresh):
@@ -185,7 +185,7 @@ def test_a_sequence_can_stop_anywhere_and_have_what_its_windows_need(path, count
     engine.submit(Move("a", count, handoff))
     while not any((output := engine.step()).moved):
         assert not output.failed
-    Checklist(engine.plan("raw"), count).match(handoff.groups)
+    Manifest(engine.plan("raw"), count).match(handoff.groups)
 
 
 def test_a_prefix_is_known_where_its_last_window_is(path):

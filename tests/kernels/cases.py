@@ -9,15 +9,15 @@ from torch import Tensor
 from disagg.kernels.formats import (
     ARENA_UNIT,
     AlignedFormat,
+    BlockRotation,
     ExactFormat,
     Format,
+    HadamardRotation,
     LowRank,
     PageFormat,
-    Rotation,
     Scale,
     Side,
     Sparse,
-    Turn,
 )
 from disagg.kernels.reference import aligned, codes
 from disagg.kernels.reference.encode import encode
@@ -84,7 +84,7 @@ def make_format(
         home = page if own else segment
         low = LowRank(rank, page.take(2 * tokens * rank), home.take(2 * head_dim * rank), not own)
         index, delta = page.take(columns * slots), page.take(2 * columns * slots)
-        turn = Rotation(block, segment.take(2 * block * block))
+        turn = BlockRotation(block, segment.take(2 * block * block))
         sparse = Sparse(slots, index, delta, slots % 2 == 0) if slots else None
         parts = {"low_rank": low if rank else None, "rotation": turn if block else None}
         sides.append(replace(side, sparse=sparse, floating=floating, **parts))
@@ -110,7 +110,11 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
         first += columns
     group = Scale("column", 64, *(page.take(2 * T * head_dim // 64) for _ in "sz"), fitted=True)
     v = Side(head_dim, T, 2, page.take(T * head_dim // 4), group)
-    turn = Turn(head_dim // 8, 0) if head_dim % 128 == 0 else Turn(0, 2 * head_dim)
+    turn = (
+        HadamardRotation(head_dim // 8, 0)
+        if head_dim % 128 == 0
+        else HadamardRotation(0, 2 * head_dim)
+    )
     segment_bytes = 2 * head_dim + max(16, head_dim // 8)
     k, *bands = sides
     return PageFormat(T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), turn=turn)

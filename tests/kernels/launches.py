@@ -41,7 +41,7 @@ from disagg.kernels.gpu import bits
 from disagg.kernels.view import Softmax
 from disagg.kv.plan import LayerGroup
 from disagg.kv.state import allocate_group
-from disagg.paged.append import Growth, Places, take_records
+from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
 from disagg.paged.layer import attend_step, write_prompt, write_step
 from disagg.paged.page_tables import GroupStep, plan_step, upload
@@ -201,12 +201,12 @@ def follow(scenario: Scenario) -> None:
             prompt = Prompt(n, k, Queries.of(q[:, -8:], heads, n))
             codec.encode(k[:, whole], v[:, whole], 0, LAYER, prompt, None)
         states.append(allocate_group(group, n, arena))
-        at = upload(Places.of(states[i]), DEVICE)
+        at = upload(RecordIds.of(states[i]), DEVICE)
         with NoHost():
             write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, prompt.queries)
         lengths.append(n)
     for m in scenario.steps:
-        growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
+        growths = [SequenceGrowth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
         with unset_fake_temporarily():  # plans are made of numbers on the host
             fresh = take_records(group, growths, arena)
             planned = plan_step(codec, group, growths, fresh, DEVICE)

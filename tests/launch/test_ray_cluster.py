@@ -13,10 +13,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.launch import ray_cluster as launch
-from disagg.launch.ray_actor import Shell
+from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.ray_cluster import Actor, Cluster
 from disagg.launch.resources import gpu_share, of_a_share
-from disagg.transfer.messages import Role, Started
+from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority
 
 LOADING = object()  # an outcome that is not there yet
@@ -68,7 +68,7 @@ class FakeCluster(Cluster):
     def loaded(self, actor: Actor) -> None:
         """It can be reached."""
         actor.call.done = True
-        actor.call.value = Started(actor.name, actor.role, "127.0.0.1:1", epoch=1)
+        actor.call.value = WorkerInfo(actor.name, actor.role, "127.0.0.1:1", epoch=1)
 
     def connect(self) -> None:
         self.connected += 1
@@ -273,7 +273,7 @@ def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(capl
     assert cluster.handles[loading.name].stop.told == (launch.DRAIN_S,)
     loading.call.done, loading.call.value = True, RayActorError()
     assert [cluster.step(), len(cluster._actors), caplog.messages] == [[], 2, []]
-    shell = Shell.__new__(Shell)
+    shell = WorkerActor.__new__(WorkerActor)
     shell._loaded = False
     monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
@@ -304,7 +304,7 @@ def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name(cluster
 
 
 def test_a_worker_that_leaves_when_the_next_front_end_comes_ends_without_a_word(caplog):
-    cluster = FakeCluster(None, Started("decode-0", Role.NONE, "127.0.0.1:1", epoch=1))
+    cluster = FakeCluster(None, WorkerInfo("decode-0", Role.NONE, "127.0.0.1:1", epoch=1))
     cluster.start()
     assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
     cluster.kill("decode-0")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disagg.codecs import codec_names
 from disagg.kernels.sealing import NO_PAGE
-from disagg.kernels.view import Units
+from disagg.kernels.view import WorkPlan
 from disagg.model import static
 from disagg.model.attention import Batch
 from disagg.model.graphs import CudaRecorder, Recording
@@ -183,7 +183,7 @@ def test_one_long_row_makes_no_room_for_units_of_each_row(runner, monkeypatch, n
     monkeypatch.setattr("disagg.model.static.room_for_units", lambda *_: most)
     (batch,) = static.parts_of(batches_of(runner, [70], 3, "kivi")[-1])
     starts = torch.tensor([0, need], dtype=torch.int32)
-    units = Units(torch.ones(need, 5, dtype=torch.int32), starts)
+    units = WorkPlan(torch.ones(need, 5, dtype=torch.int32), starts)
     decodes = [replace(x, step=replace(x.step, units=units)) for x in batch.decodes]
     part = replace(batch, decodes=tuple(decodes))
     size = static.size_of(part)

@@ -2,11 +2,11 @@
 
 from disagg.errors import DisaggError
 from disagg.router.actions import Action
-from disagg.router.requests import Dispatch
+from disagg.router.requests import RequestTable
 from disagg.transfer.messages import TokenEvent
 
 
-class Rules(Dispatch):
+class Rules(RequestTable):
     """What workers say, by its parts."""
 
     def token(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.router.codec_policy import Candidate, Choices, choose
+from disagg.router.codec_policy import Candidate, CodecPolicy, choose
 
 PAIR = ("p", "d")
 NBYTES = {"raw": 1.0, "fp8": 0.5, "kivi": 0.32, "banded": 0.28}  # of what a prompt has in fp16
@@ -56,20 +56,20 @@ def test_nothing_above_the_budget_or_late_while_there_is_better(candidates, budg
 
 
 def test_of_errors_the_mean_is_kept_and_of_layer_groups_the_worst():
-    choices = Choices()
+    choices = CodecPolicy()
     for worst in (0.2, float("nan"), 0.4):
         choices.learn({"attention_error": {"kivi": [0.1, worst]}}, PAIR)
     assert choices.errors["kivi"].value == pytest.approx(0.3)
 
 
 def test_without_a_link_nothing_is_late():
-    choices = Choices()
+    choices = CodecPolicy()
     choices.learn({"link_bytes_per_s": 1e-9, "attention_error": {"raw": [0.0]}}, ("b", "b"))
     assert choices.choose({"raw": 9.0}, 0.1, 99, ("b", "b"), 1.0, 0.0) == ("raw", "accurate")
 
 
 def test_what_is_on_the_link_already_comes_first():
-    choices = Choices()
+    choices = CodecPolicy()
     choices.learn({"attention_error": {x: [e] for x, e in ERRORS.items()}}, PAIR)
     choices.learn({"link_bytes_per_s": 1.0}, PAIR)
     chosen = [choices.choose(NBYTES, 0.2, 9, PAIR, 2.0, ahead)[0] for ahead in (0.5, 0.8, 1.2)]
@@ -80,7 +80,7 @@ def test_what_is_on_the_link_already_comes_first():
 def play(fixed: str = "", requests: int = 300) -> tuple[list[str], list[bool], list[float]]:
     """Prompts one after another, each 1 s of prefill, over a link of 4, 1/8 and 4 times what that
     makes: the codecs, whether deadline and budget were met, and the errors."""
-    choices, noise = Choices(), random.Random(1)
+    choices, noise = CodecPolicy(), random.Random(1)
     codecs, met, errors = list[str](), list[bool](), list[float]()
     for number in range(requests):
         rate = (4.0, 1 / 8, 4.0)[3 * number // requests]

@@ -15,9 +15,9 @@ from disagg.errors import (
     PeerLostError,
     RequestError,
 )
-from disagg.router.actions import Action, Deliver, Forget, Reserve, Start
+from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
 from disagg.router.requests import MOVE_TOKENS, SPEAKS_S, Phase
-from disagg.transfer.messages import Grant, Job, Load, Role, Started, TokenEvent, Work
+from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work, WorkerInfo
 from tests.router.rules import Rules
 
 GRANT = Grant(7, 1)
@@ -44,7 +44,7 @@ def house(*names: str, **config: float) -> Rules:
 
 def join(dispatch: Rules, name: str, now: float) -> list[Action]:
     role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]
-    return dispatch.worker_up(Started(name, role, name, 1), now)
+    return dispatch.worker_up(WorkerInfo(name, role, name, 1), now)
 
 
 def started(*names: str, **config: float) -> Rules:
@@ -75,7 +75,7 @@ def pairs(dispatch: Rules, *rids: str) -> list[tuple[str | None, str | None]]:
 def told(by: str) -> Rules:
     """Request "r", of which this worker has said token 7."""
     dispatch = started()
-    assert dispatch.token(by, "r", 1, 0, 7, 0.0) == [Deliver("r", 7)]
+    assert dispatch.token(by, "r", 1, 0, 7, 0.0) == [EmitToken("r", 7)]
     return dispatch
 
 
@@ -86,7 +86,7 @@ def only(kind: type, actions: Sequence[Action]) -> list[Action]:
 # -- tokens
 def test_a_token_said_twice_is_delivered_once() -> None:
     dispatch = started()
-    assert dispatch.token("p", "r", 1, 0, 7, 0.0) == [Deliver("r", 7)]
+    assert dispatch.token("p", "r", 1, 0, 7, 0.0) == [EmitToken("r", 7)]
     assert dispatch.token("d", "r", 1, 0, 7, 0.0) == []
     assert dispatch.unequal_tokens == 0
     assert dispatch.token("d", "r", 1, 0, 8, 0.0) == []
@@ -95,7 +95,10 @@ def test_a_token_said_twice_is_delivered_once() -> None:
 
 def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
     dispatch = told("d")
-    assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {Forget("p", "r", 1), Forget("d", "r", 1)}
+    assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {
+        AbortAttempt("p", "r", 1),
+        AbortAttempt("d", "r", 1),
+    }
     assert dispatch.tick(0.05) == []
     assert dispatch.tick(0.1) == [Reserve("d", at(job(), 2, 7, age_s=0.1))]
     assert dispatch.known("d") == {"r": 1}
@@ -103,21 +106,24 @@ def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
 
 def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
     dispatch = told("d")
-    assert not only(Deliver, dispatch.finished("d", "r", 1, 2, "stop", 0.0))
+    assert not only(EmitToken, dispatch.finished("d", "r", 1, 2, "stop", 0.0))
     assert dispatch.entries["r"].phase is Phase.QUEUED
 
 
 def test_an_answer_that_its_first_token_ends_leaves_the_decode_worker() -> None:
     dispatch = told("p")
-    ended = [Deliver("r", "stop"), Forget("p", "r", 1), Forget("d", "r", 1)]
+    ended = [EmitToken("r", "stop"), AbortAttempt("p", "r", 1), AbortAttempt("d", "r", 1)]
     assert dispatch.finished("p", "r", 1, 1, "stop", 0.0) == ended
 
 
 def test_a_worker_that_talks_of_what_is_over_is_told_again_but_not_all_the_time() -> None:
     dispatch = started()
-    assert dispatch.cancel("r", 0.0) == [Forget("p", "r", 1), Forget("d", "r", 1)]
+    assert dispatch.cancel("r", 0.0) == [AbortAttempt("p", "r", 1), AbortAttempt("d", "r", 1)]
     said = [dispatch.token("d", "r", 1, i, 7, i / 10) for i in range(25)]
-    assert [i for i, actions in enumerate(said) if actions == [Forget("d", "r", 1)]] == [10, 20]
+    assert [i for i, actions in enumerate(said) if actions == [AbortAttempt("d", "r", 1)]] == [
+        10,
+        20,
+    ]
     assert not any(actions for i, actions in enumerate(said) if i not in (10, 20))
     assert dispatch.cancel("r", 3.0) == []
 
@@ -125,7 +131,7 @@ def test_a_worker_that_talks_of_what_is_over_is_told_again_but_not_all_the_time(
 def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
     dispatch = started("p", "d", "p2")
     again = Reserve("d", at(job(), 2, age_s=1.0))
-    assert dispatch.worker_down("p", 1.0) == [Forget("d", "r", 1), again]
+    assert dispatch.worker_down("p", 1.0) == [AbortAttempt("d", "r", 1), again]
     assert dispatch.token("d", "r", 1, 0, 7, 1.0) == []
     assert dispatch.finished("d", "r", 1, 0, "stop", 1.0) == []
 
@@ -135,8 +141,8 @@ def test_a_prefill_worker_that_never_heard_that_all_has_arrived_ends_no_answer()
     dispatch = started()
     dispatch.token("d", "r", 1, 0, 7, 0.0)
     lost = PeerLostError("no acknowledgement")
-    assert dispatch.refused("p", "r", 1, lost, 5.0) == [Forget("p", "r", 1)]
-    assert dispatch.token("d", "r", 1, 1, 8, 5.0) == [Deliver("r", 8)]
+    assert dispatch.refused("p", "r", 1, lost, 5.0) == [AbortAttempt("p", "r", 1)]
+    assert dispatch.token("d", "r", 1, 1, 8, 5.0) == [EmitToken("r", 8)]
     assert dispatch.retries == 0
 
 
@@ -183,22 +189,22 @@ def test_a_worker_that_decodes_no_longer_gets_nothing_and_what_it_has_moves(role
 
 def test_both_workers_of_a_move_may_say_a_token_and_it_is_delivered_once() -> None:
     dispatch = moving()
-    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [EmitToken("r", 8)]
     assert dispatch.entries["r"].phase is Phase.MOVE
     assert dispatch.token("d2", "r", 1, 1, 8, 1.0) == []
-    assert dispatch.token("d2", "r", 1, 2, 9, 1.0) == [Deliver("r", 9)]
+    assert dispatch.token("d2", "r", 1, 2, 9, 1.0) == [EmitToken("r", 9)]
     assert dispatch.token("d", "r", 1, 2, 9, 1.0) == []
     assert (dispatch.entries["r"].decode, dispatch.moves) == ("d2", 1)
     assert dispatch.worker_down("d", 2.0) == []
     ended = dispatch.finished("d2", "r", 1, 3, "stop", 2.0)
-    assert ended == [Deliver("r", "stop"), Forget("d2", "r", 1)]
+    assert ended == [EmitToken("r", "stop"), AbortAttempt("d2", "r", 1)]
     assert dispatch.unequal_tokens == dispatch.retries == 0
 
 
 def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_promised() -> None:
     dispatch = moving()
     ended = dispatch.finished("d", "r", 1, 1, "stop", 1.0)
-    assert ended == [Deliver("r", "stop"), Forget("d", "r", 1), Forget("d2", "r", 1)]
+    assert ended == [EmitToken("r", "stop"), AbortAttempt("d", "r", 1), AbortAttempt("d2", "r", 1)]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,7 @@ def test_a_refused_sequence_decodes_on_and_asks_again(error: DisaggError, next_o
     dispatch = leaving()
     join(dispatch, "d3", 1.0)
     assert dispatch.refused("d2", "r", 1, error, 1.0) == []
-    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [EmitToken("r", 8)]
     moved = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + MOVE_TOKENS)
     assert dispatch.tick(2.0) == [Reserve(next_one, moved)]
     dispatch.refused(next_one, "r", 1, RequestError("nobody can"), 2.0)
@@ -229,7 +235,7 @@ def test_a_sequence_that_decoded_on_while_room_was_slow_to_come_asks_for_more_of
 
 def test_a_sequence_that_has_outgrown_its_room_decodes_on_and_asks_for_twice_as_much() -> None:
     dispatch = moving()
-    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [EmitToken("r", 8)]
     more = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + 2 * MOVE_TOKENS)
     assert dispatch.refused("d", "r", 1, CapacityError("more"), 1.0) == [Reserve("d2", more)]
     assert dispatch.granted("d2", "r", 1, GRANT) == [Start("d", more, Work.MOVE, "d2", GRANT)]
@@ -246,7 +252,7 @@ def test_room_that_comes_when_another_was_asked_since_is_given_back() -> None:
     dispatch = leaving()
     dispatch.worker_down("d2", 1.0)
     join(dispatch, "d3", 1.0)
-    assert dispatch.granted("d2", "r", 1, GRANT) == [Forget("d2", "r", 1)]
+    assert dispatch.granted("d2", "r", 1, GRANT) == [AbortAttempt("d2", "r", 1)]
     (start,) = room(dispatch)
     assert isinstance(start, Start)
     assert (start.work, start.decode) == (Work.MOVE, "d3")
@@ -258,7 +264,7 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
     join(dispatch, "d3", 1.0)
     again = dispatch.worker_down(broken, 1.0)
     left = {"d", "d2"} - {broken}
-    assert set(only(Forget, again)) == {Forget(x, "r", 1) for x in {"p", *left}}
+    assert set(only(AbortAttempt, again)) == {AbortAttempt(x, "r", 1) for x in {"p", *left}}
     (asked,) = only(Reserve, again)
     assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
 
@@ -274,7 +280,7 @@ def left(giver: str) -> Rules:
 @pytest.mark.parametrize(("giver", "taker"), [("p", "d"), ("d", "d2")])
 def test_a_worker_that_left_before_the_other_spoke_costs_nothing(giver: str, taker: str) -> None:
     dispatch = left(giver)
-    assert dispatch.token(taker, "r", 1, 1, 8, 2.0) == [Deliver("r", 8)]
+    assert dispatch.token(taker, "r", 1, 1, 8, 2.0) == [EmitToken("r", 8)]
     assert dispatch.tick(50.0) == []
     assert (dispatch.moves, dispatch.retries) == (giver == "d", 0)
     dispatch.worker_down(taker, 50.0)
@@ -286,7 +292,7 @@ def test_what_never_arrives_of_a_worker_that_left_is_computed_again(giver: str, 
     dispatch = left(giver)
     assert dispatch.tick(1.0 + SPEAKS_S - 0.1) == []
     actions = dispatch.tick(1.0 + SPEAKS_S) + join(dispatch, f"{giver}3", 7.0)
-    assert Forget(taker, "r", 1) in actions
+    assert AbortAttempt(taker, "r", 1) in actions
     (asked,) = only(Reserve, actions)
     assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
 
@@ -297,7 +303,9 @@ def test_an_error_of_who_takes_over_from_a_worker_that_left_blames_those_that_ar
     leave(dispatch)
     dispatch.granted("p", "r", 1, GRANT)
     dispatch.worker_down("d", 1.0)
-    assert dispatch.refused("p", "r", 1, PeerLostError("no router"), 2.0) == [Forget("p", "r", 1)]
+    assert dispatch.refused("p", "r", 1, PeerLostError("no router"), 2.0) == [
+        AbortAttempt("p", "r", 1)
+    ]
     assert dispatch.members["p"].failures == 1
 
 
@@ -331,7 +339,7 @@ def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> 
 @pytest.mark.parametrize(("step_tokens", "begun"), [(2048, 8), (1024, 4), (256, 3)])
 def test_as_many_short_prompts_start_as_fill_a_step_at_once(step_tokens: int, begun: int) -> None:
     dispatch = house("d")
-    dispatch.worker_up(Started("p", Role.PREFILL, "p", 1, step_tokens=step_tokens), 0.0)
+    dispatch.worker_up(WorkerInfo("p", Role.PREFILL, "p", 1, step_tokens=step_tokens), 0.0)
     for number in range(12):
         dispatch.submit(job(f"{number}", 256), 0.0)
     phases = [entry.phase for entry in dispatch.entries.values()]
@@ -402,7 +410,7 @@ def test_pages_of_a_prompt_are_worth_some_sequences_and_no_more() -> None:
 
 def test_short_prompts_stay_whole_where_they_decode() -> None:
     dispatch = house("p")
-    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=100), 0.0)
+    dispatch.worker_up(WorkerInfo("d", Role.DECODE, "d", 1, min_tokens=100), 0.0)
     short, long = job("short", 99), job("long", 100)
     assert dispatch.submit(short, 0.0) == [Start("d", at(short, 1), Work.LOCAL)]
     assert dispatch.submit(long, 0.0) == [Reserve("d", at(long, 1))]
@@ -412,7 +420,7 @@ def test_short_prompts_stay_whole_where_they_decode() -> None:
 
 def test_a_request_goes_to_the_workers_that_it_names_while_they_are_there() -> None:
     dispatch = house("p1", "p2", "d1")
-    dispatch.worker_up(Started("d2", Role.DECODE, "d2", 1, min_tokens=100), 0.0)
+    dispatch.worker_up(WorkerInfo("d2", Role.DECODE, "d2", 1, min_tokens=100), 0.0)
     wanted = ("p2", "d2"), ("p1", "d2"), ("", "d1"), ("p2", "")
     for rid, at in zip("abce", wanted, strict=True):
         dispatch.submit(job(rid), 0.0, at)
@@ -434,7 +442,7 @@ def test_a_request_that_waits_for_its_worker_holds_up_nobody_else() -> None:
 
 def test_a_decode_worker_full_of_short_prompts_holds_no_long_one_up() -> None:
     dispatch = house("p", "d2")
-    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=1000), 0.0)
+    dispatch.worker_up(WorkerInfo("d", Role.DECODE, "d", 1, min_tokens=1000), 0.0)
     for number in range(4):
         dispatch.submit(job(f"{number}", 999), 0.0)
     assert dispatch.entries["3"].phase is Phase.QUEUED
@@ -444,7 +452,7 @@ def test_a_decode_worker_full_of_short_prompts_holds_no_long_one_up() -> None:
 
 def test_a_prompt_that_waits_long_for_prefill_holds_no_short_one_up() -> None:
     dispatch = house("p")
-    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)
+    dispatch.worker_up(WorkerInfo("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)
     for number in range(4):
         dispatch.submit(job(f"{number}", 8000), 0.0)
     dispatch.submit(job("short", 299), 12.0)  # now the fourth has the less work to wait for
@@ -500,7 +508,7 @@ def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
 # -- failures
 @pytest.mark.parametrize("error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason)
 def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
-    assert Deliver("r", error) in started().refused("p", "r", 1, error, 0.0)
+    assert EmitToken("r", error) in started().refused("p", "r", 1, error, 0.0)
 
 
 def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
@@ -509,7 +517,7 @@ def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
         dispatch.refused("p", "r", attempt, error, now)
         now += 1.0
         assert only(Reserve, dispatch.tick(now))
-    assert Deliver("r", error) in dispatch.refused("d", "r", 3, error, now)
+    assert EmitToken("r", error) in dispatch.refused("d", "r", 3, error, now)
 
 
 @pytest.mark.parametrize("error", [PeerLostError("x"), CapacityError("x")], ids=lambda e: e.reason)
@@ -522,7 +530,7 @@ def test_what_may_pass_is_tried_until_the_deadline(error: DisaggError) -> None:
         dispatch.refused("p", "r", entry.job.attempt, error, now)
         now += 0.5
         failed = dispatch.tick(now)
-    assert isinstance(failed[-1], Deliver)
+    assert isinstance(failed[-1], EmitToken)
     assert isinstance(failed[-1].what, DeadlineError)
     assert dispatch.retries > 5
 
@@ -642,7 +650,7 @@ def test_health_says_when_requests_wait_and_none_gets_on() -> None:
 def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed() -> None:
     dispatch = told("d")
     assert dispatch.worker_down("p", 1.0) == []
-    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [EmitToken("r", 8)]
 
 
 def test_deaths_of_a_worker_that_computed_others_too_cost_nothing() -> None:
@@ -670,7 +678,7 @@ def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_thir
     begin(dispatch, "d3")
     assert dispatch.tick(1.0) == []
     actions = dispatch.worker_down("d3", 1.0)
-    assert isinstance(actions[1], Deliver)
+    assert isinstance(actions[1], EmitToken)
     assert isinstance(actions[1].what, PeerLostError)
     assert only(Reserve, join(dispatch, "d4", 1.0))  # and the other one goes on
 
@@ -717,9 +725,9 @@ def test_only_a_stream_that_gets_no_tokens_ends_by_its_deadline_on_both_sides() 
     dispatch = started(deadline_s=100.0)
     for i in range(50):
         now = 60.0 * i
-        assert dispatch.token("d", "r", 1, i, i, now) == [Deliver("r", i)]
+        assert dispatch.token("d", "r", 1, i, i, now) == [EmitToken("r", i)]
         assert dispatch.tick(now + 59.0) == []
     *forgotten, end = dispatch.tick(60.0 * 49 + 100.0)
-    assert forgotten == [Forget("p", "r", 1), Forget("d", "r", 1)]
-    assert isinstance(end, Deliver)
+    assert forgotten == [AbortAttempt("p", "r", 1), AbortAttempt("d", "r", 1)]
+    assert isinstance(end, EmitToken)
     assert isinstance(end.what, DeadlineError)

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from disagg.config import RouterConfig
 from disagg.errors import CapacityError, DisaggError, PeerLostError
 from disagg.router import requests as dispatch
-from disagg.router.actions import Action, Forget, Reserve, Start
+from disagg.router.actions import AbortAttempt, Action, Reserve, Start
 from disagg.router.requests import Phase
-from disagg.transfer.messages import Grant, Job, Load, Role, Started, TokenEvent, Work
+from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work, WorkerInfo
 from tests.router.rules import Rules
 
 NAMES = st.data()
@@ -75,7 +75,7 @@ class Interleavings(RuleBasedStateMachine):
                 assert emitted == known or (action.job.moved and emitted == known[:-1])
             elif isinstance(action, Start):
                 self.start(action)
-            elif isinstance(action, Forget):
+            elif isinstance(action, AbortAttempt):
                 self.forget(action)
             elif isinstance(action.what, int):
                 self.delivered[action.rid].append(action.what)
@@ -96,7 +96,7 @@ class Interleavings(RuleBasedStateMachine):
         said = max(0, len(start.job.emitted) - 1)
         self.workers[decode].jobs[rid] = Running(attempt, said, self.lengths[rid])
 
-    def forget(self, action: Forget) -> None:
+    def forget(self, action: AbortAttempt) -> None:
         """As workers do; a call that is on its way to the same worker is ended before."""
         worker, rid = self.workers[action.worker], action.rid
         self.moves = [
@@ -117,7 +117,7 @@ class Interleavings(RuleBasedStateMachine):
         self.count += 1
         name = f"w{self.count}"
         self.workers[name] = FakeWorker(role)
-        self.act(self.dispatch.worker_up(Started(name, role, name, 1), self.now))
+        self.act(self.dispatch.worker_up(WorkerInfo(name, role, name, 1), self.now))
 
     @rule(length=st.integers(1, 12), tokens=st.integers(1, 40))
     def submit(self, length: int, tokens: int) -> None:
@@ -259,7 +259,7 @@ class Interleavings(RuleBasedStateMachine):
         self.asked = [x for x in self.asked if x.worker != name]
         self.workers[name] = FakeWorker(role)
         self.act(self.dispatch.worker_down(name, self.now, fenced=True))
-        self.act(self.dispatch.worker_up(Started(name, role, name, 2), self.now))
+        self.act(self.dispatch.worker_up(WorkerInfo(name, role, name, 2), self.now))
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES)

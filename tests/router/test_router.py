@@ -12,9 +12,9 @@ import pytest
 
 from disagg.config import RouterConfig
 from disagg.errors import PeerLostError, QueueFullError
-from disagg.router.router import TICK_S, Output, Peer, Router
+from disagg.router.router import TICK_S, Router, TokenOutput, WorkerConnection
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Role, Step
+from disagg.transfer.messages import Role, StepEvents
 from tests.transfer.peer import until
 from tests.worker.pairs import GREEDY, KIVI, House, collect, house, leave, paired
 
@@ -49,7 +49,7 @@ class Line:
 
         return call
 
-    async def events(self, *given: Any) -> AsyncGenerator[Step]:
+    async def events(self, *given: Any) -> AsyncGenerator[StepEvents]:
         async with aclosing(self._client.events(*given)) as steps:
             async for step in steps:
                 while self.deaf:
@@ -66,7 +66,7 @@ def lines(home: House) -> list[Line]:
     return [peer.client for peer in home.router.peers.values()]
 
 
-def ask(router: Router) -> AsyncGenerator[Output]:
+def ask(router: Router) -> AsyncGenerator[TokenOutput]:
     return router.generate((1, 2, 3), GREEDY, KIVI)
 
 
@@ -178,7 +178,7 @@ async def test_a_worker_follows_one_router_and_the_next_when_that_is_gone(home, 
     await until(lambda: home.router.ready)
     second = Router(RouterConfig(silence_s=0.3))
     for peer in home.router.peers.values():
-        second.add(Peer(peer.started, peer.client))
+        second.add(WorkerConnection(peer.started, peer.client))
     await until(lambda: all("follows" in x.trouble for x in second.peers.values()))
     assert not second.ready
     expected, _ = await home.complete(story, KIVI)

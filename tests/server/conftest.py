@@ -11,10 +11,10 @@ from starlette.types import ASGIApp
 from disagg.errors import DisaggError
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.router import Output, Peer, Router
+from disagg.router.router import Router, TokenOutput, WorkerConnection
 from disagg.server.app import create_app
-from disagg.server.completions import Completions, Served
-from disagg.transfer.messages import Role, Started, WorkerStatus
+from disagg.server.completions import Completions, ServedModel
+from disagg.transfer.messages import Role, WorkerInfo, WorkerStatus
 from tests.model.tiny import byte_tokenizer
 
 KV = {"codec": "raw", "tokens": 3, "fp16_bytes": 40, "fp8_bytes": 20, "wire_bytes": 10}
@@ -31,7 +31,9 @@ LINES += "{% if add_generation_prompt %}a{% endif %}"
 def completions_of(router: Any, **served: Any) -> Completions:
     """Of a model whose tokens are bytes, with a context of 20."""
     limits = {"context_length": 20, "vocab_size": 256, "longest_token": 2}
-    about = Served(**{"name": "tiny", "codec": "raw", "alias": "/models/tiny"} | limits | served)
+    about = ServedModel(
+        **{"name": "tiny", "codec": "raw", "alias": "/models/tiny"} | limits | served
+    )
     return Completions(about, Tokenizer(byte_tokenizer()), router, ChatTemplate(LINES, {}))
 
 
@@ -55,12 +57,12 @@ class FakeRouter(Router):
         self.refuses: Exception | None = None
         self.kv: Mapping[str, Any] = KV
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-            self.peers[name] = Peer(Started(name, role, f"{name}:1", 1), None)
+            self.peers[name] = WorkerConnection(WorkerInfo(name, role, f"{name}:1", 1), None)
         self.says: dict[str, Any] = {name: said({"jobs": 0.0}) for name in self.peers}
 
     async def generate(
         self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str, at: Any = None
-    ) -> AsyncGenerator[Output]:
+    ) -> AsyncGenerator[TokenOutput]:
         self.asked.append((prompt, dict(params), codec))
         scores = [SCORE] * (len(prompt) - 1) if params.get("prompt_logprobs") else []
         self.running += 1
@@ -77,9 +79,9 @@ class FakeRouter(Router):
                 if "logprobs" in params:
                     likeliest = [[A + index, -index], [7, -9.0]][: params["logprobs"]]
                     scores.append([-float(index), likeliest])
-                yield Output(A + index, None, self.kv, scores, waited_s=0.5)
+                yield TokenOutput(A + index, None, self.kv, scores, waited_s=0.5)
                 scores = []
-            yield Output(None, "length", self.kv)
+            yield TokenOutput(None, "length", self.kv)
         finally:
             self.running -= 1
 

@@ -12,7 +12,7 @@ import pytest
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
 from disagg.server.app import create_app
-from disagg.server.output_text import Piece
+from disagg.server.output_text import TextDelta
 from disagg.server.reply import merged
 from tests.server.conftest import KV, A, completions_of
 from tests.server.visits import ask, assert_counted, chat, events, post, refused, send
@@ -50,13 +50,13 @@ def test_a_stream_says_every_token_then_the_usage_then_done(app):
 
 
 async def test_what_came_while_a_client_was_slow_is_one_piece():
-    async def stream(text: str) -> AsyncGenerator[Piece]:
+    async def stream(text: str) -> AsyncGenerator[TextDelta]:
         for count, letter in enumerate(text, 1):
-            yield Piece(letter, count, scores=((count, None),))
+            yield TextDelta(letter, count, scores=((count, None),))
 
     found = [each async for each in merged([stream("ab"), stream("c")])]
     both, one = ((1, None), (2, None)), ((1, None),)
-    assert found == [(0, Piece("ab", 2, scores=both)), (1, Piece("c", 1, scores=one))]
+    assert found == [(0, TextDelta("ab", 2, scores=both)), (1, TextDelta("c", 1, scores=one))]
 
 
 ASKED = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.25, "presence_penalty": 1.0}

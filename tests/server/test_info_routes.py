@@ -7,8 +7,8 @@ import pytest
 
 from disagg import __version__
 from disagg.errors import ConfigError, PeerLostError
-from disagg.server.metrics import Counts
-from disagg.server.output_text import Piece
+from disagg.server.metrics import ServerMetrics
+from disagg.server.output_text import TextDelta
 from tests.server.conftest import KV, said
 from tests.server.visits import assert_counted, events, figures_of, get, post, refused, send
 
@@ -77,8 +77,8 @@ def test_the_token_that_a_prompt_is_scored_with_neither_ends_it_nor_counts(strea
 
 @pytest.mark.parametrize(("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))])
 def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums, router):
-    counts = Counts("tiny")
-    counts.finished(times, Piece("", len(times) - 1, "stop"), 3)
+    counts = ServerMetrics("tiny")
+    counts.finished(times, TextDelta("", len(times) - 1, "stop"), 3)
     found = figures_of(counts.scrape([], router).decode())
     series = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token")
     assert tuple(found.get(f"vllm:{name}_seconds_sum", 0) for name in series) == sums
@@ -86,7 +86,10 @@ def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(time
 
 def test_a_role_that_nobody_has_any_more_has_no_gauges(router):
     gauges = {"engine_running": 5, "arena_bytes": 10, "used_bytes": 5}
-    counts, leaving = Counts("tiny"), {"name": "d", "role": "none", "gauges": gauges, "pid": 1}
+    counts, leaving = (
+        ServerMetrics("tiny"),
+        {"name": "d", "role": "none", "gauges": gauges, "pid": 1},
+    )
     for workers, there in (([leaving], True), ([], False)):
         found = figures_of(counts.scrape(workers, router).decode())
         assert ("vllm:num_requests_running{role=none}" in found) == there

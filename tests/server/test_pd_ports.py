@@ -15,10 +15,10 @@ import pytest
 
 from disagg.config import ClusterConfig, Config, ServerConfig, TransferConfig
 from disagg.errors import ConfigError, HandleError, PeerLostError
-from disagg.server.pd_ports import MOST_HANDLES, Doors
+from disagg.server.pd_ports import MOST_HANDLES, PdPorts
 from disagg.server.schema import CompletionRequest
 from disagg.server.service import Service, bind, check_ports, open_doors
-from disagg.transfer.messages import Role, Started
+from disagg.transfer.messages import Role, WorkerInfo
 from tests.server.running import Running, running
 from tests.server.visits import refused
 
@@ -175,10 +175,10 @@ class Yard:
         self.start("p-0", Role.PREFILL, 7)
         self.start("d-0.3", Role.DECODE, 7)
         router: Any = SimpleNamespace(id="us", peers=self.peers)
-        self.doors = Doors(router, {1: "p-0", 2: "d-0"}, 10.0, lambda: self.now)
+        self.doors = PdPorts(router, {1: "p-0", 2: "d-0"}, 10.0, lambda: self.now)
 
     def start(self, name: str, role: Role, epoch: int) -> None:
-        self.peers[name] = SimpleNamespace(name=name, started=Started(name, role, "", epoch))
+        self.peers[name] = SimpleNamespace(name=name, started=WorkerInfo(name, role, "", epoch))
 
     def park(self) -> dict[str, Any]:
         return self.doors.park("here", 1, (1, 2))

@@ -11,8 +11,8 @@ from disagg.kv.pool import Arena, Copies, HostArena, Pool
 from disagg.kv.prefix_keys import units_of
 from disagg.kv.state import GroupState, allocate_group
 from disagg.transfer.messages import Job
-from disagg.transfer.records import Addresses, ArenaSource, Checklist
-from disagg.transfer.reservations import Terms
+from disagg.transfer.records import Addresses, ArenaSource, Manifest
+from disagg.transfer.reservations import ReceiverPolicy
 from disagg.wire import Commit, PageFrame, Ticket, digest
 
 MODEL = "a-model"
@@ -59,8 +59,8 @@ def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:
     return Pool(HostArena(bytearray(nbytes)), slab_bytes)
 
 
-def make_terms(plan: Plan = PLAN, **changes: object) -> Terms:
-    return replace(Terms(MODEL, lambda spec: plan, EPOCH), **changes)
+def make_terms(plan: Plan = PLAN, **changes: object) -> ReceiverPolicy:
+    return replace(ReceiverPolicy(MODEL, lambda spec: plan, EPOCH), **changes)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Prompt:
     ids: tuple[int, ...]
     pool: Pool
     states: list[GroupState]
-    checklist: Checklist
+    checklist: Manifest
     read: ArenaSource
 
     @property
@@ -133,7 +133,7 @@ def make_prompt(
 ) -> Prompt:
     pool = make_pool(1 << 23, 1 << 19)
     states = [allocate_group(group, tokens, pool) for group in plan.groups]
-    checklist = Checklist(plan, tokens)
+    checklist = Manifest(plan, tokens)
     read = ArenaSource(pool.arena, checklist, states)
     prompt = Prompt(plan, tuple(ids or [seed + 2] * tokens), pool, states, checklist, read)
     for item in checklist.items:
@@ -157,7 +157,7 @@ def make_related(
     return prompt
 
 
-def shared_bytes(checklist: Checklist, shared: int) -> int:
+def shared_bytes(checklist: Manifest, shared: int) -> int:
     """Bytes of the records that lie wholly in so many first tokens."""
     plan = checklist.plan
     units = [unit for units in units_of(plan, checklist.tokens) for unit in units]

@@ -15,7 +15,7 @@ from disagg.transfer.messages import (
     Job,
     Load,
     Role,
-    Step,
+    StepEvents,
     Submit,
     TokenEvent,
     Work,
@@ -28,9 +28,11 @@ JOB = Job("r", 2, (1, 2, 300_000), (4,), SAMPLING, "kivi:bits=2", deadline_s=3.5
 SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me")
 GRANT = Grant(2**64 - 1, 7)
 STEPS = [
-    Step((TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 1, Role.NONE)),
-    Step((TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3}),)),
-    Step((TokenEvent("s", 0, 6, error=CapacityError("no room")),)),
+    StepEvents(
+        (TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 1, Role.NONE)
+    ),
+    StepEvents((TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3}),)),
+    StepEvents((TokenEvent("s", 0, 6, error=CapacityError("no room")),)),
 ]
 STATUS = WorkerStatus(9, {"running": 2.0}, {"role": "decode"})
 
@@ -48,7 +50,7 @@ class Worker:
         self.steps = STEPS
         self.left = asyncio.Event()
 
-    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
+    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[StepEvents]:
         try:
             for step in self.steps:
                 yield step
@@ -99,7 +101,9 @@ async def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_
 
 
 async def test_a_router_that_has_much_to_catch_up_with_hears_all_of_it():
-    backlog = Step(tuple(TokenEvent(x, 0, 0, 1, logprobs=[0.5] * 500_000) for x in "abcd"), Load(7))
+    backlog = StepEvents(
+        tuple(TokenEvent(x, 0, 0, 1, logprobs=[0.5] * 500_000) for x in "abcd"), Load(7)
+    )
     assert len(backlog.to_message().SerializeToString()) > 8 << 20
     async with open_worker() as (worker, client), aclosing(client.events({}, "me")) as events:
         worker.steps = [backlog]

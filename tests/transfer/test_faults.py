@@ -13,7 +13,7 @@ import pytest
 
 from disagg.errors import PeerLostError, ReservationError
 from disagg.transfer.channel import Channel, ChannelOptions
-from disagg.transfer.link import Pace
+from disagg.transfer.link import RateLimiter
 from disagg.transfer.messages import Attach
 from disagg.transfer.sender import Sender
 from disagg.transfer.stats import HandoffStats
@@ -28,7 +28,7 @@ DOWN_S = 0.3  # several retries
 @pytest.fixture(params=["grpc", "direct"])
 def slow(request: pytest.FixtureRequest) -> ChannelOptions:
     """A hand-off takes a second or two."""
-    pace = Pace(60_000.0, burst_bytes=1000)
+    pace = RateLimiter(60_000.0, burst_bytes=1000)
     return replace(QUICK, frame_bytes=1500, pace=pace, direct=request.param == "direct")
 
 

@@ -9,7 +9,14 @@ from disagg.config import TransferConfig
 from disagg.errors import ConfigError, PeerLostError, VersionError
 from disagg.transfer import channel
 from disagg.transfer.channel import Channel, Peers
-from disagg.transfer.link import FIRST_BYTES, LEAST_FRAME_BYTES, LinkReport, Meter, Pace, measure
+from disagg.transfer.link import (
+    FIRST_BYTES,
+    LEAST_FRAME_BYTES,
+    LinkReport,
+    RateLimiter,
+    RateMeter,
+    measure,
+)
 from disagg.transfer.rpc import start_server
 from disagg.transfer.security import Security
 from disagg.wire import FRAME_BYTES, frame_message
@@ -29,7 +36,7 @@ async def test_a_link_is_measured_over_the_calls_of_hand_offs_by_the_clock():
 
 
 def test_of_a_link_the_time_counts_in_which_something_was_on_its_way():
-    meter = Meter()
+    meter = RateMeter()
     assert meter.read() == 0
     meter.leaves(400, 1.0)
     meter.leaves(600, 1.5)  # a second frame behind the first
@@ -92,13 +99,13 @@ async def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_ou
 
 
 def test_a_burst_passes_at_once_the_rest_at_the_rate_and_idle_time_saves_up_one_burst():
-    pace = Pace(1000.0, burst_bytes=500)
+    pace = RateLimiter(1000.0, burst_bytes=500)
     asked = ((500, 0.0), (100, 0.0), (100, 0.1), (500, 100.0), (100, 100.0))
     assert [pace.delay(*some) for some in asked] == [0.0, 0.1, 0.1, 0.0, 0.1]
 
 
 def test_over_time_the_rate_is_exact_whatever_the_messages():
-    pace, now, sent = Pace(1000.0, burst_bytes=64), 0.0, 0
+    pace, now, sent = RateLimiter(1000.0, burst_bytes=64), 0.0, 0
     for nbytes in (7, 2000, 1, 64, 500, 33) * 20:
         now += pace.delay(nbytes, now)
         sent += nbytes

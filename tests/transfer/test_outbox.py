@@ -11,8 +11,8 @@ from disagg.config import TransferConfig
 from disagg.errors import CorruptFrameError
 from disagg.kv.page import Item
 from disagg.transfer.messages import Ack, Attached
-from disagg.transfer.records import Checklist
-from disagg.transfer.sender import Outbox
+from disagg.transfer.records import Manifest
+from disagg.transfer.sender import SendQueue
 from disagg.transfer.stats import HandoffStats
 from disagg.wire import MAX_FRAME_BYTES, PageFrame, Ticket, pack, unpack
 from tests.transfer.prompts import Prompt, make_prompt
@@ -24,21 +24,21 @@ PLENTY = 1 << 30
 
 def make_outbox(
     prompt: Prompt, items: Iterable[Item] = (), credit: int = PLENTY, frame_bytes: int = FRAME
-) -> Outbox:
+) -> SendQueue:
     """One that was offered these items."""
-    outbox = Outbox(prompt.checklist, prompt.read, frame_bytes)
+    outbox = SendQueue(prompt.checklist, prompt.read, frame_bytes)
     outbox.attached({}, credit)
     outbox.offer(items, 0.0)
     return outbox
 
 
-def beside(outbox: Outbox) -> Iterator[PageFrame]:
+def beside(outbox: SendQueue) -> Iterator[PageFrame]:
     """What it sends without an answer."""
     while parcel := outbox.next_parcel(TICKET, 0.0):
         yield unpack(b"".join(parcel.parts))
 
 
-def frames(outbox: Outbox) -> Iterator[PageFrame]:
+def frames(outbox: SendQueue) -> Iterator[PageFrame]:
     """What it sends, each frame acknowledged at once."""
     for frame in beside(outbox):
         yield frame
@@ -49,7 +49,7 @@ def size_of(frame: PageFrame) -> int:
     return sum(map(len, pack(frame)))
 
 
-def drain(prompt: Prompt, outbox: Outbox) -> list[Item]:
+def drain(prompt: Prompt, outbox: SendQueue) -> list[Item]:
     return [item for frame in frames(outbox) for item in prompt.items_of(frame)]
 
 
@@ -92,13 +92,13 @@ def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_th
     """Else nothing of a prompt would ever leave."""
     frame_bytes = next(x for x in fields(TransferConfig) if x.name == "frame_bytes")
     plan = parse_plan("raw", KVShape(2, 8, 128, "float32", (None, None)))
-    checklist = Checklist(plan, 2048)
+    checklist = Manifest(plan, 2048)
 
     class Zeros:
         def read(self, items: Sequence[Item]) -> list[memoryview]:
             return [memoryview(bytes(checklist.nbytes(item))) for item in items]
 
-    outbox = Outbox(checklist, Zeros(), frame_bytes.metadata["most"])
+    outbox = SendQueue(checklist, Zeros(), frame_bytes.metadata["most"])
     outbox.attached({}, 2 * checklist.frame_bytes)  # as every receiver gives
     outbox.offer(checklist.items, 0.0)
     sizes = list(map(size_of, frames(outbox)))
@@ -161,7 +161,7 @@ def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
             self.reads += 1
             return [memoryview(bytes([self.reads]) * prompt.checklist.nbytes(x)) for x in items]
 
-    outbox = Outbox(prompt.checklist, Changing(), FRAME)
+    outbox = SendQueue(prompt.checklist, Changing(), FRAME)
     outbox.offer(prompt.checklist.items, 0.0)
     packed = []
     for _ in range(2):

@@ -9,10 +9,10 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.kv.page import ARENA_UNIT, Item, Kind
 from disagg.kv.pool import HostArena, Pool
-from disagg.kv.prefix_keys import Unit, content_keys, units_of
+from disagg.kv.prefix_keys import PrefixBlock, content_keys, units_of
 from disagg.transfer.messages import Job
-from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
-from disagg.transfer.records import Addresses, Checklist
+from disagg.transfer.prefix_cache import CachedBlock, PendingHandoff, PrefixCache
+from disagg.transfer.records import Addresses, Manifest
 from disagg.transfer.reservations import Admission, State
 from disagg.wire import Ticket
 from tests.transfer.desk import Desk
@@ -69,8 +69,8 @@ def test_to_know_a_prompt_a_receiver_makes_no_list_of_its_items(monkeypatch):
     """A long one has 70,000: making them stopped its loop for longer than a decode step takes."""
     prompt, desk = make_prompt(2300), Desk(1 << 21)
     desk.give(prompt, "one")
-    monkeypatch.setattr(Unit, "items", lambda *none: 1 / 0)
-    monkeypatch.setattr(Checklist, "items", property(lambda none: 1 / 0))
+    monkeypatch.setattr(PrefixBlock, "items", lambda *none: 1 / 0)
+    monkeypatch.setattr(Manifest, "items", property(lambda none: 1 / 0))
     assert len(desk.ask(prompt, desk.reserve(prompt, rid="two")).have) > 64
 
 
@@ -128,7 +128,7 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
     keys, (units,) = content_keys(MODEL, BY_PAGE, prompt.ids), units_of(BY_PAGE, prompt.tokens)
     scattered = pages[:: len(pages) // 3]
     for key, unit, page in zip(keys[0], units, scattered, strict=False):
-        note = Note(key, (page,), unit, prompt.checklist, prompt.commit().digests)
+        note = CachedBlock(key, (page,), unit, prompt.checklist, prompt.commit().digests)
         pool.keep(key, (page,), note)
     pool.release(pages)
     assert pool.cached_pages == 3
@@ -233,7 +233,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     plan, pool = parse_plan("kivi:bits=4,residual=64", shape), Pool(HostArena(bytearray(32 << 20)))
     cache, prompt = PrefixCache(pool), list(range(1500))
 
-    def hold(tokens: list[int]) -> Holding:
+    def hold(tokens: list[int]) -> PendingHandoff:
         """Committed, with digests by the tokens that an item is of."""
         holding = cache.hold("model", plan, Job("r", 0, tuple(tokens)), 0)
         seen = {

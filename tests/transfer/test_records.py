@@ -13,7 +13,7 @@ from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
 from disagg.kv.prefix_keys import content_keys, units_of
 from disagg.kv.state import Run
-from disagg.transfer.records import Addresses, ArenaSource, Arrivals, Checklist
+from disagg.transfer.records import Addresses, ArenaSource, Manifest, ReceivedItems
 from disagg.wire import Ticket
 from tests.transfer.prompts import (
     BY_PAGE,
@@ -35,7 +35,7 @@ TOKENS = [(7 * i) % 101 for i in range(5000)]
 # -- items
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_the_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
-    checklist = Checklist(PLAN, tokens)
+    checklist = Manifest(PLAN, tokens)
     items = checklist.items
     assert len(set(items)) == len(items) == checklist.num_items
     assert [checklist.place(item) for item in items] == list(range(len(items)))
@@ -53,7 +53,7 @@ def test_what_is_sent_of_exact_tokens_is_their_fp16_and_nothing_more(tokens):
     for plan in (PLAN, OTHER_PLAN, BY_PROMPT):
         groups = [plan.groups[index] for index in plan.group_of]
         fp16 = sum(2 * 2 * group.heads * group.head_dim * tokens for group in groups)
-        assert Checklist(plan, tokens).total_bytes == fp16
+        assert Manifest(plan, tokens).total_bytes == fp16
 
 
 @pytest.mark.parametrize("name", sorted({*codec_names()} - {"raw", "alignedkv"}))
@@ -63,7 +63,7 @@ def test_nothing_larger_than_its_fp16_is_ever_sent_by_a_lossy_codec(name):
     plan = parse_plan(name, KVShape(2, 2, 64, "float32", (None, None)))
     for tokens in (*range(1, 520), 2047, 2048, 2049, 2112, 2240, 4200):
         sums = name == "banded" and not plan.groups[0].sealed(tokens)
-        assert Checklist(plan, tokens).total_bytes <= 2 * (tokens + sums) * 2 * 2 * 64 * 2
+        assert Manifest(plan, tokens).total_bytes <= 2 * (tokens + sums) * 2 * 2 * 64 * 2
 
 
 def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last():
@@ -95,7 +95,7 @@ def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
     """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
     addresses = Addresses(prompt.checklist, prompt.states)
-    arrivals, place = Arrivals(prompt.checklist, addresses, {}), prompt.checklist.place
+    arrivals, place = ReceivedItems(prompt.checklist, addresses, {}), prompt.checklist.place
     whole, rows = (Item(Kind.RAW, 0, 2, record) for record in (6, 7))
     frame = prompt.frame(TICKET, [whole, rows])
     assert len(arrivals.absent(frame)[0]) == 2
@@ -114,7 +114,7 @@ def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
 def test_the_units_of_a_prompt_are_its_pages_and_segments_each_once(plan, tokens):
     units = itertools.chain.from_iterable(units_of(plan, tokens))
     items = [item for unit in units for item in unit.items(plan.groups[unit.group])]
-    wanted = {x for x in Checklist(plan, tokens).items if x.kind in (Kind.PAGE, Kind.SEGMENT)}
+    wanted = {x for x in Manifest(plan, tokens).items if x.kind in (Kind.PAGE, Kind.SEGMENT)}
     assert len(items) == len(wanted)
     assert set(items) == wanted
 

@@ -12,7 +12,7 @@ import pytest
 
 from disagg import errors
 from disagg.kv.page import Item, Kind
-from disagg.kv.pool import Rows
+from disagg.kv.pool import DecodeSlots
 from disagg.transfer import reservations
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.wire import Ticket
@@ -141,7 +141,7 @@ def test_what_is_shared_with_others_does_not_count_as_room_wanted():
 
 
 def test_reservations_and_running_sequences_together_stay_within_the_limit(desk, prompt):
-    desk = Desk(rows=Rows(2))
+    desk = Desk(rows=DecodeSlots(2))
     desk.give(prompt, "one")
     desk.reserve(prompt, rid="two")
     with pytest.raises(errors.CapacityError, match="2 sequences"):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError, TransferError
-from disagg.kv.pool import Rows
+from disagg.kv.pool import DecodeSlots
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import MEMORY_S, Admission, State
@@ -42,7 +42,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        terms = {"lease_s": LEASE_S, "rows": Rows(MAX_SEQUENCES), "watermark_bytes": 1 << 13}
+        terms = {"lease_s": LEASE_S, "rows": DecodeSlots(MAX_SEQUENCES), "watermark_bytes": 1 << 13}
         self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **terms)
         self.desk.admit, self.desk.drop = self.admit, self.drop
         self.pool, self.ledger = self.desk.pool, self.desk.ledger

@@ -15,7 +15,7 @@ from disagg.config import TransferConfig
 from disagg.kv.page import Kind, make_layout
 from disagg.transfer import rpc
 from disagg.transfer.channel import Channel, ChannelOptions, Peers
-from disagg.transfer.link import LinkReport, Pace
+from disagg.transfer.link import LinkReport, RateLimiter
 from disagg.transfer.messages import Attach, Attached, Credit
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, PageFrame, Ticket
@@ -372,7 +372,7 @@ async def test_the_channel_to_a_worker_that_is_gone_is_closed(prompt):
 
 
 async def test_a_paced_channel_takes_the_time_of_the_link(prompt):
-    pace = Pace(400_000.0, burst_bytes=4000)
+    pace = RateLimiter(400_000.0, burst_bytes=4000)
     async with open_peer(replace(QUICK, pace=pace)) as (peer, channel):
         stats = await hand_over(peer.sender(prompt, channel), prompt)
         assert stats.wire_ms >= 1000 * (stats.payload_bytes - 8000) / 400_000.0

@@ -10,7 +10,7 @@ from disagg.config import Config, RouterConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
-from disagg.router.router import Output, Peer, Router
+from disagg.router.router import Router, TokenOutput, WorkerConnection
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role
 from disagg.transfer.rpc import connect
@@ -41,7 +41,7 @@ class House:
         self.workers[name] = worker
         started = worker.start()
         link = connect(started.address, Security(token=TOKEN))
-        self.router.add(Peer(started, WorkerClient(link)))
+        self.router.add(WorkerConnection(started, WorkerClient(link)))
         return worker
 
     def pair(self, runners: list[Runner]) -> None:
@@ -59,12 +59,12 @@ class House:
 
     async def complete(
         self, prompt: Prompt, codec: str, **params: int | float | bool
-    ) -> tuple[list[int], Output]:
+    ) -> tuple[list[int], TokenOutput]:
         return await collect(self.router.generate(prompt, GREEDY | params, codec))
 
     async def begin(
         self, prompt: Prompt, codec: str, heard: int = 2, max_tokens: int = 2000
-    ) -> asyncio.Task[tuple[list[int], Output]]:
+    ) -> asyncio.Task[tuple[list[int], TokenOutput]]:
         """An answer of which so many tokens have come: the second is of its decode worker."""
         said: list[int] = []
         outputs = self.router.generate(prompt, GREEDY | {"max_tokens": max_tokens}, codec)
@@ -133,8 +133,8 @@ def alone(prompt: Prompt, codec: str, max_tokens: int = 12) -> list[int]:
 
 
 async def collect(
-    outputs: AsyncGenerator[Output], said: list[int] | None = None
-) -> tuple[list[int], Output]:
+    outputs: AsyncGenerator[TokenOutput], said: list[int] | None = None
+) -> tuple[list[int], TokenOutput]:
     """Tokens and end of an answer. said: where tokens are as soon as they come"""
     tokens = [] if said is None else said
     async with aclosing(outputs):

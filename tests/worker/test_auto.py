@@ -5,7 +5,7 @@ from dataclasses import replace
 from disagg.config import Config
 from disagg.errors import TransferError
 from disagg.router.actions import Reserve
-from disagg.transfer.messages import Role, Started, TokenEvent
+from disagg.transfer.messages import Role, TokenEvent, WorkerInfo
 from tests.router.rules import Rules
 from tests.router.test_requests import GRANT, job, only
 from tests.worker.pairs import paired
@@ -18,7 +18,7 @@ def listed() -> Rules:
     """A prefill and a decode worker that list two codecs."""
     rules = Rules()
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        rules.worker_up(Started(name, role, name, 1, sizes=SIZES), 0.0)
+        rules.worker_up(WorkerInfo(name, role, name, 1, sizes=SIZES), 0.0)
     return rules
 
 

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 import pytest
 
 from disagg.errors import ConfigError, PeerLostError
-from disagg.transfer.messages import Load, Step, TokenEvent
-from disagg.worker.event_log import Events
+from disagg.transfer.messages import Load, StepEvents, TokenEvent
+from disagg.worker.event_log import EventLog
 
 
 def token(index: int, attempt: int = 1, reason: str = "") -> TokenEvent:
     return TokenEvent("r", attempt, index, 100 + index, reason)
 
 
-async def first_batch(events: Events, have: Mapping[str, int]) -> list[TokenEvent]:
+async def first_batch(events: EventLog, have: Mapping[str, int]) -> list[TokenEvent]:
     stream = events.subscribe(have)
     step = await anext(stream)
     await stream.aclose()
@@ -21,27 +21,27 @@ async def first_batch(events: Events, have: Mapping[str, int]) -> list[TokenEven
 
 
 async def test_a_router_that_comes_back_hears_what_it_lacks():
-    events = Events()
+    events = EventLog()
     events.say([token(0), token(1), token(2)])
     assert await first_batch(events, {"r": 2}) == [token(2)]
     assert await first_batch(events, {}) == [token(0), token(1), token(2)]
 
 
 async def test_an_end_is_repeated_even_if_its_token_is_known():
-    events = Events()
+    events = EventLog()
     events.say([token(0), token(1, reason="length")])
     assert await first_batch(events, {"r": 2}) == [token(1, reason="length")]
 
 
 async def test_a_new_attempt_replaces_what_the_old_one_said():
-    events = Events()
+    events = EventLog()
     events.say([token(0), token(1)])
     events.say([token(1, attempt=2)])
     assert await first_batch(events, {}) == [token(1, attempt=2)]
 
 
 async def test_what_ended_is_kept_until_the_router_says_so_and_a_hand_off_until_its_figures():
-    events = Events()
+    events = EventLog()
     events.say([token(0, reason="stop"), TokenEvent("s", 1, 0, 7)])
     for _ in range(3):
         assert len(await first_batch(events, {})) == 2
@@ -52,7 +52,7 @@ async def test_what_ended_is_kept_until_the_router_says_so_and_a_hand_off_until_
 
 
 async def test_an_abort_forgets_its_attempt_and_no_later_one():
-    events = Events()
+    events = EventLog()
     events.say([TokenEvent("r", 2, 0, error=PeerLostError("x"))])
     events.forget("r", 1)
     assert events.kept == 1
@@ -62,20 +62,20 @@ async def test_an_abort_forgets_its_attempt_and_no_later_one():
 
 async def test_what_is_said_reaches_an_open_stream_with_what_could_be_taken():
     loads = iter([Load(1), Load(2), Load(3)])
-    events = Events(lambda: next(loads))
+    events = EventLog(lambda: next(loads))
     stream = events.subscribe({})
-    assert await anext(stream) == Step((), Load(1))
+    assert await anext(stream) == StepEvents((), Load(1))
     assert events.followed
     events.say([token(0)])
-    assert await anext(stream) == Step((token(0),), Load(2))
+    assert await anext(stream) == StepEvents((token(0),), Load(2))
     events.say([])
-    assert await anext(stream) == Step((), Load(3))
+    assert await anext(stream) == StepEvents((), Load(3))
     await stream.aclose()
     assert not events.followed
 
 
 async def test_a_worker_follows_the_first_router_until_it_is_gone():
-    events = Events()
+    events = EventLog()
     first = events.subscribe({}, "one")
     await anext(first)
     with pytest.raises(ConfigError, match="follows router one, not two"):

@@ -12,7 +12,7 @@ import pytest
 from disagg.bench.crew import witnessed
 from disagg.engine import engine
 from disagg.engine.messages import Moved
-from disagg.engine.scheduler import Share
+from disagg.engine.scheduler import ScheduledTokens
 from disagg.errors import CapacityError, ReservationError, TransferError
 from disagg.kv.page import Kind
 from disagg.kv.plan import Plan
@@ -21,7 +21,7 @@ from disagg.model.runner import Runner
 from disagg.router import requests as dispatch
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
-from disagg.worker.decode import Departure
+from disagg.worker.decode import MigrationHandoff
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
 from tests.worker.pairs import KIVI, leave, paired
@@ -49,13 +49,13 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     if windowed:
         folder = str(save_tiny("mistral", tmp_path))
         runners, story = [Runner.load(folder) for _ in range(3)], tuple(random_prompt(tokens))
-    early, begin = list[set[Kind]](), Departure.begin
+    early, begin = list[set[Kind]](), MigrationHandoff.begin
 
-    def begins(self: Departure, plan: Plan, groups: Sequence[GroupState]) -> None:
+    def begins(self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]) -> None:
         begin(self, plan, groups)
         early.append({item.kind for item in self._offered})
 
-    monkeypatch.setattr(Departure, "begin", begins)
+    monkeypatch.setattr(MigrationHandoff, "begin", begins)
     with witnessed() as (left, came):
         async with paired(runners) as home:
             expected, _ = await home.complete(story, codec, max_tokens=LONG)
@@ -117,7 +117,7 @@ async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     home.add("d2", Role.DECODE, runners[2])
     does, errors = getattr(engine, part), [error]
 
-    def breaks(shares: Sequence[Share], *given: Any) -> Any:
+    def breaks(shares: Sequence[ScheduledTokens], *given: Any) -> Any:
         if errors and any(share.decodes and share.sequence.handoff for share in shares):
             raise errors.pop()
         return does(shares, *given)

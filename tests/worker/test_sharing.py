@@ -9,9 +9,9 @@ from disagg.config import Config, TransferConfig
 from disagg.errors import TransferError
 from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Item, Kind
 from disagg.transfer import receiver
-from disagg.transfer.records import Checklist
-from disagg.transfer.sender import Outbox, Sender
-from disagg.worker.handoff import Offering
+from disagg.transfer.records import Manifest
+from disagg.transfer.sender import Sender, SendQueue
+from disagg.worker.handoff import OutgoingHandoff
 from disagg.worker.worker import Worker
 from tests.transfer.prompts import shared_bytes
 from tests.worker.pairs import KIVI, alone, on_loop, paired
@@ -28,7 +28,7 @@ async def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(codec
     first, second = beginning + story[40:130], beginning + story[7:190]
     _, one = await home.complete(first, codec)
     tokens, two = await home.complete(second, codec)
-    checklist = Checklist(home.workers["d"].engine.plan(codec), len(second))
+    checklist = Manifest(home.workers["d"].engine.plan(codec), len(second))
     shared = shared_bytes(checklist, SHARED)
     assert one.kv["cached_bytes"] == 0
     assert two.kv["cached_bytes"] == shared > checklist.total_bytes / 3
@@ -93,23 +93,23 @@ async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_i
 @pytest.fixture
 def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is encoded before it is known what the other side has."""
-    attached, has, known = Outbox.attached, Offering.has, set[Outbox]()
+    attached, has, known = SendQueue.attached, OutgoingHandoff.has, set[SendQueue]()
     changed = threading.Condition()
 
-    def note(self: Outbox, *arguments: Any) -> None:
+    def note(self: SendQueue, *arguments: Any) -> None:
         attached(self, *arguments)
         with changed:
             known.add(self)
             changed.notify_all()
 
-    def ask(self: Offering, item: Item) -> bool:
+    def ask(self: OutgoingHandoff, item: Item) -> bool:
         outbox = self.sender.outbox
         with changed:
             assert changed.wait_for(lambda: outbox in known, timeout=30)
         return has(self, item)
 
-    monkeypatch.setattr(Outbox, "attached", note)
-    monkeypatch.setattr(Offering, "has", ask)
+    monkeypatch.setattr(SendQueue, "attached", note)
+    monkeypatch.setattr(OutgoingHandoff, "has", ask)
 
 
 @pytest.mark.usefixtures("attached_first")
@@ -117,18 +117,18 @@ def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkeypatch):
     """Of the prompt that comes again no page is written, and the answer is the same."""
     left_out: list[int] = []
-    commit = Offering.commit
+    commit = OutgoingHandoff.commit
 
-    async def note(self: Offering, *arguments: Any) -> Any:
+    async def note(self: OutgoingHandoff, *arguments: Any) -> Any:
         stats = await commit(self, *arguments)
         left_out.append(sum(item.kind is Kind.PAGE for item in self._left_out))
         return stats
 
-    monkeypatch.setattr(Offering, "commit", note)
+    monkeypatch.setattr(OutgoingHandoff, "commit", note)
     first, second = [await home.complete(story, codec) for _ in range(2)]
     assert first[0] == second[0]
     plan = home.workers["d"].engine.plan(codec)
-    pages = sum(x.kind is Kind.PAGE for x in Checklist(plan, len(story)).items)
+    pages = sum(x.kind is Kind.PAGE for x in Manifest(plan, len(story)).items)
     assert left_out == [0, pages]
 
 

@@ -31,11 +31,11 @@ from disagg.kv.page import ARENA_UNIT, Item, Kind
 from disagg.kv.pool import Pool
 from disagg.paged import layer as layers
 from disagg.transfer.messages import Role
-from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.records import ArenaSource, Manifest
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import digest
 from disagg.worker.decode import DecodeSide
-from disagg.worker.handoff import Offering
+from disagg.worker.handoff import OutgoingHandoff
 from tests.transfer.peer import until
 from tests.worker.pairs import KIVI, alone, house, paired
 
@@ -51,7 +51,7 @@ async def test_a_prompt_goes_through_as_in_one_process_and_leaves_nothing(codec,
     assert kv["tokens"] == len(story)
     assert kv["fp16_bytes"] == 2 * kv["fp8_bytes"] == len(story) * 6 * 2 * 2 * 64 * 2
     plan = home.workers["d"].engine.plan(codec)
-    assert kv["payload_bytes"] == Checklist(plan, len(story)).total_bytes
+    assert kv["payload_bytes"] == Manifest(plan, len(story)).total_bytes
     assert kv["payload_bytes"] < kv["wire_bytes"] < 1.05 * kv["payload_bytes"]
     assert min(kv["encode_ms"], kv["wire_ms"], kv["verify_ms"], kv["admit_ms"]) > 0
     assert (kv["resident_bytes"], kv["attaches"]) == (plan.nbytes(len(story)), 1)
@@ -176,13 +176,13 @@ async def test_pages_of_a_device_go_by_way_of_the_host(runners, story, monkeypat
 
 async def test_what_left_is_freed_without_the_garbage_collector(home, story, monkeypatch):
     """Its collections stop every thread, the longer the more items prompts had."""
-    begin, left = Offering.begin, list[ref[Offering]]()
+    begin, left = OutgoingHandoff.begin, list[ref[OutgoingHandoff]]()
 
-    def begun(self: Offering, *given: Any) -> None:
+    def begun(self: OutgoingHandoff, *given: Any) -> None:
         left.append(ref(self))
         begin(self, *given)
 
-    monkeypatch.setattr(Offering, "begin", begun)
+    monkeypatch.setattr(OutgoingHandoff, "begin", begun)
     gc.disable()
     try:
         for _ in range(2):  # the engine keeps what its last step was of
@@ -196,9 +196,9 @@ async def test_what_left_is_freed_without_the_garbage_collector(home, story, mon
 async def test_pages_leave_before_the_last_layer_or_when_done(overlap, runners, story, monkeypatch):
     """With overlap the engine waits before the last layer until some are at the other worker."""
     order, arrived = list[str](), threading.Event()
-    offer, store = Offering.offer, Reservations.store
+    offer, store = OutgoingHandoff.offer, Reservations.store
 
-    def offered(self: Offering, items: Sequence[Item]) -> None:
+    def offered(self: OutgoingHandoff, items: Sequence[Item]) -> None:
         order.append("offer")
         offer(self, items)
         if overlap and items[0].layer == LAYERS - 2:
@@ -209,7 +209,7 @@ async def test_pages_leave_before_the_last_layer_or_when_done(overlap, runners, 
         arrived.set()
         store(self, *event)
 
-    monkeypatch.setattr(Offering, "offer", offered)
+    monkeypatch.setattr(OutgoingHandoff, "offer", offered)
     monkeypatch.setattr(Reservations, "store", stored)
     async with paired(runners, Config(transfer=TransferConfig(overlap=overlap))) as home:
         assert len((await home.complete(story, KIVI))[0]) == 12
@@ -256,7 +256,7 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, 
     engine = home.workers["d"].engine
 
     def admitting(self: DecodeSide, admission: Admission) -> None:
-        checklist = Checklist(engine.plan(KIVI), admission.commit.tokens)
+        checklist = Manifest(engine.plan(KIVI), admission.commit.tokens)
         source = ArenaSource(engine.pool.arena, checklist, admission.groups)
         for item, seen in zip(checklist.items, admission.commit.digests, strict=True):
             if item.kind is Kind.PAGE:

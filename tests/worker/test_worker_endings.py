@@ -16,8 +16,8 @@ from disagg.transfer import sender
 from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame
-from disagg.worker.event_log import Events
-from disagg.worker.handoff import Offering
+from disagg.worker.event_log import EventLog
+from disagg.worker.handoff import OutgoingHandoff
 from disagg.worker.prefill import PrefillSide
 from disagg.worker.worker import Worker
 from tests.transfer.peer import until
@@ -27,14 +27,14 @@ from tests.worker.pairs import GREEDY, KIVI, House, alone, house, leave, on_loop
 @pytest.fixture
 def offering(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """The engine has offered pages and waits: set when it does, and what it waits for."""
-    reached, go, offer = threading.Event(), threading.Event(), Offering.offer
+    reached, go, offer = threading.Event(), threading.Event(), OutgoingHandoff.offer
 
-    def offered(self: Offering, items: list[Item]) -> None:
+    def offered(self: OutgoingHandoff, items: list[Item]) -> None:
         offer(self, items)
         reached.set()
         go.wait(30)
 
-    monkeypatch.setattr(Offering, "offer", offered)
+    monkeypatch.setattr(OutgoingHandoff, "offer", offered)
     return reached, go
 
 
@@ -102,7 +102,7 @@ async def test_of_three_attempts_at_a_prefill_worker_the_last_goes_on(monkeypatc
     monkeypatch.setattr(PrefillSide, "_hand_over", lambda *_: asyncio.Event().wait())
     first, *others = (Submit(Job("r", i, (1,)), Work.PREFILL, 1) for i in (1, 2, 3))
     async with asyncio.TaskGroup() as tasks:
-        side = PrefillSide(None, True, tasks, Events())
+        side = PrefillSide(None, True, tasks, EventLog())
         await side.start(first)
         await asyncio.gather(*map(side.start, others))
         assert side.attempts == {("r", 3)}

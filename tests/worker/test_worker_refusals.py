@@ -14,7 +14,7 @@ from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit, Ticket
 from disagg.worker.decode import DecodeSide
-from disagg.worker.event_log import Events
+from disagg.worker.event_log import EventLog
 from disagg.worker.worker import Worker
 from tests.worker.pairs import KIVI, paired
 
@@ -116,7 +116,7 @@ SCORES = [math.nan, []], [b"-1", []], [-1.0, [[-7, -1.0]]], [-1.0, [[7, None]]],
     [*(("emitted", x) for x in EMITTED), *(("logprobs", [x]) for x in SCORES)],
 )
 def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
-    side = DecodeSide(None, None, Events(), on_done=None)
+    side = DecodeSide(None, None, EventLog(), on_done=None)
     job = Job("r", 1, (1, 2), moved=4 if name == "emitted" else 0)
     with pytest.raises(errors.CorruptFrameError, match=name):
         side.admit(Admission(job, (), Commit(Ticket(0, 0, 0), 2, "", (), 7, {name: value})))
