@@ -14,7 +14,14 @@ PAGES = Extension(
     sources=[str(path) for path in sorted(HERE.glob("*.c"))],
     depends=[str(path) for path in sorted(HERE.glob("*.h"))],
     # encoders promise the reference's bytes: a * b + c is rounded as often as they say. Sums wrap
-    extra_compile_args=["-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-fwrapv", "-Wno-psabi"],
+    extra_compile_args=[
+        "-std=gnu11",
+        "-O3",
+        "-g0",
+        "-ffp-contract=off",
+        "-fwrapv",
+        "-Wno-psabi",
+    ],
     extra_link_args=["-lm"],
     optional=True,
 )

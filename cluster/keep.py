@@ -79,7 +79,10 @@ class CachedPages:
             if now - self._started > PAUSE_S[1]:
                 self._pause = PAUSE_S[0]
             say(f"ended with {self.process.returncode}; again in {self._pause:g} s")
-            self._next, self._pause = now + self._pause, min(2 * self._pause, PAUSE_S[1])
+            self._next, self._pause = (
+                now + self._pause,
+                min(2 * self._pause, PAUSE_S[1]),
+            )
             self.process = None
         if now >= self._next:
             say("starting " + " ".join(self._command))
@@ -128,7 +131,9 @@ def hold(address: str, command: list[str]) -> None:
         finally:
             kept.end()
         say(f"no Ray at {address} any more; stopping what it left here")
-        subprocess.run(["ray", "stop", "--force"], stdout=subprocess.DEVNULL, check=False)
+        subprocess.run(
+            ["ray", "stop", "--force"], stdout=subprocess.DEVNULL, check=False
+        )
 
 
 def stop() -> None:

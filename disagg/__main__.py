@@ -15,10 +15,14 @@ def main() -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed: what is opened next would take its place
+        if (
+            getattr(sys, name) is None
+        ):  # it was closed: what is opened next would take its place
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     try:
-        from disagg.cli.app import run  # takes a while, in which Ctrl-C may be pressed already
+        from disagg.cli.app import (
+            run,
+        )  # takes a while, in which Ctrl-C may be pressed already
 
         status = run(sys.argv[1:])
     except KeyboardInterrupt:

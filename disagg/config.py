@@ -48,7 +48,9 @@ class Bounded:
                 bound: Any = each.metadata.get(end)
                 if None not in (bound, value) and not fits(value, bound):
                     wanted = f"at {end} {bound} is wanted"
-                    raise ConfigError(f"config key {room}.{each.name} is {value!r}; {wanted}")
+                    raise ConfigError(
+                        f"config key {room}.{each.name} is {value!r}; {wanted}"
+                    )
             if value not in (names := each.metadata.get("names", [value])):
                 raise UnknownNameError.of(f"{room}.{each.name}", str(value), names)
 
@@ -85,7 +87,9 @@ class EngineConfig(Bounded):
 
     max_batch_tokens: int = at_least(1, default=2048)
     max_sequences: int = at_least(1, default=64)
-    arena_bytes: int | None = at_least(1 << 20, most=1 << 38, default=None)  # int32 ids of 128 B
+    arena_bytes: int | None = at_least(
+        1 << 20, most=1 << 38, default=None
+    )  # int32 ids of 128 B
     workspace_bytes: int | None = at_least(1, default=None)
     memory_share: float = at_least(0.01, most=1, default=0.9)
     watermark: float = at_least(0, most=1, default=0.02)
@@ -110,7 +114,9 @@ class TransferConfig(Bounded):
     """
 
     lease_s: float = at_least(0.001, default=10.0)
-    frame_bytes: int = at_least(1024, most=4 << 20, default=2 << 20)  # as much as is credited
+    frame_bytes: int = at_least(
+        1024, most=4 << 20, default=2 << 20
+    )  # as much as is credited
     link_mbps: float | None = at_least(0.001, default=None)
     burst_bytes: int = at_least(1, default=64 << 10)
     overlap: bool = True
@@ -269,7 +275,9 @@ class Config:
         raise ConfigError('codec "auto" chooses among `codecs`, and none are listed')
 
 
-def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:
+def load_config(
+    path: str | Path | None = None, flags: Mapping[str, Any] | None = None
+) -> Config:
     """Defaults, changed by a YAML file, changed by flags such as {"server.port": 9000}.
 
     A flag that is None was not given. A string is read as YAML where a number is wanted. Raises
@@ -295,14 +303,18 @@ def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
     for key, value in changes.items():
         name = f"{where}{key}"
         if key not in hints:
-            raise UnknownNameError.of("config key", name, [f"{where}{known}" for known in hints])
+            raise UnknownNameError.of(
+                "config key", name, [f"{where}{known}" for known in hints]
+            )
         old = getattr(config, key)
         if not dataclasses.is_dataclass(old):
             changed[key] = _fit(name, value, hints[key])
         elif value is None or isinstance(value, Mapping):  # None: no key below it
             changed[key] = replace_keys(old, value or {}, f"{name}.")
         else:
-            raise ConfigError(f"config key {name} is {value!r}; it holds keys of its own")
+            raise ConfigError(
+                f"config key {name} is {value!r}; it holds keys of its own"
+            )
     return dataclasses.replace(config, **changed)  # type: ignore[type-var]
 
 
@@ -310,7 +322,9 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         found = _parse_yaml(f"file {path}", path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read config file {path}: {error.strerror}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path} is not YAML: {error}") from error
     if found is None:
@@ -324,7 +338,9 @@ def _parse_yaml(name: str, text: str) -> Any:
     import yaml  # here, because only those who need it pay for the import
 
     class Loader(yaml.SafeLoader):  # of whose keys the last one counts, without a word
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(
+            self, node: yaml.MappingNode, deep: bool = False
+        ) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
                 raise ConfigError(f"config {name} has the key {twice[0]!r} twice")
@@ -339,7 +355,9 @@ def _parse_yaml(name: str, text: str) -> Any:
 def _fit(name: str, value: Any, hint: Any) -> Any:
     """`value` as the type a key wants; text from a flag is parsed."""
     union = get_origin(hint) in (Union, types.UnionType)
-    kinds = [k for k in (get_args(hint) if union else (hint,)) if k is not types.NoneType]
+    kinds = [
+        k for k in (get_args(hint) if union else (hint,)) if k is not types.NoneType
+    ]
     if union and (value is None or value == "null"):
         return None
     (kind,) = (get_origin(k) or k for k in kinds)

@@ -172,7 +172,11 @@ class DeadlineError(TransferError):
 
 def quoted(text: str) -> str:
     """What somebody wrote, as an error repeats it: where it is long, its beginning."""
-    return repr(text) if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]!r}..."
+    return (
+        repr(text)
+        if len(text) <= MAX_QUOTED_CHARS
+        else f"{text[:MAX_QUOTED_CHARS]!r}..."
+    )
 
 
 def all_errors(root: type[DisaggError] = DisaggError) -> dict[str, type[DisaggError]]:

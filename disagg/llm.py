@@ -89,7 +89,9 @@ class LLM:
             may_reserve=self._decode.may_reserve,
         )
         drop = lambda rid, attempt, reason: self._decode.submit(Abort(rid))  # noqa: E731
-        self._receiver = Receiver(Reservations(terms, self._decode.pool, self._take, drop))
+        self._receiver = Receiver(
+            Reservations(terms, self._decode.pool, self._take, drop)
+        )
 
     def generate(
         self,
@@ -107,7 +109,9 @@ class LLM:
         none is.
         """
         if not isinstance(params, SamplingParams | None):
-            raise RequestError(f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted")
+            raise RequestError(
+                f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted"
+            )
         if not isinstance(n, int) or n < 1:
             raise RequestError(f"n is {reprlib.repr(n)}; an integer from 1 is wanted")
         params, codec = params or SamplingParams(), _codec_name(codec or self._codec)
@@ -115,10 +119,14 @@ class LLM:
             texts = [prompts] if isinstance(prompts, str) else [*prompts]
             seeds = [(params.seed + i) % MAX_NUMBER for i in range(n)]
             seeded = [replace(params, seed=seed) for seed in seeds]
-            work = [self._prepare(text, each, codec) for text in texts for each in seeded]
+            work = [
+                self._prepare(text, each, codec) for text in texts for each in seeded
+            ]
         except TypeError as error:
             wanted = "texts or lists of token ids, one for each prompt, are wanted"
-            raise RequestError(f"prompts are {reprlib.repr(prompts)}; {wanted}") from error
+            raise RequestError(
+                f"prompts are {reprlib.repr(prompts)}; {wanted}"
+            ) from error
         waiting = deque(work)
         with self._turn:
             self._plan(codec)  # its errors before anything is admitted
@@ -139,9 +147,13 @@ class LLM:
             check_plans([plan], self._runner.info.query_heads, self._runner.device)
         return plan
 
-    def _prepare(self, prompt: str | Sequence[int], params: SamplingParams, codec: str) -> "_Work":
+    def _prepare(
+        self, prompt: str | Sequence[int], params: SamplingParams, codec: str
+    ) -> "_Work":
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return _Work(Request(str(next(self._rids)), tuple(map(index, tokens)), params, codec))
+        return _Work(
+            Request(str(next(self._rids)), tuple(map(index, tokens)), params, codec)
+        )
 
     def _admit(self, waiting: deque["_Work"]) -> None:
         """Start, in order, what the decode engine has room for."""
@@ -169,8 +181,12 @@ class LLM:
     def _take(self, admission: Admission) -> None:
         """A complete prompt, for the decode engine."""
         job = admission.job
-        request = Request(job.rid, job.prompt, SamplingParams(**job.sampling), job.codec)
-        self._decode.submit(Admit(request, admission.groups, (admission.commit.first_token,)))
+        request = Request(
+            job.rid, job.prompt, SamplingParams(**job.sampling), job.codec
+        )
+        self._decode.submit(
+            Admit(request, admission.groups, (admission.commit.first_token,))
+        )
 
     def _abandon(self, work: Sequence["_Work"]) -> None:
         """Leave nothing behind of a call that failed."""

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 MAX_REQUESTS = 1000  # at once; more wait in Ray Serve
-HOP = ("connection", "transfer-encoding")  # headers of one connection, not of the answer
+HOP = (
+    "connection",
+    "transfer-encoding",
+)  # headers of one connection, not of the answer
 
 
 class FrontEnd:
@@ -38,7 +41,9 @@ class FrontEnd:
         self._client = httpx.AsyncClient(
             base_url=self._service.url,
             timeout=None,
-            limits=httpx.Limits(max_connections=None),  # the service has limits of its own
+            limits=httpx.Limits(
+                max_connections=None
+            ),  # the service has limits of its own
             trust_env=False,  # it is on this host, behind no proxy
         )
 
@@ -52,7 +57,9 @@ class FrontEnd:
             content=request.stream(),
         )
         answer = await self._client.send(asked, stream=True)
-        headers = {name: value for name, value in answer.headers.items() if name not in HOP}
+        headers = {
+            name: value for name, value in answer.headers.items() if name not in HOP
+        }
         closing = BackgroundTask(answer.aclose)
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, headers, background=closing
@@ -76,10 +83,15 @@ def build_app(args: Mapping[str, Any]) -> "Application":
     try:
         from ray import serve
     except ImportError as error:
-        raise ConfigError("Ray Serve is missing; pip install 'disagg[serve]'") from error
+        raise ConfigError(
+            "Ray Serve is missing; pip install 'disagg[serve]'"
+        ) from error
     options = {"num_cpus": 0}  # its workers compute
     front = serve.deployment(
-        FrontEnd, name="disagg", max_ongoing_requests=MAX_REQUESTS, ray_actor_options=options
+        FrontEnd,
+        name="disagg",
+        max_ongoing_requests=MAX_REQUESTS,
+        ray_actor_options=options,
     )
     return front.bind(config)
 

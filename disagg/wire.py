@@ -22,17 +22,30 @@ from xxhash import xxh3_64_intdigest
 from disagg.errors import CorruptFrameError, VersionError
 
 MAGIC, WIRE_VERSION = b"dgKV", 4
-FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
+FRAME_BYTES = (
+    2 << 20
+)  # a frame is cut at this payload; a single larger item travels alone
 MAX_HEADER_BYTES, MAX_ITEMS = 256 << 10, 4096  # of one frame
 MAX_FRAME_BYTES = (4 << 20) - 16  # in its message, as much as gRPC takes at once
 
-_FRAME_TAG = b"\x0a"  # protobuf: field 1, length-delimited; of PushRequest and CommitRequest
+_FRAME_TAG = (
+    b"\x0a"  # protobuf: field 1, length-delimited; of PushRequest and CommitRequest
+)
 _PRELUDE = struct.Struct("<4sHHQQ")
 _CHECKSUM = struct.Struct("<Q")
 PRELUDE_BYTES = _PRELUDE.size + _CHECKSUM.size
 
 Buffer = bytes | memoryview
-PlainValue = None | bool | int | float | str | bytes | list["PlainValue"] | dict[str, "PlainValue"]
+PlainValue = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | bytes
+    | list["PlainValue"]
+    | dict[str, "PlainValue"]
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,13 @@ Frame = PageFrame | Commit
 FrameType = IntEnum("FrameType", ["PAGES", "COMMIT"])  # numbers in the prelude
 _FIELDS: dict[str, type] = {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
 _PAGES = {"places": list, "sizes": list}
-_COMMIT = {"tokens": int, "plan": str, "digests": bytes, "first_token": int, "extras": dict}
+_COMMIT = {
+    "tokens": int,
+    "plan": str,
+    "digests": bytes,
+    "first_token": int,
+    "extras": dict,
+}
 
 
 def digest(data: Buffer) -> int:
@@ -120,9 +139,14 @@ def unpack(data: Buffer) -> Frame:
     if len(view) != (size := frame_bytes(view)):
         raise CorruptFrameError(f"a frame of {len(view)} bytes says that it has {size}")
     _, _, what, header_bytes, payload_bytes = _PRELUDE.unpack_from(view)
-    prelude, packed = view[: _PRELUDE.size], view[PRELUDE_BYTES : PRELUDE_BYTES + header_bytes]
+    prelude, packed = (
+        view[: _PRELUDE.size],
+        view[PRELUDE_BYTES : PRELUDE_BYTES + header_bytes],
+    )
     payload = view[size - payload_bytes :]
-    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (digest(bytes(prelude) + bytes(packed)),):
+    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (
+        digest(bytes(prelude) + bytes(packed)),
+    ):
         raise CorruptFrameError("the checksum of a frame header does not match")
     if what not in list(FrameType):
         raise CorruptFrameError(f"a frame of unknown type {what}")
@@ -141,12 +165,16 @@ def unpack(data: Buffer) -> Frame:
 def frame_bytes(start: Buffer) -> int:
     """The size of a frame, from its prelude; at most MAX_FRAME_BYTES."""
     if len(start) < PRELUDE_BYTES:
-        raise CorruptFrameError(f"a frame of {len(start)} bytes is shorter than its prelude")
+        raise CorruptFrameError(
+            f"a frame of {len(start)} bytes is shorter than its prelude"
+        )
     magic, version, _, header_bytes, payload_bytes = _PRELUDE.unpack_from(start)
     if magic != MAGIC:
         raise CorruptFrameError(f"a frame begins with {magic!r}, not with {MAGIC!r}")
     if version != WIRE_VERSION:
-        raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
+        raise VersionError(
+            f"a frame of version {version}; this worker speaks {WIRE_VERSION}"
+        )
     if header_bytes > MAX_HEADER_BYTES:
         raise CorruptFrameError(f"a frame header of {header_bytes} bytes")
     size: int = PRELUDE_BYTES + header_bytes + payload_bytes
@@ -163,7 +191,9 @@ def frame_message(parts: Sequence[Buffer]) -> bytes:
 def message_frame(message: Buffer) -> memoryview:
     """The frame in the bytes of a PushRequest or a CommitRequest, not copied."""
     view = memoryview(message)
-    for start in range(2, min(7, len(view) + 1)):  # behind the tag and a size of 1 to 5 bytes
+    for start in range(
+        2, min(7, len(view) + 1)
+    ):  # behind the tag and a size of 1 to 5 bytes
         if view[:start] == _FRAME_TAG + _varint(len(view) - start):
             return view[start:]
     raise CorruptFrameError(f"a message of {len(view)} bytes is not one frame")
@@ -192,15 +222,29 @@ def _read_map(what: str, data: Buffer, fields: Mapping[str, type]) -> dict[str, 
     for name, wanted in fields.items():
         value = found[name]
         counts = value if wanted is list else [value] if wanted is int else []
-        if type(value) is not wanted or any(type(x) is not int or x < 0 for x in counts):
-            raise CorruptFrameError(f"{what}: {name} is no {wanted.__name__}, or below 0")
+        if type(value) is not wanted or any(
+            type(x) is not int or x < 0 for x in counts
+        ):
+            raise CorruptFrameError(
+                f"{what}: {name} is no {wanted.__name__}, or below 0"
+            )
     return found
 
 
-def _page_frame(ticket: Ticket, header: Mapping[str, Any], payload: memoryview) -> PageFrame:
-    places, sizes, digests = header["places"], header["sizes"], unpack_digests(header["digests"])
+def _page_frame(
+    ticket: Ticket, header: Mapping[str, Any], payload: memoryview
+) -> PageFrame:
+    places, sizes, digests = (
+        header["places"],
+        header["sizes"],
+        unpack_digests(header["digests"]),
+    )
     counts = len(places), len(sizes), len(digests)
-    if not 0 < len(places) <= MAX_ITEMS or len({*counts}) > 1 or sum(sizes) != len(payload):
+    if (
+        not 0 < len(places) <= MAX_ITEMS
+        or len({*counts}) > 1
+        or sum(sizes) != len(payload)
+    ):
         raise CorruptFrameError(
             f"{counts} places, sizes and digests in one frame of {len(payload)} bytes"
         )

@@ -205,7 +205,9 @@ class PageFormat:
     @property
     def has_own_basis(self) -> bool:
         """Whether a page has all that belongs to its low-rank product, as if it were a segment."""
-        return any(x is not None and not x.shared for x in (self.k.low_rank, self.v.low_rank))
+        return any(
+            x is not None and not x.shared for x in (self.k.low_rank, self.v.low_rank)
+        )
 
     @property
     def is_encodable(self) -> bool:
@@ -241,7 +243,11 @@ class SlotsFormat:
     states: int
 
 
-FREE, POOL, RETIRED = 0, 1, 2  # nothing here · one of the best so far · beaten, and still kept
+FREE, POOL, RETIRED = (
+    0,
+    1,
+    2,
+)  # nothing here · one of the best so far · beaten, and still kept
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,9 @@ class ExactFormat:
 
     def __post_init__(self) -> None:
         if self.counted and self.slots != self.tokens:
-            raise ValueError(f"{self.slots} slots for {self.tokens} tokens, without positions")
+            raise ValueError(
+                f"{self.slots} slots for {self.tokens} tokens, without positions"
+            )
 
     @property
     def counted(self) -> bool:

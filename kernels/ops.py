@@ -21,7 +21,13 @@ from disagg.kernels.cpu import attend as cpu_attend
 from disagg.kernels.cpu import encode as cpu_encode
 from disagg.kernels.cpu.library import TORCH, TYPES, backend
 from disagg.kernels.cpu.step import LayerCalls
-from disagg.kernels.formats import RAW_SLOTS, AlignedFormat, ExactFormat, Format, PageFormat
+from disagg.kernels.formats import (
+    RAW_SLOTS,
+    AlignedFormat,
+    ExactFormat,
+    Format,
+    PageFormat,
+)
 from disagg.kernels.reference import aligned, codes, exact, kept, pages
 from disagg.kernels.reference import encode as encoders
 from disagg.kernels.reference.aligned import Bits
@@ -66,7 +72,9 @@ def attend(
     return o.to(dtype)
 
 
-def prepare(arena: Tensor, rows: NewRows, views: Sequence[View], q: Tensor) -> LayerCalls | None:
+def prepare(
+    arena: Tensor, rows: NewRows, views: Sequence[View], q: Tensor
+) -> LayerCalls | None:
     """A step of one token for each of B sequences, ready for every layer of a group; None where
     other code than the C library has to serve it, layer by layer.
 
@@ -88,8 +96,12 @@ def bits_read(q: Tensor, view: View, scale: float) -> Bits:
     if not on_gpu(q):
         return aligned.attend(q, view, scale)[1]
     units = _gpu("plan").units_of([view], q.device)
-    o = q.new_empty(units.table.shape[0], q.shape[1] * q.shape[2], q.shape[3], dtype=torch.float32)
-    count = _gpu("aligned").attend(q, view, scale, 0, units, o, torch.empty_like(o[..., 0]))
+    o = q.new_empty(
+        units.table.shape[0], q.shape[1] * q.shape[2], q.shape[3], dtype=torch.float32
+    )
+    count = _gpu("aligned").attend(
+        q, view, scale, 0, units, o, torch.empty_like(o[..., 0])
+    )
     found: Bits = count()
     return found
 
@@ -144,7 +156,9 @@ def encode(
     if isinstance(fmt, AlignedFormat):
         blocks = aligned.encode(k, v, fmt)
     elif on_gpu(k) and fmt.is_encodable:
-        found: tuple[Tensor, Tensor | None] = _gpu("encode").encode(k, v, fmt, cut, absent, target)
+        found: tuple[Tensor, Tensor | None] = _gpu("encode").encode(
+            k, v, fmt, cut, absent, target
+        )
         return found
     elif absent is None and cpu_encode.is_encoded(fmt, k):
         shape = (0 if target else k.shape[1] // fmt.tokens, k.shape[0], fmt.block_bytes)
@@ -159,12 +173,17 @@ def encode(
 
 
 def decode(
-    blocks: Tensor, segments: Tensor | None, fmt: PageFormat, dtype: torch.dtype = torch.float32
+    blocks: Tensor,
+    segments: Tensor | None,
+    fmt: PageFormat,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """k', v' [..., tokens, D] of blocks [..., block_bytes] u8, and a segment for each."""
     _check_bytes(blocks, "blocks")
     if blocks.shape[-1] != fmt.block_bytes:
-        raise ValueError(f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted")
+        raise ValueError(
+            f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted"
+        )
     return codes.decode(blocks, segments, fmt, dtype)
 
 
@@ -178,11 +197,15 @@ def append(
         fmt, tables = sealing.fmt, sealing.rows
         if not fmt.is_sealable:
             raise ValueError(f"an append cannot seal pages of {fmt}")
-        _check_ids(tables.tails, (k.shape[0], fmt.tokens // rows.fmt.tokens), "tails", arena)
+        _check_ids(
+            tables.tails, (k.shape[0], fmt.tokens // rows.fmt.tokens), "tails", arena
+        )
         for name in ("pages", "segments", "stretches"):
             _check_ids(getattr(tables, name), (k.shape[0],), name, arena)
     if not k.is_floating_point() or k.dtype != v.dtype:
-        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; one float dtype is wanted")
+        raise TypeError(
+            f"k and v are {k.dtype} and {v.dtype}; one float dtype is wanted"
+        )
     if k.shape != v.shape or k.dim() != 3 or k.shape[2] != rows.fmt.head_dim:
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {rows.fmt.head_dim}] is wanted"
@@ -197,15 +220,26 @@ def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
     """Sums of squares of q [Hq, n, D] by KV heads and units of tokens. See reference/encode.py."""
     if q.dim() != 3 or q.shape[0] % heads or not 0 <= begun < RAW_SLOTS:
         wanted = f"[a multiple of {heads}, n, D] behind 0 to {RAW_SLOTS - 1} is wanted"
-        raise ValueError(f"q is {tuple(q.shape)} behind {begun} tokens of a unit; {wanted}")
+        raise ValueError(
+            f"q is {tuple(q.shape)} behind {begun} tokens of a unit; {wanted}"
+        )
     where = encoders if on_gpu(q) else cpu_encode
     return where.sum_squares(q, heads, begun)
 
 
-def keep_outliers(slots: KeptSlots, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
+def keep_outliers(
+    slots: KeptSlots, k: Tensor, v: Tensor, count: int, first: int
+) -> Tensor:
     """Let new tokens compete and keep the winners: [H, n] bool. See reference/kept.py."""
-    if k.shape != v.shape or k.dim() != 3 or k.dtype != v.dtype or not k.is_floating_point():
-        raise ValueError(f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}")
+    if (
+        k.shape != v.shape
+        or k.dim() != 3
+        or k.dtype != v.dtype
+        or not k.is_floating_point()
+    ):
+        raise ValueError(
+            f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}"
+        )
     return kept.keep_outliers(slots, k, v, count, first)
 
 
@@ -226,7 +260,9 @@ def store_blocks(target: Target, blocks: Tensor) -> None:
     pages.store_blocks(target, blocks)
 
 
-def load_blocks(arena: Tensor, ids: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
+def load_blocks(
+    arena: Tensor, ids: Tensor, base: int, heads: int, block_bytes: int
+) -> Tensor:
     """Blocks [P, heads, block_bytes] of pages [P]."""
     _check_bytes(arena, "arena")
     _check_ids(ids, (ids.numel(),), "pages", arena)
@@ -247,19 +283,25 @@ def _gpu(name: str) -> ModuleType:
 def _attend_by_reference(q: Tensor, view: View, scale: float, cap: float) -> Partial:
     if isinstance(view.fmt, AlignedFormat):
         return aligned.attend(q, view, scale, cap)[0]
-    return (exact if isinstance(view.fmt, ExactFormat) else codes).attend(q, view, scale, cap)
+    return (exact if isinstance(view.fmt, ExactFormat) else codes).attend(
+        q, view, scale, cap
+    )
 
 
 def _check_view(q: Tensor, view: View) -> None:
     fmt, ids = view.fmt, view.pages
     if not q.is_floating_point() or (q.dtype == torch.float64 and q.is_cuda):
-        raise TypeError(f"q is {q.dtype}; floats of 32 bits at most are wanted, or 64 on a CPU")
+        raise TypeError(
+            f"q is {q.dtype}; floats of 32 bits at most are wanted, or 64 on a CPU"
+        )
     if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % view.heads:
         raise ValueError(
             f"q is {tuple(q.shape)}; [B, M, a multiple of {view.heads}, {fmt.head_dim}] is wanted"
         )
     if ids.dim() != 2 or not ids.shape[1]:
-        raise ValueError(f"pages is {tuple(ids.shape)}; [B, at least one page] is wanted")
+        raise ValueError(
+            f"pages is {tuple(ids.shape)}; [B, at least one page] is wanted"
+        )
     _check_bytes(view.arena, "arena")
     _check_ids(ids, (q.shape[0], ids.shape[1]), "pages", q)
     _check_ids(view.lo, (q.shape[0], q.shape[1]), "lo", q)
@@ -268,7 +310,9 @@ def _check_view(q: Tensor, view: View) -> None:
         raise ValueError(f"q is on {q.device} and the arena on {view.arena.device}")
     if isinstance(fmt, PageFormat) and fmt.segment_bytes:
         if view.segments is None or view.owner is None:
-            raise ValueError("these pages share segments: segments and owner are wanted")
+            raise ValueError(
+                "these pages share segments: segments and owner are wanted"
+            )
         _check_ids(view.owner, tuple(ids.shape), "owner", q)
         _check_ids(view.segments, (q.shape[0], view.segments.shape[1]), "segments", q)
     if isinstance(fmt, ExactFormat) and fmt.side is not None:
@@ -288,7 +332,12 @@ def _check_encode(
 ) -> None:
     if not (k.is_floating_point() and v.is_floating_point()):
         raise TypeError(f"k and v are {k.dtype} and {v.dtype}; a float dtype is wanted")
-    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != fmt.head_dim or v.device != k.device:
+    if (
+        k.shape != v.shape
+        or k.dim() != 3
+        or k.shape[2] != fmt.head_dim
+        or v.device != k.device
+    ):
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [H, n, {fmt.head_dim}] is wanted"
         )
@@ -296,18 +345,28 @@ def _check_encode(
         raise ValueError(f"{k.shape[1]} tokens; a multiple of {fmt.tokens} is wanted")
     if absent is None:
         return
-    if absent.dtype != torch.bool or absent.shape != k.shape[:2] or absent.device != k.device:
-        raise ValueError(f"absent is {tuple(absent.shape)} {absent.dtype}; a bool for each token")
+    if (
+        absent.dtype != torch.bool
+        or absent.shape != k.shape[:2]
+        or absent.device != k.device
+    ):
+        raise ValueError(
+            f"absent is {tuple(absent.shape)} {absent.dtype}; a bool for each token"
+        )
     masked = isinstance(fmt, PageFormat) and fmt.valid is not None
     if not masked or fmt.k.scale.by != "column" or fmt.k.scale.shared:  # type: ignore[union-attr]
-        raise ValueError("pages without a mask, or without groups of tokens, leave no token out")
+        raise ValueError(
+            "pages without a mask, or without groups of tokens, leave no token out"
+        )
 
 
 def _check_bytes(x: Tensor, name: str) -> None:
     if x.dtype != torch.uint8:
         raise TypeError(f"{name} is {x.dtype}; torch.uint8 is wanted")
     if name == "arena" and (x.dim() != 1 or not x.is_contiguous() or x.data_ptr() % 16):
-        raise ValueError("the arena is one contiguous run of bytes on a 16-byte boundary")
+        raise ValueError(
+            "the arena is one contiguous run of bytes on a 16-byte boundary"
+        )
 
 
 def _check_ids(x: Tensor, shape: tuple[int, ...], name: str, like: Tensor) -> None:

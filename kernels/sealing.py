@@ -17,9 +17,13 @@ from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, ExactFormat, PageFormat
 
-NO_PAGE = -1  # of a row that completes no page, and of one that is padding and not written
+NO_PAGE = (
+    -1
+)  # of a row that completes no page, and of one that is padding and not written
 STRETCH_TOKENS = 16  # every segment begins at a multiple of this
-HEAD_STRIDE = 256  # seeds of a segment: one for each side and head, however many heads a call has
+HEAD_STRIDE = (
+    256  # seeds of a segment: one for each side and head, however many heads a call has
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,14 @@ class Segmentation:
         """Segments of so many tokens; no tokens are one segment too."""
         return max(1, -(-tokens // self.tokens))
 
-    def begin(self, tokens: int, heads: int, fmt: PageFormat, device: torch.device) -> Tensor:
+    def begin(
+        self, tokens: int, heads: int, fmt: PageFormat, device: torch.device
+    ) -> Tensor:
         """The segments of so many tokens [S, H, segment_bytes] u8: as they are frozen, else 0."""
         if fmt.turn and self.frozen is None:
-            raise ValueError("a frozen segment is wanted: it says the order of K's channels")
+            raise ValueError(
+                "a frozen segment is wanted: it says the order of K's channels"
+            )
         shape = (self.count(tokens), heads, fmt.segment_bytes)
         segments = torch.zeros(shape, dtype=torch.uint8, device=device)
         return segments if self.frozen is None else segments.copy_(self.frozen)

@@ -49,7 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ray") and scope_of(item.nodeid) != "serial":
             raise pytest.UsageError(f"{item.nodeid} needs Ray; name its file in SERIAL")
-    items.sort(key=lambda item: (scope := scope_of(item.nodeid)) != "serial" and scope not in LONG)
+    items.sort(
+        key=lambda item: (
+            (scope := scope_of(item.nodeid)) != "serial" and scope not in LONG
+        )
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,7 +64,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
-            given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+            given = {
+                name: pyfuncitem.funcargs[name]
+                for name in pyfuncitem._fixtureinfo.argnames
+            }
             for name, value in given.items():
                 if isinstance(value, AbstractAsyncContextManager):
                     given[name] = await stack.enter_async_context(value)

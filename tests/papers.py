@@ -14,7 +14,9 @@ def make_papers(folder: Path) -> Path:
     for name in ("ca", "foreign"):
         made = f"-keyout {name}.key -out {name}"
         openssl(folder, f"req -x509 -nodes -days 2 -subj /CN=test {NEW} {made}")
-    openssl(folder, f"req -nodes -subj /CN=127.0.0.1 {NEW} -keyout peer.key -out peer.csr")
+    openssl(
+        folder, f"req -nodes -subj /CN=127.0.0.1 {NEW} -keyout peer.key -out peer.csr"
+    )
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
     signed = "-CA ca -CAkey ca.key -CAcreateserial -extfile names"
     openssl(folder, f"x509 -req -days 2 -in peer.csr {signed} -out peer")
@@ -22,4 +24,6 @@ def make_papers(folder: Path) -> Path:
 
 
 def openssl(folder: Path, command: str) -> None:
-    subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["openssl", *command.split()], cwd=folder, check=True, capture_output=True
+    )

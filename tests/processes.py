@@ -26,20 +26,36 @@ def wait_for(
 def lives(pid: int) -> bool:
     """Whether a process is there, and not only as one that nobody has collected yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     except OSError:
         return False
 
 
 @contextmanager
-def ray_head(port: int, environment: Mapping[str, str], *options: str) -> Iterator[None]:
+def ray_head(
+    port: int, environment: Mapping[str, str], *options: str
+) -> Iterator[None]:
     """A Ray of one node, as `ray start` makes it; whoever uses it waits until it is there."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets in it
+    folder = tempfile.mkdtemp(
+        prefix="ray-", dir="/tmp"
+    )  # short: Ray puts sockets in it
     start = "from ray.scripts.scripts import main; main()"
-    command = [sys.executable, "-c", start, "start", "--head", "--block", f"--port={port}"]
+    command = [
+        sys.executable,
+        "-c",
+        start,
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+    ]
     command += [f"--temp-dir={folder}", *options]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    ray = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **quiet)
+    ray = subprocess.Popen(
+        command, cwd=folder, env=environment, start_new_session=True, **quiet
+    )
     try:
         yield
     finally:

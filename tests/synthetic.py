@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 
 
-def realistic(heads: int, n: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def realistic(
+    heads: int, n: int, head_dim: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """k, v [H, n, D] fp32: a few large K channels, sink tokens, low-rank structure plus noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    k = normal(heads, n, 8) @ normal(heads, 8, head_dim) * 0.4 + 0.5 * normal(heads, n, head_dim)
+    k = normal(heads, n, 8) @ normal(heads, 8, head_dim) * 0.4 + 0.5 * normal(
+        heads, n, head_dim
+    )
     k += normal(heads, 1, head_dim)
     for head in range(heads):
         loud = torch.randperm(head_dim, generator=generator)[:3]

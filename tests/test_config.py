@@ -23,7 +23,11 @@ def test_without_file_and_flags_the_defaults_hold():
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = write(tmp_path, "codec: raw\nserver: {port: 9000, host: 0.0.0.0}\n")
     config = load_config(path, {"server.port": "9001", "codec": None})
-    assert (config.codec, config.server.host, config.server.port) == ("raw", "0.0.0.0", 9001)
+    assert (config.codec, config.server.host, config.server.port) == (
+        "raw",
+        "0.0.0.0",
+        9001,
+    )
     assert config.engine == Config().engine
 
 
@@ -78,7 +82,10 @@ def test_a_missing_file_is_a_config_error(tmp_path):
 
 
 def test_a_section_without_keys_changes_nothing(tmp_path):
-    assert load_config(write(tmp_path, "server:\n  # port: 9000\ncodec: raw")).codec == "raw"
+    assert (
+        load_config(write(tmp_path, "server:\n  # port: 9000\ncodec: raw")).codec
+        == "raw"
+    )
 
 
 def test_an_optional_key_can_be_unset_and_takes_integers(tmp_path):
@@ -101,7 +108,11 @@ def test_a_flag_can_switch(text, value):
         ("transfer.link_mbps", ["0"], "is .*; at least .* is wanted"),
         ("router.deadline_s", ["nan"], "is .*; at least .* is wanted"),
         ("engine.memory_share", ["5"], "is 5.0; at most 1 is wanted"),
-        ("engine.arena_bytes", ["300000000000"], "is 3.*; at most 274877906944 is wanted"),
+        (
+            "engine.arena_bytes",
+            ["300000000000"],
+            "is 3.*; at most 274877906944 is wanted",
+        ),
         ("engine.watermark", ["2"], "is 2.0; at most 1 is wanted"),
         ("transfer.frame_bytes", ["4194305"], "is 4194305; at most 4194304 is wanted"),
         ("engine.torch_threads", ["1000000"], "is 1000000; at most 1024 is wanted"),
@@ -110,7 +121,11 @@ def test_a_flag_can_switch(text, value):
             ["[1]", "[7, 6]", "[0, 9]", "[1, 65536]", "['a', 'b']", "{}", "7"],
             "is .* wanted",
         ),
-        ("cluster.name", ["", "a b", "../up"], "is .* wanted"),  # files have it in their names
+        (
+            "cluster.name",
+            ["", "a b", "../up"],
+            "is .* wanted",
+        ),  # files have it in their names
     ],
 )
 def test_a_flag_that_cannot_be_is_named_with_what_is_wanted(key, values, says):

@@ -24,7 +24,9 @@ BLOCKS = re.findall(r"^<!-- run -->\n```(\w+)\n(.*?)^```", TEXT, re.M | re.S)
 def test_links_and_files_of_a_page_are_there(page):
     text = page.read_text()
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
-    named = re.findall(r"`((?:disagg|tests|kernels|protos|benchmarks|docs)/[\w./-]+)`", text)
+    named = re.findall(
+        r"`((?:disagg|tests|kernels|protos|benchmarks|docs)/[\w./-]+)`", text
+    )
     missing = [x for x in links if not (page.parent / x).exists()]
     missing += [x for x in named if not (ROOT / x).exists()]
     assert not missing
@@ -45,13 +47,17 @@ def test_the_readme_has_runnable_blocks() -> None:
     assert {language for language, _ in BLOCKS} == {"python", "sh"}
 
 
-@pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "python"])
+@pytest.mark.parametrize(
+    "code", [code for language, code in BLOCKS if language == "python"]
+)
 def test_python_blocks_run(code, capsys):
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.splitlines() == re.findall(r"# -> (.*)$", code, re.M)
 
 
-@pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "sh"])
+@pytest.mark.parametrize(
+    "code", [code for language, code in BLOCKS if language == "sh"]
+)
 def test_shell_blocks_run(code):
     for line in re.findall(r"^\$ (.*)$", code, re.M):
         program, *arguments = shlex.split(line)

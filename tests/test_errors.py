@@ -11,7 +11,9 @@ GRPC_STATUSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", all_errors().values(), ids=lambda error: error.__name__)
+@pytest.mark.parametrize(
+    "error", all_errors().values(), ids=lambda error: error.__name__
+)
 def test_every_error_knows_how_it_looks_from_outside(error):
     assert error.grpc_status in GRPC_STATUSES
     assert 400 <= error.http_status < 600
@@ -37,5 +39,7 @@ def test_a_peer_names_its_error_and_it_becomes_an_exception_again():
 def test_an_unknown_name_lists_the_known_ones():
     unknown = UnknownNameError.of("codec", "x", ["raw", "kivi"])
     assert str(unknown) == "unknown codec 'x'; known: kivi, raw"
-    sent = pickle.loads(pickle.dumps(unknown))  # from one process of a benchmark to another
+    sent = pickle.loads(
+        pickle.dumps(unknown)
+    )  # from one process of a benchmark to another
     assert (type(sent), str(sent)) == (UnknownNameError, str(unknown))

@@ -30,7 +30,11 @@ FLOORS = [  # bottom to top; rooms on one floor do not know each other
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 THIRD_PARTY = {  # package: where alone it may be imported
-    "ray": ["disagg/launch/ray_cluster.py", "disagg/launch/ray_actor.py", "disagg/serve_app.py"],
+    "ray": [
+        "disagg/launch/ray_cluster.py",
+        "disagg/launch/ray_actor.py",
+        "disagg/serve_app.py",
+    ],
     "transformers": ["disagg/model/", "disagg/bench/streams.py"],
     "grpc": ["disagg/transfer/", "protos/"],
     "cryptography": ["disagg/transfer/certificates.py"],
@@ -50,7 +54,9 @@ TORCH_FREE = {"errors", "config", "kv", "wire", "transfer", "cli"}
 def sources() -> list[Path]:
     found = [*(ROOT / "disagg").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     links = (ROOT / "disagg" / "kernels", ROOT / "disagg" / "protos")
-    return [path for path in found if not any(path.is_relative_to(link) for link in links)]
+    return [
+        path for path in found if not any(path.is_relative_to(link) for link in links)
+    ]
 
 
 def room(path: Path) -> str:
@@ -65,17 +71,26 @@ def nodes(path: Path) -> list[ast.AST]:
 
 def module(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "disagg" else ("disagg", *parts)).removesuffix(".__init__")
+    return ".".join(parts if parts[0] == "disagg" else ("disagg", *parts)).removesuffix(
+        ".__init__"
+    )
 
 
 def imports(path: Path, for_types: bool = True) -> Iterator[str]:
     """Modules, and what is taken from them, which may be modules too."""
     blocks = (x for x in nodes(path) if isinstance(x, ast.If) and not for_types)
-    typing = {x for y in blocks if ast.unparse(y.test) == "TYPE_CHECKING" for x in y.body}
+    typing = {
+        x for y in blocks if ast.unparse(y.test) == "TYPE_CHECKING" for x in y.body
+    }
     for node in (x for x in nodes(path) if x not in typing):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import; here the whole address is written"
-            yield from (f"{node.module}", *(f"{node.module}.{x.name}" for x in node.names))
+            assert node.level == 0, (
+                f"{path}: relative import; here the whole address is written"
+            )
+            yield from (
+                f"{node.module}",
+                *(f"{node.module}.{x.name}" for x in node.names),
+            )
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -101,7 +116,9 @@ def test_imports_point_down():
 def test_no_modules_import_each_other_in_a_circle():
     """Inside a room too; what is imported for types alone is not there when it runs."""
     found = {module(path): {*imports(path, for_types=False)} for path in sources()}
-    TopologicalSorter({name: names & found.keys() for name, names in found.items()}).prepare()
+    TopologicalSorter(
+        {name: names & found.keys() for name, names in found.items()}
+    ).prepare()
 
 
 def test_every_room_has_a_floor():
@@ -124,7 +141,8 @@ def test_rooms_below_the_model_import_no_torch():
     wrong = [
         str(path.relative_to(ROOT))
         for path in sources()
-        if room(path) in TORCH_FREE and any(m.split(".")[0] == "torch" for m in imports(path))
+        if room(path) in TORCH_FREE
+        and any(m.split(".")[0] == "torch" for m in imports(path))
     ]
     assert not wrong, "\n".join(wrong)
 

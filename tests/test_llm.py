@@ -63,14 +63,20 @@ def test_text_goes_in_and_comes_out(llm):
 
 def test_the_answers_to_a_prompt_are_of_seeds_that_follow_each_other(llm):
     prompts = [random_prompt(40), random_prompt(50)]
-    params = [SamplingParams(max_tokens=9, temperature=1.0, seed=seed) for seed in (7, 8)]
-    apart = [llm.generate([prompt], each)[0].tokens for prompt in prompts for each in params]
+    params = [
+        SamplingParams(max_tokens=9, temperature=1.0, seed=seed) for seed in (7, 8)
+    ]
+    apart = [
+        llm.generate([prompt], each)[0].tokens for prompt in prompts for each in params
+    ]
     assert [answer.tokens for answer in llm.generate(prompts, params[0], n=2)] == apart
     assert len(set(apart)) == 4
     with pytest.raises(RequestError, match="n is 0; an integer from 1"):
         llm.generate(prompts, n=0)
     (_, last) = llm.generate(prompts[:1], replace(params[0], seed=2**63 - 1), n=2)
-    assert last.tokens == llm.generate(prompts[:1], replace(params[0], seed=0))[0].tokens
+    assert (
+        last.tokens == llm.generate(prompts[:1], replace(params[0], seed=0))[0].tokens
+    )
 
 
 def test_calls_of_several_threads_are_answered_as_one_after_another(llm):
@@ -88,7 +94,11 @@ def test_an_answer_says_what_its_handoff_took(llm):
     assert (kv.codec, kv.tokens) == (KIVI, n)
     assert (kv.fp16_bytes, kv.fp8_bytes) == (2 * numbers, numbers)
     assert kv.resident_bytes == plan.nbytes(n)
-    assert kv.payload_bytes + kv.cached_bytes == Manifest(plan, n).total_bytes <= kv.resident_bytes
+    assert (
+        kv.payload_bytes + kv.cached_bytes
+        == Manifest(plan, n).total_bytes
+        <= kv.resident_bytes
+    )
     assert kv.payload_bytes < kv.wire_bytes < 1.05 * kv.payload_bytes
     assert min(kv.encode_ms, kv.wire_ms, kv.exposed_ms, kv.admit_ms) > 0
     assert kv.exposed_ms <= kv.wire_ms
@@ -114,10 +124,21 @@ def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(t
 
 @pytest.mark.parametrize(
     ("prompts", "params"),
-    [(None, None), ([5], None), ([None], None), ([["a"]], None), ("x", {"seed": 5}), ("x", [])],
+    [
+        (None, None),
+        ([5], None),
+        ([None], None),
+        ([["a"]], None),
+        ("x", {"seed": 5}),
+        ("x", []),
+    ],
 )
-def test_what_is_no_prompt_or_no_params_is_refused_with_what_is_wanted(prompts, params, llm):
-    with pytest.raises(RequestError, match=r"(prompts|params) are .*(texts|SamplingParams)"):
+def test_what_is_no_prompt_or_no_params_is_refused_with_what_is_wanted(
+    prompts, params, llm
+):
+    with pytest.raises(
+        RequestError, match=r"(prompts|params) are .*(texts|SamplingParams)"
+    ):
         llm.generate(prompts, params)
     with pytest.raises(ConfigError, match="codec is 5; the name of one"):
         llm.generate("x", codec=5)
@@ -137,7 +158,9 @@ def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
     assert len(llm.generate([good], SamplingParams(max_tokens=3))[0].tokens) == 3
 
 
-def test_a_codec_whose_kernels_a_gpu_refuses_is_an_error_before_it_serves(tiny, monkeypatch):
+def test_a_codec_whose_kernels_a_gpu_refuses_is_an_error_before_it_serves(
+    tiny, monkeypatch
+):
     runner, wrong = Runner.load(str(tiny)), 0.0
     runner.record_steps(EagerRecorder())  # as on a GPU
     monkeypatch.setattr("disagg.llm.Runner.load", lambda *_: runner)

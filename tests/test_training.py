@@ -24,18 +24,28 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("books") / "books.txt"
-    texts = {"First": "the grey cat", "Second": "a small dog", room.HELD_OUT[3]: "secret Zanzibar"}
+    texts = {
+        "First": "the grey cat",
+        "Second": "a small dog",
+        room.HELD_OUT[3]: "secret Zanzibar",
+    }
     write_books(file, texts)
     return file
 
 
 def write_books(file: Path, texts: dict[str, str]) -> None:
-    stories = (f"# Title: {title}\n\n" + f"{x} sat.\n\n" * 600 for title, x in texts.items())
+    stories = (
+        f"# Title: {title}\n\n" + f"{x} sat.\n\n" * 600 for title, x in texts.items()
+    )
     file.write_text("\n".join(stories))
 
 
-def make_rows(books: Path, tokenizer: Any, folder: Path, length: int = 512) -> room.RowMaker:
-    return room.RowMaker(room.training_tokens(books, tokenizer, folder), tokenizer, length)
+def make_rows(
+    books: Path, tokenizer: Any, folder: Path, length: int = 512
+) -> room.RowMaker:
+    return room.RowMaker(
+        room.training_tokens(books, tokenizer, folder), tokenizer, length
+    )
 
 
 def answer(tokenizer: Any, passage: room.Passage) -> str:
@@ -46,10 +56,14 @@ def answer(tokenizer: Any, passage: room.Passage) -> str:
 @pytest.mark.parametrize("steps", [1, 3, 8])
 def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, asked):
     for seed in range(8):
-        passage = room.arithmetic(tokenizer, np.random.default_rng(seed), steps, asked=asked)
+        passage = room.arithmetic(
+            tokenizer, np.random.default_rng(seed), steps, asked=asked
+        )
         text = tokenizer.decode(passage.tokens)
         number = r"(\d(?: \d)*)"
-        start, last = (re.search(f"{x} {number}", text) for x in ("Start with", "Answer:"))
+        start, last = (
+            re.search(f"{x} {number}", text) for x in ("Start with", "Answer:")
+        )
         sums = re.findall(rf"{number} ([+-]) {number} = {number}\.", text)
         value = int(start[1].replace(" ", "")) if start else -1
         for left, sign, operand, result in sums:
@@ -65,11 +79,17 @@ def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, aske
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer, distance):
     book = np.full(3000, tokenizer.encode(" tree")[-1], dtype=np.uint16)
-    passage = room.passkey_prompt(tokenizer, book, np.random.default_rng(distance), distance)
+    passage = room.passkey_prompt(
+        tokenizer, book, np.random.default_rng(distance), distance
+    )
     text = tokenizer.decode(passage.tokens)
-    told = re.search(r"pass key for the (\w+) is ([\d ]+)\. Remember it: the \1 is \2\.", text)
+    told = re.search(
+        r"pass key for the (\w+) is ([\d ]+)\. Remember it: the \1 is \2\.", text
+    )
     assert answer(tokenizer, passage) == f" {told[2]}."
-    asked = f"the pass key for the {told[1]}? The pass key for the {told[1]} is {told[2]}."
+    asked = (
+        f"the pass key for the {told[1]}? The pass key for the {told[1]} is {told[2]}."
+    )
     assert text.endswith(asked)
     between = text[told.end() : text.rindex("What is")]
     assert len(tokenizer.encode(between.strip())) == pytest.approx(distance, abs=4)
@@ -78,7 +98,9 @@ def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer, distance):
 
 def test_held_out_books_never_enter_training_rows(books, tokenizer, tmp_path):
     maker = make_rows(books, tokenizer, tmp_path)
-    assert "Zanzibar" in tokenizer.decode(room.held_out_tokens(books, tokenizer)[room.HELD_OUT[3]])
+    assert "Zanzibar" in tokenizer.decode(
+        room.held_out_tokens(books, tokenizer)[room.HELD_OUT[3]]
+    )
     assert "Zanzibar" not in tokenizer.decode(maker.books)
     for step in range(15):
         tokens, weights = maker.batch(step, 2)
@@ -92,11 +114,15 @@ def test_rows_of_pass_keys_ask_only_for_keys_that_were_told(books, tokenizer, tm
     for seed in range(10):
         text = tokenizer.decode(maker.passkeys(np.random.default_rng(seed)).tokens)
         told = dict(re.findall(r"for the (\w+) is ([\d ]+)\. Remember", text))
-        asked = re.findall(r"for the (\w+)\? The pass key for the \w+ is ([\d ]+)\.", text)
+        asked = re.findall(
+            r"for the (\w+)\? The pass key for the \w+ is ([\d ]+)\.", text
+        )
         assert asked
         assert all(told[place] == key for place, key in asked)
         for place, key in asked:
-            assert text.index(f"the {place} is {key}. Remember") < text.index(f"the {place}?")
+            assert text.index(f"the {place} is {key}. Remember") < text.index(
+                f"the {place}?"
+            )
 
 
 def test_books_without_a_held_out_one_are_refused(tokenizer, tmp_path):
@@ -107,13 +133,22 @@ def test_books_without_a_held_out_one_are_refused(tokenizer, tmp_path):
 
 def tiny_training(rows: room.RowMaker) -> Training:
     torch.manual_seed(1)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 0}
     config = LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **shape, **heads)
-    return Training(LlamaForCausalLM(config), rows, TrainConfig(steps=4, num_rows=2, length=128))
+    return Training(
+        LlamaForCausalLM(config), rows, TrainConfig(steps=4, num_rows=2, length=128)
+    )
 
 
-def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(books, tokenizer, tmp_path):
+def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(
+    books, tokenizer, tmp_path
+):
     rows = make_rows(books, tokenizer, tmp_path, length=128)
     whole, first, second = (tiny_training(rows) for _ in range(3))
     losses = [whole.train_step(), whole.train_step()]
@@ -127,8 +162,12 @@ def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(books, tok
 
 
 def test_the_rate_rises_then_falls_with_the_budget(tokenizer):
-    training = tiny_training(room.RowMaker(np.zeros(200, dtype=np.uint16), tokenizer, 128))
-    training.config = TrainConfig(minutes=10, warmup_steps=10, peak_lr=1.0, end_lr_share=0.1)
+    training = tiny_training(
+        room.RowMaker(np.zeros(200, dtype=np.uint16), tokenizer, 128)
+    )
+    training.config = TrainConfig(
+        minutes=10, warmup_steps=10, peak_lr=1.0, end_lr_share=0.1
+    )
     rates = []
     for step, minutes in [(0, 0), (10, 0), (10, 5), (10, 10), (10, 99)]:
         training.step, training.elapsed_s = step, 60.0 * minutes
@@ -137,7 +176,9 @@ def test_the_rate_rises_then_falls_with_the_budget(tokenizer):
 
 
 def test_an_untrained_model_recalls_nothing(tokenizer, books, tmp_path):
-    model = tiny_training(make_rows(books, tokenizer, tmp_path, length=128)).model.eval()
+    model = tiny_training(
+        make_rows(books, tokenizer, tmp_path, length=128)
+    ).model.eval()
     rng = np.random.default_rng(0)
     sums = [room.arithmetic(tokenizer, rng, 2, asked=True) for _ in range(4)]
     assert share_right(model, sums) == 0
@@ -146,9 +187,20 @@ def test_an_untrained_model_recalls_nothing(tokenizer, books, tmp_path):
 def test_a_refreshed_card_keeps_its_text_and_shows_the_new_figures(tmp_path):
     card = tmp_path / "README.md"
     card.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
-    held = {"books": 2, "tokens": 4096, "loss": 3.0, "perplexity": 20.1, "bits_per_char": 1.5}
+    held = {
+        "books": 2,
+        "tokens": 4096,
+        "loss": 3.0,
+        "perplexity": 20.1,
+        "bits_per_char": 1.5,
+    }
     sums = {"guided": {"2": 0.5, "4": 0.25, "8": 0.0}}
-    measured = {"held_out": held, "passages": 50, "passkey": {"64": 0.5}, "arithmetic": sums}
+    measured = {
+        "held_out": held,
+        "passages": 50,
+        "passkey": {"64": 0.5},
+        "arithmetic": sums,
+    }
     refresh_card(card, measured | {"tokens": 8192, "step": 2})
     text = card.read_text()
     assert text.startswith("before\n")

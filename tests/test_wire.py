@@ -16,7 +16,9 @@ TICKET = wire.Ticket(nonce=2**64 - 3, epoch=7, gen=2)
 
 def page_frame(parts: list[bytes]) -> wire.PageFrame:
     places, digests = range(5, 5 + len(parts)), map(wire.digest, parts)
-    return wire.PageFrame(TICKET, tuple(places), tuple(digests), tuple(map(memoryview, parts)))
+    return wire.PageFrame(
+        TICKET, tuple(places), tuple(digests), tuple(map(memoryview, parts))
+    )
 
 
 PAGES = page_frame([b"\x01" * 63, b"\x02" * 65, bytes(range(61))])
@@ -32,7 +34,9 @@ def joined(frame: wire.Frame) -> bytes:
 def resealed(header: dict, payload: bytes, what: int = 1) -> bytes:
     """A frame with a right checksum around whatever header."""
     packed = msgpack.packb(header)
-    prelude = struct.pack("<4sHHQQ", b"dgKV", wire.WIRE_VERSION, what, len(packed), len(payload))
+    prelude = struct.pack(
+        "<4sHHQQ", b"dgKV", wire.WIRE_VERSION, what, len(packed), len(payload)
+    )
     return prelude + struct.pack("<Q", wire.digest(prelude + packed)) + packed + payload
 
 
@@ -91,7 +95,9 @@ def test_a_frame_of_another_version_is_a_version_error():
 
 
 def test_a_frame_above_the_limit_is_refused_before_it_is_read():
-    prelude = struct.pack("<4sHHQQ", b"dgKV", wire.WIRE_VERSION, 1, 100, wire.MAX_FRAME_BYTES)
+    prelude = struct.pack(
+        "<4sHHQQ", b"dgKV", wire.WIRE_VERSION, 1, 100, wire.MAX_FRAME_BYTES
+    )
     with pytest.raises(CorruptFrameError, match="where 4194288 go"):
         wire.unpack(prelude + bytes(8))
 
@@ -143,7 +149,8 @@ def test_a_frame_message_is_a_protobuf_push_request(size):
 
 
 @pytest.mark.parametrize(
-    "message", [b"", b"\x0a", b"\x12\x01x", b"\x0a\x02x", b"\x0a\x01xy", b"\x0a" + b"\xff" * 12]
+    "message",
+    [b"", b"\x0a", b"\x12\x01x", b"\x0a\x02x", b"\x0a\x01xy", b"\x0a" + b"\xff" * 12],
 )
 def test_a_message_that_is_not_one_frame_is_refused(message):
     with pytest.raises(CorruptFrameError):
@@ -153,14 +160,22 @@ def test_a_message_that_is_not_one_frame_is_refused(message):
 @settings(max_examples=300, deadline=None)
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=9),
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.text()
+        | st.binary(),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=9)
+        ),
         max_leaves=12,
     ),
     st.binary(max_size=64),
     st.sampled_from([1, 2, 3]),
 )
-def test_any_header_under_a_right_checksum_ends_in_a_frame_or_a_typed_error(header, payload, what):
+def test_any_header_under_a_right_checksum_ends_in_a_frame_or_a_typed_error(
+    header, payload, what
+):
     if isinstance(header, dict):
         header = page_header() | header
     try:

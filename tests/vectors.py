@@ -41,7 +41,9 @@ class Vector:
 VECTORS = (
     Vector("raw-bf16", "raw:dtype=bf16", 21, layers=2, heads=2, head_dim=16),
     Vector("kivi-2", "kivi:bits=2,group=64,residual=64", 213, heads=2),
-    Vector("kivi-4-sink", "kivi:bits=4,group=32,residual=16,sink=64", 150, dtype="bfloat16"),
+    Vector(
+        "kivi-4-sink", "kivi:bits=4,group=32,residual=16,sink=64", 150, dtype="bfloat16"
+    ),
     Vector("banded-3-segments", "banded:bits=3", 709),
     Vector("banded-2", "banded:bits=2", 261, head_dim=128),
     Vector("banded-3-short", "banded:bits=3", 70, layers=2),
@@ -65,7 +67,9 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         dtype = getattr(torch, vector.dtype)
         k, v = numbers(rng, 2, heads, n, dim).to(dtype)
         q = numbers(rng, QUERY_HEADS * heads, n, dim)
-        write_prompt(codec, group, at, layer, arena, k, v, 0, n, Queries.of(q, heads, n))
+        write_prompt(
+            codec, group, at, layer, arena, k, v, 0, n, Queries.of(q, heads, n)
+        )
         cache = compress(codec, k, v, layer, q)
         here_k, here_v = (x[:, positions] for x in cache.reconstruct())
         output = cache.attend(queries.double())
@@ -77,7 +81,11 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     frames = [*prompt.frames(ticket), prompt.commit(ticket)]
     given = asdict(vector) | {"codec": group.codec, "plan": plan.fingerprint}
     given |= {"frames": [encoded(b"".join(pack(frame))) for frame in frames]}
-    return given | {"queries": array(queries), "positions": positions, "meaning": layers}
+    return given | {
+        "queries": array(queries),
+        "positions": positions,
+        "meaning": layers,
+    }
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> torch.Tensor:

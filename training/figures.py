@@ -25,13 +25,18 @@ from training.rows import (
 LENGTH = 2048
 DISTANCES = (64, 256, 512, 1024, 1536, 1900)
 SUMS = (2, 4, 8)
-MARKS = ("<!-- figures -->", "<!-- end of figures -->")  # what stands between is written here
+MARKS = (
+    "<!-- figures -->",
+    "<!-- end of figures -->",
+)  # what stands between is written here
 
 
 def token_losses(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     """tokens: [B, N + 1] i64; returns: [B, N] f32 - nats of each next token."""
     logits = next_logits(model, tokens)
-    losses = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    losses = cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
     return losses.view(tokens.shape[0], -1)
 
 
@@ -49,7 +54,9 @@ def held_out_figures(
     nats = tokens = chars = 0.0
     for book in books.values():
         for start in np.linspace(0, len(book) - LENGTH - 1, num_rows).astype(int):
-            row = torch.from_numpy(book[start : start + LENGTH + 1].astype(np.int64))[None]
+            row = torch.from_numpy(book[start : start + LENGTH + 1].astype(np.int64))[
+                None
+            ]
             nats += float(token_losses(model, row).sum())
             tokens += LENGTH
             chars += len(tokenizer.decode(row[0, 1:].tolist()))
@@ -71,12 +78,16 @@ def share_right(model: LlamaForCausalLM, passages: list[Passage]) -> float:
     for passage in passages:
         tokens = torch.tensor([passage.tokens])
         hits = next_logits(model, tokens).argmax(-1) == tokens[:, 1:]
-        judged = torch.tensor(passage.answers[1:]) & (tokens[0, 1:] != model.config.eos_token_id)
+        judged = torch.tensor(passage.answers[1:]) & (
+            tokens[0, 1:] != model.config.eos_token_id
+        )
         right += bool(hits[0, judged].all())
     return round(right / len(passages), 4)
 
 
-def figures(model: LlamaForCausalLM, tokenizer: Any, books: Path, effort: int) -> dict[str, Any]:
+def figures(
+    model: LlamaForCausalLM, tokenizer: Any, books: Path, effort: int
+) -> dict[str, Any]:
     """Held-out loss and task rates. effort: rows per book; tasks take 5 times as many passages."""
     model.eval()
     texts, rng = held_out_tokens(books, tokenizer), np.random.default_rng(SEED)
@@ -88,13 +99,22 @@ def figures(model: LlamaForCausalLM, tokenizer: Any, books: Path, effort: int) -
         passkeys[str(d)] = share_right(model, prompts)
     for asked in (False, True):
         rates = {
-            str(n): [arithmetic(tokenizer, rng, n, asked=asked) for _ in range(5 * effort)]
+            str(n): [
+                arithmetic(tokenizer, rng, n, asked=asked) for _ in range(5 * effort)
+            ]
             for n in SUMS
         }
-        sums["asked" if asked else "guided"] = {n: share_right(model, p) for n, p in rates.items()}
+        sums["asked" if asked else "guided"] = {
+            n: share_right(model, p) for n, p in rates.items()
+        }
     held_out = held_out_figures(model, texts, tokenizer, effort)
     model.train()
-    return {"held_out": held_out, "passages": 5 * effort, "passkey": passkeys, "arithmetic": sums}
+    return {
+        "held_out": held_out,
+        "passages": 5 * effort,
+        "passkey": passkeys,
+        "arithmetic": sums,
+    }
 
 
 def card_table(measured: dict[str, Any]) -> str:
@@ -111,9 +131,13 @@ def card_table(measured: dict[str, Any]) -> str:
             "",
             f"Share of {measured['passages']} passages with every answer token right (greedy):",
             "",
-            "| pass key, tokens between telling and asking | " + " | ".join(keys) + " |",
+            "| pass key, tokens between telling and asking | "
+            + " | ".join(keys)
+            + " |",
             "|---|" + "---|" * len(keys),
-            "| all five digits right | " + " | ".join(f"{x:.0%}" for x in keys.values()) + " |",
+            "| all five digits right | "
+            + " | ".join(f"{x:.0%}" for x in keys.values())
+            + " |",
             "",
             "| sums in a chain | " + " | ".join(next(iter(sums.values()))) + " |",
             "|---|" + "---|" * len(SUMS),

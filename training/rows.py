@@ -38,7 +38,9 @@ PLACES = (  # noqa: SIM905 - a list of fifty quoted words reads worse
     "hall inn mine monastery park pier quarry shop tavern village wharf"
 ).split()
 BOOK_SHARE, PASSKEY_SHARE = 0.65, 0.25  # of the rows; the rest is arithmetic
-ANSWER_WEIGHT = 5.0  # answers are few among the tokens of a row, so their loss counts more
+ANSWER_WEIGHT = (
+    5.0  # answers are few among the tokens of a row, so their loss counts more
+)
 PIECE_CHARS = 20_000
 PARAGRAPH = re.compile(r"(?<=\S)\n\n(?=\S)")
 
@@ -61,7 +63,9 @@ def read_books(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     books = split_books(path.read_text(encoding="utf8"))
     held_out = {title: books[title] for title in HELD_OUT if title in books}
     if not held_out:
-        raise ConfigError(f"{path} holds none of the held-out books; expected any of {HELD_OUT}")
+        raise ConfigError(
+            f"{path} holds none of the held-out books; expected any of {HELD_OUT}"
+        )
     return {t: b for t, b in books.items() if t not in held_out}, held_out
 
 
@@ -74,7 +78,9 @@ def encode_book(tokenizer: Any, text: str) -> Tokens:
         end = cut.start() if cut else len(text)
         pieces.append(text[start:end])
         start = end
-    encoded = tokenizer.backend_tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast(
+        pieces, add_special_tokens=False
+    )
     ids = [i for e in encoded for i in e.ids]
     return np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16)
 
@@ -102,7 +108,9 @@ def held_out_tokens(books: Path, tokenizer: Any) -> dict[str, Tokens]:
     return {t: encode_book(tokenizer, b) for t, b in read_books(books)[1].items()}
 
 
-def encode_parts(tokenizer: Any, parts: list[tuple[str, bool]], *, end: bool = False) -> Passage:
+def encode_parts(
+    tokenizer: Any, parts: list[tuple[str, bool]], *, end: bool = False
+) -> Passage:
     """A passage from (text, is answer) parts; `end` appends an end-of-text token as an answer."""
     text, spans = "", []
     for part, is_answer in parts:
@@ -130,7 +138,9 @@ def passkey(tokenizer: Any, place: str, key: int) -> tuple[Passage, Passage]:
     return encode_parts(tokenizer, [(told, False)]), encode_parts(tokenizer, question)
 
 
-def arithmetic(tokenizer: Any, rng: np.random.Generator, steps: int, *, asked: bool) -> Passage:
+def arithmetic(
+    tokenizer: Any, rng: np.random.Generator, steps: int, *, asked: bool
+) -> Passage:
     """A chain of small sums. asked: the task first, then all of the working; else step by step."""
     value = int(rng.integers(1, 20))
     task, working = f"Start with {spell(value)}.", ""
@@ -142,7 +152,11 @@ def arithmetic(tokenizer: Any, rng: np.random.Generator, steps: int, *, asked: b
         word = f" {'Add' if add else 'Take'} {operand}"
         equation = f" {spell(value)} {'+' if add else '-'} {operand} ="
         guided += [(f"{word}:{equation}", False), (f" {spell(result)}.", True)]
-        task, working, value = f"{task}{word}.", f"{working}{equation} {spell(result)}.", result
+        task, working, value = (
+            f"{task}{word}.",
+            f"{working}{equation} {spell(result)}.",
+            result,
+        )
     answer = f" {spell(value)}."
     if asked:
         parts = [(f"{task}\nWorking:", False), (f"{working} Answer:{answer}", True)]
@@ -160,14 +174,22 @@ def weave(filler: list[int], events: list[tuple[int, int, Passage]]) -> Passage:
         tokens += [*filler[done:place], *passage.tokens]
         answers += [*[False] * (place - done), *passage.answers]
         done = place
-    return Passage([*tokens, *filler[done:]], [*answers, *[False] * (len(filler) - done)])
+    return Passage(
+        [*tokens, *filler[done:]], [*answers, *[False] * (len(filler) - done)]
+    )
 
 
 def passkey_prompt(
-    tokenizer: Any, book: Tokens, rng: np.random.Generator, distance: int, lead: int = 16
+    tokenizer: Any,
+    book: Tokens,
+    rng: np.random.Generator,
+    distance: int,
+    lead: int = 16,
 ) -> Passage:
     """One pass key in a book's text, asked `distance` book tokens after it was told."""
-    told, asked = passkey(tokenizer, str(rng.choice(PLACES)), int(rng.integers(10_000, 100_000)))
+    told, asked = passkey(
+        tokenizer, str(rng.choice(PLACES)), int(rng.integers(10_000, 100_000))
+    )
     start = int(rng.integers(0, len(book) - lead - distance + 1))
     filler = book[start : start + lead + distance].tolist()
     return weave(filler, [(lead, 0, told), (lead + distance, 0, asked)])
@@ -181,10 +203,14 @@ class RowMaker:
     tokenizer: Any
     length: int
 
-    def batch(self, step: int, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def batch(
+        self, step: int, num_rows: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """tokens: [rows, length + 1] i64; weights: [rows, length] f32 - of each target's loss."""
         rng = np.random.default_rng([SEED, step])
-        draw = rng.random()  # one draw, evenly spread over the rows: batches hold alike shares
+        draw = (
+            rng.random()
+        )  # one draw, evenly spread over the rows: batches hold alike shares
         rows = [self.row(rng, (draw + i / num_rows) % 1) for i in range(num_rows)]
         tokens = np.array([r.tokens for r in rows], dtype=np.int64)
         answers = np.array([r.answers for r in rows])[:, 1:]
@@ -194,7 +220,9 @@ class RowMaker:
         """One row; kind: 0 to 1, divided by the shares."""
         if kind < BOOK_SHARE:
             return self.window(rng, self.length + 1)
-        return self.passkeys(rng) if kind < BOOK_SHARE + PASSKEY_SHARE else self.sums(rng)
+        return (
+            self.passkeys(rng) if kind < BOOK_SHARE + PASSKEY_SHARE else self.sums(rng)
+        )
 
     def window(self, rng: np.random.Generator, length: int) -> Passage:
         """A stretch of the training books."""
@@ -210,7 +238,9 @@ class RowMaker:
             for place in rng.choice(PLACES, size=count, replace=False)
         ]
         filler = total - sum(len(p.tokens) for pair in pairs for p in pair)
-        events: list[tuple[int, int, Passage]] = []  # place in the filler, tie-break, passage
+        events: list[
+            tuple[int, int, Passage]
+        ] = []  # place in the filler, tie-break, passage
         for i, (told, asked) in enumerate(pairs):
             gap = int(np.exp(rng.uniform(np.log(8), np.log(filler))))
             end = filler if i == 0 else int(rng.integers(gap, filler + 1))

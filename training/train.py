@@ -53,7 +53,9 @@ class TrainConfig:
 class Training:
     """A model, its optimizer, and how far they have come; `elapsed_s` counts over restarts."""
 
-    def __init__(self, model: LlamaForCausalLM, rows: RowMaker, config: TrainConfig) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, rows: RowMaker, config: TrainConfig
+    ) -> None:
         self.model, self.rows, self.config = model.train(), rows, config
         decayed = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() <= 1]
@@ -95,12 +97,23 @@ class Training:
     def done(self) -> dict[str, Any]:
         """How far the training has come."""
         tokens = self.step * self.config.num_rows * self.config.length
-        return {"step": self.step, "minutes": round(self.elapsed_s / 60, 1), "tokens": tokens}
+        return {
+            "step": self.step,
+            "minutes": round(self.elapsed_s / 60, 1),
+            "tokens": tokens,
+        }
 
     def save(self, file: Path) -> None:
         """Write everything a resumed training needs; a batch is drawn from the step's own seed."""
-        state = {"step": self.step, "elapsed_s": self.elapsed_s, "rng": torch.get_rng_state()}
-        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "rng": torch.get_rng_state(),
+        }
+        state |= {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
         torch.save(state, file.with_suffix(".tmp"))
         os.replace(file.with_suffix(".tmp"), file)
 
@@ -122,7 +135,9 @@ def load_model(source: Path, *, fresh: bool = False) -> tuple[LlamaForCausalLM, 
     if fresh:
         torch.manual_seed(0)
         return LlamaForCausalLM(config).float(), tokenizer
-    return LlamaForCausalLM.from_pretrained(source, config=config, dtype=torch.float32), tokenizer
+    return LlamaForCausalLM.from_pretrained(
+        source, config=config, dtype=torch.float32
+    ), tokenizer
 
 
 def write_model(model: LlamaForCausalLM, source: Path, folder: Path) -> None:
@@ -131,7 +146,10 @@ def write_model(model: LlamaForCausalLM, source: Path, folder: Path) -> None:
     staging.mkdir(parents=True, exist_ok=True)
     shipped = LlamaForCausalLM(model.config).to(torch.bfloat16)
     shipped.load_state_dict(model.state_dict())
-    ids = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.eos_token_id}
+    ids = {
+        "bos_token_id": model.config.bos_token_id,
+        "eos_token_id": model.config.eos_token_id,
+    }
     shipped.generation_config.update(**ids)
     shipped.save_pretrained(staging)
     for name in TOKENIZER_FILES:
@@ -142,13 +160,17 @@ def write_model(model: LlamaForCausalLM, source: Path, folder: Path) -> None:
     staging.rmdir()
 
 
-def report(training: Training, source: Path, args: argparse.Namespace, effort: int) -> None:
+def report(
+    training: Training, source: Path, args: argparse.Namespace, effort: int
+) -> None:
     """Measure, print, and write the model with its figures to OUT/model."""
     measured = figures(training.model, training.rows.tokenizer, args.books, effort)
     measured |= training.done()
     print(json.dumps(measured), flush=True)
     write_model(training.model, source, args.out / "model")
-    (args.out / "model" / "figures.json").write_text(json.dumps(measured, indent=1) + "\n")
+    (args.out / "model" / "figures.json").write_text(
+        json.dumps(measured, indent=1) + "\n"
+    )
 
 
 def begin(args: argparse.Namespace) -> tuple[Training, Path]:
@@ -175,7 +197,12 @@ def train(args: argparse.Namespace) -> None:
         loss = training.train_step()
         now = training.ticked
         if now - shown > 30:
-            speed = (training.step - since) * training.config.num_rows * LENGTH / (now - shown)
+            speed = (
+                (training.step - since)
+                * training.config.num_rows
+                * LENGTH
+                / (now - shown)
+            )
             print(
                 f"step {training.step} {training.progress():.1%} loss {loss:.3f} "
                 f"lr {training.lr():.2e} {speed:,.0f} tokens/s",
@@ -204,7 +231,9 @@ def evaluate(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def export(args: argparse.Namespace) -> None:
     """Write the newest checkpoint of OUT into a model folder; refresh its card's figures."""
     if not (args.out / CHECKPOINT).exists():
-        raise ModelError(f"{args.out} holds no {CHECKPOINT}; train with this --out first")
+        raise ModelError(
+            f"{args.out} holds no {CHECKPOINT}; train with this --out first"
+        )
     training, source = begin(args)
     write_model(training.model, source, args.export)
     measured = evaluate(args.export, args) | training.done()
@@ -214,13 +243,23 @@ def export(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and do one of: evaluate, export, train."""
-    parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m training.train", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--books", type=Path, required=True, help="one file of `# Title:` books")
-    parser.add_argument("--out", type=Path, help="where tokens, checkpoint and model are kept")
-    parser.add_argument("--init", type=Path, help="model to begin with (default: fresh weights)")
+    parser.add_argument(
+        "--books", type=Path, required=True, help="one file of `# Title:` books"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where tokens, checkpoint and model are kept"
+    )
+    parser.add_argument(
+        "--init", type=Path, help="model to begin with (default: fresh weights)"
+    )
     parser.add_argument("--minutes", type=float, default=TrainConfig.minutes)
-    parser.add_argument("--lr", type=float, default=TrainConfig.peak_lr, help="peak learning rate")
+    parser.add_argument(
+        "--lr", type=float, default=TrainConfig.peak_lr, help="peak learning rate"
+    )
     parser.add_argument("--bf16", action="store_true", help="train under bf16 autocast")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--effort", type=int, default=10, help="held-out rows per book")

@@ -80,10 +80,14 @@ class Child:
         try:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(ANSWER_S):
-                raise DeadlineError(f"process {self.pid}: no answer to {method} in {ANSWER_S:g} s")
+                raise DeadlineError(
+                    f"process {self.pid}: no answer to {method} in {ANSWER_S:g} s"
+                )
             answer = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
-            raise PeerLostError(f"process {self.pid} ended with {self._wait()}") from error
+            raise PeerLostError(
+                f"process {self.pid} ended with {self._wait()}"
+            ) from error
         if isinstance(answer, DisaggError):
             raise answer
         return answer
@@ -143,7 +147,9 @@ def available() -> bool:
     tools = all(map(shutil.which, ("ip", "tc", "unshare", "nsenter")))
     if not (sys.platform.startswith("linux") and os.geteuid() == 0 and tools):
         return False
-    return not subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode
+    return not subprocess.run(
+        ["unshare", "--net", "true"], capture_output=True
+    ).returncode
 
 
 def check_available() -> None:
@@ -157,13 +163,23 @@ def check_available() -> None:
 
 def join(pids: Sequence[int]) -> None:
     """Link two isolated processes: they have the addresses HOSTS."""
-    ends = [["name", device, "netns", str(pid)] for device, pid in zip(DEVICES, pids, strict=True)]
-    subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True)
+    ends = [
+        ["name", device, "netns", str(pid)]
+        for device, pid in zip(DEVICES, pids, strict=True)
+    ]
+    subprocess.run(
+        ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True
+    )
     for pid, host, device in zip(pids, HOSTS, DEVICES, strict=True):
         _run_at(pid, "ip", "addr", "add", f"{host}/24", "dev", device)
         for name in (device, "lo"):
             _run_at(pid, "ip", "link", "set", name, "up")
-        _run_at(pid, "sh", "-c", f"(echo {CONGESTION} || echo reno) > {SETTING} 2>/dev/null || :")
+        _run_at(
+            pid,
+            "sh",
+            "-c",
+            f"(echo {CONGESTION} || echo reno) > {SETTING} 2>/dev/null || :",
+        )
 
 
 def limit(pids: Sequence[int], gbps: float) -> None:
@@ -184,7 +200,9 @@ def congestion() -> str:
 
 def serve_raw(host: str, nbytes: int) -> int:
     """The port of a socket: each connection is read into the same memory, and told the count."""
-    memory = memoryview(np.full(nbytes, 0, np.uint8).data)  # touched: no page faults later
+    memory = memoryview(
+        np.full(nbytes, 0, np.uint8).data
+    )  # touched: no page faults later
     server = socket.create_server((host, 0))
 
     def accept() -> None:
@@ -205,7 +223,9 @@ def send_raw(host: str, port: int, data: memoryview) -> int:
     """Send bytes and wait until they have all been read; the count that the server says."""
     with socket.create_connection((host, port)) as connection:
         with contextlib.suppress(OSError):  # a kernel without it has its own
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION.encode())
+            connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION.encode()
+            )
         for start in range(0, len(data), FRAME_BYTES):
             connection.sendall(data[start : start + FRAME_BYTES])
         connection.shutdown(socket.SHUT_WR)
@@ -233,17 +253,24 @@ class TcpProxy:
         for guest in self._guests:
             guest.cancel()
 
-    def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _enter(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         guest = asyncio.create_task(self._carry(reader, writer))
         self._guests.add(guest)
         guest.add_done_callback(self._guests.discard)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         ends = [writer]
         with contextlib.suppress(OSError, asyncio.CancelledError):
             back, forth = await asyncio.open_connection(*self._there)
             ends.append(forth)
-            ways = [asyncio.create_task(x) for x in (_copy(reader, forth), _copy(back, writer))]
+            ways = [
+                asyncio.create_task(x)
+                for x in (_copy(reader, forth), _copy(back, writer))
+            ]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:

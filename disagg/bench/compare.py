@@ -46,7 +46,9 @@ PHASES = (4.0, 1 / 8, 4.0)  # of it too, one after another
 MOST_CHARS = 8  # of a token, on average
 TOGETHER, APART = "co-located", "disaggregated"
 CLIENT = ServeOptions("", "", metrics=("ttft", "tpot", "itl", "e2el"))
-SHOWN = "serving codec link_times first_decode_s request_s longest_pause_s wire_bytes ratio"
+SHOWN = (
+    "serving codec link_times first_decode_s request_s longest_pause_s wire_bytes ratio"
+)
 NOTES = (
     "seconds, means of the prompts: to the second token, which decode says, and to the last; "
     "link_times: of the KV that prefill makes a second; ratio: of request_s to co-located"
@@ -88,7 +90,10 @@ def measure_compare(options: CompareOptions) -> Row:
         speed, rows = asyncio.run(_measure(options, workers, pair))
     for row in rows:
         row["ratio"] = row["request_s"] / rows[0]["request_s"]
-    about = asdict(speed) | {"model": options.model or "packaged", "cached": options.cached}
+    about = asdict(speed) | {
+        "model": options.model or "packaged",
+        "cached": options.cached,
+    }
     return result_of(rows, NOTES, **about, tokens=options.tokens, answer=options.answer)
 
 
@@ -108,7 +113,9 @@ async def _measure(
     return speed, rows
 
 
-def config_of(model: str | None, codecs: Sequence[str] = (), prefix_cache: bool = False) -> Config:
+def config_of(
+    model: str | None, codecs: Sequence[str] = (), prefix_cache: bool = False
+) -> Config:
     """Of workers whose link can be paced, and that send every page of every prompt.
 
     codecs: that they choose from
@@ -124,11 +131,15 @@ def texts_of(model: str | None, tokens: int, count: int) -> list[tuple[int, ...]
     text = "\n".join(topics.values())[: MOST_CHARS * tokens * count]
     ids = Tokenizer.load(model).encode(text)
     if len(ids) < tokens * count:
-        raise ConfigError(f"{count} prompts of {tokens} tokens; the text has {len(ids)} tokens")
+        raise ConfigError(
+            f"{count} prompts of {tokens} tokens; the text has {len(ids)} tokens"
+        )
     return [tuple(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
 
 
-async def measure_speed(pair: Sequence[WorkerInfo], model: str | None, tokens: int) -> Speed:
+async def measure_speed(
+    pair: Sequence[WorkerInfo], model: str | None, tokens: int
+) -> Speed:
     """Of the last three prompts of five; the others warm everything."""
     async with routed(pair) as router:
         prompts = texts_of(model, tokens + 1, 5)
@@ -143,7 +154,9 @@ async def measure_speed(pair: Sequence[WorkerInfo], model: str | None, tokens: i
 def figures_of(found: Sequence[Answer]) -> list[Row]:
     """Of hand-offs, as far as they came in time; PeerLostError if none did."""
     if not (told := [kv for _, kv in found if kv]):
-        raise PeerLostError("a prefill worker did not tell in time what its hand-offs took")
+        raise PeerLostError(
+            "a prefill worker did not tell in time what its hand-offs took"
+        )
     return told
 
 
@@ -179,7 +192,9 @@ def verdict(result: Row) -> str:
     for row in apart:
         if row["ratio"] > 1:
             lost.setdefault(row["codec"], []).append(f"{row['link_times']:g}")
-    where = "; ".join(f"with {codec} at {', '.join(rates)} times" for codec, rates in lost.items())
+    where = "; ".join(
+        f"with {codec} at {', '.join(rates)} times" for codec, rates in lost.items()
+    )
     of = f"a request takes longer than the {together['request_s']:.2f} s of co-located workers"
     if not lost:
         return f"Disaggregation loses nowhere here: at no link that was measured {of}."
@@ -208,11 +223,16 @@ class AutoOptions:
 
 def measure_auto(options: AutoOptions) -> Row:
     """A row for each codec, and one for the choice among them."""
-    texts_of(options.model, options.tokens, options.requests * len(PHASES))  # its errors now
+    texts_of(
+        options.model, options.tokens, options.requests * len(PHASES)
+    )  # its errors now
     config = config_of(options.model, options.codecs)
     with started_workers(config, Role.PREFILL, Role.DECODE) as ((prefill, _), pair):
         speed, rows = asyncio.run(_measure_auto(options, prefill, pair))
-    about: Row = {"deadline_s": options.times * speed.prefill_s, "budget": options.budget}
+    about: Row = {
+        "deadline_s": options.times * speed.prefill_s,
+        "budget": options.budget,
+    }
     about |= {"model": options.model or "packaged", "tokens": options.tokens}
     about |= {"link_times": PHASES, "requests": options.requests}
     return result_of(rows, AUTO_NOTES, **asdict(speed), **about)
@@ -237,7 +257,9 @@ async def _measure_auto(
                 for _ in range(options.requests):
                     seen, kv = await visit(router, next(prompts), codec, 2)
                     figures_of([(seen, kv)])
-                    known.update({x: max(off) for x, off in kv["attention_error"].items()})
+                    known.update(
+                        {x: max(off) for x, off in kv["attention_error"].items()}
+                    )
                     phases[-1][kv["codec"]] += 1
                     timely.append(seen.e2el_s <= deadline_s)
                     errors.append(known[kv["codec"]])
@@ -245,7 +267,10 @@ async def _measure_auto(
         both = [a and b for a, b in zip(timely, allowed, strict=True)]
         percent = {"both": both, "deadline": timely, "budget": allowed}
         figures: Row = {f"{name}_pct": 100 * mean(met) for name, met in percent.items()}
-        figures |= {"mean_error": mean(errors), "phases": [dict(phase) for phase in phases]}
+        figures |= {
+            "mean_error": mean(errors),
+            "phases": [dict(phase) for phase in phases],
+        }
         return {"codec": codec} | figures
 
     return speed, [await serve(x) for x in tell([*options.codecs, AUTO], "{}".format)]
@@ -255,6 +280,8 @@ def draw_auto(result: Row) -> str:
     """What people read."""
     rows = []
     for row in result["rows"]:
-        told = (", ".join(f"{n} {codec}" for codec, n in x.items()) for x in row["phases"])
+        told = (
+            ", ".join(f"{n} {codec}" for codec, n in x.items()) for x in row["phases"]
+        )
         rows.append(row | {"chosen": " | ".join(told)})
     return table(rows, AUTO_SHOWN.split())

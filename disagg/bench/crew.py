@@ -30,7 +30,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, count, pairwise
 from multiprocessing import active_children
@@ -42,7 +48,13 @@ from unittest.mock import patch
 from disagg.bench.child import LOOPBACK, Child, TcpProxy
 from disagg.bench.handoff import WorkerEnd, prompt_of, visit
 from disagg.bench.result import Row, result_of, table, tell
-from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig, TransferConfig
+from disagg.config import (
+    DEFAULT_CODEC,
+    Config,
+    EngineConfig,
+    RouterConfig,
+    TransferConfig,
+)
 from disagg.errors import DeadlineError, DisaggError, TransferError
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Arena
@@ -64,10 +76,12 @@ IDLE_S = 60.0
 NOTES = "seconds; gaps are between tokens of an answer, and before the first one"
 CODECS = (DEFAULT_CODEC, "raw")
 LENGTHS = (300, 1500)
-BEFORE, AFTER, ANSWER = 40, 5, 120  # tokens: until it is told to move, after it moved, of all
-MOVE_NOTES = (
-    "milliseconds, medians; the model is the packaged one, on the CPU with one thread a worker"
-)
+BEFORE, AFTER, ANSWER = (
+    40,
+    5,
+    120,
+)  # tokens: until it is told to move, after it moved, of all
+MOVE_NOTES = "milliseconds, medians; the model is the packaged one, on the CPU with one thread a worker"
 
 
 # -- workers
@@ -126,7 +140,9 @@ class WorkerGroup:
         held = dict[str, float]()
         for name, said in (await self.router.status()).items():
             gauges = said.gauges if isinstance(said, WorkerStatus) else {"silent": 1.0}
-            held |= {f"{name} {x}": y for x, y in gauges.items() if y and x not in STAYS}
+            held |= {
+                f"{name} {x}": y for x, y in gauges.items() if y and x not in STAYS
+            }
         return held
 
     async def left(self) -> dict[str, list[int]]:
@@ -137,11 +153,16 @@ class WorkerGroup:
                 _, writer = await asyncio.open_connection(LOOPBACK, port)
                 writer.close()
                 ports.append(port)
-        return {"processes": [child.pid or 0 for child in active_children()], "ports": ports}
+        return {
+            "processes": [child.pid or 0 for child in active_children()],
+            "ports": ports,
+        }
 
     def resident_mb(self) -> int:
         """Memory of the workers that are there, in MB; 0 where there is no /proc."""
-        files = [Path("/proc", str(hand.child.pid), "statm") for hand in self.hands.values()]
+        files = [
+            Path("/proc", str(hand.child.pid), "statm") for hand in self.hands.values()
+        ]
         pages = sum(int(file.read_text().split()[1]) for file in files if file.exists())
         return pages * os.sysconf("SC_PAGE_SIZE") // 1_000_000
 
@@ -202,12 +223,16 @@ def measure_chaos(options: ChaosOptions) -> Row:
 
 
 async def _measure(options: ChaosOptions) -> Row:
-    config = Config(codec=options.codec, router=RouterConfig(deadline_s=options.deadline_s))
+    config = Config(
+        codec=options.codec, router=RouterConfig(deadline_s=options.deadline_s)
+    )
     async with hired(config, options.prefill, options.decode) as crew:
         prompts = [prompt_of(40 * (number + 1), number) for number in range(PROMPTS)]
         answers = [await _answer(crew, options, prompt, []) for prompt in prompts]
         storm, before = FaultInjector(crew, options), crew.resident_mb()
-        calls = [storm.ask(prompts, answers, number) for number in range(options.streams)]
+        calls = [
+            storm.ask(prompts, answers, number) for number in range(options.streams)
+        ]
         raging = asyncio.create_task(storm.rage())
         await asyncio.gather(raging, *calls)
         held, rules, after = await crew.idle(), crew.router.dispatch, crew.resident_mb()
@@ -233,7 +258,10 @@ async def _measure(options: ChaosOptions) -> Row:
 
 
 async def _answer(
-    crew: WorkerGroup, options: ChaosOptions, prompt: tuple[int, ...], gaps_s: list[float]
+    crew: WorkerGroup,
+    options: ChaosOptions,
+    prompt: tuple[int, ...],
+    gaps_s: list[float],
 ) -> list[int]:
     """The tokens of one answer; `gaps_s` gets the time before each."""
     tokens, last = list[int](), time.monotonic()
@@ -267,7 +295,9 @@ class FaultInjector:
         while not self._over:
             number = (number + 1) % PROMPTS
             try:
-                tokens = await _answer(self._crew, self._options, prompts[number], self.gaps_s)
+                tokens = await _answer(
+                    self._crew, self._options, prompts[number], self.gaps_s
+                )
             except DisaggError as error:
                 self.failed[f"{error.reason}: {error}"] += 1
             else:
@@ -290,7 +320,9 @@ class FaultInjector:
                 strike = self._pick.choice(strikes)
                 if names := sorted(self._crew.hands.keys() - self._struck):
                     name = self._pick.choice(names)
-                    events.append({"at_s": at, "worker": name, "what": strike.__name__[1:]})
+                    events.append(
+                        {"at_s": at, "worker": name, "what": strike.__name__[1:]}
+                    )
                     print(*events[-1].values(), file=sys.stderr, flush=True)
                     tasks.create_task(self._strike(strike, self._crew.hands[name]))
         self._over = True
@@ -326,14 +358,24 @@ class FaultInjector:
 
 def draw_chaos(result: Row) -> str:
     """What people read."""
-    told = ("completed", "failed", "wrong", "moved", "retried", "longest_gap_s", "median_gap_s")
+    told = (
+        "completed",
+        "failed",
+        "wrong",
+        "moved",
+        "retried",
+        "longest_gap_s",
+        "median_gap_s",
+    )
     return f"{table(result['rows'])}\n\n{table([{x: result[x] for x in told}])}"
 
 
 # -- moves
 
 
-Seen = Counter[tuple[int, ...]]  # the digests of all items of a sequence, each as often as it was
+Seen = Counter[
+    tuple[int, ...]
+]  # the digests of all items of a sequence, each as often as it was
 
 
 @contextmanager
@@ -344,7 +386,9 @@ def witnessed() -> Iterator[tuple[Seen, Seen]]:
     """
     left, came, begin, admit = Seen(), Seen(), MigrationHandoff.begin, DecodeSide.admit
 
-    def begins(self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]) -> None:
+    def begins(
+        self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]
+    ) -> None:
         begin(self, plan, groups)
         if self.whole:
             left[_digests(self.arena, self.checklist, groups)] += 1
@@ -356,11 +400,16 @@ def witnessed() -> Iterator[tuple[Seen, Seen]]:
             came[_digests(engine.pool.arena, checklist, admission.groups)] += 1
         admit(self, admission)
 
-    with patch.object(MigrationHandoff, "begin", begins), patch.object(DecodeSide, "admit", admits):
+    with (
+        patch.object(MigrationHandoff, "begin", begins),
+        patch.object(DecodeSide, "admit", admits),
+    ):
         yield left, came
 
 
-def _digests(arena: Arena, checklist: Manifest, groups: Sequence[GroupState]) -> tuple[int, ...]:
+def _digests(
+    arena: Arena, checklist: Manifest, groups: Sequence[GroupState]
+) -> tuple[int, ...]:
     items = ArenaSource(arena, checklist, groups)
     return tuple(digest(items.read([item])[0]) for item in checklist.items)
 
@@ -399,7 +448,9 @@ def measure_moves(rounds: int = 20) -> Row:
 
 
 async def _measure_moves(rounds: int) -> list[Row]:
-    config = Config(engine=EngineConfig(prefix_cache=False), transfer=TransferConfig(dedup=False))
+    config = Config(
+        engine=EngineConfig(prefix_cache=False), transfer=TransferConfig(dedup=False)
+    )
     rows = []
     async with hired(config, 1, 2, PageWitness) as crew:
         for codec, tokens in tell([(x, y) for x in CODECS for y in LENGTHS], str):
@@ -407,7 +458,9 @@ async def _measure_moves(rounds: int) -> list[Row]:
             before, seen_before = await _counts(crew), await _seen(crew)
             prompts = [prompt_of(tokens, number + 1) for number in range(rounds)]
             seen = [await _look(crew, prompt, codec) for prompt in prompts]
-            left, came = (x - y for x, y in zip(await _seen(crew), seen_before, strict=True))
+            left, came = (
+                x - y for x, y in zip(await _seen(crew), seen_before, strict=True)
+            )
             moved = await _counts(crew) - before
             gap_ms = median(sight.gap_ms for sight in seen)
             itl_ms = median(chain(*(sight.others_ms for sight in seen)))
@@ -439,20 +492,28 @@ async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveS
                 ends = len(times) + AFTER
     await asyncio.to_thread(source.child.ask, "assume", Role.DECODE)
     peers = crew.router.peers
-    await until(lambda: peers[source.name].started.role.decodes, f"{source.name} decodes again")
+    await until(
+        lambda: peers[source.name].started.role.decodes, f"{source.name} decodes again"
+    )
     if rules.moves == moves:
-        raise TransferError(f"an answer of {len(tokens)} tokens ended before it had moved")
+        raise TransferError(
+            f"an answer of {len(tokens)} tokens ended before it had moved"
+        )
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     again, kv = await visit(crew.router, (*prompt, *tokens[: ends - AFTER]), codec)
     others_ms, prefill_ms = gaps[1:told] + gaps[ends:], 1e3 * again.decoded_s
-    return MoveSample(max(gaps[told:ends]), others_ms, prefill_ms, kv.get("wire_bytes", 0))
+    return MoveSample(
+        max(gaps[told:ends]), others_ms, prefill_ms, kv.get("wire_bytes", 0)
+    )
 
 
 async def _seen(crew: WorkerGroup) -> tuple[Seen, Seen]:
     """What left and what came, of all workers together."""
     found = Seen(), Seen()
     for hand in crew.hands.values():
-        for total, some in zip(found, await asyncio.to_thread(hand.child.ask, "seen"), strict=True):
+        for total, some in zip(
+            found, await asyncio.to_thread(hand.child.ask, "seen"), strict=True
+        ):
             total.update(some)
     return found
 

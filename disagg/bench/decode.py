@@ -52,7 +52,15 @@ MODELS = {
     for name, sizes in {
         "8b": (4096, 14336, 32, 32, 8, 128, 128256),
         "135m": (576, 1536, 30, 9, 3, 64, 49152),
-        "wide": (1024, 2816, 4, 32, 8, 128, 4096),  # the heads of an 8B in few, small layers
+        "wide": (
+            1024,
+            2816,
+            4,
+            32,
+            8,
+            128,
+            4096,
+        ),  # the heads of an 8B in few, small layers
         "small": (512, 1408, 4, 8, 2, 64, 4096),
     }.items()
 }
@@ -63,7 +71,13 @@ SIZES = {"cpu": ("1x2048", "4x2048"), "cuda": ("1x32768", "16x8192", "32x4096")}
 WARM_UP = 4  # steps before the first that counts: kernels are compiled, graphs recorded
 SPARE_RECORDS = 10  # of every layout: a page of 128 raw tokens is 8, and what is begun
 NOTES = "medians by turns; a step is plan, forward pass and greedy choice, for all sequences"
-FITTED = ("raw:dtype=fp16", "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC, "banded:bits=2")
+FITTED = (
+    "raw:dtype=fp16",
+    "fp8",
+    "kivi:bits=4,residual=64",
+    DEFAULT_CODEC,
+    "banded:bits=2",
+)
 MODELLED = "8b"
 USABLE = 0.9  # of a GPU's memory, for weights and KV
 FITTED_NOTES = (
@@ -105,7 +119,9 @@ def run(options: DecodeOptions) -> Row:
     runner = _random_model(options.model, options.device, options.dtype)
     rows = [row for size in sizes for row in _measure(runner, options, *size)]
     for row in rows:
-        alike = [x for x in rows if x["codec"] == row["codec"] and _count(x) == _count(row)]
+        alike = [
+            x for x in rows if x["codec"] == row["codec"] and _count(x) == _count(row)
+        ]
         if tokens := faster_from([(_size(x["size"])[1], x["ratio"]) for x in alike]):
             row["faster_from"] = tokens
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
@@ -126,7 +142,9 @@ def _random_model(model: str, device: str, dtype: str = "") -> Runner:
         return Runner.random(folder, dtype, device)
 
 
-def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[Row]:
+def _measure(
+    runner: Runner, options: DecodeOptions, count: int, tokens: int
+) -> list[Row]:
     """Every codec at one size."""
     size, steps = f"{count}x{tokens}", options.steps * options.rounds
     codecs = [RAW, *(spec for spec in options.codecs if spec != RAW)]
@@ -134,7 +152,9 @@ def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) ->
         Decoding(runner, spec, count, tokens, WARM_UP + steps)
         for spec in tell(codecs, lambda spec: f"{size}, contexts of {spec}")
     ]
-    for _ in tell(range(options.rounds), lambda number: f"{size}, steps of round {number + 1}"):
+    for _ in tell(
+        range(options.rounds), lambda number: f"{size}, steps of round {number + 1}"
+    ):
         for decoding in found:
             for _ in range(options.steps):
                 decoding.step()
@@ -167,7 +187,9 @@ def _size(text: str) -> tuple[int, int]:
         count, tokens = map(int, text.split("x"))
         if count > 0 and tokens > 0:
             return count, tokens
-    raise ConfigError(f"size {text!r} is none; sequences x tokens is wanted, such as 4x2048")
+    raise ConfigError(
+        f"size {text!r} is none; sequences x tokens is wanted, such as 4x2048"
+    )
 
 
 def _count(row: Row) -> int:
@@ -193,12 +215,16 @@ def faster_from(ratios: Sequence[tuple[int, float]]) -> int | None:
 class Decoding:
     """Sequences of one codec that decode step by step; the first WARM_UP steps are over."""
 
-    def __init__(self, runner: Runner, spec: str, count: int, tokens: int, steps: int) -> None:
+    def __init__(
+        self, runner: Runner, spec: str, count: int, tokens: int, steps: int
+    ) -> None:
         self.plan = parse_plan(spec, runner.shape)
         self.times: list[tuple[float, float]] = []  # seconds of planning, and of all
         self.bare: list[float] = []  # seconds of the same step without attention
         self._runner, self._n = runner, tokens
-        slab = slab_bytes_for(runner.shape.num_layers, runner.shape.heads, runner.shape.head_dim)
+        slab = slab_bytes_for(
+            runner.shape.num_layers, runner.shape.heads, runner.shape.head_dim
+        )
         slabs = slabs_for(self.plan, tokens + steps, slab, count, SPARE_RECORDS)
         self._pool, self._arena = make_pool(slabs * slab, slab, runner.device)
         self._states = [
@@ -214,7 +240,9 @@ class Decoding:
 
     def median_ms(self) -> tuple[float, float]:
         """Milliseconds of planning a step, and of all of it."""
-        plan, whole = (1e3 * statistics.median(x) for x in zip(*self.times, strict=True))
+        plan, whole = (
+            1e3 * statistics.median(x) for x in zip(*self.times, strict=True)
+        )
         return plan, whole
 
     def step(self) -> None:
@@ -223,7 +251,8 @@ class Decoding:
         decodes = []
         for index, group in enumerate(self.plan.groups):
             growths = [
-                SequenceGrowth(s[index], self._n, 1, row) for row, s in enumerate(self._states)
+                SequenceGrowth(s[index], self._n, 1, row)
+                for row, s in enumerate(self._states)
             ]
             fresh = take_records(group, growths, self._pool)
             codec = codec_of(group)
@@ -246,22 +275,31 @@ class Decoding:
     def _batch(self, decodes: Sequence[Decode]) -> Batch:
         count = len(self._tokens)
         positions = [self._n] * count
-        return Batch(self._tokens, positions, range(count), self._arena, decodes=tuple(decodes))
+        return Batch(
+            self._tokens, positions, range(count), self._arena, decodes=tuple(decodes)
+        )
 
 
 def _write_context(
-    runner: Runner, plan: Plan, states: list[GroupState], arena: torch.Tensor, tokens: int
+    runner: Runner,
+    plan: Plan,
+    states: list[GroupState],
+    arena: torch.Tensor,
+    tokens: int,
 ) -> None:
     """Made-up K and V of a prompt, the same in every layer, encoded into the pages of a state."""
     heads = runner.shape.heads
     made = make_prompt(tokens, heads, runner.shape.head_dim, 2)
     k, v, q = (
-        x.to(runner.device, getattr(torch, runner.info.dtype)) for x in (made.k, made.v, made.q)
+        x.to(runner.device, getattr(torch, runner.info.dtype))
+        for x in (made.k, made.v, made.q)
     )
     queries = Queries.of(q, heads, tokens)
     for group, at in zip(plan.groups, map(RecordIds.of, states), strict=True):
         for layer in group.layers:
-            write_prompt(codec_of(group), group, at, layer, arena, k, v, 0, tokens, queries)
+            write_prompt(
+                codec_of(group), group, at, layer, arena, k, v, 0, tokens, queries
+            )
 
 
 # -- capacity
@@ -310,12 +348,18 @@ def measure_capacity(options: CapacityOptions) -> Row:
 
 def _measured(options: CapacityOptions) -> Iterator[Row]:
     runner, tokens = _random_model(options.model, options.device), options.tokens
-    sizes = {spec: parse_plan(spec, runner.shape).nbytes(tokens) for spec in options.codecs}
-    fitting = {spec: int(options.memory_mb * 1e6 // nbytes) for spec, nbytes in sizes.items()}
+    sizes = {
+        spec: parse_plan(spec, runner.shape).nbytes(tokens) for spec in options.codecs
+    }
+    fitting = {
+        spec: int(options.memory_mb * 1e6 // nbytes) for spec, nbytes in sizes.items()
+    }
     counts = {spec: min(number, options.most) for spec, number in fitting.items()}
     found = {
         spec: Decoding(runner, spec, counts[spec], tokens, WARM_UP + options.steps)
-        for spec in tell(filter(counts.get, counts), f"{options.memory_mb:g} MB of {{}}".format)
+        for spec in tell(
+            filter(counts.get, counts), f"{options.memory_mb:g} MB of {{}}".format
+        )
     }
     for _ in tell(range(options.steps), "step {}".format):
         for decoding in found.values():
@@ -336,7 +380,9 @@ def _modelled(options: CapacityOptions, name: str, gpu: Gpu) -> Iterator[Row]:
         yield _row(f"modelled, 8B on {name}", spec, nbytes, count, count, step_s)
 
 
-def _row(machine: str, spec: str, nbytes: int, fitting: int, count: int, step_s: float) -> Row:
+def _row(
+    machine: str, spec: str, nbytes: int, fitting: int, count: int, step_s: float
+) -> Row:
     return {
         "machine": machine,
         "codec": spec,

@@ -31,7 +31,13 @@ from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, result_of, table, tell
 from disagg.bench.serving import RequestTimes
 from disagg.bench.transfer import SendingEnd, Sent, Way
-from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
+from disagg.config import (
+    DEFAULT_CODEC,
+    ClusterConfig,
+    Config,
+    RouterConfig,
+    TransferConfig,
+)
 from disagg.engine.messages import StepOutput
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import urgency
@@ -73,7 +79,9 @@ class NotingWorker(Worker):
     def _timed(self, shares: Sequence[ScheduledTokens], stash: StepAllocation) -> None:
         began = time.monotonic()
         self._compute(shares, stash)
-        if prompts := {x.sequence.request.tokens: x.count for x in shares if not x.decodes}:
+        if prompts := {
+            x.sequence.request.tokens: x.count for x in shares if not x.decodes
+        }:
             self.steps.append((began, time.monotonic(), prompts))
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
@@ -132,7 +140,10 @@ class NotingEnd(WorkerEnd):
 
     async def answer(self, rid: str, tokens: int) -> None:
         """Begin to decode an answer."""
-        started, sampling = self._worker.started, {"max_tokens": tokens, "ignore_eos": True}
+        started, sampling = (
+            self._worker.started,
+            {"max_tokens": tokens, "ignore_eos": True},
+        )
         job = Job(rid, 0, (1,) * 64, sampling=sampling)
         link = connect(started.address)
         await WorkerClient(link).submit(Submit(job, Work.LOCAL, started.epoch))
@@ -144,7 +155,10 @@ class NotingEnd(WorkerEnd):
         On the monotonic clock of the host.
         """
         said = self._worker.said
-        while len(found := [at for name, at in said if name.startswith(f"{rid}#0/")]) < count:
+        while (
+            len(found := [at for name, at in said if name.startswith(f"{rid}#0/")])
+            < count
+        ):
             await asyncio.sleep(0.02)
         said.clear()
         return found
@@ -189,8 +203,13 @@ def measure_latency(options: LatencyOptions) -> Row:
             (at,) = worker.ask("said", one.rid, 1)
             running.append(1e3 * (at - one.began_at))
         source.ask("encode", options.codec, plan, options.arriving)
-        beside = {"an answer alone": None, "an answer while prompts arrive": Way(started)}
-        beside["an answer while prompts arrive at 1 Gb/s"] = Way(started, bytes_per_s=1e9 / 8)
+        beside = {
+            "an answer alone": None,
+            "an answer while prompts arrive": Way(started),
+        }
+        beside["an answer while prompts arrive at 1 Gb/s"] = Way(
+            started, bytes_per_s=1e9 / 8
+        )
         ways = tell(beside.items(), lambda case: case[0])
         decoding = [_decode(options, worker, source, *way) for way in ways]
     sent, running = sent[1:], running[1:]  # the first opened the connection
@@ -220,7 +239,9 @@ def _decode(
         began = time.monotonic()
         while (ended := time.monotonic()) < began + options.seconds:
             nbytes += source.ask("send", options.codec, way).stats.payload_bytes
-    times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
+    times = [
+        at for at in worker.ask("said", rid, options.answer) if began <= at <= ended
+    ]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     told = {"received_gbps": 8e-9 * nbytes / (ended - began), "tokens": len(gaps)}
     return told | {"p50_ms": median(gaps), "p99_ms": p99(gaps)}
@@ -244,7 +265,9 @@ def measure_overlap(runs: int = 5) -> Row:
     early, late = (measure_side(way, runs) for way in ways)
     rows = [summarise(codec, early[codec], late[codec]) for codec in CODECS]
     link = {"link_mbps": LINK_MBPS, "burst_bytes": BURST_BYTES}
-    return result_of(rows, OVERLAP_NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs)
+    return result_of(
+        rows, OVERLAP_NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs
+    )
 
 
 def summarise(codec: str, early: Sequence[Answer], late: Sequence[Answer]) -> Row:
@@ -278,17 +301,25 @@ def measure_side(overlap: bool, runs: int) -> dict[str, list[Answer]]:
     """Runs of every codec with a fresh pair of workers; one more is to warm up."""
     link = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
     transfer = replace(link, min_disagg_tokens=0)
-    with started_workers(Config(transfer=transfer), Role.DECODE, Role.PREFILL) as (_, pair):
+    with started_workers(Config(transfer=transfer), Role.DECODE, Role.PREFILL) as (
+        _,
+        pair,
+    ):
         return asyncio.run(_ask_all(pair, runs))
 
 
 @contextmanager
-def started_workers(config: Config, *roles: Role) -> Iterator[tuple[list[Child], list[WorkerInfo]]]:
+def started_workers(
+    config: Config, *roles: Role
+) -> Iterator[tuple[list[Child], list[WorkerInfo]]]:
     """Workers in processes of their own, and where each can be reached."""
     with ExitStack() as stack:
         ends = [stack.enter_context(Child(NotingEnd)) for _ in roles]
         cases = enumerate(zip(ends, roles, strict=True))
-        yield ends, [end.ask("start", config, role, f"worker-{x}") for x, (end, role) in cases]
+        yield (
+            ends,
+            [end.ask("start", config, role, f"worker-{x}") for x, (end, role) in cases],
+        )
 
 
 async def _ask_all(pair: Sequence[WorkerInfo], runs: int) -> dict[str, list[Answer]]:
@@ -296,7 +327,9 @@ async def _ask_all(pair: Sequence[WorkerInfo], runs: int) -> dict[str, list[Answ
     found: dict[str, list[Answer]] = {codec: [] for codec in CODECS}
     async with routed(pair) as router:
         for number, codec in enumerate(tell(CODECS * (runs + 1), "{}".format)):
-            found[codec].append(await visit(router, prompt_of(PROMPT_TOKENS, number), codec))
+            found[codec].append(
+                await visit(router, prompt_of(PROMPT_TOKENS, number), codec)
+            )
     return {codec: runs[1:] for codec, runs in found.items()}
 
 
@@ -346,17 +379,27 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
     passed_over: tokens of less urgent prompts that were computed meanwhile
     busy:        share of the time in which the prefill worker computed
     """
-    pick, config = random.Random(1), Config(transfer=TransferConfig(min_disagg_tokens=0))
+    pick, config = (
+        random.Random(1),
+        Config(transfer=TransferConfig(min_disagg_tokens=0)),
+    )
     sizes = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
     times = (pick.uniform(0, 0.4 * long) for _ in range(others))
     sizes = sorted([*sizes, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
     with started_workers(config, Role.DECODE, Role.PREFILL) as ((_, prefill), pair):
-        prompts, came, waits = zip(*asyncio.run(_arrive(pair, prefill, sizes)), strict=True)
+        prompts, came, waits = zip(
+            *asyncio.run(_arrive(pair, prefill, sizes)), strict=True
+        )
         steps: list[StepRecord] = prefill.ask("steps")
     passed = passed_over(dict(zip(prompts, came, strict=True)), steps)
     computed = sum(end - began for began, end, _ in steps)
     rows = [
-        {"arrived_s": at - came[0], "tokens": tokens, "waited_s": wait, "passed_over": over}
+        {
+            "arrived_s": at - came[0],
+            "tokens": tokens,
+            "waited_s": wait,
+            "passed_over": over,
+        }
         for at, (_, tokens), wait, over in zip(came, sizes, waits, passed, strict=True)
     ]
     measured = {
@@ -374,7 +417,9 @@ async def _arrive(
     pair: Sequence[WorkerInfo], prefill: Child, sizes: Sequence[tuple[float, int]]
 ) -> list[tuple[Prompt, float, float]]:
     """Send every prompt in its turn; when that was, and the seconds to its first token."""
-    prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(sizes)]
+    prompts = [
+        prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(sizes)
+    ]
     told = tell(sizes, "a prompt of {0[1]} tokens".format)
     async with routed(pair) as router:
         await visit(router, prompt_of(PROMPT_TOKENS, 0), "")  # warms everything
@@ -387,7 +432,9 @@ async def _arrive(
             seen, _ = await visit(router, prompt, "")
             return prompt, came, seen.ttft_s
 
-        calls = [one(at, prompt) for (at, _), prompt in zip(sizes, prompts, strict=True)]
+        calls = [
+            one(at, prompt) for (at, _), prompt in zip(sizes, prompts, strict=True)
+        ]
         return await asyncio.gather(*calls)
 
 
@@ -403,7 +450,9 @@ def passed_over(came: Mapping[Prompt, float], steps: Sequence[StepRecord]) -> li
         key = {x: urgency(left[x], max(0.0, began - came[x])) for x in there}
         for prompt in there:
             if computed.get(prompt, 0) < left[prompt]:
-                found[prompt] += sum(n for x, n in computed.items() if key[x] > key[prompt])
+                found[prompt] += sum(
+                    n for x, n in computed.items() if key[x] > key[prompt]
+                )
         for prompt, count in computed.items():
             left[prompt] -= count
     return [found[prompt] for prompt in came]

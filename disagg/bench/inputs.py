@@ -45,7 +45,9 @@ SLAB_BYTES = 16 << 20
 HUGE_PAGE = 2 << 20  # bytes; numpy asks for such pages
 FRESH_BYTES = 64 << 20  # more than malloc ever takes from memory that was used before
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
-SLOW_PAIRS = 0.86  # RoPE pairs behind this share of them rotate slowly enough to stay channels
+SLOW_PAIRS = (
+    0.86  # RoPE pairs behind this share of them rotate slowly enough to stay channels
+)
 THETA = 1e4
 LAYER = 2  # of the model: some codecs treat the first two as others
 
@@ -62,17 +64,25 @@ def check_device(device: str, otherwise: str) -> None:
 
 
 def slabs_for(
-    plan: Plan, tokens: int, slab_bytes: int = SLAB_BYTES, sequences: int = 1, spare: int = 0
+    plan: Plan,
+    tokens: int,
+    slab_bytes: int = SLAB_BYTES,
+    sequences: int = 1,
+    spare: int = 0,
 ) -> int:
     """How many slabs prompts take; PromptTooLongError where a record does not fit any.
 
     spare: records of every layout that each sequence has besides, to grow into
     """
     counts, total = plan.records(tokens), 0
-    counts.update(spare * [group.record(x) for group in plan.groups for x in group.layouts()])
+    counts.update(
+        spare * [group.record(x) for group in plan.groups for x in group.layouts()]
+    )
     for shape, count in counts.items():
         if shape.nbytes > slab_bytes:
-            raise PromptTooLongError(f"a record of {shape.nbytes} bytes; slabs: {slab_bytes}")
+            raise PromptTooLongError(
+                f"a record of {shape.nbytes} bytes; slabs: {slab_bytes}"
+            )
         total += -(-sequences * count // (slab_bytes // shape.nbytes))
     return total
 
@@ -119,7 +129,9 @@ def generate(seed: int, knobs: Knobs | None = None) -> Layer:
     others = 1 + torch.randperm(x.n - 1, generator=source)[: x.outliers - 1]
     outliers = torch.cat([first, others])
     for token in outliers.tolist():
-        k[:, token] = 0.06 * k[:, token] + 0.25 * _normal(source, x.kv_heads, x.head_dim)
+        k[:, token] = 0.06 * k[:, token] + 0.25 * _normal(
+            source, x.kv_heads, x.head_dim
+        )
     v = _values(x, source)
     v[:, outliers] *= 0.05
     q = _queries(x, source, k)
@@ -132,7 +144,9 @@ def generate(seed: int, knobs: Knobs | None = None) -> Layer:
 def make_prompt(tokens: int, heads: int, head_dim: int, group: int = 1) -> Layer:
     """One layer of a prompt and its last queries, of which `group` heads share a KV head."""
     queries = min(LAST_QUERIES, tokens)
-    knobs = Knobs(kv_heads=heads, group=group, n=tokens, head_dim=head_dim, num_queries=queries)
+    knobs = Knobs(
+        kv_heads=heads, group=group, n=tokens, head_dim=head_dim, num_queries=queries
+    )
     return generate(0, knobs)
 
 
@@ -143,7 +157,9 @@ def _keys(x: Knobs, source: torch.Generator) -> Tensor:
     spectrum = torch.exp(-torch.arange(x.rank) / 4.0) * 2.0
     left = _normal(source, heads, x.n, x.rank)
     right = _normal(source, heads, x.rank, dim) / math.sqrt(x.rank)
-    k = mean + spread * ((left * spectrum) @ right + x.noise * _normal(source, heads, x.n, dim))
+    k = mean + spread * (
+        (left * spectrum) @ right + x.noise * _normal(source, heads, x.n, dim)
+    )
     slow = min(int(SLOW_PAIRS * half), half - x.loud)
     for head in range(heads):
         channels = slow + torch.randperm(half - slow, generator=source)[: x.loud]
@@ -294,8 +310,12 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     tables, units = upload((tables, plan_units(group, tables, device)), device)
     source = torch.Generator().manual_seed(1)
     rows = shape.heads * shape.per_head
-    asked = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source).to(device)
-    return PagedLayer(codec, group, shape, arena.bytes, tables, units, asked, k, v, present, nbytes)
+    asked = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source).to(
+        device
+    )
+    return PagedLayer(
+        codec, group, shape, arena.bytes, tables, units, asked, k, v, present, nbytes
+    )
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
@@ -304,10 +324,14 @@ def in_huge_pages(x: Tensor) -> Tensor:
     """
     room = np.empty(x.nbytes + FRESH_BYTES, np.uint8)
     at = -room.ctypes.data % HUGE_PAGE
-    return torch.from_numpy(room[at : at + x.nbytes]).view(x.dtype).view(x.shape).copy_(x)
+    return (
+        torch.from_numpy(room[at : at + x.nbytes]).view(x.dtype).view(x.shape).copy_(x)
+    )
 
 
-def _scattered(group: LayerGroup, n: int, count: int, arena: GrowingArena) -> list[GroupState]:
+def _scattered(
+    group: LayerGroup, n: int, count: int, arena: GrowingArena
+) -> list[GroupState]:
     """Records for sequences of n tokens: those of each kind in no order."""
     ids = [x for _ in range(count) for x in allocate_group(group, n, arena).ids()]
     random.Random(0).shuffle(ids)

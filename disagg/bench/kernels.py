@@ -43,7 +43,17 @@ SPECS = (
     *("kivi:bits=4,group=64", "kivi:bits=2,group=64"),
     *(f"gear-l:bits={bits},backbone=kivi,group=64" for bits in (4, 2)),
     "gear:bits=2,backbone=kivi,group=64",
-    *["int8", "fp8", "kcvt", "pertoken", "decoquant", "ott", "h2o", "alignedkv", "raw:dtype=fp16"],
+    *[
+        "int8",
+        "fp8",
+        "kcvt",
+        "pertoken",
+        "decoquant",
+        "ott",
+        "h2o",
+        "alignedkv",
+        "raw:dtype=fp16",
+    ],
 )
 CUDA_SIZES = ((1, 4096), (1, 131072), (32, 8192), (64, 4096), (8, 32768))
 SHAPES = {
@@ -94,19 +104,27 @@ def run(options: KernelOptions) -> Row:
         more["checks"] = [asdict(found) for some in checks for found in some]
         more["gpu"] = torch.cuda.get_device_name(device)
     else:
-        torch.set_num_threads(1)  # as in a worker; and a second core is not always there
+        torch.set_num_threads(
+            1
+        )  # as in a worker; and a second core is not always there
         more["baselines"] = {name: is_runnable(name) for name in DTYPES}
     copied = copy_speed(device, options.runs)
-    told = tell(cases_of(options, device), lambda case: f"attention, {case[0]}, {case[1].name}")
+    told = tell(
+        cases_of(options, device), lambda case: f"attention, {case[0]}, {case[1].name}"
+    )
     attend = []
     for spec, shape, path in told:
         with library.forced(path):
             attend.append(measure_attend(spec, shape, device, options.runs, copied))
-    encode = measure_encode(options.specs, device, options.runs, ENCODE_TOKENS[device.type])
+    encode = measure_encode(
+        options.specs, device, options.runs, ENCODE_TOKENS[device.type]
+    )
     return result_of(attend, NOTES[device.type], **more, encode=encode)
 
 
-def cases_of(options: KernelOptions, device: torch.device) -> list[tuple[str, StepShape, str]]:
+def cases_of(
+    options: KernelOptions, device: torch.device
+) -> list[tuple[str, StepShape, str]]:
     """What is measured: a spec, at a shape, by a backend of the CPU."""
     shapes, best = options.shapes or SHAPES[device.type], library.backend()
     cases = [(spec, shape, best) for shape in shapes for spec in options.specs]
@@ -119,7 +137,9 @@ def cases_of(options: KernelOptions, device: torch.device) -> list[tuple[str, St
     ]
     cases += [(spec, shape, best) for shape in others for spec in FEW_SPECS]
     slower = [path for path in library.paths() if path != best]
-    cases += [(spec, shape, path) for path in slower for shape in shapes for spec in FEW_SPECS]
+    cases += [
+        (spec, shape, path) for path in slower for shape in shapes for spec in FEW_SPECS
+    ]
     return cases
 
 
@@ -159,7 +179,9 @@ def measure_attend(
     }
 
 
-def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens: int) -> list[Row]:
+def measure_encode(
+    specs: Sequence[str], device: torch.device, runs: int, tokens: int
+) -> list[Row]:
     """Encode one layer with every codec, and copy it, by turns.
 
     gb_per_s: of fp16 input; copies: in that time
@@ -177,9 +199,15 @@ def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens
     for spec in tell(specs, lambda spec: f"encode, {spec}"):
         codec = get_codec(spec)
         encode = partial(codec.encode, k, v, 0, LAYER, prompt, None)
-        copied, us = time_cpu([partial(_finish, call, device) for call in (copy, encode)], runs)
+        copied, us = time_cpu(
+            [partial(_finish, call, device) for call in (copy, encode)], runs
+        )
         nbytes = 2 * k.numel() * k.element_size()
-        speed = {"milliseconds": us / 1e3, "gb_per_s": nbytes / us / 1e3, "copies": us / copied}
+        speed = {
+            "milliseconds": us / 1e3,
+            "gb_per_s": nbytes / us / 1e3,
+            "copies": us / copied,
+        }
         rows.append({"codec": codec.spec, "tokens": tokens, **speed})
     return rows
 
@@ -195,14 +223,22 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     """Decode on fp16 K and V of the same shape, by everything at hand; on a CPU also fp32 and bf16,
     in huge pages, as the pages of codecs are."""
     shape, device = layer.shape, layer.q.device
-    k, v = (x.half().expand(shape.batch, -1, -1, -1).contiguous() for x in (layer.k, layer.v))
+    k, v = (
+        x.half().expand(shape.batch, -1, -1, -1).contiguous()
+        for x in (layer.k, layer.v)
+    )
     q = layer.q[:, 0].half()
-    by_group = q.unflatten(1, (shape.heads, -1)).contiguous()  # queries of a KV head as its rows
+    by_group = q.unflatten(
+        1, (shape.heads, -1)
+    ).contiguous()  # queries of a KV head as its rows
     by_head = q.unsqueeze(2).contiguous()
     if device.type != "cuda":
         return {
             f"sdpa {name}": partial(
-                sdpa, by_group.to(dtype), in_huge_pages(k.to(dtype)), in_huge_pages(v.to(dtype))
+                sdpa,
+                by_group.to(dtype),
+                in_huge_pages(k.to(dtype)),
+                in_huge_pages(v.to(dtype)),
             )
             for name, dtype in DTYPES.items()
             if is_runnable(name)
@@ -240,7 +276,10 @@ def is_runnable(name: str) -> bool:
     """Whether torch attends in a dtype here; there are machines whose bf16 ends the process."""
     x = f"torch.zeros(1, 1, 64, 64, dtype={DTYPES[name]})"
     code = f"import torch; torch.nn.functional.scaled_dot_product_attention(*3 * [{x}])"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
+        == 0
+    )
 
 
 def copy_speed(device: torch.device, runs: int) -> float:
@@ -276,7 +315,9 @@ def time_cuda(calls: Sequence[Call], runs: int) -> list[float]:
             ended.record()
             found.append((began, ended))
     torch.cuda.synchronize()
-    return [statistics.median(1e3 * a.elapsed_time(b) for a, b in found) for found in events]
+    return [
+        statistics.median(1e3 * a.elapsed_time(b) for a, b in found) for found in events
+    ]
 
 
 def _try_capture(call: Call) -> tuple[Call, bool]:
@@ -294,5 +335,7 @@ def _try_capture(call: Call) -> tuple[Call, bool]:
     except RuntimeError:
         return call, False
     finally:
-        torch.cuda.set_stream(current)  # a capture that fails leaves its own (torch 2.13)
+        torch.cuda.set_stream(
+            current
+        )  # a capture that fails leaves its own (torch 2.13)
     return graph.replay, True

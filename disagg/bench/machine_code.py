@@ -60,7 +60,10 @@ TARGETS = {
 HEAD_DIM, WIDE = 128, 256
 TOKENS, HEADS = 1 << 14, 8  # of each sequence; of KV
 META, CUDA = torch.device("meta"), torch.device("cuda")
-PROCESSORS, ARENA_BYTES = 132, 1 << 36  # of an H200; compilers take less for short addresses
+PROCESSORS, ARENA_BYTES = (
+    132,
+    1 << 36,
+)  # of an H200; compilers take less for short addresses
 SPECS = {
     "kivi-2": "kivi:bits=2",
     "kivi-4": "kivi:bits=4",
@@ -112,8 +115,12 @@ def noted(chip: GPUTarget) -> Iterator[list[Launch]]:
     codes = PTX if nvidia else PLAIN
     told = attend.Chip(nvidia, codes, PLAIN if chip.arch == 80 else codes)
 
-    def note(kernel: JITFunction, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found.append(Launch(kernel, dict(zip(kernel.arg_names, given, strict=True)), options))
+    def note(
+        kernel: JITFunction, *given: Any, grid: Any, warmup: bool, **options: Any
+    ) -> None:
+        found.append(
+            Launch(kernel, dict(zip(kernel.arg_names, given, strict=True)), options)
+        )
 
     with (
         patch.object(JITFunction, "run", note),
@@ -139,7 +146,11 @@ class Asked(NamedTuple):
 
     def launch(self, head_dim: int, chip: GPUTarget) -> Launch:
         """With so many channels of a head."""
-        made = (x for x in launches(self, head_dim, chip) if x.kernel.__name__ == self.kernel)
+        made = (
+            x
+            for x in launches(self, head_dim, chip)
+            if x.kernel.__name__ == self.kernel
+        )
         return next(x for x in made if x.arguments.get("IS_V", False) == self.is_v)
 
 
@@ -148,13 +159,19 @@ def launches(asked: Asked, head_dim: int, chip: GPUTarget) -> Iterator[Launch]:
     codec = get_codec(asked.spec)
     group = codec.layer_group((LAYER,), HEADS, head_dim, "float16")
     n = next(x for x in count(TOKENS) if group.sealed(x + 1) > group.sealed(x))
-    places, arena = GrowingArena(META), torch.empty(ARENA_BYTES, dtype=torch.uint8, device=META)
+    places, arena = (
+        GrowingArena(META),
+        torch.empty(ARENA_BYTES, dtype=torch.uint8, device=META),
+    )
     states = [allocate_group(group, n, places) for _ in range(asked.sequences)]
     growths = [SequenceGrowth(state, n, 1, row) for row, state in enumerate(states)]
 
     def tokens(number: int) -> list[torch.Tensor]:
         rows = (HEADS, HEADS, HEADS * asked.per_head)
-        return [torch.empty(number, x, head_dim, dtype=torch.float16, device=META) for x in rows]
+        return [
+            torch.empty(number, x, head_dim, dtype=torch.float16, device=META)
+            for x in rows
+        ]
 
     new_k, new_v, new_q = tokens(asked.sequences)
     with noted(chip) as written:
@@ -164,7 +181,9 @@ def launches(asked: Asked, head_dim: int, chip: GPUTarget) -> Iterator[Launch]:
             upload(RecordIds.of(states[0]), META),
         )
         write_prompt(codec, group, at, LAYER, arena, k, v, 0, n, queries)
-        planned = plan_step(codec, group, growths, take_records(group, growths, places), CUDA)
+        planned = plan_step(
+            codec, group, growths, take_records(group, growths, places), CUDA
+        )
         step = upload(planned, META)
         write_step(codec, step, LAYER, arena, new_k, new_v)
     yield from written
@@ -174,7 +193,17 @@ def launches(asked: Asked, head_dim: int, chip: GPUTarget) -> Iterator[Launch]:
 
 
 ENCODED = (
-    *("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8"),
+    *(
+        "kivi-2",
+        "kivi-4",
+        "gear-l-2",
+        "gear-2",
+        "gear-4",
+        "kcvt-4",
+        "ott",
+        "int8",
+        "fp8",
+    ),
     *("banded-2", "banded-3"),
 )
 OTHERS = {
@@ -183,7 +212,11 @@ OTHERS = {
         for name in ENCODED
         for side in "kv"
     },
-    **{f"append-{name}": Asked(SPECS[name], "append_kernel") for name in ENCODED if name != "ott"},
+    **{
+        f"append-{name}": Asked(SPECS[name], "append_kernel")
+        for name in ENCODED
+        if name != "ott"
+    },
     "append": Asked(SPECS["raw-fp16"], "append_kernel"),
     "low-rank": Asked(SPECS["gear-l-2"], "low_rank_kernel"),
     "merge-few": Asked(SPECS["kivi-2"], "merge_kernel"),
@@ -193,7 +226,9 @@ OTHERS = {
 }
 # with 256 channels nothing is appended to what chips of NVIDIA refuse to attend to
 REFUSED = ("append-gear-2", "append-gear-4")
-OTHERS |= {f"{name}-D{WIDE}": asked for name, asked in OTHERS.items() if name not in REFUSED}
+OTHERS |= {
+    f"{name}-D{WIDE}": asked for name, asked in OTHERS.items() if name not in REFUSED
+}
 LOOPS = {
     f"{name}{dim}-{heads}heads": Asked(spec, "attend_kernel", per_head=heads)
     for dim in ("", f"-D{WIDE}")
@@ -234,7 +269,11 @@ def measure(kernel: str, target: str) -> Row:
     items, threads = 2 * slots * head_dim, chip.warp_size * made.metadata.num_warps
     loop = over_pages(found.loops, items // (8 * threads))
     row["per_element"] = round(pages.shape.blocks(1) * len(loop) * threads / items, 3)
-    return row | used | {"load_bits": load_width(loop), "buffers": count_buffers(asm["ttgir"])}
+    return (
+        row
+        | used
+        | {"load_bits": load_width(loop), "buffers": count_buffers(asm["ttgir"])}
+    )
 
 
 @dataclass(frozen=True)
@@ -254,7 +293,9 @@ def read_cubin(cubin: bytes) -> Assembly:
         file.write(cubin)
         file.flush()
         told, use = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True)
+            subprocess.run(
+                [tool, flag, file.name], capture_output=True, text=True, check=True
+            )
             for flag in ("-sass", "-res-usage")
         )
     lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", told.stdout)
@@ -272,7 +313,9 @@ def read_cubin(cubin: bytes) -> Assembly:
 def read_amdgcn(text: str) -> Assembly:
     """AMD code: of its loops vector instructions, of all of it scalar ones too."""
     lines = [line.split(";")[0].strip() for line in text.splitlines()]
-    labels = {line.removesuffix(":"): i for i, line in enumerate(lines) if line.endswith(":")}
+    labels = {
+        line.removesuffix(":"): i for i, line in enumerate(lines) if line.endswith(":")
+    }
     loops = []
     for i, line in enumerate(lines):
         found = re.match(r"s_c?branch\w*\s+(\S+)", line)
@@ -301,7 +344,9 @@ def over_pages(loops: list[list[str]], products: int) -> list[str]:
 
     if amd := [loop for loop in loops if count("mfma", loop)]:
         return amd[0]
-    ahead = (x for x in loops if count("LDGSTS", x) > 4 and count("HMMA", x) >= products)
+    ahead = (
+        x for x in loops if count("LDGSTS", x) > 4 and count("HMMA", x) >= products
+    )
     return min(ahead, key=len)
 
 
@@ -344,7 +389,11 @@ def _compile(kernel: str, target: str) -> Row:
     command = [sys.executable, "-m", "disagg.bench.machine_code", target, kernel]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=COMPILE_SECONDS
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=COMPILE_SECONDS,
         )
         if not done.returncode:
             return json.loads(done.stdout)

@@ -32,7 +32,9 @@ def tell(cases: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
     for number, case in enumerate(every, 1):
         if time.monotonic() >= told + TELL_S:
             told = time.monotonic()
-            print(f"{number} of {len(every)}: {name(case)}", file=sys.stderr, flush=True)
+            print(
+                f"{number} of {len(every)}: {name(case)}", file=sys.stderr, flush=True
+            )
         yield case
 
 
@@ -41,7 +43,8 @@ def result_of(rows: Iterable[Row], notes: str, **more: Any) -> Row:
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "notes": notes,
-        "versions": {"python": platform.python_version()} | {x: version_of(x) for x in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {x: version_of(x) for x in PACKAGES},
         "machine": describe_machine(),
         **more,
         "rows": [*rows],
@@ -68,7 +71,10 @@ def version_of(package: str) -> str:
 def describe_machine() -> Row:
     """Where it runs; `load` counts the processes that wanted a core during the last minute."""
     machine = {"system": platform.platform(), "cores": os.cpu_count() or 1}
-    return machine | {"load": round(os.getloadavg()[0], 2), "kernels": describe_backend()}
+    return machine | {
+        "load": round(os.getloadavg()[0], 2),
+        "kernels": describe_backend(),
+    }
 
 
 def p99(values: Sequence[float]) -> float:

@@ -41,7 +41,15 @@ NAMES = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-DETAILS = ["input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"]
+DETAILS = [
+    "input_lens",
+    "output_lens",
+    "start_times",
+    "ttfts",
+    "itls",
+    "generated_texts",
+    "errors",
+]
 WIDTH = 50
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 MOONCAKE_TOKENS = 512  # of a hash
@@ -90,7 +98,9 @@ class ServeOptions:
     def __post_init__(self) -> None:
         for name in (*self.metrics, *self.goodput):
             if name not in NAMES or (name == "itl" and name in self.goodput):
-                raise ConfigError(f"metric {name!r}; known: {', '.join(NAMES)}; no goodput of itl")
+                raise ConfigError(
+                    f"metric {name!r}; known: {', '.join(NAMES)}; no goodput of itl"
+                )
 
 
 @dataclass
@@ -110,7 +120,9 @@ class RequestTimes:
     @property
     def tpot_s(self) -> float:
         """Of a token behind the first one; 0 where there is none."""
-        return (self.e2el_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
+        return (
+            (self.e2el_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
+        )
 
     @property
     def decoded_s(self) -> float:
@@ -133,15 +145,27 @@ def find_model(base_url: str, name: str | None = None) -> tuple[str, str]:
     PeerLostError where nobody answers.
     """
     try:
-        found = httpx.get(f"{base_url}/v1/models", timeout=30).raise_for_status().json()["data"]
+        found = (
+            httpx.get(f"{base_url}/v1/models", timeout=30)
+            .raise_for_status()
+            .json()["data"]
+        )
         named = found[0] if name is None else {"id": name}
         model = next((x for x in found if x["id"] == name), named)
         return str(model["id"]), str(model.get("root") or model["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:
         raise PeerLostError(f"no model is served at {base_url}: {error}") from error
 
 
-def measure_serving(options: ServeOptions, visits: Sequence[LoadRequest], tokenizer: str) -> Row:
+def measure_serving(
+    options: ServeOptions, visits: Sequence[LoadRequest], tokenizer: str
+) -> Row:
     """The result with the keys of `vllm bench serve --save-result --save-detailed`."""
     about = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -151,7 +175,9 @@ def measure_serving(options: ServeOptions, visits: Sequence[LoadRequest], tokeni
         "model_id": options.model,
         "tokenizer_id": tokenizer,
         "num_prompts": len(visits),
-        "request_rate": "inf" if options.request_rate == float("inf") else options.request_rate,
+        "request_rate": "inf"
+        if options.request_rate == float("inf")
+        else options.request_rate,
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
     }
@@ -164,7 +190,9 @@ async def visit_all(
     """What was seen of each, and the seconds from the first request to the last answer."""
     gate = asyncio.Semaphore(options.max_concurrency or len(visits))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(verify=_trusted(), limits=limits, timeout=SILENCE_S) as client:
+    async with httpx.AsyncClient(
+        verify=_trusted(), limits=limits, timeout=SILENCE_S
+    ) as client:
         began = time.perf_counter()
 
         async def one(visit: LoadRequest, at_s: float) -> RequestTimes:
@@ -193,7 +221,9 @@ def departures(options: ServeOptions, visits: Sequence[LoadRequest]) -> list[flo
         return [0.0] * len(visits)
     rng, shape = np.random.default_rng(options.seed), options.burstiness
     times = np.cumsum(rng.gamma(shape, 1 / (options.request_rate * shape), len(visits)))
-    found: list[float] = (times * (len(visits) / options.request_rate / times[-1])).tolist()
+    found: list[float] = (
+        times * (len(visits) / options.request_rate / times[-1])
+    ).tolist()
     return found
 
 
@@ -236,7 +266,9 @@ def _take(seen: RequestTimes, event: Row) -> None:
     if choices := event.get("choices"):
         delta = choices[0].get("delta") or choices[0]
         text = delta.get("text") or delta.get("content") or ""
-        if text or "role" not in delta:  # else it says who speaks, and comes with the first token
+        if (
+            text or "role" not in delta
+        ):  # else it says who speaks, and comes with the first token
             seen.note()
         seen.text += text
     if usage := event.get("usage"):
@@ -247,7 +279,9 @@ def _take(seen: RequestTimes, event: Row) -> None:
 # -- what it comes to
 
 
-def summarize(options: ServeOptions, seen: Sequence[RequestTimes], duration_s: float) -> Row:
+def summarize(
+    options: ServeOptions, seen: Sequence[RequestTimes], duration_s: float
+) -> Row:
     """Figures of all requests; those that failed count only as such."""
     done = [x for x in seen if not x.error]
     for x in done:
@@ -261,7 +295,9 @@ def summarize(options: ServeOptions, seen: Sequence[RequestTimes], duration_s: f
         "total_input_tokens": given,
         "total_output_tokens": made,
         "request_throughput": len(done) / duration_s,
-        "request_goodput": _goodput(options, done) / duration_s if options.goodput else None,
+        "request_goodput": _goodput(options, done) / duration_s
+        if options.goodput
+        else None,
         "output_throughput": made / duration_s,
         "total_token_throughput": (given + made) / duration_s,
         "input_lens": [x.prompt_tokens for x in seen],
@@ -337,9 +373,14 @@ def draw_serving(result: Mapping[str, Any]) -> str:
     ]
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_lines(rows)]
     for name, (short, long) in NAMES.items():
-        found = {x: result[x] for x in result if x.endswith(f"_{name}_ms") and x[:3] != "std"}
+        found = {
+            x: result[x] for x in result if x.endswith(f"_{name}_ms") and x[:3] != "std"
+        }
         if found:
-            told = [(f"{x.split('_')[0].capitalize()} {short} (ms):", y) for x, y in found.items()]
+            told = [
+                (f"{x.split('_')[0].capitalize()} {short} (ms):", y)
+                for x, y in found.items()
+            ]
             lines += [f"{long:-^{WIDTH}}", *_lines(told)]
     return "\n".join([*lines, "=" * WIDTH])
 
@@ -392,12 +433,16 @@ class Prompts:
 
     def walk(self, start: int, length: int) -> list[int]:
         """Consecutive tokens of those allowed."""
-        found: list[int] = self.allowed[(start + np.arange(length)) % len(self.allowed)].tolist()
+        found: list[int] = self.allowed[
+            (start + np.arange(length)) % len(self.allowed)
+        ].tolist()
         return found
 
     def draw(self, count: int) -> list[int]:
         """Random tokens."""
-        found: list[int] = self.rng.integers(0, self.tokenizer.size, size=count).tolist()
+        found: list[int] = self.rng.integers(
+            0, self.tokenizer.size, size=count
+        ).tolist()
         return found
 
     def fit(self, ids: Sequence[int], length: int) -> tuple[str, int]:
@@ -417,7 +462,9 @@ def _random(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadRequest]
     size, ratio = (options.num_prompts,), options.range_ratio
     inputs, outputs = (
         prompts.rng.integers(
-            max(1, int(length * (1 - ratio))), -int(-length * (1 + ratio)) + 1, size=size
+            max(1, int(length * (1 - ratio))),
+            -int(-length * (1 + ratio)) + 1,
+            size=size,
         )
         for length in (options.input_len, options.output_len)
     )
@@ -434,7 +481,11 @@ def _sharegpt(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadReques
     random.Random(options.seed).shuffle(talks)
     for prompt, answer in ((talk[0]["value"], talk[1]["value"]) for talk in talks):
         asked, said = (len(prompts.tokenizer.encode(text)) for text in (prompt, answer))
-        if min(asked, said) >= LEAST_TOKENS and asked <= MOST_PROMPT and asked + said <= MOST_TOTAL:
+        if (
+            min(asked, said) >= LEAST_TOKENS
+            and asked <= MOST_PROMPT
+            and asked + said <= MOST_TOTAL
+        ):
             yield LoadRequest(prompt, asked, said)
 
 
@@ -445,7 +496,9 @@ def _azure(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadRequest]:
         length = int(row["ContextTokens"])
         start = int(prompts.rng.integers(0, prompts.tokenizer.size))
         text = prompts.fit(prompts.walk(start, length), length)
-        yield LoadRequest(*text, int(row["GeneratedTokens"]), (at - times[0]).total_seconds())
+        yield LoadRequest(
+            *text, int(row["GeneratedTokens"]), (at - times[0]).total_seconds()
+        )
 
 
 def _mooncake(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadRequest]:
@@ -454,11 +507,15 @@ def _mooncake(options: WorkloadOptions, prompts: Prompts) -> Iterator[LoadReques
         ids: list[int] = []
         for number in row["hash_ids"]:
             rng = np.random.default_rng([options.seed, number])
-            ids += prompts.allowed[rng.integers(0, len(prompts.allowed), MOONCAKE_TOKENS)].tolist()
+            ids += prompts.allowed[
+                rng.integers(0, len(prompts.allowed), MOONCAKE_TOKENS)
+            ].tolist()
         length = row["input_length"]
         text = prompts.fit(ids[:length], length)
         yield LoadRequest(
-            *text, row["output_length"], 1e-3 * (row["timestamp"] - rows[0]["timestamp"])
+            *text,
+            row["output_length"],
+            1e-3 * (row["timestamp"] - rows[0]["timestamp"]),
         )
 
 

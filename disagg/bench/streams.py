@@ -68,7 +68,10 @@ class StreamsOptions:
         """Of a prompt and its answer, in the parts that are wanted."""
         one, (_, beside) = self.prompt + self.output, self.beside
         most = {"batch": one, "mixed": one + one // 2, "overhead": one}
-        most |= {"beside": max(self.arriving + 1, self.prompt + beside), "known": self.arriving + 2}
+        most |= {
+            "beside": max(self.arriving + 1, self.prompt + beside),
+            "known": self.arriving + 2,
+        }
         return max(most[part] for part in self.parts)
 
 
@@ -82,14 +85,18 @@ class DenseEnd:
         transformers_logging.disable_progress_bar()  # its lock would be left behind
         self._model = AutoModelForCausalLM.from_pretrained(info.path, dtype=dtype)
 
-    async def rate(self, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> float:
+    async def rate(
+        self, prompts: Sequence[Sequence[int]], outputs: Sequence[int]
+    ) -> float:
         """Tokens of a batch that were wanted, a second."""
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(x)) + list(x) for x in prompts])
         mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts])
         steps, began = max(outputs), time.perf_counter()
         limits: dict[str, Any] = {"max_new_tokens": steps, "min_new_tokens": steps}
-        self._model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **limits)
+        self._model.generate(
+            ids, attention_mask=mask, do_sample=False, pad_token_id=0, **limits
+        )
         return sum(outputs) / (time.perf_counter() - began)
 
 
@@ -120,10 +127,16 @@ class ClientEnd:
         return seen
 
     async def ask_beside(
-        self, options: ServeOptions, visits: Sequence[LoadRequest], arriving: Sequence[LoadRequest]
+        self,
+        options: ServeOptions,
+        visits: Sequence[LoadRequest],
+        arriving: Sequence[LoadRequest],
     ) -> tuple[Sequence[RequestTimes], list[RequestTimes]]:
         """All at once, and beside them one after another, as long as the others go on."""
-        streams, came = asyncio.create_task(self.ask(options, visits)), list[RequestTimes]()
+        streams, came = (
+            asyncio.create_task(self.ask(options, visits)),
+            list[RequestTimes](),
+        )
         for visit in arriving:
             await asyncio.wait([streams], timeout=PAUSE_S)
             if not streams.done():
@@ -138,10 +151,14 @@ class Questions:
         self.tokenizer = Tokenizer.load(model)
         self._seed = 0
 
-    def make(self, count: int, prompt: int, output: int, spread: float = 0.0) -> list[LoadRequest]:
+    def make(
+        self, count: int, prompt: int, output: int, spread: float = 0.0
+    ) -> list[LoadRequest]:
         """Requests of so many tokens, more or less by a share `spread`."""
         self._seed += 1
-        wanted = WorkloadOptions("random", None, count, prompt, output, spread, 0, self._seed)
+        wanted = WorkloadOptions(
+            "random", None, count, prompt, output, spread, 0, self._seed
+        )
         return make_visits(wanted, self.tokenizer)
 
 
@@ -156,7 +173,9 @@ def measure_streams(options: StreamsOptions) -> Row:
     """
     questions, parts = Questions(options.model), set(options.parts)
     one = (options.prompt, options.output)
-    batches = [questions.make(1, *one)] if parts & {"batch", "mixed"} else []  # gains are over it
+    batches = (
+        [questions.make(1, *one)] if parts & {"batch", "mixed"} else []
+    )  # gains are over it
     batches += [questions.make(options.streams, *one)] if "batch" in parts else []
     batches += [questions.make(options.streams, *one, 0.5)] if "mixed" in parts else []
     with Child(DenseEnd) as dense:
@@ -166,7 +185,9 @@ def measure_streams(options: StreamsOptions) -> Row:
             for x in tell(batches, lambda x: f"{len(x)} streams, dense")
         ]
     engine, more = replace(Config().engine, torch_threads=1), Row()
-    config = Config(model=ModelConfig(options.model), engine=engine, server=ServerConfig(port=0))
+    config = Config(
+        model=ModelConfig(options.model), engine=engine, server=ServerConfig(port=0)
+    )
     with Service(config) as service, Child(ClientEnd) as client:
         asked = ServeOptions(service.url, find_model(service.url)[0], ignore_eos=True)
         client.ask("ask", asked, questions.make(2, *one))
@@ -175,7 +196,9 @@ def measure_streams(options: StreamsOptions) -> Row:
         ):
             row |= _spread(client.ask("ask", asked, visits))
             for name in ("dense", "served"):
-                row[f"{name}_gain"] = row[f"{name}_tokens_per_s"] / rows[0][f"{name}_tokens_per_s"]
+                row[f"{name}_gain"] = (
+                    row[f"{name}_tokens_per_s"] / rows[0][f"{name}_tokens_per_s"]
+                )
             row["share"] = row["served_gain"] / row["dense_gain"]
         if "overhead" in parts:
             more["overhead"] = [_overhead(options, client, asked, questions)]
@@ -183,7 +206,9 @@ def measure_streams(options: StreamsOptions) -> Row:
             more["beside"] = [_beside(options, client, asked, questions)]
         if "known" in parts:
             codecs = tell(options.codecs, "a known prompt, {}".format)
-            more["known"] = [_known(options, client, asked, questions, x) for x in codecs]
+            more["known"] = [
+                _known(options, client, asked, questions, x) for x in codecs
+            ]
     return result_of(rows, NOTES, **more)
 
 
@@ -222,7 +247,9 @@ def _overhead(
         for _ in tell(range(options.rounds + 1), "beside LLM, round {}".format):
             first, whole, visit = questions.make(3, options.prompt, options.output)
             alone = llm.ask("seconds", first.prompt, 1)
-            each = (llm.ask("seconds", whole.prompt, options.output) - alone) / (options.output - 1)
+            each = (llm.ask("seconds", whole.prompt, options.output) - alone) / (
+                options.output - 1
+            )
             (seen,) = client.ask("ask", asked, [visit])
             found.append([1e3 * x for x in (alone, seen.ttft_s, each, seen.tpot_s)])
     names = "llm_first_ms", "served_first_ms", "llm_each_ms", "served_each_ms"
@@ -243,16 +270,27 @@ def _beside(
     for x in seen:
         ends = x.start_s + x.ttft_s + np.cumsum(x.gaps_s)
         for end, gap in zip(ends, x.gaps_s, strict=True):
-            gaps[any(begun < end and end - gap < over for begun, over in ways)].append(1e3 * gap)
+            gaps[any(begun < end and end - gap < over for begun, over in ways)].append(
+                1e3 * gap
+            )
     p50, calm_p50 = median(gaps[True]), median(gaps[False])
     most = p99(gaps[True])
     first_ms = 1e3 * median(x.ttft_s for x in came)
     row = {"streams": count, "arrived": len(came), "first_ms": first_ms}
-    return row | {"p50_ms": p50, "p99_ms": most, "ratio": most / p50, "calm_p50_ms": calm_p50}
+    return row | {
+        "p50_ms": p50,
+        "p99_ms": most,
+        "ratio": most / p50,
+        "calm_p50_ms": calm_p50,
+    }
 
 
 def _known(
-    options: StreamsOptions, client: Child, asked: ServeOptions, questions: Questions, codec: str
+    options: StreamsOptions,
+    client: Child,
+    asked: ServeOptions,
+    questions: Questions,
+    codec: str,
 ) -> Row:
     asked = replace(asked, extra_body={"codec": codec})
     new, known = list[float](), list[float]()

@@ -69,7 +69,9 @@ LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
 NOTES = "seconds until the decode worker has the prompt; no model is computed; medians of `rounds`"
-PLANE_NOTES = "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of records"
+PLANE_NOTES = (
+    "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of records"
+)
 COLUMNS = "codec tokens gbps pages wire_bytes seconds encode_s byte_ratio time_ratio bottleneck"
 
 
@@ -136,7 +138,10 @@ class ReceivingEnd(End):
             grant = reservations.reserve(Job.from_message(message.job), message.epoch)
             return grant.to_message().SerializeToString()
 
-        handlers = [receiver.handlers(), rpc_handlers(WORKER_SERVICE, {"Reserve": reserve})]
+        handlers = [
+            receiver.handlers(),
+            rpc_handlers(WORKER_SERVICE, {"Reserve": reserve}),
+        ]
         server, address = await start_server(handlers, host, security)
         runs = receiver.run(), direct.run(), server.wait_for_termination()
         self._tasks += map(asyncio.ensure_future, runs)
@@ -209,9 +214,13 @@ class SendingEnd(End):
         pool, tensor = make_pool(slabs_for(plan, tokens) * SLAB_BYTES, SLAB_BYTES, CPU)
         tensor.fill_(7)
         states = [allocate_group(group, tokens, pool) for group in plan.groups]
-        self._prompts[spec] = PromptRecords(Manifest(plan, tokens), pool.arena, tensor, states)
+        self._prompts[spec] = PromptRecords(
+            Manifest(plan, tokens), pool.arena, tensor, states
+        )
 
-    async def encode(self, spec: str, plan: Plan, tokens: int, threads: int = 1) -> None:
+    async def encode(
+        self, spec: str, plan: Plan, tokens: int, threads: int = 1
+    ) -> None:
         """Make up a prompt whose layers are alike, and encode them all."""
         torch.set_num_threads(threads)
         await self.fill(spec, plan, tokens)
@@ -236,7 +245,9 @@ class SendingEnd(End):
         if inline:
             loop = asyncio.get_running_loop()
             await asyncio.to_thread(
-                self._encode, prompt, lambda items: loop.call_soon_threadsafe(sender.offer, items)
+                self._encode,
+                prompt,
+                lambda items: loop.call_soon_threadsafe(sender.offer, items),
             )
         else:
             sender.offer(prompt.checklist.items)
@@ -257,7 +268,11 @@ class SendingEnd(End):
 
     def _channel(self, way: Way) -> Channel:
         if way not in self._channels:
-            pace = RateLimiter(way.bytes_per_s, way.frame_bytes) if way.bytes_per_s else None
+            pace = (
+                RateLimiter(way.bytes_per_s, way.frame_bytes)
+                if way.bytes_per_s
+                else None
+            )
             options = ChannelOptions(way.frame_bytes, pace=pace, direct=way.direct)
             self._channels[way] = Channel(way.target.address, way.security, options)
         return self._channels[way]
@@ -265,14 +280,20 @@ class SendingEnd(End):
     def _job(self, spec: str, tokens: int) -> Job:
         """One that is over when it is admitted, and begins as no other does: no page is known."""
         number = next(self._numbers)
-        prompt = (number % 100, number // 100 % 100, number // 10000, *[1] * tokens)[:tokens]
+        prompt = (number % 100, number // 100 % 100, number // 10000, *[1] * tokens)[
+            :tokens
+        ]
         return Job(str(number), 0, prompt, sampling={"max_tokens": 1}, codec=spec)
 
-    def _encode(self, prompt: PromptRecords, ready: Callable[[Sequence[Item]], object]) -> None:
+    def _encode(
+        self, prompt: PromptRecords, ready: Callable[[Sequence[Item]], object]
+    ) -> None:
         checklist, arena = prompt.checklist, prompt.tensor
         for layer, index in enumerate(checklist.plan.group_of):
             group, at = checklist.plan.groups[index], RecordIds.of(prompt.states[index])
-            made = make_prompt(checklist.tokens, group.heads, group.head_dim)  # once for all
+            made = make_prompt(
+                checklist.tokens, group.heads, group.head_dim
+            )  # once for all
             layers = codec_of(group), group, at, layer, arena, made.k, made.v
             for x in write_prompt(*layers, 0, checklist.tokens):
                 ready([Item(x.kind, index, layer, i) for i in x.indices])
@@ -309,7 +330,9 @@ def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[
         child.check_available()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if nbytes > memory:
-        raise CapacityError(f"prompts want a pool of {nbytes:,} bytes; this host has {memory:,}")
+        raise CapacityError(
+            f"prompts want a pool of {nbytes:,} bytes; this host has {memory:,}"
+        )
     with ExitStack() as stack:
         sender = stack.enter_context(Child(SendingEnd, netns))
         receiver = stack.enter_context(Child(ReceivingEnd, netns))
@@ -336,8 +359,12 @@ def measure(options: TransferOptions) -> Row:
     crossover_gbps: on links faster than this, encode takes longer than the link; inline rows only
     """
     shape, rows = options.shape, list[Row]()
-    plans = {spec: parse_plan(spec, shape) for spec in dict.fromkeys([RAW, *options.codecs])}
-    slabs = max(slabs_for(plan, tokens) for plan in plans.values() for tokens in options.tokens)
+    plans = {
+        spec: parse_plan(spec, shape) for spec in dict.fromkeys([RAW, *options.codecs])
+    }
+    slabs = max(
+        slabs_for(plan, tokens) for plan in plans.values() for tokens in options.tokens
+    )
     with start_pair(options.netns, plans, slabs * SLAB_BYTES) as pair:
         target = pair.receiver.ask("listen", pair.host)
         way = Way(target, direct=options.channel == "direct")
@@ -351,13 +378,20 @@ def measure(options: TransferOptions) -> Row:
 
 
 def _send_all(
-    rounds: int, pair: Pair, way: Way, plans: Mapping[str, Plan], tokens: int, gbps: float
+    rounds: int,
+    pair: Pair,
+    way: Way,
+    plans: Mapping[str, Plan],
+    tokens: int,
+    gbps: float,
 ) -> dict[tuple[str, str], list[Sent]]:
     """Rounds over all codecs and both ways of encoding, interleaved, over one link."""
     pair.limit(gbps)
     bytes_per_s = 1e9 * gbps / 8
     frame = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), FRAME_BYTES))
-    way = replace(way, frame_bytes=frame, bytes_per_s=None if pair.netns else bytes_per_s)
+    way = replace(
+        way, frame_bytes=frame, bytes_per_s=None if pair.netns else bytes_per_s
+    )
     cases = [
         (spec, pages)
         for number in range(rounds)
@@ -373,7 +407,10 @@ def _send_all(
 
 
 def _rows(
-    options: TransferOptions, tokens: int, gbps: float, found: Mapping[tuple[str, str], list[Sent]]
+    options: TransferOptions,
+    tokens: int,
+    gbps: float,
+    found: Mapping[tuple[str, str], list[Sent]],
 ) -> Iterator[Row]:
     for (spec, pages), sent in found.items():
         stats, inline = sent[0].stats, pages == "inline"
@@ -397,7 +434,8 @@ def _rows(
             "seconds": seconds,
             "encode_s": encode_s,
             "link_s": link_s,
-            "byte_ratio": found[RAW, pages][0].stats.payload_bytes / stats.payload_bytes,
+            "byte_ratio": found[RAW, pages][0].stats.payload_bytes
+            / stats.payload_bytes,
             "time_ratio": raw_seconds / seconds,
             "bottleneck": stage if max(encode_s, link_s) > 0.8 * seconds else "plane",
             "crossover_gbps": 8e-9 * stats.wire_bytes / encode_s if inline else None,
@@ -436,17 +474,24 @@ def measure_plane(options: TransferOptions) -> Row:
                 pair.limit(gbps)
                 name = f"{gbps:g} Gb/s" if netns else "loopback"
                 told = tell(range(options.rounds + 1), f"{name}, round {{}}".format)
-                rounds = [{way: _timed(pair, send) for way, send in sends.items()} for _ in told]
+                rounds = [
+                    {way: _timed(pair, send) for way, send in sends.items()}
+                    for _ in told
+                ]
                 common = {"link": name, "rounds": options.rounds, "nbytes": nbytes}
                 common["congestion"] = pair.sender.ask("congestion")
-                rows += _plane_rows(common, rounds[1:])  # the first one warms everything
+                rows += _plane_rows(
+                    common, rounds[1:]
+                )  # the first one warms everything
     return result_of(rows, PLANE_NOTES)
 
 
 def _ways(pair: Pair, codec: str, nbytes: int) -> dict[tuple[str, bool], partial[Sent]]:
     """How the bytes can be sent: by channel, and whether over TLS of both sides."""
     port = pair.receiver.ask("listen_raw", pair.host, nbytes)
-    found = {("tcp", False): partial(pair.sender.ask, "send_raw", codec, pair.host, port)}
+    found = {
+        ("tcp", False): partial(pair.sender.ask, "send_raw", codec, pair.host, port)
+    }
     for security in (None, protected(SecurityConfig(), Authority.make(), pair.host)):
         target = pair.receiver.ask("listen", pair.host, security)
         for channel in ("grpc", "direct"):
@@ -466,7 +511,9 @@ def _plane_rows(
     common: Row, rounds: Sequence[Mapping[tuple[str, bool], tuple[float, float, float]]]
 ) -> Iterator[Row]:
     """A row for every way but the socket."""
-    times = {way: list(zip(*(x[way] for x in rounds), strict=True)) for way in rounds[0]}
+    times = {
+        way: list(zip(*(x[way] for x in rounds), strict=True)) for way in rounds[0]
+    }
     nbytes, tcp = common["nbytes"], times.pop(("tcp", False))
 
     def cost(way: Sequence[Sequence[float]]) -> Row:
@@ -489,4 +536,9 @@ def draw_plane(result: Row) -> str:
     """What people read; processor seconds per GB are of sender + receiver."""
     cpu, rows = "{sender:.2f} + {receiver:.2f}".format_map, result["rows"]
     told = [{x: cpu(row[x]) for x in ("plane_cpu", "tcp_cpu")} for row in rows]
-    return table([row | {"tls": "TLS" * row["tls"]} | y for row, y in zip(rows, told, strict=True)])
+    return table(
+        [
+            row | {"tls": "TLS" * row["tls"]} | y
+            for row, y in zip(rows, told, strict=True)
+        ]
+    )

@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli import bench, codecs, doctor, eval, fetch, models, serve, submit, workers
+from disagg.cli import (
+    bench,
+    codecs,
+    doctor,
+    eval,
+    fetch,
+    models,
+    serve,
+    submit,
+    workers,
+)
 from disagg.cli.output import tell
 from disagg.errors import CapacityError, ConfigError, DisaggError, quoted
 
@@ -43,7 +53,9 @@ def _print_version(wanted: bool) -> None:
 
 Version = Annotated[
     bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Say which this is."),
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Say which this is."
+    ),
 ]
 
 
@@ -57,12 +69,16 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     status = 0
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # where a terminal has not all of Unicode
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # where a terminal has not all of Unicode
     try:
         status = _status(arguments, as_json)
         print(end="", flush=True)
     except OSError as error:
-        sys.stdout = sys.stderr  # what is left in the old one would be written at the end
+        sys.stdout = (
+            sys.stderr
+        )  # what is left in the old one would be written at the end
         told = f"{error.filename or 'input or output'}: {error.strerror or error}"
         status = status or report(ConfigError(told), as_json)
     return status
@@ -71,7 +87,9 @@ def run(arguments: Sequence[str]) -> int:
 def _status(arguments: Sequence[str], as_json: bool) -> int:
     try:
         check_text(arguments)
-        status = app(args=list(arguments), prog_name="disagg", standalone_mode=not as_json)
+        status = app(
+            args=list(arguments), prog_name="disagg", standalone_mode=not as_json
+        )
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except typer.TyperException as error:

@@ -23,12 +23,18 @@ app.command()(bench_serve.serve)
 
 ANSWER = 16  # tokens, behind the prompts of `compare`
 Device = Annotated[Literal["cpu", "cuda"], Option(help="Where it runs.")]
-Random = Annotated[Literal["small", "wide", "135m", "8b"], Option(help="Of random weights.")]
+Random = Annotated[
+    Literal["small", "wide", "135m", "8b"], Option(help="Of random weights.")
+]
 Runs = Annotated[int, Option(min=1, help="Medians are of this many.")]
 Rounds = Annotated[int | None, Option(min=1, help="Medians are of this many.")]
-Codecs = Annotated[list[str] | None, Option("--codec", help="Codec spec; may be repeated.")]
+Codecs = Annotated[
+    list[str] | None, Option("--codec", help="Codec spec; may be repeated.")
+]
 Size = Annotated[int, Option(min=1, help="Of the KV; the defaults are Llama 3.1 8B.")]
-Out = Annotated[Path | None, Option(callback=options.writable, help="Also write it here.")]
+Out = Annotated[
+    Path | None, Option(callback=options.writable, help="Also write it here.")
+]
 
 
 @app.command()
@@ -57,7 +63,9 @@ def streams(
 ) -> None:
     """A service beside a dense batch and `LLM`; long and known prompts beside others."""
     by_rounds = not part or {"overhead", "known"} & {*part}
-    options.refuse_idle(not by_rounds, "without the parts overhead and known", rounds=rounds)
+    options.refuse_idle(
+        not by_rounds, "without the parts overhead and known", rounds=rounds
+    )
     from disagg.bench.streams import StreamsOptions, measure_streams
 
     asked = StreamsOptions(model, **_set({"rounds": rounds, "parts": part}))
@@ -92,7 +100,9 @@ def chaos(
     as_json: options.Json = False,
 ) -> None:
     """Streams while workers are killed, frozen, drained and cut off."""
-    options.refuse_idle(calm, "with --calm, which strikes nobody", seed=seed is not None)
+    options.refuse_idle(
+        calm, "with --calm, which strikes nobody", seed=seed is not None
+    )
     check_codecs(None, [] if codec is None else [codec])
     from disagg.bench.crew import ChaosOptions, draw_chaos, measure_chaos
 
@@ -120,7 +130,9 @@ def kernels(
 ) -> None:
     """What attention and encoding cost: from machine code, or timed on this CPU or GPU."""
     timed = {"device": device, "runs": runs}
-    options.refuse_idle(machine_code, "with --machine-code, which times nothing", **timed)
+    options.refuse_idle(
+        machine_code, "with --machine-code, which times nothing", **timed
+    )
     options.refuse_idle(not machine_code, "without --machine-code", target=target)
     from disagg.bench import kernels
 
@@ -181,7 +193,11 @@ def compare(
     check_codecs(model, codec or (), tokens=tokens + ANSWER)
     from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
 
-    given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "answer": ANSWER}
+    given = _set({"codecs": codec}) | {
+        "prompts": prompts,
+        "tokens": tokens,
+        "answer": ANSWER,
+    }
     result = measure_compare(CompareOptions(model, cached=cached, **given))
     _show(result, out, as_json, draw_compare, plot)
 
@@ -199,7 +215,9 @@ def auto(
     check_codecs(model, codec or (), tokens=tokens + 2)
     from disagg.bench.compare import AutoOptions, draw_auto, measure_auto
 
-    asked = AutoOptions(model, requests=requests, tokens=tokens, **_set({"codecs": codec}))
+    asked = AutoOptions(
+        model, requests=requests, tokens=tokens, **_set({"codecs": codec})
+    )
     _show(measure_auto(asked), out, as_json, draw_auto)
 
 
@@ -207,15 +225,21 @@ def auto(
 def transfer(
     codec: Codecs = None,
     tokens: list[int] | None = Option(None, "--tokens", min=1, help="May be repeated."),
-    gbps: list[float] | None = Option(None, "--gbps", min=1e-3, max=1e3, help="May be repeated."),
+    gbps: list[float] | None = Option(
+        None, "--gbps", min=1e-3, max=1e3, help="May be repeated."
+    ),
     rounds: Rounds = None,
     threads: int | None = Option(None, min=1, max=1024, help="Of the encoder; 1."),
     layers: Size = 32,
     heads: Size = 8,
     head_dim: Size = 128,
-    channel: Literal["grpc", "direct"] | None = Option(None, help="How frames go; grpc."),
+    channel: Literal["grpc", "direct"] | None = Option(
+        None, help="How frames go; grpc."
+    ),
     netns: bool | None = Option(
-        None, "--netns/--no-netns", help="Links of the kernel, as root; --plane where it may."
+        None,
+        "--netns/--no-netns",
+        help="Links of the kernel, as root; --plane where it may.",
     ),
     plane: bool = Option(False, "--plane", help="Every channel beside a TCP socket."),
     plot: options.Plot = None,
@@ -225,7 +249,10 @@ def transfer(
     """What compression is worth on a link; with --plane, what every channel is beside a socket."""
     from disagg.bench.inputs import shape_of
 
-    given: dict[str, Any] = {"shape": shape_of(layers, heads, head_dim), "threads": threads}
+    given: dict[str, Any] = {
+        "shape": shape_of(layers, heads, head_dim),
+        "threads": threads,
+    }
     given |= {"channel": channel, "netns": netns, "rounds": rounds}
     given = _set(given | {"codecs": codec, "tokens": tokens, "gbps": gbps})
     if not plane:
@@ -234,13 +261,17 @@ def transfer(
         _show(measure(TransferOptions(**given)), out, as_json, draw, plot)
         return
     if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
-        raise ConfigError("--plane measures one codec and one length, and draws nothing")
+        raise ConfigError(
+            "--plane measures one codec and one length, and draws nothing"
+        )
     options.refuse_idle(plane, "with --plane", threads=threads, channel=channel)
     from disagg.bench.child import available
     from disagg.bench.transfer import PLANE, draw_plane, measure_plane
 
     asked = replace(PLANE, **{"netns": available()} | given)
-    options.refuse_idle(not asked.netns, "on loopback: --netns makes links with a rate", gbps=gbps)
+    options.refuse_idle(
+        not asked.netns, "on loopback: --netns makes links with a rate", gbps=gbps
+    )
     _show(measure_plane(asked), out, as_json, draw_plane)
 
 

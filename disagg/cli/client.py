@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from http.client import BadStatusLine, HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import (
+    BadStatusLine,
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+)
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -60,13 +66,17 @@ def write_state(path: Path, state: RunningService) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         begun.unlink(missing_ok=True)
-        with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(
+            os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+        ) as file:
             json.dump(asdict(state), file)
         begun.replace(path)
     except OSError as error:
         with suppress(OSError):
             begun.unlink()
-        raise ConfigError(f"state file {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"state file {path} cannot be written: {error.strerror}"
+        ) from error
 
 
 def check_unannounced(path: Path) -> None:
@@ -120,11 +130,17 @@ def _state_of(path: Path) -> RunningService | None:
     try:
         state = RunningService(**json.loads(text))
         # to signal 0 or -1 is to signal many processes
-        if type(state.pid) is not int or not 0 < state.pid < 1 << 31 or type(state.url) is not str:
+        if (
+            type(state.pid) is not int
+            or not 0 < state.pid < 1 << 31
+            or type(state.url) is not str
+        ):
             raise ValueError(f"no process {state.pid!r} is at {state.url!r}")
         return state
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"state file {path} cannot be read: {error}; remove it") from error
+        raise ConfigError(
+            f"state file {path} cannot be read: {error}; remove it"
+        ) from error
 
 
 @dataclass
@@ -152,7 +168,10 @@ def complete(
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer, times = Answer(), [time.monotonic()]
     sent = dict(body) | wanted
-    with _exchange(service, path, sent, timeout_s=None) as response, understood(service):
+    with (
+        _exchange(service, path, sent, timeout_s=None) as response,
+        understood(service),
+    ):
         for event in _events(response):
             if "error" in event:
                 raise error_from(event["error"]["type"], event["error"]["message"])
@@ -228,7 +247,9 @@ def post(
     return _ask(service, path, body or {})
 
 
-def _ask(service: RunningService, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+def _ask(
+    service: RunningService, path: str, body: Mapping[str, Any] | None
+) -> dict[str, Any]:
     with _exchange(service, path, body, ANSWER_S) as response:
         no_json = f"{service.url} does not answer with JSON; is it a disagg service?"
         return _object(response.read(), no_json)
@@ -236,7 +257,10 @@ def _ask(service: RunningService, path: str, body: Mapping[str, Any] | None) -> 
 
 @contextmanager
 def _exchange(
-    service: RunningService, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    service: RunningService,
+    path: str,
+    body: Mapping[str, Any] | None,
+    timeout_s: float | None,
 ) -> Iterator[HTTPResponse]:
     """A response with a good status, to a POST if there is a body; closed on every way out."""
     parts, host, port = _address(service.url)
@@ -251,7 +275,9 @@ def _exchange(
         connection.connect()
         connection.sock.settimeout(timeout_s)
         method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
-        base = parts.path.rstrip("/").removesuffix("/v1")  # some write the address of the API
+        base = parts.path.rstrip("/").removesuffix(
+            "/v1"
+        )  # some write the address of the API
         try:
             connection.request(method, base + path, payload, headers)
         except ValueError as error:  # a key or a path that HTTP cannot carry
@@ -266,7 +292,9 @@ def _exchange(
             hint = f"; does it speak {'https' if plain else 'http'}?"
         elif isinstance(error, ssl.SSLCertVerificationError):
             hint = "; SSL_CERT_FILE=FILE names whom to trust"
-        raise PeerLostError(f"no service answers at {service.url}: {error}{hint}") from error
+        raise PeerLostError(
+            f"no service answers at {service.url}: {error}{hint}"
+        ) from error
     finally:
         connection.close()
 
@@ -276,7 +304,9 @@ def _trust(certificate: str | None) -> ssl.SSLContext:
     try:
         trust = ssl.create_default_context(cafile=certificate)
     except OSError as error:
-        raise ConfigError(f"certificate {certificate!r} cannot be read: {error}") from error
+        raise ConfigError(
+            f"certificate {certificate!r} cannot be read: {error}"
+        ) from error
     if certificate is not None:
         trust.check_hostname = False
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -300,7 +330,12 @@ def _address(url: str) -> tuple[SplitResult, str, int | None]:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL of a service: {error}") from error
-    if parts.scheme not in ("http", "https") or not host or not host.isprintable() or " " in host:
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or not host.isprintable()
+        or " " in host
+    ):
         raise ConfigError(f"{url!r} is no URL of a service; write http://host:port")
     return parts, host, port
 

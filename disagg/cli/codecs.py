@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from disagg.kv.plan import LayerGroup
 
 HeadDim = Annotated[int, Option(min=1, help="Dimensions of a head.")]
-Specs = Annotated[list[str] | None, Argument(help="Specs; every codec's default if none.")]
+Specs = Annotated[
+    list[str] | None, Argument(help="Specs; every codec's default if none.")
+]
 Spec = Annotated[str, Argument(help='Codec spec, "kivi:bits=2", or a plan.')]
 
 
@@ -33,7 +35,14 @@ def codecs(
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment", ">% of fp16"]
+    columns = [
+        "codec",
+        ">bits",
+        ">page tokens",
+        ">page bytes",
+        ">segment",
+        ">% of fp16",
+    ]
     columns += [">perplexity %", ">KL", "spec"]
     cells = [
         [
@@ -56,7 +65,9 @@ def codecs(
         print(f"without pages for a head dim of {head_dim}: {', '.join(lacking)}")
 
 
-def page(spec: Spec, model: options.Model = None, as_json: options.Json = False) -> None:
+def page(
+    spec: Spec, model: options.Model = None, as_json: options.Json = False
+) -> None:
     """Draw where the bytes of a model's KV are under a codec."""
     found = layouts_of(spec, model)
     if as_json:

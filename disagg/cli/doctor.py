@@ -38,7 +38,9 @@ def doctor(
     sound = all(x.sound for x in found)
     if as_json:
         rows = [asdict(x) | {"sound": x.sound} for x in found]
-        print_json({"device": where, "name": name_of(where), "sound": sound, "rows": rows})
+        print_json(
+            {"device": where, "name": name_of(where), "sound": sound, "rows": rows}
+        )
     else:
         cells = [
             [x.codec, x.kernel, x.backend]

@@ -20,8 +20,12 @@ Row = dict[str, Any]  # a JSON object
 
 def evaluate(
     model: options.Model = None,
-    codec: list[str] | None = Option(None, "--codec", help="Spec or plan; may be repeated."),
-    text: list[str] | None = Option(None, "--text", help='A file, or "python"; may be repeated.'),
+    codec: list[str] | None = Option(
+        None, "--codec", help="Spec or plan; may be repeated."
+    ),
+    text: list[str] | None = Option(
+        None, "--text", help='A file, or "python"; may be repeated.'
+    ),
     rows: int = Option(4, min=1, help="Of each text."),
     prompt: int = Option(1152, min=1, help="Tokens that are compressed."),
     score: int = Option(384, min=2, help="Tokens fed behind them."),
@@ -30,9 +34,13 @@ def evaluate(
         None, "--passkey", help="Ask for pass keys in so many tokens; may be repeated."
     ),
     keys: int | None = Option(None, min=1, help="Of each --passkey and depth; 5."),
-    streaming: bool = Option(False, "--streaming", help="Seal tails meanwhile, as service."),
+    streaming: bool = Option(
+        False, "--streaming", help="Seal tails meanwhile, as service."
+    ),
     threads: int = Option(1, min=1, max=1024, help="Of torch."),
-    out: Path | None = Option(None, callback=options.writable, help="Write rows to it."),
+    out: Path | None = Option(
+        None, callback=options.writable, help="Write rows to it."
+    ),
     plot: options.Plot = None,
     resume: bool = Option(False, "--resume", help="Keep the rows that --out has."),
     save_costs: bool = Option(
@@ -50,7 +58,14 @@ def evaluate(
         say("loading torch and the model")
         from disagg.eval.quality import EvalOptions, Judge
 
-        lengths = (rows, prompt, score, free, tuple(passkey or ()), keys or EvalOptions.keys)
+        lengths = (
+            rows,
+            prompt,
+            score,
+            free,
+            tuple(passkey or ()),
+            keys or EvalOptions.keys,
+        )
         asked = (*lengths, streaming, threads)
         judge = Judge(EvalOptions(model, tuple(codec or ()), texts, *asked))
     result = _measure(judge, out, plot, resume)
@@ -62,14 +77,18 @@ def evaluate(
         _show(result)
 
 
-def _check(model: str | None, texts: Sequence[str], out: Path | None, resume: bool) -> None:
+def _check(
+    model: str | None, texts: Sequence[str], out: Path | None, resume: bool
+) -> None:
     """What can be known before torch is imported, which takes seconds."""
     from disagg.eval.texts import read_text
     from disagg.model.describe import locate_model
 
     locate_model(model)
     if len({read_text(text)[0] for text in texts}) < len(texts):
-        raise ConfigError(f"two of {', '.join(texts)} have one name, and rows are told by theirs")
+        raise ConfigError(
+            f"two of {', '.join(texts)} have one name, and rows are told by theirs"
+        )
     if resume:
         _earlier(out)
 
@@ -108,7 +127,10 @@ def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
         rows,
         "paired with exact KV; pages as served; errors are of attention of the prompt's last "
         "queries; answer_pct: behind 1,024 more tokens",
-        model={"name": judge.options.model or "default", "fingerprint": judge.runner.fingerprint},
+        model={
+            "name": judge.options.model or "default",
+            "fingerprint": judge.runner.fingerprint,
+        },
         options=_options(judge),
         perplexity=exact_perplexity(rows),
         summary=summarize(rows, judge.sizes),
@@ -120,14 +142,18 @@ def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
 def _options(judge: "Judge") -> Row:
     """What rows depend on, but for the model and their codecs."""
     given = asdict(judge.options)
-    return {name: given[name] for name in ("rows", "prompt", "score", "free", "streaming")}
+    return {
+        name: given[name] for name in ("rows", "prompt", "score", "free", "streaming")
+    }
 
 
 def _known(judge: "Judge", out: Path) -> tuple[list[Row], list[Row]]:
     """Rows and pass keys of an earlier run of the same kind."""
     *there, rows, keys = _earlier(out)
     if [judge.runner.fingerprint, here := _options(judge)] != there:
-        raise ConfigError(f"{out} is of another model or of {there[1]}; this run: {here}")
+        raise ConfigError(
+            f"{out} is of another model or of {there[1]}; this run: {here}"
+        )
     return rows, keys
 
 
@@ -138,7 +164,12 @@ def _earlier(out: Path | None) -> tuple[str, Row, list[Row], list[Row]]:
         raise ConfigError(f"{wanted}, and there is none")
     try:
         found = json.loads(out.read_text())
-        return found["model"]["fingerprint"], found["options"], found["rows"], found["keys"]
+        return (
+            found["model"]["fingerprint"],
+            found["options"],
+            found["rows"],
+            found["keys"],
+        )
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{wanted}; {out} is none: {error!r}") from error
 
@@ -150,7 +181,11 @@ def _save_costs(result: Row) -> None:
     from disagg.eval.summary import costs
 
     kept = {name: result[name] for name in ("command", "options", "perplexity")}
-    found = {"model": result["model"]["name"], **kept, "codecs": costs(result["summary"])}
+    found = {
+        "model": result["model"]["name"],
+        **kept,
+        "codecs": costs(result["summary"]),
+    }
     write(found, COSTS)
 
 
@@ -167,9 +202,14 @@ def _show(result: Row) -> None:
     from disagg.eval.summary import table_rows
 
     rows, exact = table_rows(result["summary"]), result["perplexity"]
-    print_table(_title(result), [x for x, _ in rows[0]], [[y for _, y in row] for row in rows])
+    print_table(
+        _title(result), [x for x, _ in rows[0]], [[y for _, y in row] for row in rows]
+    )
     if recall := result["recall"]:
         cells = [[str(value) for value in line.values()] for line in recall]
         heads = ["codec", *(f">{place}" for place in recall[0] if place != "codec")]
         print_table("% of pass keys found, by tokens @ depth", heads, cells)
-    print("exact perplexity: " + ", ".join(f"{name} {value}" for name, value in exact.items()))
+    print(
+        "exact perplexity: "
+        + ", ".join(f"{name} {value}" for name, value in exact.items())
+    )

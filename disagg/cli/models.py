@@ -16,16 +16,29 @@ if TYPE_CHECKING:
     from disagg.model.capacity import ModelFit
 
 app = typer.Typer(no_args_is_help=True, help="What models there are to serve.")
-UNITS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+UNITS = {
+    "": 1,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
 
 Ref = Annotated[str | None, Argument(help="As for --model; the packaged one if none.")]
 Memory = Annotated[str | None, Option(help="Of one accelerator: 80GB, 24GiB.")]
-Dtype = Annotated[str, Option(help="What it computes in; that of the checkpoint unless given.")]
+Dtype = Annotated[
+    str, Option(help="What it computes in; that of the checkpoint unless given.")
+]
 
 
 @app.command()
 def check(
-    ref: Ref = None, memory: Memory = None, dtype: Dtype = "auto", as_json: options.Json = False
+    ref: Ref = None,
+    memory: Memory = None,
+    dtype: Dtype = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Say whether a model is served, or why not, and how many tokens fit. Reads no weights."""
     from disagg.model.capacity import check_model
@@ -55,13 +68,22 @@ def _draw(fit: "ModelFit") -> None:
         return
     spans = [f"{n} x {f'{w} tokens' if w else 'all'}" for w, n in fit.windows.items()]
     print(f"{fit.architecture}: served")
-    print(f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}")
-    print(f"context {fit.context_length:,} tokens · weights {fit.weights_bytes / 1e6:,.0f} MB")
+    print(
+        f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}"
+    )
+    print(
+        f"context {fit.context_length:,} tokens · weights {fit.weights_bytes / 1e6:,.0f} MB"
+    )
     exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     print(f"{exact} · recommended: {fit.recommended}")
-    rows = [[codec.spec, codec.refused or f"{codec.bytes_per_token:,.0f}"] for codec in fit.codecs]
+    rows = [
+        [codec.spec, codec.refused or f"{codec.bytes_per_token:,.0f}"]
+        for codec in fit.codecs
+    ]
     columns = ["codec", ">bytes a token"]
-    if any(codec.tokens is not None for codec in fit.codecs):  # else nobody said into what
+    if any(
+        codec.tokens is not None for codec in fit.codecs
+    ):  # else nobody said into what
         columns += [">tokens that fit"]
         for row, codec in zip(rows, fit.codecs, strict=True):
             row.append(f"{codec.tokens or 0:,}" if not codec.refused else "")

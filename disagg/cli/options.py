@@ -17,13 +17,17 @@ PICTURES = (".png", ".svg", ".pdf")
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     str | None,
-    Option(help='Folder, Hugging Face name or "smollm2"; the packaged one unless given.'),
+    Option(
+        help='Folder, Hugging Face name or "smollm2"; the packaged one unless given.'
+    ),
 ]
 Codec = Annotated[str | None, Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
 ConfigFile = Annotated[
     Path | None, Option("--config", help="YAML file; see --show-config for its keys.")
 ]
-Set = Annotated[list[str] | None, Option("--set", help="Any config key: engine.max_sequences=8.")]
+Set = Annotated[
+    list[str] | None, Option("--set", help="Any config key: engine.max_sequences=8.")
+]
 ShowConfig = Annotated[
     bool, Option("--show-config", help="Print the config that would be used, and exit.")
 ]
@@ -31,11 +35,14 @@ ApiKey = Annotated[
     str | None, Option(envvar="DISAGG_API_KEY", help="What --url asks of its clients.")
 ]
 StateFile = Annotated[
-    Path | None, Option("--state-file", help="Where a running service says where it is.")
+    Path | None,
+    Option("--state-file", help="Where a running service says where it is."),
 ]
 
 
-def read_config(path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]) -> Config:
+def read_config(
+    path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]
+) -> Config:
     """Defaults, a file, `--set key=value`, flags: the later one wins."""
     given: dict[str, Any] = {}
     for item in sets or []:
@@ -59,7 +66,9 @@ def writable(path: Path | None) -> Path | None:
         whole = path.absolute()
         there = next(x for x in (whole, *whole.parents) if x.exists())
         if there.is_dir() == (there == whole) or not os.access(there, os.W_OK):
-            raise ConfigError(f"{path} cannot be written; a file where you may write is wanted")
+            raise ConfigError(
+                f"{path} cannot be written; a file where you may write is wanted"
+            )
     return path
 
 
@@ -74,7 +83,8 @@ def drawable(path: Path | None) -> Path | None:
 
 
 Plot = Annotated[
-    Path | None, Option(callback=drawable, help="Also draw to this .png, .svg or .pdf file.")
+    Path | None,
+    Option(callback=drawable, help="Also draw to this .png, .svg or .pdf file."),
 ]
 
 
@@ -85,7 +95,9 @@ def print_config(config: Config, as_json: bool) -> None:
         return
     import yaml
 
-    print("# null: not set; of engine.arena_bytes 256 MiB on a CPU, by memory_share on a GPU")
+    print(
+        "# null: not set; of engine.arena_bytes 256 MiB on a CPU, by memory_share on a GPU"
+    )
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
 
 
@@ -94,5 +106,9 @@ def state_path(given: Path | str | None, name: str = ClusterConfig.name) -> Path
     if given is not None:
         return Path(given)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"disagg-{os.getuid()}"
+    folder = (
+        Path(runtime)
+        if runtime
+        else Path(tempfile.gettempdir()) / f"disagg-{os.getuid()}"
+    )
     return folder / f"{name}.json"

@@ -34,7 +34,9 @@ def print_json(value: Any) -> None:
     print(json.dumps(value), flush=True)  # who reads a pipe waits for it
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
     """A title and a table; columns that begin with ">" are aligned to the right."""
     from rich.box import SIMPLE
     from rich.console import Console
@@ -64,21 +66,31 @@ def print_savings(answer: Answer, max_tokens: int) -> None:
         f"after {answer.ttft_ms:.0f} ms{rest}"
     )
     if answer.finish_reason == "length" and count < max_tokens:
-        print(f"the model's context is full: {count} of {max_tokens} tokens could be generated")
+        print(
+            f"the model's context is full: {count} of {max_tokens} tokens could be generated"
+        )
 
 
 def _print_bytes(kv: Mapping[str, Any]) -> None:
     """A table, or one line for a prompt that is not sent, or as it is because it is so short."""
     fp16, fp8, wire = kv["fp16_bytes"], kv["fp8_bytes"], kv["wire_bytes"]
-    if kv["tokens"] < SHORT_TOKENS and (not wire or min(wire, kv["resident_bytes"]) >= fp16):
+    if kv["tokens"] < SHORT_TOKENS and (
+        not wire or min(wire, kv["resident_bytes"]) >= fp16
+    ):
         saved = f"too few to save anything; {wire:,} bytes sent, {fp16:,} as fp16"
         whole = "too few to hand off, computed whole at a decode worker"
         print(f"KV of {kv['tokens']} tokens: {saved if wire else whole}")
         return
-    rows = [("as fp16", fp16), ("as fp8", fp8)] + ([("on the wire", wire)] if wire else [])
-    rows += [("known there before", kv["cached_bytes"])] if kv.get("cached_bytes") else []
+    rows = [("as fp16", fp16), ("as fp8", fp8)] + (
+        [("on the wire", wire)] if wire else []
+    )
+    rows += (
+        [("known there before", kv["cached_bytes"])] if kv.get("cached_bytes") else []
+    )
     rows += [("resident in decode", kv["resident_bytes"])]
-    cells = [(x, f"{y:,}", f"{100 * y / fp16:.1f}", f"{100 * y / fp8:.1f}") for x, y in rows]
+    cells = [
+        (x, f"{y:,}", f"{100 * y / fp16:.1f}", f"{100 * y / fp8:.1f}") for x, y in rows
+    ]
     print_table(f"KV of {kv['tokens']} tokens, {kv['codec']}", COLUMNS, cells)
 
 
@@ -96,7 +108,9 @@ def stages() -> Iterator[Callable[[str], None]]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
-    told = TextColumn("{task.description}", markup=False, table_column=Column())  # may wrap
+    told = TextColumn(
+        "{task.description}", markup=False, table_column=Column()
+    )  # may wrap
     screen = Console(stderr=True)
     with Progress(
         SpinnerColumn(), told, TimeElapsedColumn(), console=screen, transient=True

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
     from disagg.model.tokenizer import Tokenizer
 
-ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last one: a terminal was closed
+ENDS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # the last one: a terminal was closed
 STUCK_S = 15.0  # for all that Ray has to do at the end
 STOP_S = 5.0  # beyond what the end may take
 POLL_S = 0.05
@@ -52,10 +56,16 @@ def serve(
     pd_ports: int | None = Option(
         None, help="First of one port for each worker, for vLLM's routers; 0: any."
     ),
-    api_key: str | None = Option(None, envvar="DISAGG_API_KEY", help="What clients have to show."),
+    api_key: str | None = Option(
+        None, envvar="DISAGG_API_KEY", help="What clients have to show."
+    ),
     api_key_file: str | None = Option(None, help="File with such keys, one in a line."),
-    ssl_certfile: str | None = Option(None, help="PEM file; with --ssl-keyfile: HTTPS."),
-    ssl_keyfile: str | None = Option(None, help="PEM file with the key of the certificate."),
+    ssl_certfile: str | None = Option(
+        None, help="PEM file; with --ssl-keyfile: HTTPS."
+    ),
+    ssl_keyfile: str | None = Option(
+        None, help="PEM file with the key of the certificate."
+    ),
     allowed_origins: str | None = Option(
         None, help='Whose pages may ask: "https://chat.example"; "*": all.'
     ),
@@ -63,7 +73,9 @@ def serve(
     min_disagg_tokens: int | None = Option(
         None, min=0, help="Shorter prompts stay whole where they decode."
     ),
-    name: str | None = Option(None, "--name", help="Of this service among those on a cluster."),
+    name: str | None = Option(
+        None, "--name", help="Of this service among those on a cluster."
+    ),
     config: options.ConfigFile = None,
     sets: options.Set = None,
     show_config: options.ShowConfig = False,
@@ -75,15 +87,24 @@ def serve(
     flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
     flags |= {"server.port": port, "server.pd_ports": pd_ports}
     flags |= {"router.error_budget": error_budget}
-    flags |= {"codecs": codecs and re.split(r",(?![\w-]+=)", codecs)}  # options have = behind them
+    flags |= {
+        "codecs": codecs and re.split(r",(?![\w-]+=)", codecs)
+    }  # options have = behind them
     if api_key is None:
-        api_key = os.environ.get("DISAGG_API_KEY")  # typer takes an empty one, an error, for none
+        api_key = os.environ.get(
+            "DISAGG_API_KEY"
+        )  # typer takes an empty one, an error, for none
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
     flags |= {"server.allowed_origins": allowed_origins}
-    if allowed_origins and not allowed_origins.startswith("["):  # a list, as vLLM takes it
+    if allowed_origins and not allowed_origins.startswith(
+        "["
+    ):  # a list, as vLLM takes it
         flags |= {"server.allowed_origins": allowed_origins.split(",")}
-    flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
+    flags |= {
+        "cluster.colocated": colocated,
+        "transfer.min_disagg_tokens": min_disagg_tokens,
+    }
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})
     if show_config:
@@ -105,7 +126,9 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
         say(f"stopping the service at {state.url}")
         while state.alive:
             if time.monotonic() > began + patience_s:
-                raise DeadlineError(f"process {state.pid} still runs after {patience_s:.0f} s")
+                raise DeadlineError(
+                    f"process {state.pid} still runs after {patience_s:.0f} s"
+                )
             time.sleep(POLL_S)
     if as_json:
         print_json({"stopped": state.url})
@@ -166,7 +189,9 @@ class ShutdownGuard:
     def __enter__(self) -> Self:
         self._ours, theirs = socket.socketpair()
         self._ours.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._ours.fileno(), warn_on_full_buffer=False)
+        self._before = signal.set_wakeup_fd(
+            self._ours.fileno(), warn_on_full_buffer=False
+        )
         threading.Thread(target=self._watch, args=[theirs], daemon=True).start()
         told = b"stopped, though Ray answers no more\n"
         self._timer = threading.Timer(self._limit_s, _leave, [told, 1])
@@ -272,9 +297,13 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
     check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
     check_prompt(len(tokenizer.encode(text)), info.context_length)
-    (ChatRequest if "messages" in body else CompletionRequest).read(json.dumps(body).encode())
+    (ChatRequest if "messages" in body else CompletionRequest).read(
+        json.dumps(body).encode()
+    )
     if "messages" in body and read_template(config.model.name) is None:
-        raise RequestError(f"{info.path.name!r} has no chat template; without --chat it goes on")
+        raise RequestError(
+            f"{info.path.name!r} has no chat template; without --chat it goes on"
+        )
 
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
@@ -284,7 +313,9 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     from disagg.model.tokenizer import Tokenizer
 
     info = check_codecs(config.model.name, config.listed, config.model.dtype)
-    if config.cluster.address == ClusterConfig.address:  # else workers have them, on their hosts
+    if (
+        config.cluster.address == ClusterConfig.address
+    ):  # else workers have them, on their hosts
         check_weights(info.path)
         if config.model.device == "cuda":
             from disagg.model.runner import pick_device
@@ -348,4 +379,8 @@ def _open_to_all(config: Config) -> list[str]:
         here = ip_address(host).is_loopback
     except ValueError:
         here = host == "localhost"
-    return [] if here else [f"warning: whoever reaches {host} may use this service, without a key"]
+    return (
+        []
+        if here
+        else [f"warning: whoever reaches {host} may use this service, without a key"]
+    )

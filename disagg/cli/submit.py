@@ -18,8 +18,12 @@ from disagg.errors import CancelledError, RequestError
 
 
 def submit(
-    text: str = Argument(..., help='The prompt; "-" reads standard input, "@FILE" a file.'),
-    url: str | None = Option(None, help="A service; else the running one, else a new one."),
+    text: str = Argument(
+        ..., help='The prompt; "-" reads standard input, "@FILE" a file.'
+    ),
+    url: str | None = Option(
+        None, help="A service; else the running one, else a new one."
+    ),
     model: options.Model = None,
     codec: options.Codec = None,
     max_tokens: int = Option(64, min=1, help="Tokens to generate."),
@@ -27,9 +31,13 @@ def submit(
     top_p: float = Option(1.0, help="Choose among the tokens that make up this share."),
     top_k: int = Option(0, min=0, help="Choose among so many tokens; 0: all."),
     seed: int | None = Option(None, min=0, help="Makes sampling repeatable."),
-    stop: list[str] | None = Option(None, help="End before this text; may be repeated."),
+    stop: list[str] | None = Option(
+        None, help="End before this text; may be repeated."
+    ),
     ignore_eos: bool = Option(False, help="Go on behind the end of the text."),
-    chat: bool = Option(False, "--chat", help="Say it to a chat model, by its template."),
+    chat: bool = Option(
+        False, "--chat", help="Say it to a chat model, by its template."
+    ),
     api_key: options.ApiKey = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
@@ -38,8 +46,17 @@ def submit(
 ) -> None:
     """Continue a prompt, at --url, the running service or a private one."""
     prompt = read_prompt(text)
-    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    body: dict[str, Any] = {**asked, "model": model, "codec": codec, "max_tokens": max_tokens}
+    asked = (
+        {"messages": [{"role": "user", "content": prompt}]}
+        if chat
+        else {"prompt": prompt}
+    )
+    body: dict[str, Any] = {
+        **asked,
+        "model": model,
+        "codec": codec,
+        "max_tokens": max_tokens,
+    }
     body |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     body |= {"seed": seed, "stop": stop, "ignore_eos": ignore_eos}
     flags = {"model.name": model, "codec": codec, "server.state_file": state_file}
@@ -86,7 +103,9 @@ def somewhere(
         options.refuse_idle(given, "with --url, which names a service", **local)
         yield given
         return
-    config = options.read_config(path, sets, {k: v and str(v) for k, v in flags.items()})
+    config = options.read_config(
+        path, sets, {k: v and str(v) for k, v in flags.items()}
+    )
     there = options.state_path(config.server.state_file)
     if path is not None or sets:
         if running := read_state(there):

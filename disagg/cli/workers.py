@@ -48,7 +48,9 @@ def scale(
     wanted: Wanted, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
     """Run so many workers of each role; what they have moves."""
-    if wrong := [x for x in wanted if not re.fullmatch(r"(prefill|decode)=[0-9]{1,9}", x)]:
+    if wrong := [
+        x for x in wanted if not re.fullmatch(r"(prefill|decode)=[0-9]{1,9}", x)
+    ]:
         raise ConfigError(f"{wrong[0]!r} is no prefill=NUMBER or decode=NUMBER")
     pairs = [each.split("=") for each in wanted]
     body = {role: int(number) for role, number in pairs}
@@ -60,7 +62,9 @@ def scale(
     print_json(found) if as_json else print(f"{told}: they come and leave one by one")
 
 
-def drain(name: Name, state_file: options.StateFile = None, as_json: options.Json = False) -> None:
+def drain(
+    name: Name, state_file: options.StateFile = None, as_json: options.Json = False
+) -> None:
     """Let a worker leave once another one has its place."""
     state = running(state_file)
     found = client.post(state, f"/workers/{quote(name, safe='')}/drain")
@@ -86,7 +90,11 @@ def draw(found: dict[str, Any]) -> None:
     there = Counter(worker["role"] for worker in found["workers"])
     for role, number in found.get("wanted", {}).items():
         if there[role] != number:
-            rest = "more load, or wait for a place" if there[role] < number else "others leave"
+            rest = (
+                "more load, or wait for a place"
+                if there[role] < number
+                else "others leave"
+            )
             print(f"{role}: {there[role]} there, {number} wanted; {rest}")
 
 

@@ -37,7 +37,10 @@ class AlignedKV(Codec):
     attend_errors: ClassVar[Mapping[str, float]] = dict.fromkeys(EXACT_ERRORS, 2**-7)
 
     def page_layout(self, head_dim: int) -> Layout:
-        require(head_dim % 16 == 0, f"alignedkv pairs 16 channels; the head dim is {head_dim}")
+        require(
+            head_dim % 16 == 0,
+            f"alignedkv pairs 16 channels; the head dim is {head_dim}",
+        )
         tokens, half = self.page_tokens, self.page_tokens // 2
         planes = [
             ("k_top", "uint8", (1, head_dim)),
@@ -52,21 +55,34 @@ class AlignedKV(Codec):
         return make_layout(self.spec, Kind.PAGE, tokens, planes)
 
     def encode(
-        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        prompt: Prompt,
+        target: Target | None,
     ) -> Encoded:
         fmt = aligned_format(self.page_layout(k.shape[2]), k.shape[2])
         return Encoded(ops.encode(k, v, fmt, target=target)[0])
 
-    def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> AlignedFormat:
+    def format_of(
+        self, page: Layout, segment: Layout | None, head_dim: int
+    ) -> AlignedFormat:
         return aligned_format(page, head_dim)
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        fmt, blocks = aligned_format(group.page, group.head_dim), DenseBlocks(encoded.blocks)
+        fmt, blocks = (
+            aligned_format(group.page, group.head_dim),
+            DenseBlocks(encoded.blocks),
+        )
         k = read_planes(blocks, fmt, "k", 16).transpose(2, 3)
         v = read_planes(blocks, fmt, "v", 16)
-        return k.to(dtype).transpose(0, 1).flatten(1, 2), v.to(dtype).transpose(0, 1).flatten(1, 2)
+        return k.to(dtype).transpose(0, 1).flatten(1, 2), v.to(dtype).transpose(
+            0, 1
+        ).flatten(1, 2)
 
 
 @lru_cache

@@ -64,16 +64,24 @@ class Banded(SinkCodec):
     def bands(self, head_dim: int) -> list[tuple[int, int]]:
         """Bits and channels of each band of K."""
         whole = head_dim >= 64 and head_dim & (head_dim - 1) == 0
-        message = "a power of two from 64 on splits into the bands of banded; the head dim is"
+        message = (
+            "a power of two from 64 on splits into the bands of banded; the head dim is"
+        )
         require(whole, f"{message} {head_dim}")
-        return [(width, quarters * head_dim // 4) for width, quarters in BANDS[self.bits]]
+        return [
+            (width, quarters * head_dim // 4) for width, quarters in BANDS[self.bits]
+        ]
 
     def page_planes(self, head_dim: int) -> Planes:
         bands, tokens = self.bands(head_dim), self.page_tokens
         coded = sum(channels for width, channels in bands if width)
         groups = (head_dim // TURN, tokens)
         return [
-            *((f"k_codes{w}", "int16", (tokens // 4, c * w // 4)) for w, c in bands if w),
+            *(
+                (f"k_codes{w}", "int16", (tokens // 4, c * w // 4))
+                for w, c in bands
+                if w
+            ),
             ("v_codes", "int16", (head_dim // 4, tokens // 2)),
             ("k_scale", "float16", (1, head_dim)),
             ("k_zero", "float16", (1, coded)),
@@ -82,19 +90,30 @@ class Banded(SinkCodec):
         ]
 
     def segment_planes(self, head_dim: int) -> Planes:
-        return [("order", "int16", (1, head_dim)), ("signs", "uint8", (1, head_dim // 8))]
+        return [
+            ("order", "int16", (1, head_dim)),
+            ("signs", "uint8", (1, head_dim // 8)),
+        ]
 
     def side_layout(self, head_dim: int) -> Layout | None:
         planes = [("squares", "float32", (1, head_dim))]
         return make_layout(self.spec, Kind.SIDE, 0, planes)
 
-    def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> PageFormat:
+    def format_of(
+        self, page: Layout, segment: Layout | None, head_dim: int
+    ) -> PageFormat:
         assert segment is not None
         offset = {plane.name: plane.offset for plane in (*page.planes, *segment.planes)}
         sides, first, tokens = [], 0, page.tokens
         for width, channels in self.bands(head_dim):
             zero = offset["k_zero"] + 2 * first if width else None
-            scale = Scale("column", tokens, offset["k_scale"] + 2 * first, zero, fitted=bool(width))
+            scale = Scale(
+                "column",
+                tokens,
+                offset["k_scale"] + 2 * first,
+                zero,
+                fitted=bool(width),
+            )
             codes = offset[f"k_codes{width}"] if width else 0
             sides.append(Side(tokens, channels, width, codes, scale))
             first += channels
@@ -111,18 +130,30 @@ class Banded(SinkCodec):
         )
 
     def encode(
-        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        prompt: Prompt,
+        target: Target | None,
     ) -> Encoded:
         segment = self._segment(_squares(prompt), _ranges(prompt), layer)
         cut = Segmentation(self.segment_tokens, frozen=segment)
-        return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))
+        return Encoded(
+            *ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target)
+        )
 
     def early_side(self, prompt: Prompt) -> Tensor:
         return _squares(prompt).float().view(torch.uint8)
 
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+    def flush(
+        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
         if before.segments is None:
-            assert before.side is not None, "the first page of all wants what the prompt's end left"
+            assert before.side is not None, (
+                "the first page of all wants what the prompt's end left"
+            )
             squares = before.side.view(torch.float32).double()
             segment = self._segment(squares, _ranges(Prompt(k.shape[1], k)), layer)
             before = replace(before, segments=segment.unsqueeze(0))
@@ -137,7 +168,10 @@ class Banded(SinkCodec):
         fmt = prompt_format(self, head_dim)
         assert fmt.turn is not None
         found = signs.new_zeros(heads, fmt.segment_bytes)
-        for at, x in ((fmt.turn.order, order.short().view(torch.uint8)), (fmt.turn.signs, signs)):
+        for at, x in (
+            (fmt.turn.order, order.short().view(torch.uint8)),
+            (fmt.turn.signs, signs),
+        ):
             found[:, at : at + x.shape[1]] = x
         return found
 

@@ -157,7 +157,9 @@ class Codec(ABC):
     def spec(self) -> str:
         """The canonical spec: every option, in declaration order; a sink last, if it is not the
         codec's default."""
-        shown = [f for f in fields(self) if f.name != "sink" or f.default != self.sink_tokens]
+        shown = [
+            f for f in fields(self) if f.name != "sink" or f.default != self.sink_tokens
+        ]
         shown.sort(key=lambda f: f.name == "sink")
         options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in shown)
         return f"{self.name}:{options}" if options else self.name
@@ -234,7 +236,13 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(
-        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        prompt: Prompt,
+        target: Target | None,
     ) -> Encoded:
         """The pages of tokens first .. first+n-1 of a prompt, in one layer.
 
@@ -254,7 +262,9 @@ class Codec(ABC):
         """The page that the append of a decode step seals by itself; None: it calls `flush`."""
         return None
 
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+    def flush(
+        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
         """One page sealed while decoding that an append does not seal by itself: k, v [H, T, D].
         Here: as if a prompt had no other.
 

@@ -26,7 +26,9 @@ class DecoQuant(QuantizedCodec):
     """
 
     name: ClassVar[str] = "decoquant"
-    no_sink: ClassVar[str] = "its rotation is fitted to segments from the first token on"
+    no_sink: ClassVar[str] = (
+        "its rotation is fitted to segments from the first token on"
+    )
     final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
     k_by: ClassVar[str] = "row"
 
@@ -35,7 +37,9 @@ class DecoQuant(QuantizedCodec):
 
     def page_planes(self, head_dim: int) -> Planes:
         self.parts(head_dim, "block")
-        scales = half_planes(k_scale=(1, self.page_tokens), v_scale=(1, self.page_tokens))
+        scales = half_planes(
+            k_scale=(1, self.page_tokens), v_scale=(1, self.page_tokens)
+        )
         return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
 
     def segment_planes(self, head_dim: int) -> Planes:

@@ -55,7 +55,11 @@ class GearL(SinkCodec):
         factor, scales = (self.page_tokens, self.rank), self._scales(head_dim)
         return [
             *code_planes(self.bits, self.page_tokens, head_dim),
-            *(plane for plane in scales if self.backbone == "kivi" or plane[0][0] == "v"),
+            *(
+                plane
+                for plane in scales
+                if self.backbone == "kivi" or plane[0][0] == "v"
+            ),
             *half_planes(k_low=factor, v_low=factor),
             *self.outlier_planes(head_dim),
         ]
@@ -63,7 +67,11 @@ class GearL(SinkCodec):
     def segment_planes(self, head_dim: int) -> Planes:
         factor, scales = (head_dim, self.rank), self._scales(head_dim)
         return [
-            *(plane for plane in scales if self.backbone == "kcvt" and plane[0][0] == "k"),
+            *(
+                plane
+                for plane in scales
+                if self.backbone == "kcvt" and plane[0][0] == "k"
+            ),
             *half_planes(k_basis=factor, v_basis=factor),
         ]
 
@@ -99,7 +107,9 @@ class Gear(GearL):
     )
 
     def outlier_planes(self, head_dim: int) -> Planes:
-        require(head_dim <= 256, f"gear counts 256 channels; the head dim is {head_dim}")
+        require(
+            head_dim <= 256, f"gear counts 256 channels; the head dim is {head_dim}"
+        )
         in_k = int(self.page_tokens * self.sparsity)
         in_v = 2 * max(1, round(head_dim * self.sparsity / 2))
         return [

@@ -52,7 +52,10 @@ class H2O(Codec):
 
     def __post_init__(self) -> None:
         valid = 2 / PAGE_TOKENS <= self.keep < 1
-        require(valid, f"h2o:keep is {self.keep}; at least 0.03125 and less than 1 is wanted")
+        require(
+            valid,
+            f"h2o:keep is {self.keep}; at least 0.03125 and less than 1 is wanted",
+        )
 
     @property
     def slots(self) -> int:
@@ -65,20 +68,32 @@ class H2O(Codec):
         return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, planes)
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, _exact_planes(PAGE_TOKENS, head_dim))
+        return make_layout(
+            self.spec, Kind.PAGE, PAGE_TOKENS, _exact_planes(PAGE_TOKENS, head_dim)
+        )
 
     def encode(
-        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        prompt: Prompt,
+        target: Target | None,
     ) -> Encoded:
         if prompt.queries is None:
-            raise RequestError("h2o drops by attention: q=, last queries of the prompt, is wanted")
+            raise RequestError(
+                "h2o drops by attention: q=, last queries of the prompt, is wanted"
+            )
         heads, n, head_dim = k.shape
         count = n // PAGE_TOKENS
         softmax = prompt.queries.softmax or Softmax(head_dim**-0.5)
         weights = weights_received(prompt.queries.last, k, softmax, prompt.total)
         kept = heaviest_and_recent(weights, count * self.slots, count * self.slots // 2)
         fmt = exact_format(self.page_layout(head_dim))
-        blocks = torch.zeros(count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device)
+        blocks = torch.zeros(
+            count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device
+        )
         planes, shape = DenseBlocks(blocks), (fmt.slots, head_dim)
         for x, offset in ((k, fmt.k), (v, fmt.v)):
             chosen = to_fp16(x).gather(1, kept.unsqueeze(2).expand(-1, -1, head_dim))
@@ -91,9 +106,13 @@ class H2O(Codec):
             store_blocks(target, blocks)
         return Encoded(blocks)
 
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+    def flush(
+        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
         """All of it: nothing is dropped while decoding."""
-        both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
+        both = torch.stack(
+            [to_fp16(k), to_fp16(v)], 1
+        )  # [H, 2, T, D], the order of the planes
         return Encoded(both.flatten(1).view(torch.uint8).unsqueeze(0), flush=True)
 
     def decode(
@@ -103,14 +122,18 @@ class H2O(Codec):
         fmt = _format_of(encoded, group)
         places, found = _places(encoded, fmt), []
         for x in exact_tokens(encoded.blocks, fmt):
-            full = x.new_zeros(x.shape[0], encoded.blocks.shape[0] * fmt.tokens, x.shape[2])
+            full = x.new_zeros(
+                x.shape[0], encoded.blocks.shape[0] * fmt.tokens, x.shape[2]
+            )
             found.append(full.scatter(1, places.unsqueeze(2).expand_as(x), x).to(dtype))
         return found[0], found[1]
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
         places = _places(encoded, _format_of(encoded, group))
         count, heads = encoded.blocks.shape[:2]
-        nobody = torch.zeros(heads, count * PAGE_TOKENS, dtype=torch.bool, device=places.device)
+        nobody = torch.zeros(
+            heads, count * PAGE_TOKENS, dtype=torch.bool, device=places.device
+        )
         return nobody.scatter(1, places, True)
 
 
@@ -122,11 +145,17 @@ def _places(encoded: Encoded, fmt: ExactFormat) -> Tensor:
     """The token, counted from the first of these pages, in each slot: [H, P * slots] i64."""
     count, heads = encoded.blocks.shape[:2]
     if fmt.positions is None:
-        return torch.arange(count * fmt.tokens, device=encoded.blocks.device).expand(heads, -1)
-    plane = DenseBlocks(encoded.blocks).plane(torch.int32, fmt.positions, (fmt.slots, 1))
+        return torch.arange(count * fmt.tokens, device=encoded.blocks.device).expand(
+            heads, -1
+        )
+    plane = DenseBlocks(encoded.blocks).plane(
+        torch.int32, fmt.positions, (fmt.slots, 1)
+    )
     return plane.transpose(0, 1).flatten(1).long()
 
 
 def _exact_planes(slots: int, head_dim: int) -> Planes:
-    require(head_dim % 16 == 0, f"h2o wants a head dim of whole 16 channels, not {head_dim}")
+    require(
+        head_dim % 16 == 0, f"h2o wants a head dim of whole 16 channels, not {head_dim}"
+    )
     return half_planes(k=(slots, head_dim), v=(slots, head_dim))

@@ -29,7 +29,9 @@ class Kcvt(SinkCodec):
     bits: int = one_of(4, (2, 4, 8))
 
     def page_planes(self, head_dim: int) -> Planes:
-        scales = half_planes(v_scale=(1, self.page_tokens), v_zero=(1, self.page_tokens))
+        scales = half_planes(
+            v_scale=(1, self.page_tokens), v_zero=(1, self.page_tokens)
+        )
         return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
 
     def segment_planes(self, head_dim: int) -> Planes:

@@ -94,7 +94,11 @@ class Ott(QuantizedCodec):
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
         planes = self.page_planes(head_dim) + self.segment_planes(head_dim)
-        return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes) if self.rank else None
+        return (
+            make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
+            if self.rank
+            else None
+        )
 
     def side_layout(self, head_dim: int) -> Layout | None:
         if not self.slots:
@@ -108,14 +112,22 @@ class Ott(QuantizedCodec):
         return self.outliers, self.slots
 
     def encode(
-        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        prompt: Prompt,
+        target: Target | None,
     ) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, None)
         cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
         found = ops.encode(k, v, prompt_format(self, k.shape[2]), cut, won, target)
         return Encoded(*found, side, kept)
 
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+    def flush(
+        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, before)
         cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
         found = ops.encode(k, v, flush_format(self, k.shape[2]), cut, won)
@@ -129,12 +141,18 @@ class Ott(QuantizedCodec):
         layout = self.side_layout(head_dim)
         if layout is None:
             return None, None, None
-        raw = exact_format(make_raw_layout(str(k.dtype).removeprefix("torch."), head_dim))
+        raw = exact_format(
+            make_raw_layout(str(k.dtype).removeprefix("torch."), head_dim)
+        )
         if before is not None and before.side is not None:
             side, blocks = before.side.clone(), before.kept
         else:  # a prompt begins with empty ones
-            side = torch.zeros(heads, layout.block_bytes, dtype=torch.uint8, device=k.device)
-            blocks = side.new_zeros(-(-self.outliers // RAW_TOKENS), heads, raw.block_bytes)
+            side = torch.zeros(
+                heads, layout.block_bytes, dtype=torch.uint8, device=k.device
+            )
+            blocks = side.new_zeros(
+                -(-self.outliers // RAW_TOKENS), heads, raw.block_bytes
+            )
         if blocks is None or layer < self.skip_layers:
             return None, side, blocks
         kept = view_kept(side, blocks, slots_format(layout), raw)
@@ -145,7 +163,11 @@ class Ott(QuantizedCodec):
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
         k, v = super().decode(encoded, group, dtype)
-        if encoded.side is not None and encoded.kept is not None and group.side is not None:
+        if (
+            encoded.side is not None
+            and encoded.kept is not None
+            and group.side is not None
+        ):
             raw, fmt = exact_format(group.raw), slots_format(group.side)
             kept = view_kept(encoded.side, encoded.kept, fmt, raw)
             here = kept.positions - encoded.first

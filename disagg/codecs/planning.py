@@ -39,7 +39,8 @@ def parse_plan(spec: str, shape: KVShape) -> Plan:
     two, or where a codec cannot hold this head dim and there is no other.
     """
     choices = [
-        _codec_of_layer(choice, shape.num_layers, shape.head_dim) for choice in spec.split("|")
+        _codec_of_layer(choice, shape.num_layers, shape.head_dim)
+        for choice in spec.split("|")
     ]
     for codec_of in choices[:-1]:
         with suppress(ConfigError):
@@ -64,14 +65,20 @@ def codec_of(group: LayerGroup) -> Codec:
 
 def _codec_of_layer(spec: str, num_layers: int, head_dim: int) -> list[Codec]:
     if not spec.strip():
-        raise ConfigError("the codec spec is empty; write one such as kivi:bits=2,group=64")
-    if not spec.strip()[0].isdigit():  # of any script: such a spec names layers, if wrongly
+        raise ConfigError(
+            "the codec spec is empty; write one such as kivi:bits=2,group=64"
+        )
+    if not spec.strip()[
+        0
+    ].isdigit():  # of any script: such a spec names layers, if wrongly
         return [get_codec(spec, head_dim)] * num_layers
     found: dict[int, Codec] = {}
     for part in filter(None, (x.strip() for x in spec.split(";"))):
         layers, _, codec_spec = part.partition(":")
         if not codec_spec.strip():
-            raise ConfigError(f"{quoted(part)} in {quoted(spec)} names no codec; write 0-3:raw")
+            raise ConfigError(
+                f"{quoted(part)} in {quoted(spec)} names no codec; write 0-3:raw"
+            )
         codec = get_codec(codec_spec, head_dim)
         for layer in _layers(layers, num_layers, spec):
             if layer in found:

@@ -71,25 +71,43 @@ class QuantizedCodec(Codec):
 
     def segment_layout(self, head_dim: int) -> Layout | None:
         planes = self.segment_planes(head_dim)
-        return make_layout(self.spec, Kind.SEGMENT, self.segment_tokens, planes) if planes else None
+        return (
+            make_layout(self.spec, Kind.SEGMENT, self.segment_tokens, planes)
+            if planes
+            else None
+        )
 
-    def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> PageFormat:
+    def format_of(
+        self, page: Layout, segment: Layout | None, head_dim: int
+    ) -> PageFormat:
         return page_format(page, segment, head_dim, self.k_by, self.v_by)
 
     def encode(
-        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        prompt: Prompt,
+        target: Target | None,
     ) -> Encoded:
         cut = Segmentation(self.segment_tokens, seed_of(layer, first))
-        return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))
+        return Encoded(
+            *ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target)
+        )
 
     def seal_format(self, head_dim: int) -> PageFormat | None:
         fmt = flush_format(self, head_dim)
         return fmt if fmt.is_sealable else None
 
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+    def flush(
+        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
         frozen = None if before.segments is None else before.segments[0]
         cut = Segmentation(self.segment_tokens, seed_of(layer, first), frozen)
-        return Encoded(*ops.encode(k, v, flush_format(self, k.shape[2]), cut), flush=True)
+        return Encoded(
+            *ops.encode(k, v, flush_format(self, k.shape[2]), cut), flush=True
+        )
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
@@ -131,7 +149,11 @@ def prompt_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
 def flush_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
     """The format of a page sealed while decoding."""
     page = codec.flush_page_layout(head_dim)
-    return prompt_format(codec, head_dim) if page is None else codec.format_of(page, None, head_dim)
+    return (
+        prompt_format(codec, head_dim)
+        if page is None
+        else codec.format_of(page, None, head_dim)
+    )
 
 
 def code_planes(bits: int, tokens: int, head_dim: int) -> Planes:
@@ -180,9 +202,13 @@ def _side(
     low_rank = sparse = None
     if low:
         basis = in_page.get("basis") or in_segment["basis"]
-        low_rank = LowRank(low.shape[1], low.offset, basis.offset, "basis" in in_segment)
+        low_rank = LowRank(
+            low.shape[1], low.offset, basis.offset, "basis" in in_segment
+        )
     if index:
-        sparse = Sparse(index.shape[1], index.offset, in_page["delta"].offset, name == "v")
+        sparse = Sparse(
+            index.shape[1], index.offset, in_page["delta"].offset, name == "v"
+        )
     return Side(
         rows=rows,
         columns=columns,

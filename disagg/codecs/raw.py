@@ -50,11 +50,21 @@ class Raw(Codec):
         model_dtype: str,
         window: int | None = None,
     ) -> LayerGroup:
-        fixed = Raw(next(k for k, v in DTYPES.items() if v == self.raw_dtype(model_dtype)))
-        return super(Raw, fixed).layer_group(layers, heads, head_dim, model_dtype, window)
+        fixed = Raw(
+            next(k for k, v in DTYPES.items() if v == self.raw_dtype(model_dtype))
+        )
+        return super(Raw, fixed).layer_group(
+            layers, heads, head_dim, model_dtype, window
+        )
 
     def encode(
-        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        prompt: Prompt,
+        target: Target | None,
     ) -> Encoded:
         blocks = raw_blocks(k, v)
         if target is not None:

@@ -19,7 +19,21 @@ from disagg.codecs.pertoken import PerToken
 from disagg.codecs.raw import Raw
 from disagg.errors import ConfigError, UnknownNameError, quoted
 
-KNOWN = (AlignedKV, Banded, DecoQuant, Fp8, Gear, GearL, H2O, Int8, Kcvt, Kivi, Ott, PerToken, Raw)
+KNOWN = (
+    AlignedKV,
+    Banded,
+    DecoQuant,
+    Fp8,
+    Gear,
+    GearL,
+    H2O,
+    Int8,
+    Kcvt,
+    Kivi,
+    Ott,
+    PerToken,
+    Raw,
+)
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in KNOWN}
 MAX_OPTION_CHARS = 64  # with its value, which codecs repeat in their errors
 GROUPS = (64, 32, 16)  # channels that share a scale, unless a spec says how many
@@ -63,9 +77,13 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
         if key not in types:
             raise UnknownNameError.of(f"option of codec {name}", key, types)
         if not equals:
-            raise ConfigError(f"option {key!r} of codec {name} has no value; write {key}=...")
+            raise ConfigError(
+                f"option {key!r} of codec {name} has no value; write {key}=..."
+            )
         if key in options:
-            raise ConfigError(f"option {key!r} of codec {name} is given twice in {quoted(spec)}")
+            raise ConfigError(
+                f"option {key!r} of codec {name} is given twice in {quoted(spec)}"
+            )
         options[key] = _value(name, key, value.strip(), types[key])
     if head_dim is not None and "group" in types and "group" not in options:
         for group in GROUPS:

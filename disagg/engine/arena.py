@@ -33,7 +33,9 @@ class DeviceArena:
 
     def __init__(self, tensor: Tensor):
         self._tensor = tensor
-        self._fresh, self._lasting, self._arriving = (SideStream(tensor.device) for _ in range(3))
+        self._fresh, self._lasting, self._arriving = (
+            SideStream(tensor.device) for _ in range(3)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +68,13 @@ class DeviceArena:
         sizes = [len(data) for _, data in places]
         host = self._host_bytes(sum(sizes))
         HostArena(host.numpy().data).write(
-            list(zip(accumulate(sizes, initial=0), (data for _, data in places), strict=False))
+            list(
+                zip(
+                    accumulate(sizes, initial=0),
+                    (data for _, data in places),
+                    strict=False,
+                )
+            )
         )
         with self._arriving.beside_the_kernels():
             there = host.to(self._tensor.device, non_blocking=True).split(sizes)
@@ -79,7 +87,9 @@ class DeviceArena:
         if not spans:
             return
         with self._arriving.beside_the_kernels():
-            torch._foreach_zero_([self._tensor[start : start + n] for start, n in spans])
+            torch._foreach_zero_(
+                [self._tensor[start : start + n] for start, n in spans]
+            )
         self._arriving.before_the_kernels()
 
     def _host_bytes(self, nbytes: int) -> Tensor:
@@ -109,7 +119,11 @@ class SideStream:
 
     def mark(self) -> Callable[[], None]:
         """The call returns when all that is in this stream now is done."""
-        return (lambda: None) if self._stream is None else self._stream.record_event().synchronize
+        return (
+            (lambda: None)
+            if self._stream is None
+            else self._stream.record_event().synchronize
+        )
 
 
 def wait_for_kernels(device: torch.device) -> None:
@@ -118,7 +132,9 @@ def wait_for_kernels(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool, Tensor]:
+def make_pool(
+    nbytes: int, slab_bytes: int, device: torch.device
+) -> tuple[Pool, Tensor]:
     """A pool over `nbytes` of a device, and the same bytes as the tensor that kernels read.
 
     On a host by way of numpy, which asks for huge pages: frames enter and leave them faster.
@@ -131,7 +147,9 @@ def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool,
     return Pool(DeviceArena(tensor), slab_bytes), tensor
 
 
-def check_slabs(nbytes: int, slab_bytes: int, plans: Iterable[Plan], context: int) -> None:
+def check_slabs(
+    nbytes: int, slab_bytes: int, plans: Iterable[Plan], context: int
+) -> None:
     """ConfigError for an arena without a slab for each shape of the records of a plan."""
     for plan in plans:
         if (shapes := len(plan.records(context))) * slab_bytes > nbytes:

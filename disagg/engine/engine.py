@@ -21,7 +21,12 @@ from torch import Tensor
 
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
-from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
+from disagg.engine.arena import (
+    make_pool,
+    measure_memory,
+    slab_bytes_for,
+    wait_for_kernels,
+)
 from disagg.engine.guard import CodecErrorProbe, relative_errors
 from disagg.engine.messages import (
     Abort,
@@ -86,10 +91,14 @@ class Engine:
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self.rows = DecodeSlots(config.max_sequences)
-        self._scheduler = Scheduler(self.pool, config.max_batch_tokens, self.rows, config.watermark)
+        self._scheduler = Scheduler(
+            self.pool, config.max_batch_tokens, self.rows, config.watermark
+        )
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
         self._guard = CodecErrorProbe(list(map(self.plan, guarded)))
-        self.counts = Counter[str]()  # "computed_tokens", "cached_tokens" of prompts, "preempted"
+        self.counts = Counter[
+            str
+        ]()  # "computed_tokens", "cached_tokens" of prompts, "preempted"
         self._orders = count()
         self._draining = False
         self._refused: Sequence | None = None  # who last found no room
@@ -99,7 +108,9 @@ class Engine:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
         plan = parse_plan(spec, shape)
         if self.listed and plan not in self.listed:
-            raise UnknownNameError.of("codec of this service", spec, self.listed.values())
+            raise UnknownNameError.of(
+                "codec of this service", spec, self.listed.values()
+            )
         return plan
 
     def submit(self, message: Message) -> None:
@@ -122,7 +133,9 @@ class Engine:
     def idle(self) -> bool:
         """Whether there is nothing to compute and no record held for another worker."""
         queues = self._scheduler
-        return not (queues.waiting or queues.active or queues.held) and self._inbox.empty()
+        return (
+            not (queues.waiting or queues.active or queues.held) and self._inbox.empty()
+        )
 
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
         """Step until drained; the life of the engine's thread. `deliver` must not block.
@@ -148,7 +161,9 @@ class Engine:
                 self._compute(shares, stash)
             except BaseException as error:
                 self._give_up(shares, stash, error)
-                if not isinstance(error, Exception):  # an interrupt: whoever steps hears no more
+                if not isinstance(
+                    error, Exception
+                ):  # an interrupt: whoever steps hears no more
                     self._take_output()
                     raise
         return self._take_output()
@@ -158,7 +173,9 @@ class Engine:
     def _wait(self) -> None:
         """Block until there is a message; not for long where a sequence waits for room."""
         with suppress(Empty):
-            self._take(self._inbox.get(timeout=WAIT_S if self._scheduler.waiting else None))
+            self._take(
+                self._inbox.get(timeout=WAIT_S if self._scheduler.waiting else None)
+            )
 
     def _take(self, message: Message) -> None:
         """Do what a message says."""
@@ -172,7 +189,9 @@ class Engine:
                 except Exception as error:
                     for state in message.groups if isinstance(message, Admit) else ():
                         self.pool.release(state.ids())
-                    self._output.failed.append(Failed(message.request.rid, named(error)))
+                    self._output.failed.append(
+                        Failed(message.request.rid, named(error))
+                    )
             case Move(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._prepare_to_move(sequence, message)
@@ -186,7 +205,10 @@ class Engine:
         sequence = Sequence(message.request, plan, born, order, emitted=emitted)
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
-            sequence.groups, sequence.n = message.groups, message.moved or sequence.prompt_len
+            sequence.groups, sequence.n = (
+                message.groups,
+                message.moved or sequence.prompt_len,
+            )
             sequence.promised = True
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
@@ -212,9 +234,13 @@ class Engine:
             )
         for token in (*request.tokens, *message.emitted, *request.params.named_tokens):
             if not 0 <= token < info.vocab_size:
-                raise RequestError(f"token {token} is outside the vocabulary of {info.vocab_size}")
+                raise RequestError(
+                    f"token {token} is outside the vocabulary of {info.vocab_size}"
+                )
         if isinstance(message, Admit) and not message.emitted:
-            raise RequestError(f"request {request.rid!r} is admitted without its first token")
+            raise RequestError(
+                f"request {request.rid!r} is admitted without its first token"
+            )
         plan = self.plan(request.codec)
         needed, room = plan.nbytes(tokens + 1), self.pool.arena.nbytes
         if needed > room:
@@ -239,7 +265,10 @@ class Engine:
     def _schedule(self) -> tuple[list[ScheduledTokens], StepAllocation]:
         """Who computes how many tokens, with the records that decoding needs for it."""
         shares, stash = self._grow()
-        left, full = self._config.max_batch_tokens - sum(share.count for share in shares), False
+        left, full = (
+            self._config.max_batch_tokens - sum(share.count for share in shares),
+            False,
+        )
         for sequence in self._scheduler.prompts(self._clock()):
             if left <= 0:
                 break
@@ -266,7 +295,9 @@ class Engine:
             except CapacityError:
                 victim = self._scheduler.preempt()
                 if victim is None:  # all that decode here are about to leave
-                    self._fail(shares[-1].sequence, CapacityError("no room to grow; it moves"))
+                    self._fail(
+                        shares[-1].sequence, CapacityError("no room to grow; it moves")
+                    )
                     continue
                 self._requeued(victim)
                 if not self.pool.referenced_pages:
@@ -293,14 +324,18 @@ class Engine:
         """Begin with a prompt if there is room for it."""
         self._check_workspace(sequence.plan, sequence.prompt_len)
         begun = (x for x in self._scheduler.active if x.workspace is not None)
-        wanted = sum(self._prefill_bytes(x.plan, x.prompt_len) for x in (sequence, *begun))
+        wanted = sum(
+            self._prefill_bytes(x.plan, x.prompt_len) for x in (sequence, *begun)
+        )
         if wanted > self._workspace_bytes:
             return False
         try:
             if not self._scheduler.admit(sequence):
                 return False
         except CapacityError as error:
-            raise PromptTooLongError(f"{sequence.prompt_len} tokens: {error}") from error
+            raise PromptTooLongError(
+                f"{sequence.prompt_len} tokens: {error}"
+            ) from error
         sequence.enter(Status.PREFILL)
         if sequence.handoff is not None:
             sequence.handoff.begin(sequence.plan, sequence.groups)
@@ -317,7 +352,9 @@ class Engine:
 
         Taken at once where the prompt comes in more than one chunk.
         """
-        rooms = rooms_of(sequence.plan, sequence.prompt_len, self._config.max_batch_tokens)
+        rooms = rooms_of(
+            sequence.plan, sequence.prompt_len, self._config.max_batch_tokens
+        )
         sequence.workspace = self._runner.workspace(sequence.prompt_len, rooms)
         try:
             if left < sequence.prompt_len:
@@ -335,7 +372,9 @@ class Engine:
         So are the last queries where a codec wants to see them, and everything where the whole
         prompt is to be scored.
         """
-        wanted = max(1, *(codec_of(group).last_queries for group in sequence.plan.groups))
+        wanted = max(
+            1, *(codec_of(group).last_queries for group in sequence.plan.groups)
+        )
         limit = 0 if sequence.scored else max(0, sequence.prompt_len - wanted)
         sequence.begin(self._prefixes.restore(sequence, limit))
 
@@ -347,7 +386,9 @@ class Engine:
         logits = score_prompts(shares, self._runner.forward(batch))
         ready = [share.sequence for share in shares if share.completes]
         chosen = choose(ready, logits, self._runner.info.eos_ids)
-        wait_for_kernels(self._runner.device)  # what they read may be written once it is released
+        wait_for_kernels(
+            self._runner.device
+        )  # what they read may be written once it is released
         self._prefixes.close(whole=True)
         for decode in batch.decodes:
             self.pool.release(decode.step.freed)
@@ -372,7 +413,9 @@ class Engine:
         tables = tuple(map(RecordIds.of, sequence.groups)), new.tables
         return Chunk(row, share.count, sequence.n, workspace, sink, tables)
 
-    def _encode(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+    def _encode(
+        self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk
+    ) -> None:
         """Compress what a chunk made final in one layer, and offer it."""
         index, total = sequence.plan.group_of[layer], sequence.prompt_len
         group, places = sequence.plan.groups[index], chunk.tables[0][index]
@@ -383,7 +426,10 @@ class Engine:
         if sequence.handoff is not None:
             pages = (Item(Kind.PAGE, index, layer, i) for i in range(len(places.pages)))
             there = len(list(takewhile(sequence.handoff.has, pages)))
-        before, first = 0 if known else chunk.before, chunk.before + chunk.count - k.shape[1]
+        before, first = (
+            0 if known else chunk.before,
+            chunk.before + chunk.count - k.shape[1],
+        )
         prompt = k, v, before, total, queries, first, there
         written = write_prompt(codec, group, places, layer, self.arena, *prompt)
         sequence.encode_s += time.perf_counter() - start
@@ -402,7 +448,9 @@ class Engine:
         self._prefixes.close(whole=False)
         self.pool.release(stash.lost(shares))
         told = named(error)
-        prompts = [x.sequence for x in shares if not x.decodes and is_memory_error(error)]
+        prompts = [
+            x.sequence for x in shares if not x.decodes and is_memory_error(error)
+        ]
         asked = max(prompts, key=lambda x: x.prompt_len, default=None)
         for sequence in (share.sequence for share in shares):
             if sequence.status is Status.DONE:
@@ -422,7 +470,9 @@ class Engine:
             sequence.n += share.count
             if sequence.error is not None:
                 self._fail(sequence, sequence.error)
-            elif sequence.status is Status.PREFILL and sequence.n == sequence.prompt_len:
+            elif (
+                sequence.status is Status.PREFILL and sequence.n == sequence.prompt_len
+            ):
                 sequence.workspace = None
                 self.counts["cached_tokens"] += sequence.cached
                 self.counts["computed_tokens"] += sequence.prompt_len - sequence.cached
@@ -458,7 +508,9 @@ class Engine:
         assert sequence.handoff is not None, "whoever stops here goes on elsewhere"
         try:
             for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
-                self.pool.release(state.drop(group.dropped(sequence.n) // group.page.tokens))
+                self.pool.release(
+                    state.drop(group.dropped(sequence.n) // group.page.tokens)
+                )
             sequence.handoff.begin(sequence.plan, sequence.groups)
         except Exception as error:
             self._fail(sequence, named(error))
@@ -475,13 +527,22 @@ class Engine:
         scores, sequence.scores = tuple(sequence.scores), []
         if sequence.status is Status.HELD:
             self._scheduler.hold(sequence)
-            told = rid, token, reason, 1e3 * sequence.encode_s, sequence.known or 0, scores
+            told = (
+                rid,
+                token,
+                reason,
+                1e3 * sequence.encode_s,
+                sequence.known or 0,
+                scores,
+            )
             self._output.prefilled.append(Prefilled(*told, relative_errors(sequence)))
             return
         if reason is not None:
             self._end(sequence)
         index = len(sequence.emitted) - 1
-        self._output.tokens.append(Token(rid, index, token, reason, sequence.known or 0, scores))
+        self._output.tokens.append(
+            Token(rid, index, token, reason, sequence.known or 0, scores)
+        )
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)

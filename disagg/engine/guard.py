@@ -34,7 +34,9 @@ class CodecErrorProbe:
         self._plans = {plan.spec: plan for plan in plans}
         self._seen = 0  # prompts that might be samples
 
-    def look(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, done: int) -> None:
+    def look(
+        self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, done: int
+    ) -> None:
         """Measure a layer of a prompt of which all is computed, if it is of a sample.
 
         k, v: [H, n, D] exact, after RoPE; done: tokens that are computed, of which a layer with a
@@ -54,11 +56,17 @@ class CodecErrorProbe:
             group, count = plan.groups[index], len(plan.groups[index].layers)
             if group.rank(layer) in (turn % count, (turn + count // 2) % count):
                 try:
-                    error = _error(group, layer, sequence, k, v, (turn + layer) % group.heads)
-                    found = sequence.errors.setdefault(spec, torch.zeros(len(plan.groups), 2))
+                    error = _error(
+                        group, layer, sequence, k, v, (turn + layer) % group.heads
+                    )
+                    found = sequence.errors.setdefault(
+                        spec, torch.zeros(len(plan.groups), 2)
+                    )
                     found[index] += error
                 except Exception:
-                    log.exception("the error of %s in layer %d cannot be measured", spec, layer)
+                    log.exception(
+                        "the error of %s in layer %d cannot be measured", spec, layer
+                    )
 
 
 def _error(
@@ -69,7 +77,9 @@ def _error(
     queries = sequence.workspace.queries(layer)
     share = queries.last.shape[0] // group.heads
     some = slice(head * share, (head + 1) * share)
-    seen = Queries(queries.last[some].float().cpu(), queries.squares[head : head + 1].cpu())
+    seen = Queries(
+        queries.last[some].float().cpu(), queries.squares[head : head + 1].cpu()
+    )
     one_k, one_v = k[head : head + 1].cpu(), v[head : head + 1].cpu()
     pages = compress(codec_of(group), one_k, one_v, layer, seen)
     softmax = queries.softmax or Softmax(group.head_dim**-0.5)

@@ -29,7 +29,9 @@ from disagg.kv.page import RAW_TOKENS
 from disagg.kv.pool import CachedPages, Pool
 from disagg.kv.prefix_keys import content_keys
 
-MODEL = "computed here"  # no fingerprint: raw pages that were handed off have other keys
+MODEL = (
+    "computed here"  # no fingerprint: raw pages that were handed off have other keys
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class ExactPrefixes:
 
     def __init__(self, pool: Pool, arena: Tensor, shape: KVShape):
         plan = parse_plan("raw", shape)
-        groups = tuple(replace(group, window=None) for group in plan.groups)  # all is kept
+        groups = tuple(
+            replace(group, window=None) for group in plan.groups
+        )  # all is kept
         self._plan = replace(plan, groups=groups)
         self._format = exact_format(groups[0].raw)
         self._pool, self._arena = pool, arena
@@ -78,7 +82,9 @@ class ExactPrefixes:
     def open(self, sequence: Sequence, done: int) -> NewUnits:
         """Pages for what a chunk up to token `done` completes; without room, now or later, none."""
         first, pages = sequence.kept_units, list[list[int]]()
-        count = max(0, min(done // RAW_TOKENS, *map(len, sequence.keys or [()])) - first)
+        count = max(
+            0, min(done // RAW_TOKENS, *map(len, sequence.keys or [()])) - first
+        )
         try:
             for group in self._plan.groups if count else ():
                 pages.append(self._pool.claim(group.record(group.raw), count))
@@ -89,13 +95,17 @@ class ExactPrefixes:
         self._new.append(new)
         return new
 
-    def write(self, new: NewUnits, layer: int, k: Tensor, v: Tensor, tables: Seq[Tensor]) -> None:
+    def write(
+        self, new: NewUnits, layer: int, k: Tensor, v: Tensor, tables: Seq[Tensor]
+    ) -> None:
         """One layer of them: k, v [H, n, D] of the last n tokens so far; tables: on the device."""
         index = self._plan.group_of[layer]
         if tables:
             group, ids = self._plan.groups[index], tables[index]
             before = new.done - k.shape[1]
-            some = slice(*(x * RAW_TOKENS - before for x in (new.first, new.first + len(ids))))
+            some = slice(
+                *(x * RAW_TOKENS - before for x in (new.first, new.first + len(ids)))
+            )
             target = Target(self._arena, ids, group.layer_offset(group.raw, layer))
             store_blocks(target, raw_blocks(k[:, some], v[:, some]))
 
@@ -130,10 +140,14 @@ class ExactPrefixes:
             asked = [reaches[layer] for layer in group.layers]
             tokens = [x for x in asked if x is not None]
             all_of_them = len(tokens) < len(asked)
-            starts.append(0 if all_of_them else max(0, count - -(-max(tokens) // RAW_TOKENS)))
+            starts.append(
+                0 if all_of_them else max(0, count - -(-max(tokens) // RAW_TOKENS))
+            )
         return starts
 
-    def _find(self, sequence: Sequence, count: int) -> tuple[list[list[CachedPages]], int]:
+    def _find(
+        self, sequence: Sequence, count: int
+    ) -> tuple[list[list[CachedPages]], int]:
         """What is wanted of the most leading units that are known, at most `count`; and how many.
 
         The caller owns what was found.
@@ -142,24 +156,34 @@ class ExactPrefixes:
             starts = self._starts(sequence, count)
             wanted = zip(sequence.keys, starts, strict=True)
             found = [self._pool.take(keys[start:count]) for keys, start in wanted]
-            known = min(start + len(some) for start, some in zip(starts, found, strict=True))
+            known = min(
+                start + len(some) for start, some in zip(starts, found, strict=True)
+            )
             if known == count:
                 return found, count
             self._release(found)
             count = known
 
     def _use(self, sequence: Sequence, count: int) -> None:
-        for keys, start in zip(sequence.keys, self._starts(sequence, count), strict=True):
+        for keys, start in zip(
+            sequence.keys, self._starts(sequence, count), strict=True
+        ):
             self._pool.used(keys[start:count])
 
     def _release(self, found: Seq[Seq[CachedPages]]) -> None:
-        self._pool.release([page for some in found for kept in some for page in kept.pages])
+        self._pool.release(
+            [page for some in found for kept in some for page in kept.pages]
+        )
 
-    def _read(self, sequence: Sequence, found: Seq[Seq[CachedPages]], done: int) -> None:
+    def _read(
+        self, sequence: Sequence, found: Seq[Seq[CachedPages]], done: int
+    ) -> None:
         workspace = sequence.workspace
         assert workspace is not None
         whole = [some for some in found if len(some) * RAW_TOKENS == done]
-        if squares := [x.note for some in whole[:1] for x in some if isinstance(x.note, Tensor)]:
+        if squares := [
+            x.note for some in whole[:1] for x in some if isinstance(x.note, Tensor)
+        ]:
             workspace.recall(torch.stack(squares).to(self._arena.device))
         for group, some in zip(self._plan.groups, found, strict=True):
             pages = [[page for kept in some for page in kept.pages]]

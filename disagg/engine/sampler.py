@@ -31,7 +31,10 @@ class Sampled:
 
 
 def sample(
-    logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]], eos_ids: Seq[int] = ()
+    logits: Tensor,
+    requests: Seq[Request],
+    emitted: Seq[Seq[int]],
+    eos_ids: Seq[int] = (),
 ) -> list[Sampled]:
     """One token for each row.
 
@@ -49,10 +52,14 @@ def sample(
         tokens[drawn] = _draw(scores[drawn], [params[row] for row in drawn], indices)
     chosen = tokens.tolist()
     if max(chosen, default=0) >= logits.shape[-1]:
-        raise RequestError("no token can be drawn: its logits, as it wants them, are no numbers")
+        raise RequestError(
+            "no token can be drawn: its logits, as it wants them, are no numbers"
+        )
     asked = {row: x.logprobs for row, x in enumerate(params) if x.logprobs is not None}
     rows = list(asked)
-    found = logprobs_of(logits[rows], tokens[rows], list(asked.values())) if rows else []
+    found = (
+        logprobs_of(logits[rows], tokens[rows], list(asked.values())) if rows else []
+    )
     known = dict(zip(rows, found, strict=True))
     return [Sampled(token, known.get(row)) for row, token in enumerate(chosen)]
 
@@ -64,7 +71,9 @@ def logprobs_of(logits: Tensor, tokens: Tensor, counts: Seq[int]) -> list[Logpro
     """
     shares = logits.float().log_softmax(dim=-1)
     own = shares.gather(-1, tokens[:, None])[:, 0].tolist()
-    best, ids = (x.tolist() for x in shares.topk(min(max(counts, default=0), shares.shape[-1])))
+    best, ids = (
+        x.tolist() for x in shares.topk(min(max(counts, default=0), shares.shape[-1]))
+    )
     return [
         (own[row], tuple(zip(ids[row][:count], best[row][:count], strict=True)))
         for row, count in enumerate(counts)
@@ -76,7 +85,9 @@ def score_prompts(shares: Seq[ScheduledTokens], logits: Tensor) -> Tensor:
     if not any(share.scores for share in shares):
         return logits
     last = []
-    for share, part in zip(shares, logits.split([x.outputs for x in shares]), strict=True):
+    for share, part in zip(
+        shares, logits.split([x.outputs for x in shares]), strict=True
+    ):
         sequence = share.sequence
         if share.scores:
             del sequence.scores[sequence.n :]  # of a start that was given up
@@ -89,7 +100,9 @@ def score_prompts(shares: Seq[ScheduledTokens], logits: Tensor) -> Tensor:
     return torch.cat(last) if last else logits[:0]
 
 
-def choose(sequences: Seq[Sequence], logits: Tensor, eos_ids: Seq[int]) -> list[Sampled]:
+def choose(
+    sequences: Seq[Sequence], logits: Tensor, eos_ids: Seq[int]
+) -> list[Sampled]:
     """The next token of each, alone where a batch breaks; an error and any token for a bad one."""
     asked = [sequence.request for sequence in sequences]
     emitted = [sequence.emitted for sequence in sequences]
@@ -127,7 +140,9 @@ def _edit(
     logits = logits.clone()
     if biases:
         rows, tokens, values = zip(*biases, strict=True)
-        logits.index_put_(_at(rows, tokens, logits), logits.new_tensor(values), accumulate=True)
+        logits.index_put_(
+            _at(rows, tokens, logits), logits.new_tensor(values), accumulate=True
+        )
     if penalised:
         _penalise(logits, requests, emitted)
     if forbidden:
@@ -160,7 +175,9 @@ def _penalise(logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]]) ->
 def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Tensor:
     """Inverse transform sampling: the tokens share a line between them, in their order."""
     best = logits.max(dim=-1, keepdim=True).values
-    temperature = _column([max(x.temperature, 1e-30) for x in params], logits)  # in fp32 not 0
+    temperature = _column(
+        [max(x.temperature, 1e-30) for x in params], logits
+    )  # in fp32 not 0
     shares = (logits - best).div_(temperature).exp_()
     if cut := [row for row, x in enumerate(params) if x.truncates]:
         shares[cut] = _truncate(shares[cut], logits[cut], [params[row] for row in cut])
@@ -168,7 +185,9 @@ def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Ten
     total = sums[:, -1:]
     chance = [uniform(x.seed, index) for x, index in zip(params, indices, strict=True)]
     target = _column(chance, sums) * total
-    target = target.minimum(total.nextafter(torch.zeros_like(total)))  # rounding reaches no end
+    target = target.minimum(
+        total.nextafter(torch.zeros_like(total))
+    )  # rounding reaches no end
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
 
@@ -180,21 +199,32 @@ def _truncate(shares: Tensor, logits: Tensor, params: Seq[SamplingParams]) -> Te
     """
     size, limit = shares.shape[-1], max(x.top_k for x in params)
     most = _column([x.top_k or size for x in params], shares)
-    for width in (*(max(x, limit + 1) for x in LARGEST if max(x, limit + 1) < size), size):
+    for width in (
+        *(max(x, limit + 1) for x in LARGEST if max(x, limit + 1) < size),
+        size,
+    ):
         ranks = torch.arange(width, device=shares.device)
         highest, at = logits.topk(width)
         ranked = shares.gather(-1, at) * (ranks < most)
         known = ranked.sum(-1, keepdim=True, dtype=torch.float64)
-        total = torch.where(most < width, known, shares.sum(-1, keepdim=True, dtype=torch.float64))
+        total = torch.where(
+            most < width, known, shares.sum(-1, keepdim=True, dtype=torch.float64)
+        )
         before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
-        left = (ranks < most) & (before < _column([x.top_p for x in params], total) * total)
+        left = (ranks < most) & (
+            before < _column([x.top_p for x in params], total) * total
+        )
         left &= ranked >= _column([x.min_p for x in params], shares) * ranked[:, :1]
-        count = left.sum(dim=-1, keepdim=True).clamp_min(1)  # of no numbers none is left
+        count = left.sum(dim=-1, keepdim=True).clamp_min(
+            1
+        )  # of no numbers none is left
         if int(count.max()) < width:
             break
     least = highest.gather(-1, count - 1)
     above, equal = logits > least, logits == least
-    first = equal.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(dim=-1, keepdim=True)
+    first = equal.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(
+        dim=-1, keepdim=True
+    )
     return shares * (above | equal & first)
 
 

@@ -52,7 +52,9 @@ class ScheduledTokens:
 class Scheduler:
     """The queues of an engine, and the rules by which sequences get room and tokens."""
 
-    def __init__(self, pool: Pool, max_batch_tokens: int, rows: DecodeSlots, watermark: float):
+    def __init__(
+        self, pool: Pool, max_batch_tokens: int, rows: DecodeSlots, watermark: float
+    ):
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []  # both in order of arrival
         self.held: dict[str, Sequence] = {}
@@ -72,7 +74,9 @@ class Scheduler:
     @property
     def free_bytes(self) -> int:
         """Room for prompts: what nobody owns, but for what is kept for sequences that grow."""
-        return max(0, self._pool.arena.nbytes - self._pool.used_bytes - self._reserve_bytes)
+        return max(
+            0, self._pool.arena.nbytes - self._pool.used_bytes - self._reserve_bytes
+        )
 
     def queue(self, sequence: Sequence) -> None:
         """Wait for room."""
@@ -114,7 +118,9 @@ class Scheduler:
         shares = []
         for sequence in decoding:
             groups, n = sequence.plan.groups, sequence.n
-            seals = sequence is self.sole and any(x.sealed(n + 1) > x.sealed(n) for x in groups)
+            seals = sequence is self.sole and any(
+                x.sealed(n + 1) > x.sealed(n) for x in groups
+            )
             wanted = 1 if seals else min(sequence.length - n, 1 + spare)
             count = min(block_size(x, n, wanted) for x in groups) if wanted > 1 else 1
             shares.append(ScheduledTokens(sequence, count))
@@ -124,7 +130,9 @@ class Scheduler:
     def prompts(self, now: float) -> list[Sequence]:
         """Whose prompts are not computed, the most urgent first; some have no room yet."""
         begun = [x for x in self.active if x.status is Status.PREFILL]
-        key = {x: urgency(x.length - x.n, now - x.born) for x in (*begun, *self.waiting)}
+        key = {
+            x: urgency(x.length - x.n, now - x.born) for x in (*begun, *self.waiting)
+        }
         return sorted(key, key=lambda x: (x is not self.sole, key[x], x.order))
 
     def admit(self, sequence: Sequence) -> bool:
@@ -147,7 +155,9 @@ class Scheduler:
                 return False
         try:
             for group in sequence.plan.groups:
-                sequence.groups += (allocate_group(group, sequence.prompt_len, self._pool),)
+                sequence.groups += (
+                    allocate_group(group, sequence.prompt_len, self._pool),
+                )
         except CapacityError:
             self._free(sequence)
             if alone:

@@ -107,15 +107,26 @@ class SamplingParams:
         for name, least in INTEGERS.items():
             number = getattr(self, name)
             fits = isinstance(number, int) and least <= number < MAX_NUMBER
-            _require(fits, f"{name} is {number!r}; an integer from {least} to 2**63-1 is wanted")
+            _require(
+                fits,
+                f"{name} is {number!r}; an integer from {least} to 2**63-1 is wanted",
+            )
         for name, (may_be, wanted) in NUMBERS.items():
             number = getattr(self, name)
             fits = isinstance(number, int | float) and may_be(number)
             _require(fits, f"{name} is {number!r}; {wanted} is wanted")
         fits = self.min_tokens <= self.max_tokens
-        _require(fits, f"min_tokens is {self.min_tokens}; at most max_tokens, {self.max_tokens}")
-        fits = self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 0)
-        _require(fits, f"logprobs is {self.logprobs!r}; an integer from 0, or None, is wanted")
+        _require(
+            fits,
+            f"min_tokens is {self.min_tokens}; at most max_tokens, {self.max_tokens}",
+        )
+        fits = self.logprobs is None or (
+            type(self.logprobs) is int and self.logprobs >= 0
+        )
+        _require(
+            fits,
+            f"logprobs is {self.logprobs!r}; an integer from 0, or None, is wanted",
+        )
         try:
             fits = all(index(token) >= 0 for token in self.named_tokens)
             fits &= all(isinstance(bias, int | float) for _, bias in self.logit_bias)
@@ -125,7 +136,9 @@ class SamplingParams:
         wanted = "token ids, and pairs of one and a number, are wanted"
         _require(fits, f"stop_token_ids are {ids}, logit_bias is {biases}; {wanted}")
         scored = self.logprobs is not None or not self.prompt_logprobs
-        _require(scored, "prompt_logprobs without logprobs; say how many of the likeliest")
+        _require(
+            scored, "prompt_logprobs without logprobs; say how many of the likeliest"
+        )
 
     @property
     def named_tokens(self) -> list[int]:
@@ -149,12 +162,20 @@ class SamplingParams:
 
 
 INTEGERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "seed": 0}  # with their least
-NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {  # what they may be, and in words
+NUMBERS: dict[
+    str, tuple[Callable[[float], bool], str]
+] = {  # what they may be, and in words
     "temperature": (lambda x: 0 <= x < MAX_NUMBER, "a number from 0, below 2**63,"),
     "top_p": (lambda x: 0 < x <= 1, "a number above 0, at most 1,"),
     "min_p": (lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    "presence_penalty": (lambda x: abs(x) < MAX_PENALTY, "a number between -1e4 and 1e4"),
-    "frequency_penalty": (lambda x: abs(x) < MAX_PENALTY, "a number between -1e4 and 1e4"),
+    "presence_penalty": (
+        lambda x: abs(x) < MAX_PENALTY,
+        "a number between -1e4 and 1e4",
+    ),
+    "frequency_penalty": (
+        lambda x: abs(x) < MAX_PENALTY,
+        "a number between -1e4 and 1e4",
+    ),
     "repetition_penalty": (lambda x: 0 < x < MAX_PENALTY, "a number between 0 and 1e4"),
 }
 

@@ -27,7 +27,9 @@ class StepAllocation:
     loose:   what may be in nobody's state while the step runs: taken, or in a tail that it may seal
     """
 
-    buckets: list[tuple[LayerGroup, list[SequenceGrowth], NewRecords]] = field(default_factory=list)
+    buckets: list[tuple[LayerGroup, list[SequenceGrowth], NewRecords]] = field(
+        default_factory=list
+    )
     loose: list[int] = field(default_factory=list)
 
     def lost(self, shares: Sequence[ScheduledTokens]) -> list[int]:
@@ -37,7 +39,9 @@ class StepAllocation:
         return [page for page in self.loose if page not in owned]
 
 
-def take_stash(shares: Sequence[ScheduledTokens], allocator: Allocator) -> StepAllocation:
+def take_stash(
+    shares: Sequence[ScheduledTokens], allocator: Allocator
+) -> StepAllocation:
     """All records that decoding shares need; CapacityError and nothing taken if no room.
 
     shares: the first ones of the step
@@ -45,7 +49,9 @@ def take_stash(shares: Sequence[ScheduledTokens], allocator: Allocator) -> StepA
     """
     stash, buckets = StepAllocation(), _buckets(shares)
     for group, growths in buckets:
-        unseen = [x.state.drop(group.dropped(x.n) // group.page.tokens) for x in growths]
+        unseen = [
+            x.state.drop(group.dropped(x.n) // group.page.tokens) for x in growths
+        ]
         allocator.release([page for pages in unseen for page in pages])
     try:
         for group, growths in buckets:
@@ -80,7 +86,9 @@ def build_batch(
         tokens += share.sequence.pending(share.count)
         positions += range(n, n + share.count)
         outputs += range(len(tokens) - share.outputs, len(tokens))
-    chunks = [make_chunk(x, row) for x, row in zip(shares, rows, strict=True) if not x.decodes]
+    chunks = [
+        make_chunk(x, row) for x, row in zip(shares, rows, strict=True) if not x.decodes
+    ]
     decodes = []
     for group, growths, fresh in stash.buckets:
         codec = codec_of(group)
@@ -89,12 +97,16 @@ def build_batch(
     return Batch(tokens, positions, outputs, arena, tuple(chunks), tuple(decodes))
 
 
-def _buckets(shares: Sequence[ScheduledTokens]) -> list[tuple[LayerGroup, list[SequenceGrowth]]]:
+def _buckets(
+    shares: Sequence[ScheduledTokens],
+) -> list[tuple[LayerGroup, list[SequenceGrowth]]]:
     """Decoding shares by layer group; replayed blocks apart, so that nothing is padded to them."""
     found: dict[tuple[str, bool], tuple[LayerGroup, list[SequenceGrowth]]] = {}
     row = 0
     for share in shares:
-        for group, state in zip(share.sequence.plan.groups, share.sequence.groups, strict=True):
+        for group, state in zip(
+            share.sequence.plan.groups, share.sequence.groups, strict=True
+        ):
             key = (group.fingerprint, share.count > 1)
             growth = SequenceGrowth(state, share.sequence.n, share.count, row)
             found.setdefault(key, (group, []))[1].append(growth)

@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(
-    engine: Engine, runner: Runner, specs: Sequence[str], rows: int, tell: Callable[[str], None]
+    engine: Engine,
+    runner: Runner,
+    specs: Sequence[str],
+    rows: int,
+    tell: Callable[[str], None],
 ) -> None:
     """Serve `rows` prompts of each codec that end one by one, so that every size of batch occurs.
 
@@ -35,7 +39,9 @@ def warm_up(
     runner.graphs.record_sizes(context)
     for number, spec in enumerate(specs, 1):
         began = time.monotonic()
-        tell(f"compiling and recording steps of {spec}, {number} of {len(specs)} codecs")
+        tell(
+            f"compiling and recording steps of {spec}, {number} of {len(specs)} codecs"
+        )
         for tokens in _lengths(engine.plan(spec), context):
             for row in range(rows):
                 known = () if row else (0,) * REPLAYED
@@ -47,7 +53,13 @@ def warm_up(
                 for failed in engine.step().failed:
                     raise failed.error
         took = time.monotonic() - began
-        log.info("%d of %d: compiled and recorded for %s, %.1f s", number, len(specs), spec, took)
+        log.info(
+            "%d of %d: compiled and recorded for %s, %.1f s",
+            number,
+            len(specs),
+            spec,
+            took,
+        )
     runner.graphs.record_sizes(0)
     engine.counts.clear()
 

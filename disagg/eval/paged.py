@@ -23,7 +23,13 @@ from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
 from disagg.paged.layer import views_of, write_prompt
-from disagg.paged.page_tables import block_size, build_tables, plan_step, plan_units, upload
+from disagg.paged.page_tables import (
+    block_size,
+    build_tables,
+    plan_step,
+    plan_units,
+    upload,
+)
 
 EXACT = "raw:dtype=model"
 NEVER = 1 << 30  # tokens of a tail that is never sealed
@@ -59,20 +65,29 @@ class PagedKV:
            compressed
     """
 
-    def __init__(self, runner: Runner, spec: str, prompt: Sequence[LayerKV], seals: bool = True):
+    def __init__(
+        self, runner: Runner, spec: str, prompt: Sequence[LayerKV], seals: bool = True
+    ):
         self.plan = parse_plan(spec, runner.shape)
         self.num_tokens = prompt[0].k.shape[1]
         self._runner = runner
         self._arena = GrowingArena(runner.device)
         self._groups: list[tuple[LayerGroup, GroupState]] = []
         for group in self.plan.groups:
-            n, whole = self.num_tokens, replace(group, window=None)  # its last queries see more
+            n, whole = (
+                self.num_tokens,
+                replace(group, window=None),
+            )  # its last queries see more
             state = allocate_group(whole, n, self._arena)
             at = upload(RecordIds.of(state), runner.device)
             for layer in group.layers:
                 kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
-                write_prompt(codec, whole, at, layer, arena, kv.k, kv.v, 0, n, kv.queries)
-            self._groups.append((group if seals else replace(group, residual=NEVER), state))
+                write_prompt(
+                    codec, whole, at, layer, arena, kv.k, kv.v, 0, n, kv.queries
+                )
+            self._groups.append(
+                (group if seals else replace(group, residual=NEVER), state)
+            )
 
     def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:
         """What the last queries of the prompt see of it, per layer: [W, Hq, D] fp32."""
@@ -84,7 +99,12 @@ class PagedKV:
             tables = build_tables(codec_of(group), group, [growth], width, device)
             tables, units = upload((tables, plan_units(group, tables, device)), device)
             for layer in group.layers:
-                q = prompt[layer].queries.last.transpose(0, 1)[None].float().contiguous()
+                q = (
+                    prompt[layer]
+                    .queries.last.transpose(0, 1)[None]
+                    .float()
+                    .contiguous()
+                )
                 softmax = prompt[layer].queries.softmax or Softmax(group.head_dim**-0.5)
                 views = views_of(group, layer, self._arena.bytes, tables)
                 found[layer] = attend(q, views, softmax, units)[0]
@@ -96,7 +116,9 @@ class PagedKV:
         done = 0
         while done < len(tokens):
             left = len(tokens) - done
-            count = min(block_size(group, self.num_tokens, left) for group, _ in self._groups)
+            count = min(
+                block_size(group, self.num_tokens, left) for group, _ in self._groups
+            )
             logits.append(self._step(tokens[done : done + count]))
             done += count
         return torch.cat(logits)
@@ -111,7 +133,9 @@ class PagedKV:
             step = plan_step(codec, group, growths, fresh, self._runner.device)
             decodes.append(Decode(codec, step, whole=True))
         rows = range(n, n + count)
-        batch = Batch(tokens, rows, range(count), self._arena.bytes, decodes=tuple(decodes))
+        batch = Batch(
+            tokens, rows, range(count), self._arena.bytes, decodes=tuple(decodes)
+        )
         logits = self._runner.forward(batch)
         for decode in decodes:
             self._arena.release(decode.step.freed)

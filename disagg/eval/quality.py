@@ -98,7 +98,9 @@ class Judge:
         torch.set_num_threads(options.threads)
         self.options = options
         info, length = describe_model(options.model), options.prompt + options.score
-        self.codecs = options.codecs or tuple(x for x in CODECS if holds(x, info.head_dim))
+        self.codecs = options.codecs or tuple(
+            x for x in CODECS if holds(x, info.head_dim)
+        )
         self.specs = {x: parse_plan(x, kv_shape(info)).spec for x in self.codecs}
         more, most = max(options.score, options.free), info.context_length
         if options.score < 2 or options.prompt + more > most:
@@ -107,13 +109,16 @@ class Judge:
         tokenizer = Tokenizer.load(options.model)
         texts = dict(map(read_text, options.texts))
         self.rows = {
-            name: cut_rows(text, tokenizer, length, options.rows) for name, text in texts.items()
+            name: cut_rows(text, tokenizer, length, options.rows)
+            for name, text in texts.items()
         }
         self.runner = Runner.load(options.model)
         filler = tokenizer.encode(next(iter(texts.values()))[:FILLER_CHARS])
         asked = (options.passkeys, self.codecs, options.keys)
         self.recall = Recall(self.runner, tokenizer, filler, *asked)
-        self._truth_of = lru_cache(maxsize=1)(self._exact)  # cases of a row come together
+        self._truth_of = lru_cache(maxsize=1)(
+            self._exact
+        )  # cases of a row come together
 
     def cases(self, done: Sequence[Row] = ()) -> list[Case]:
         """What is left to measure, all codecs of a row side by side."""
@@ -141,7 +146,9 @@ class Judge:
         kv = PagedKV(self.runner, case.codec, truth.prompt, self.options.streaming)
         outputs = kv.attend(truth.prompt)
         logp = self._score(kv, tokens)
-        targets = torch.tensor(tokens[self.options.prompt + 1 :], device=logp.device)[:, None]
+        targets = torch.tensor(tokens[self.options.prompt + 1 :], device=logp.device)[
+            :, None
+        ]
         exact = -truth.logp.gather(1, targets)
         delta = -logp.gather(1, targets) - exact
         pairs = zip(outputs, truth.outputs, strict=True)
@@ -153,7 +160,9 @@ class Judge:
             "delta_squares": float(delta.square().sum()),
             "kl": float((truth.logp.exp() * (truth.logp - logp)).sum()),
             "top1": int((truth.logp.argmax(1) == logp.argmax(1)).sum()),
-            "same": same_tokens(self._say(case.codec, truth.prompt, tokens), truth.said),
+            "same": same_tokens(
+                self._say(case.codec, truth.prompt, tokens), truth.said
+            ),
             "errors": [round(float((a - b).norm() / b.norm()), 5) for a, b in pairs],
         }
 
@@ -174,7 +183,9 @@ class Judge:
         outputs, logp = kv.attend(prompt), self._score(kv, tokens)
         return _Truth(prompt, outputs, logp, self._say(EXACT, prompt, tokens))
 
-    def _say(self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]) -> list[int]:
+    def _say(
+        self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]
+    ) -> list[int]:
         """Greedy tokens behind the first that is scored; their tails are always sealed."""
         kv = PagedKV(self.runner, codec, prompt)
         return greedy(kv, tokens[self.options.prompt], self.options.free)

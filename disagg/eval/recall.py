@@ -57,14 +57,19 @@ class Recall:
             for key in range(keys)
             for codec in (EXACT, *codecs)
         ]
-        self._prefill = lru_cache(maxsize=1)(partial(prefill, runner))  # once for all codecs
+        self._prefill = lru_cache(maxsize=1)(
+            partial(prefill, runner)
+        )  # once for all codecs
         most = min(len(filler), runner.info.context_length - ANSWER_TOKENS)
         if lengths and not 200 <= min(lengths) <= max(lengths) <= most:
             raise ConfigError(f"pass keys in {lengths} tokens; 200 to {most} are known")
 
     def cases(self, done: Sequence[Row] = ()) -> list[RecallCase]:
         """What is left, all codecs of a prompt side by side."""
-        known = {RecallCase(row["length"], row["depth"], row["key"], row["codec"]) for row in done}
+        known = {
+            RecallCase(row["length"], row["depth"], row["key"], row["codec"])
+            for row in done
+        }
         return [x for x in self._every if x not in known]
 
     def measure(self, case: RecallCase) -> Row:
@@ -79,13 +84,22 @@ class Recall:
         source = random.Random(f"{case.length} {case.depth} {case.key}")
         place, key = source.choice(PLACES), " ".join(source.choices("0123456789", k=5))
         told = f"\n\nThe pass key for the {place} is {key}. Remember it: the {place} is {key}.\n\n"
-        asked = f"\n\nWhat is the pass key for the {place}? The pass key for the {place} is"
+        asked = (
+            f"\n\nWhat is the pass key for the {place}? The pass key for the {place} is"
+        )
         texts = told, asked, f"{asked} {key}"
-        before, question, whole = (self._tokenizer.encode(x, special=False) for x in texts)
+        before, question, whole = (
+            self._tokenizer.encode(x, special=False) for x in texts
+        )
         room = case.length - len(before) - len(question)
-        start, cut = source.randrange(len(self._filler) - room + 1), int(case.depth * room)
+        start, cut = (
+            source.randrange(len(self._filler) - room + 1),
+            int(case.depth * room),
+        )
         filler = list(self._filler[start : start + room])
-        return [*filler[:cut], *before, *filler[cut:], *question], whole[len(question) :]
+        return [*filler[:cut], *before, *filler[cut:], *question], whole[
+            len(question) :
+        ]
 
 
 def greedy(kv: PagedKV, token: int, count: int) -> list[int]:

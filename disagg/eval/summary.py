@@ -30,10 +30,14 @@ def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
 
 def _line(rows: Sequence[Row]) -> Row:
     tokens, delta, error = paired(rows)
-    layers = [sum(x) / len(rows) for x in zip(*(row["errors"] for row in rows), strict=True)]
+    layers = [
+        sum(x) / len(rows) for x in zip(*(row["errors"] for row in rows), strict=True)
+    ]
     bounds = (delta - NORMAL_95 * error, delta + NORMAL_95 * error)
     names = dict.fromkeys(row["text"] for row in rows)
-    by_text = {name: paired([row for row in rows if row["text"] == name])[1] for name in names}
+    by_text = {
+        name: paired([row for row in rows if row["text"] == name])[1] for name in names
+    }
     return {
         "tokens": tokens,
         "texts": {name: round(percent(value), 3) for name, value in by_text.items()},
@@ -88,8 +92,15 @@ def table_rows(summary: Sequence[Row]) -> list[list[tuple[str, str]]]:
             (">bits", f"{line['bits']:.2f}"),
             (">% of fp16", f"{line['handoff_pct']:.1f}"),
             (">after 1,024", f"{line['answer_pct']:.1f}"),
-            *((f">{x} %", f"{y:+.2f}") for x, y in line["texts"].items() if len(line["texts"]) > 1),
-            (">perplexity % ± s.e.", f"{line['ppl_pct']:+.2f} ± {line['ppl_se_pct']:.2f}"),
+            *(
+                (f">{x} %", f"{y:+.2f}")
+                for x, y in line["texts"].items()
+                if len(line["texts"]) > 1
+            ),
+            (
+                ">perplexity % ± s.e.",
+                f"{line['ppl_pct']:+.2f} ± {line['ppl_se_pct']:.2f}",
+            ),
             (">KL", f"{line['kl']:.4f}"),
             (">top-1 %", f"{line['top1_pct']:.1f}"),
             *([(">same tokens", f"{line['same']:.1f}")] if free else []),

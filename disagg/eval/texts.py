@@ -19,18 +19,28 @@ def read_text(name: str) -> tuple[str, str]:
         return name, "\n\n".join(topics.values())
     file = Path(os.path.expanduser(name))
     if not file.is_file():
-        raise ConfigError(f"no text {name!r}: no such file; {PYTHON!r} is known without one")
+        raise ConfigError(
+            f"no text {name!r}: no such file; {PYTHON!r} is known without one"
+        )
     text = file.read_text(encoding="utf8", errors="replace")
     if file.suffix == ".jsonl":
         try:
-            rows = [json.loads(line).values() for line in text.split("\n") if line.strip()]
+            rows = [
+                json.loads(line).values() for line in text.split("\n") if line.strip()
+            ]
         except (ValueError, AttributeError) as error:
-            raise ConfigError(f"{name}: a JSON object in each line is wanted; {error}") from error
-        text = "\n\n".join("\n".join(x for x in row if isinstance(x, str)) for row in rows)
+            raise ConfigError(
+                f"{name}: a JSON object in each line is wanted; {error}"
+            ) from error
+        text = "\n\n".join(
+            "\n".join(x for x in row if isinstance(x, str)) for row in rows
+        )
     return file.stem, text
 
 
-def cut_rows(text: str, tokenizer: Tokenizer, tokens: int, count: int) -> list[Sequence[int]]:
+def cut_rows(
+    text: str, tokenizer: Tokenizer, tokens: int, count: int
+) -> list[Sequence[int]]:
     """`count` rows of so many tokens, from places evenly spread; ConfigError if it is too short."""
     found: list[Sequence[int]] = []
     for i in range(count):

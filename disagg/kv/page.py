@@ -25,7 +25,9 @@ FORMAT_VERSION = 1
 ARENA_UNIT = 128  # bytes; page ids count these, so int32 ids reach 256 GiB
 PLANE_ALIGN = 16  # bytes; one vector load of a GPU thread
 RAW_TOKENS = 16  # tokens of a raw page
-SEGMENT_TOKENS = 2048  # tokens that share a segment, counted from the first page; most codecs'
+SEGMENT_TOKENS = (
+    2048  # tokens that share a segment, counted from the first page; most codecs'
+)
 
 ITEM_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 ITEM_BYTES |= {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
@@ -110,11 +112,16 @@ class Layout:
             if plane.name == name:
                 return plane
         known = ", ".join(plane.name for plane in self.planes)
-        raise LayoutError(f"layout {self.spec} ({self.kind}) has no plane {name!r}; it has {known}")
+        raise LayoutError(
+            f"layout {self.spec} ({self.kind}) has no plane {name!r}; it has {known}"
+        )
 
 
 def make_layout(
-    spec: str, kind: Kind, tokens: int, planes: Iterable[tuple[str, str, tuple[int, ...]]]
+    spec: str,
+    kind: Kind,
+    tokens: int,
+    planes: Iterable[tuple[str, str, tuple[int, ...]]],
 ) -> Layout:
     """Lay planes (name, dtype, shape) one after another, each on a 16-byte boundary."""
     placed: list[Plane] = []
@@ -124,15 +131,27 @@ def make_layout(
         placed.append(plane)
         end = plane.offset + plane.nbytes
     block_bytes = align(end, PLANE_ALIGN)
-    identity = (FORMAT_VERSION, spec, kind.value, tokens, block_bytes, tuple(map(str, placed)))
-    return Layout(spec, kind, tokens, tuple(placed), block_bytes, fingerprint_of(identity))
+    identity = (
+        FORMAT_VERSION,
+        spec,
+        kind.value,
+        tokens,
+        block_bytes,
+        tuple(map(str, placed)),
+    )
+    return Layout(
+        spec, kind, tokens, tuple(placed), block_bytes, fingerprint_of(identity)
+    )
 
 
 def make_raw_layout(dtype: str, head_dim: int) -> Layout:
     """A raw page: 16 tokens of exact K and V, token-major."""
     shape = (RAW_TOKENS, head_dim)
     return make_layout(
-        f"raw:dtype={dtype}", Kind.RAW, RAW_TOKENS, [("k", dtype, shape), ("v", dtype, shape)]
+        f"raw:dtype={dtype}",
+        Kind.RAW,
+        RAW_TOKENS,
+        [("k", dtype, shape), ("v", dtype, shape)],
     )
 
 

@@ -73,7 +73,9 @@ class LayerGroup:
     @cached_property
     def fingerprint(self) -> str:
         layouts = [x.fingerprint for x in self.layouts()]
-        return fingerprint_of((self.layers, self.window, self.heads, self.head_dim, layouts))
+        return fingerprint_of(
+            (self.layers, self.window, self.heads, self.head_dim, layouts)
+        )
 
     @property
     def segment_tokens(self) -> int:
@@ -143,7 +145,12 @@ class LayerGroup:
     def reach(self) -> int | None:
         """Tokens up to the last one computed that a prefill may still ask for, to attend to or to
         seal; None: all."""
-        if self.window is None or self.lead or self.kept_limit or self.final_at is FinalAt.PROMPT:
+        if (
+            self.window is None
+            or self.lead
+            or self.kept_limit
+            or self.final_at is FinalAt.PROMPT
+        ):
             return None
         return max(self.window, self.residual + self.page.tokens) + self.step
 
@@ -186,14 +193,18 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint_of((self.group_of, [group.fingerprint for group in self.groups]))
+        return fingerprint_of(
+            (self.group_of, [group.fingerprint for group in self.groups])
+        )
 
     @property
     def spec(self) -> str:
         """The codec spec of the only group, or "layers:spec; ..." of all of them."""
         if len(self.groups) == 1:
             return self.groups[0].codec
-        return ";".join(f"{','.join(map(str, g.layers))}:{g.codec}" for g in self.groups)
+        return ";".join(
+            f"{','.join(map(str, g.layers))}:{g.codec}" for g in self.groups
+        )
 
     @property
     def reaches(self) -> tuple[int | None, ...]:

@@ -30,7 +30,9 @@ from disagg.kv.page import ARENA_UNIT, align
 from disagg.kv.plan import RecordShape
 
 DEFAULT_SLAB_BYTES = 1 << 20
-SPARED = 8  # of so many slabs one is left to other shapes while pages of the own can go; and
+SPARED = (
+    8  # of so many slabs one is left to other shapes while pages of the own can go; and
+)
 MOST_SPARED = 4  # no more than that: one for each kind of record
 STALE = 64  # outdated places in the order of use that are put up with before it is made anew
 
@@ -138,7 +140,9 @@ class DecodeSlots:
             self.free += 1
 
 
-def atomic(call: "Callable[Concatenate[Pool, P], R]") -> "Callable[Concatenate[Pool, P], R]":
+def atomic(
+    call: "Callable[Concatenate[Pool, P], R]",
+) -> "Callable[Concatenate[Pool, P], R]":
     """A method that holds the pool's lock."""
 
     @wraps(call)
@@ -165,7 +169,9 @@ class Pool:
         self._lock = RLock()
         self._free_slabs = list(range(self.num_slabs - 1, -1, -1))
         self._slabs: dict[int, Slab] = {}
-        self._open: dict[RecordShape, OrderedDict[int, Slab]] = {}  # with a free page, oldest first
+        self._open: dict[
+            RecordShape, OrderedDict[int, Slab]
+        ] = {}  # with a free page, oldest first
         self._free: dict[RecordShape, int] = {}  # pages in those
         self._bytes = 0  # of the pages that have a reference
         self._references: dict[int, int] = {}  # that of being kept included
@@ -210,7 +216,9 @@ class Pool:
         for page in pages:
             count = self._references.get(page, 0)
             if not count:
-                raise LayoutError(f"page {page} is not allocated, so it cannot be shared")
+                raise LayoutError(
+                    f"page {page} is not allocated, so it cannot be shared"
+                )
             self._references[page] = count + 1
             if count == 1 and page in self._keepers:
                 self._count_cached(page, -1)
@@ -239,7 +247,9 @@ class Pool:
             return
         self.retain(pages)
         shape = self._slabs[self._slab_index(pages[0])].shape
-        kept = self._kept[key] = CachedPages(tuple(pages), shape, note, owned=len(pages))
+        kept = self._kept[key] = CachedPages(
+            tuple(pages), shape, note, owned=len(pages)
+        )
         self._keepers |= dict.fromkeys(pages, (key, kept))
         self._use(key, kept)
 
@@ -325,8 +335,14 @@ class Pool:
             raise LayoutError(f"pages outside any slab: in {sorted(outside)}")
         for index, slab in self._slabs.items():
             size, free = slab.shape.nbytes, set(slab.free)
-            expected = {(slab.start + i * size) // ARENA_UNIT for i in range(slab.capacity)}
-            if owned[index] & free or owned[index] | free != expected or len(free) < len(slab.free):
+            expected = {
+                (slab.start + i * size) // ARENA_UNIT for i in range(slab.capacity)
+            }
+            if (
+                owned[index] & free
+                or owned[index] | free != expected
+                or len(free) < len(slab.free)
+            ):
                 raise LayoutError(
                     f"slab {index}: {len(owned[index])} owned and {len(free)} free pages "
                     f"do not make the {slab.capacity} it holds"
@@ -338,11 +354,17 @@ class Pool:
     def _check_counts(self) -> None:
         slabs = self._slabs.values()
         cached = {page for page in self._keepers if self._references[page] == 1}
-        held = {key: sum(x not in cached for x in kept.pages) for key, kept in self._kept.items()}
+        held = {
+            key: sum(x not in cached for x in kept.pages)
+            for key, kept in self._kept.items()
+        }
         counted = {
             "cached pages": (self.cached_pages, len(cached)),
             "cached bytes": (self.cached_bytes, sum(map(self._nbytes, cached))),
-            "bytes": (self._bytes, sum((x.capacity - len(x.free)) * x.shape.nbytes for x in slabs)),
+            "bytes": (
+                self._bytes,
+                sum((x.capacity - len(x.free)) * x.shape.nbytes for x in slabs),
+            ),
             "free pages": (sum(self._free.values()), sum(len(x.free) for x in slabs)),
             "owned kept pages": ({key: x.owned for key, x in self._kept.items()}, held),
         }
@@ -364,7 +386,9 @@ class Pool:
             index = self._free_slabs.pop()
             start, capacity = index * self.slab_bytes, self.slab_bytes // shape.nbytes
             pages = [(start + i * shape.nbytes) // ARENA_UNIT for i in range(capacity)]
-            slabs[index] = self._slabs[index] = Slab(start, shape, pages[::-1], capacity)
+            slabs[index] = self._slabs[index] = Slab(
+                start, shape, pages[::-1], capacity
+            )
             self._free[shape] = capacity
         index, slab = next(iter(slabs.items()))
         page = slab.free.pop()

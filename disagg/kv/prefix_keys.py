@@ -30,7 +30,9 @@ class PrefixBlock:
 
     def records(self) -> list[tuple[Kind, int]]:
         """The records, in that order."""
-        return [(kind, record) for kind, records in self.parts.items() for record in records]
+        return [
+            (kind, record) for kind, records in self.parts.items() for record in records
+        ]
 
     def items(self, group: LayerGroup) -> list[Item]:
         """The items of all layers of the group."""
@@ -47,10 +49,14 @@ def units_of(plan: Plan, tokens: int) -> tuple[tuple[PrefixBlock, ...], ...]:
     A group has none if its records are final only with the whole prompt: those may be written to
     while decoding, and what is shared never is.
     """
-    return tuple(tuple(_units(index, group, tokens)) for index, group in enumerate(plan.groups))
+    return tuple(
+        tuple(_units(index, group, tokens)) for index, group in enumerate(plan.groups)
+    )
 
 
-def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
+def content_keys(
+    model: str, plan: Plan, prompt: Sequence[int]
+) -> tuple[tuple[bytes, ...], ...]:
     """The key of every unit of a prompt, by layer group: equal keys mean the same content.
 
     KV depends on model, layouts and every token before, and on nothing else; so do the keys. Pages
@@ -64,10 +70,14 @@ def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[b
     view, size = memoryview(tokens).cast("B"), tokens.itemsize
     found = []
     for group, units in zip(plan.groups, units_of(plan, len(prompt)), strict=True):
-        chain = blake2b(repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES)
+        chain = blake2b(
+            repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES
+        )
         keys, known = [], 0
         for unit in units:
-            end = max(unit.end, min(group.lead, len(prompt)) if Kind.PAGE in unit.parts else 0)
+            end = max(
+                unit.end, min(group.lead, len(prompt)) if Kind.PAGE in unit.parts else 0
+            )
             chain.update(view[known * size : end * size])
             chain.update(b"%d" % unit.end if group.lead else b"")
             keys.append(chain.digest())
@@ -77,7 +87,10 @@ def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[b
 
 
 def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[PrefixBlock]:
-    sink, sealed = group.sink, 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
+    sink, sealed = (
+        group.sink,
+        0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens),
+    )
     dropped = min(sealed, group.dropped(tokens))
     if sink and tokens >= sink:
         yield PrefixBlock(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
@@ -85,6 +98,8 @@ def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[PrefixBlock]:
         end = min(first + group.step, sealed - dropped)
         parts = {Kind.PAGE: range(first // group.page.tokens, end // group.page.tokens)}
         if group.segment:
-            segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
+            segments = range(
+                first // group.segment_tokens, -(-end // group.segment_tokens)
+            )
             parts = {Kind.SEGMENT: segments} | parts
         yield PrefixBlock(index, sink + dropped + end, parts)

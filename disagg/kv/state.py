@@ -54,7 +54,9 @@ class GroupState:
     def num_pages(self) -> int:
         """Pages that were sealed: those of all runs, and those dropped."""
         last = self.runs[-1] if self.runs else None
-        return last.first // last.layout.tokens + len(last.pages) if last else self.dropped
+        return (
+            last.first // last.layout.tokens + len(last.pages) if last else self.dropped
+        )
 
     def drop(self, pages: int) -> list[int]:
         """Keep the first `pages` of all that were sealed no longer; the records to release."""
@@ -80,7 +82,9 @@ class GroupState:
 
     def ids_by_kind(self) -> dict[Kind, list[int]]:
         """The records of each kind, in their order, of the kinds that it has."""
-        segments = dict.fromkeys(run.segment for run in self.runs if run.segment is not None)
+        segments = dict.fromkeys(
+            run.segment for run in self.runs if run.segment is not None
+        )
         found = {
             Kind.PAGE: self.page_ids(),
             Kind.SEGMENT: list(segments),
@@ -116,7 +120,12 @@ def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupSt
     step = group.segment_tokens // group.page.tokens if segments else max(1, len(pages))
     owners: Sequence[int | None] = segments or [None]
     runs = [
-        Run(group.page, owner, dropped + i * group.page.tokens, array("i", pages[i : i + step]))
+        Run(
+            group.page,
+            owner,
+            dropped + i * group.page.tokens,
+            array("i", pages[i : i + step]),
+        )
         for i, owner in zip(range(0, len(pages), step), owners, strict=False)
     ]
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None

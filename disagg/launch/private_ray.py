@@ -13,7 +13,9 @@ from typing import Self
 
 REAPER = Path(__file__).parent / "reaper.py"
 REAP_S = 60.0  # it kills after 3 s; a busy machine takes its time
-TMP_CHARS = 20  # of a folder for temporary files; Ray puts sockets 80 characters below it
+TMP_CHARS = (
+    20  # of a folder for temporary files; Ray puts sockets 80 characters below it
+)
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home

@@ -14,17 +14,26 @@ from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority, protected
 
 FAILED_S = 5.0  # for the error of one that could not start, before it ends
-WATCH_S = 1.0  # a front end that is gone watches no longer than this beside the next one
+WATCH_S = (
+    1.0  # a front end that is gone watches no longer than this beside the next one
+)
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 
 
 class WorkerActor:
     """What a service calls of its worker, through Ray."""
 
-    def __init__(self, config: Config, role: Role, name: str, authority: Authority | None):
+    def __init__(
+        self, config: Config, role: Role, name: str, authority: Authority | None
+    ):
         faulthandler.enable()
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what breaks is told by name
-        self._config, self._role, self._name, self._authority = config, role, name, authority
+        self._config, self._role, self._name, self._authority = (
+            config,
+            role,
+            name,
+            authority,
+        )
         self._loaded, self._watches = False, 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
@@ -43,22 +52,30 @@ class WorkerActor:
         from disagg.worker.worker import Worker, settle_memory
 
         if not self._loaded:
-            torch.set_num_threads(1)  # of this thread, which loads; the engine's has its own
+            torch.set_num_threads(
+                1
+            )  # of this thread, which loads; the engine's has its own
             try:
                 address = host or ray.util.get_node_ip_address()
                 security = protected(self._config.security, self._authority, address)
-                gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
+                gpus = (
+                    ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
+                )
                 config = of_a_share(self._config, gpus, resources_here())
                 self._worker = Worker(config, self._role, self._name, address, security)
                 self._worker.start()
                 settle_memory()
             except Exception as error:
-                threading.Timer(FAILED_S, os._exit, [1]).start()  # detached, it would stay
+                threading.Timer(
+                    FAILED_S, os._exit, [1]
+                ).start()  # detached, it would stay
                 if isinstance(error, DisaggError):
                     return error.reason, str(error)
                 raise
             self._loaded = True
-            threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()
+            threading.Thread(
+                target=self._end_with_worker, name="end", daemon=True
+            ).start()
         if not self._worker.wait_alone(TAKEOVER_S):
             other = "works for another service; stop that one, or use another cluster"
             return ConfigError.reason, f"{self._name} {other}"
@@ -97,7 +114,9 @@ class WorkerActor:
         try:
             self._worker.wait()
         finally:
-            os._exit(0)  # what broke it, if something did, was printed by its own thread
+            os._exit(
+                0
+            )  # what broke it, if something did, was printed by its own thread
 
 
 def resources_here() -> dict[str, float]:

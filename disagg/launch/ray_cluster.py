@@ -23,7 +23,13 @@ from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
 from disagg.config import Config, ServerConfig
-from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
+from disagg.errors import (
+    ConfigError,
+    DisaggError,
+    PeerLostError,
+    UnknownNameError,
+    error_from,
+)
 from disagg.launch.private_ray import Session
 from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.resources import check_counts, check_place, equal_share, gpu_share
@@ -31,7 +37,10 @@ from disagg.transfer.messages import Role, WorkerInfo, serves
 from disagg.transfer.security import Authority, load_security, protected
 
 LOCAL, AUTO = "local", "auto"
-KEPT, COUNTS = b"disagg-authority", b"disagg-counts"  # what Ray keeps for the next front end
+KEPT, COUNTS = (
+    b"disagg-authority",
+    b"disagg-counts",
+)  # what Ray keeps for the next front end
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray wants at least 75 MB
 PRIVATE_ORPHAN_S = 5.0
 CHECK_S = 0.5
@@ -84,15 +93,21 @@ class Cluster:
         if self._private:
             orphan_s = min(config.cluster.orphan_s, PRIVATE_ORPHAN_S)
             config = replace(config, cluster=replace(config.cluster, orphan_s=orphan_s))
-        self._config = replace(config, server=ServerConfig())  # a new front end may have another
+        self._config = replace(
+            config, server=ServerConfig()
+        )  # a new front end may have another
         self._session = session
         self._authority = Authority(session.token) if session else None
         self._gpus: int | None = None  # of a private Ray: a cluster may grow
         self._guest = False  # of a process that had joined Ray before
         self._actors: list[Actor] = []
-        self.wanted = {Role(role): number for role, number in config.cluster.roles.items()}
+        self.wanted = {
+            Role(role): number for role, number in config.cluster.roles.items()
+        }
         self._found: list[str] = []  # names of workers that were there before
-        self._replaced = self._restarts = self._lost = 0  # the last one: since a worker served
+        self._replaced = self._restarts = self._lost = (
+            0  # the last one: since a worker served
+        )
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -115,7 +130,10 @@ class Cluster:
                 self._gpus = int(node["Resources"].get("GPU", 0))
                 check_place(self._gpus, self._config, sum(self.wanted.values()))
                 gcs = host_and_port(ray.get_runtime_context().gcs_address)
-                self._doors = [gcs, (node["NodeManagerAddress"], node["NodeManagerPort"])]
+                self._doors = [
+                    gcs,
+                    (node["NodeManagerAddress"], node["NodeManagerPort"]),
+                ]
             else:
                 self._authority = self._agree()
             here = ray.util.get_node_ip_address()
@@ -123,7 +141,9 @@ class Cluster:
             raise PeerLostError(f"Ray does not start or answer: {error}") from error
         self.security = protected(self._config.security, self._authority, here)
 
-    def start(self, tell: Callable[[str], None] = lambda doing: None) -> list[WorkerInfo]:
+    def start(
+        self, tell: Callable[[str], None] = lambda doing: None
+    ) -> list[WorkerInfo]:
         """One of each role, loaded side by side with all others, which `watch` tells of.
 
         tell: is told what takes them long, in words
@@ -140,7 +160,9 @@ class Cluster:
                 except PeerLostError:
                     if actor.name not in self._found:
                         raise
-                    self._actors.remove(actor)  # it left meanwhile; `look` starts another one
+                    self._actors.remove(
+                        actor
+                    )  # it left meanwhile; `look` starts another one
             elif (doing := self._doing(*loading.values())) not in ("", told):
                 tell(told := doing)
         self.links = self._introduce()
@@ -171,7 +193,9 @@ class Cluster:
         self._watcher = threading.Thread(target=follow, name="ray-watch", daemon=True)
         self._watcher.start()
 
-    def look(self, on_up: Callable[[WorkerInfo], None], on_down: Callable[[str], None]) -> None:
+    def look(
+        self, on_up: Callable[[WorkerInfo], None], on_down: Callable[[str], None]
+    ) -> None:
         """Wait a moment for a death or a worker that is ready; tell of it, replace the dead.
 
         PeerLostError once a private Ray was lost again and again, and no worker served between.
@@ -257,7 +281,10 @@ class Cluster:
         if self._session is not None:
             # Ray opens its folder to everybody: it lies in one that is closed
             folder = f"{self._session.folder}/r{self._restarts or ''}"
-            size = {"num_cpus": os.cpu_count(), "object_store_memory": OBJECT_STORE_BYTES}
+            size = {
+                "num_cpus": os.cpu_count(),
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
             rest = {"include_dashboard": False, "job_config": Apart()}
             return {"address": LOCAL, "_temp_dir": folder, **size, **rest}
         address = self._config.cluster.address
@@ -272,7 +299,10 @@ class Cluster:
 
     def _agree(self) -> Authority:
         """What the first front end of this name made, as far as it is wanted."""
-        plane, place = self._config.security.plane, {"namespace": self._config.cluster.name}
+        plane, place = (
+            self._config.security.plane,
+            {"namespace": self._config.cluster.name},
+        )
         if (kept := internal_kv._internal_kv_get(KEPT, **place)) is None:
             made = json.dumps(asdict(Authority.make()))
             internal_kv._internal_kv_put(KEPT, made, overwrite=False, **place)
@@ -285,17 +315,25 @@ class Cluster:
         cluster = self._config.cluster
         if not self._private:
             actors = ray.util.list_named_actors(all_namespaces=True)
-            self._found = sorted(x["name"] for x in actors if x["namespace"] == cluster.name)
-            self._replaced = max((int(x.partition(".")[2] or 0) for x in self._found), default=0)
+            self._found = sorted(
+                x["name"] for x in actors if x["namespace"] == cluster.name
+            )
+            self._replaced = max(
+                (int(x.partition(".")[2] or 0) for x in self._found), default=0
+            )
             kept = internal_kv._internal_kv_get(COUNTS, namespace=cluster.name)
             if kept and self._found:
-                self.wanted = {Role(role): number for role, number in json.loads(kept).items()}
+                self.wanted = {
+                    Role(role): number for role, number in json.loads(kept).items()
+                }
             self._keep_counts()
         names = []
         for role, number in self.wanted.items():
             mine = [name for name in self._found if name.startswith(f"{role}-")]
             new = (x for i in range(number) if (x := f"{role}-{i}") not in mine)
-            names += [(role, x) for x in (*mine, *islice(new, max(0, number - len(mine))))]
+            names += [
+                (role, x) for x in (*mine, *islice(new, max(0, number - len(mine))))
+            ]
         return names
 
     def _keep_counts(self) -> None:
@@ -305,11 +343,17 @@ class Cluster:
 
     def _stop(self) -> None:
         """Those of a cluster that serve us end by themselves, if they can; others' stay."""
-        serving = [actor for actor in self._actors if actor.started and not self._private]
+        serving = [
+            actor for actor in self._actors if actor.started and not self._private
+        ]
         for actor in serving:
             actor.handle.stop.remote()
         if ends := [actor.call for actor in serving]:
-            ray.wait(ends, num_returns=len(ends), timeout=self._config.cluster.grace_s + RETRY_S)
+            ray.wait(
+                ends,
+                num_returns=len(ends),
+                timeout=self._config.cluster.grace_s + RETRY_S,
+            )
         for actor in self._actors:
             if actor.started or actor.name not in self._found:
                 ray.kill(actor.handle)
@@ -337,7 +381,9 @@ class Cluster:
     def _load_another(self, role: Role) -> None:
         """Under a free name; a private Ray loads few at once: the rest can be called off."""
         loads = sum(actor.started is None for actor in self._actors)
-        if not self._closing.is_set() and (not self._private or loads < (os.cpu_count() or 1)):
+        if not self._closing.is_set() and (
+            not self._private or loads < (os.cpu_count() or 1)
+        ):
             self._replaced += 1
             taken = {x.name.split(".")[0] for x in self._actors if not x.leaves}
             name = next(x for i in count() if (x := f"{role}-{i}") not in taken)
@@ -345,8 +391,14 @@ class Cluster:
 
     def _load(self, role: Role, name: str) -> Actor:
         cluster, units = self._config.cluster, ray.cluster_resources()
-        options: dict[str, object] = {"name": name, "namespace": cluster.name, "max_restarts": 0}
-        cpus = 0 if self._private else int(units.get("CPU", 0))  # where all are ours, no limit
+        options: dict[str, object] = {
+            "name": name,
+            "namespace": cluster.name,
+            "max_restarts": 0,
+        }
+        cpus = (
+            0 if self._private else int(units.get("CPU", 0))
+        )  # where all are ours, no limit
         options |= {"max_task_retries": 0, "num_cpus": equal_share(cpus, self._config)}
         options["num_gpus"] = gpu_share(int(units.get("GPU", 0)), self._config)
         if cluster.runtime_env is not None:
@@ -355,31 +407,43 @@ class Cluster:
             options["resources"] = {role.value: 1}
         if not self._private:
             options |= {"lifetime": "detached", "get_if_exists": True}
-        shell = type(f"{role.title()}Worker", (WorkerActor,), {})  # its name in Ray's lists
+        shell = type(
+            f"{role.title()}Worker", (WorkerActor,), {}
+        )  # its name in Ray's lists
         actor = ray.remote(concurrency_groups={"watch": 2})(shell).options(**options)
         handle = actor.remote(self._config, role, name, self._authority)
-        ready = handle.start.remote("127.0.0.1" if self._private else None, self._config)
+        ready = handle.start.remote(
+            "127.0.0.1" if self._private else None, self._config
+        )
         return Actor(role, name, handle, ready)
 
     def _enter(self, actor: Actor) -> WorkerInfo:
         try:
             started = ray.get(actor.call)
         except RayError as error:
-            told = str(error).strip().rpartition("\n")[2]  # before it: which actor, on which host
+            told = (
+                str(error).strip().rpartition("\n")[2]
+            )  # before it: which actor, on which host
             if isinstance(error, RayTaskError):  # with a traceback, in colours
                 told = f"{type(error.cause).__name__}: {error.cause}"
-            raise PeerLostError(f"worker {actor.name} broke while it started: {told}") from error
+            raise PeerLostError(
+                f"worker {actor.name} broke while it started: {told}"
+            ) from error
         if isinstance(started, tuple):
             raise error_from(*started)
         actor.started, actor.role = started, started.role
-        actor.leaves |= started.role is Role.NONE  # as the front end before this one told it
+        actor.leaves |= (
+            started.role is Role.NONE
+        )  # as the front end before this one told it
         actor.call = actor.handle.watch.remote()
         return started
 
     def _doing(self, *loading: Actor) -> str:
         """What the first of those that load does, if it can say so."""
         try:
-            found = ray.get([actor.handle.doing.remote() for actor in loading], timeout=TELL_S)
+            found = ray.get(
+                [actor.handle.doing.remote() for actor in loading], timeout=TELL_S
+            )
         except RayError:
             return ""  # its process still starts, or has ended: the call says how
         return next(filter(None, found), "")
@@ -388,12 +452,20 @@ class Cluster:
         """Let prefill workers measure their links to decode workers: "prefill-0: link to ..."."""
         there = [(actor, actor.started) for actor in self._actors if actor.started]
         decode = [x.address for _, x in there if x.role.decodes]
-        asked = {x.name: actor.handle.meet.remote(decode) for actor, x in there if x.role.prefills}
+        asked = {
+            x.name: actor.handle.meet.remote(decode)
+            for actor, x in there
+            if x.role.prefills
+        }
         try:
             found = ray.get(list(asked.values()), timeout=MEET_S)
         except RayError:
             return []  # who is dead or slow is found out by the hand-offs
-        return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
+        return [
+            f"{x}: {line}"
+            for x, lines in zip(asked, found, strict=True)
+            for line in lines
+        ]
 
 
 def host_and_port(address: str) -> tuple[str, int]:

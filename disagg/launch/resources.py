@@ -38,7 +38,13 @@ def check_place(gpus: int, config: Config, workers: int) -> None:
         raise ConfigError(
             "cluster.pools is true on a private Ray, which has none; set cluster.address"
         )
-    room = workers if not each else int(gpus // each) if each > 1 else gpus * int(1 / each + 1e-9)
+    room = (
+        workers
+        if not each
+        else int(gpus // each)
+        if each > 1
+        else gpus * int(1 / each + 1e-9)
+    )
     if room < workers:
         there = f"this host has {gpus} GPUs, room for {room} of {workers} workers"
         if config.cluster.gpus is None:
@@ -55,7 +61,13 @@ def of_a_share(config: Config, gpus: float, here: Mapping[str, float]) -> Config
     """
     cores, counts = int(here.get("CPU", 0)) or os.cpu_count() or 1, config.cluster.roles
     if config.cluster.pools:
-        counts = {role: min(count, int(here.get(role, 0))) for role, count in counts.items()}
-    threads = config.engine.torch_threads or max(1, cores // max(1, sum(counts.values())))
+        counts = {
+            role: min(count, int(here.get(role, 0))) for role, count in counts.items()
+        }
+    threads = config.engine.torch_threads or max(
+        1, cores // max(1, sum(counts.values()))
+    )
     share = config.engine.memory_share * min(1, gpus)
-    return replace(config, engine=replace(config.engine, memory_share=share, torch_threads=threads))
+    return replace(
+        config, engine=replace(config.engine, memory_share=share, torch_threads=threads)
+    )

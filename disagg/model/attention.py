@@ -30,7 +30,9 @@ from disagg.paged.layer import StepLayers
 from disagg.paged.page_tables import GroupStep
 
 IMPLEMENTATION = "disagg"
-BLOCK_SCORES = 1 << 24  # fp32 scores that are held at a time where no fused kernel serves
+BLOCK_SCORES = (
+    1 << 24
+)  # fp32 scores that are held at a time where no fused kernel serves
 
 # layer, k [H, n, D], v [H, n, D]: exact K and V of the last n tokens so far, all but where windows
 # hide the first; the chunk, whose tables are on the device
@@ -106,7 +108,13 @@ class BatchAttention:
     windows: Sequence[int | None]
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, options: dict
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax: Softmax,
+        options: dict,
     ) -> Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         decodes = self.batch.by_layer.get(layer, [])
@@ -117,7 +125,9 @@ class BatchAttention:
             rows = slice(chunk.row, chunk.row + chunk.count)
             exact = chunk.workspace.extend(layer, k[:, rows], v[:, rows], chunk.before)
             window = self.windows[layer]
-            out[rows] = attend_exact(q[:, rows], *exact, softmax, window).transpose(0, 1)
+            out[rows] = attend_exact(q[:, rows], *exact, softmax, window).transpose(
+                0, 1
+            )
             chunk.workspace.observe(layer, q[:, rows], chunk.before, softmax)
             chunk.sink(layer, *exact, chunk)
         for decode, layers in decodes:
@@ -128,7 +138,9 @@ class BatchAttention:
         return out
 
 
-def attend_exact(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None) -> Tensor:
+def attend_exact(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None
+) -> Tensor:
     """Causal attention of the last c of n tokens: q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D].
 
     window: tokens a query sees, itself included; None: all of them
@@ -147,14 +159,18 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int 
     elif whole and can_use_flash_attention(
         SDPAParams(q[None], k[None], v[None], None, 0, False, True)
     ):
-        mask = causal_lower_right(count, total)  # no mask in memory: a flag of the kernel
+        mask = causal_lower_right(
+            count, total
+        )  # no mask in memory: a flag of the kernel
     else:
         positions = torch.arange(total, device=q.device)
         query = positions[total - count :, None]
         mask = positions <= query
         if window is not None and not whole:
             mask &= positions > query - window
-        repeats = q.shape[0] // k.shape[0]  # with a mask, grouped heads fall back to slow kernels
+        repeats = (
+            q.shape[0] // k.shape[0]
+        )  # with a mask, grouped heads fall back to slow kernels
         k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
     out = scaled_dot_product_attention(
         q[None],
@@ -177,17 +193,27 @@ def _attend_in_two(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     before = k.shape[1] - q.shape[1]
     (past, past_lse), (own, own_lse) = (
-        flash(q[None], k[None, :, part], v[None, :, part], is_causal=causal, scale=softmax.scale)
+        flash(
+            q[None],
+            k[None, :, part],
+            v[None, :, part],
+            is_causal=causal,
+            scale=softmax.scale,
+        )
         for part, causal in ((slice(0, before), False), (slice(before, None), True))
     )
     share = torch.sigmoid(past_lse - own_lse)[..., None]
     return torch.lerp(own.float(), past.float(), share)[0].to(q.dtype)
 
 
-def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int) -> Tensor:
+def _attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int
+) -> Tensor:
     """The same under caps and with sinks, which torch fuses nowhere: some queries at a time."""
     before = k.shape[1] - q.shape[1]
-    keys = min(k.shape[1], 2 * window)  # at most, of as many queries as a window has tokens
+    keys = min(
+        k.shape[1], 2 * window
+    )  # at most, of as many queries as a window has tokens
     rows = max(1, min(window, BLOCK_SCORES // (q.shape[0] * keys)))
     found = []
     for first in range(0, q.shape[1], rows):
@@ -195,7 +221,9 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window:
         end = before + first + some_q.shape[1]
         start = max(0, before + first + 1 - window)
         some_k, some_v = k[:, start:end], v[:, start:end]
-        grouped = some_q.unflatten(0, (k.shape[0], -1)).flatten(1, 2)  # those of a KV head
+        grouped = some_q.unflatten(0, (k.shape[0], -1)).flatten(
+            1, 2
+        )  # those of a KV head
         products = (grouped @ some_k.transpose(1, 2)).float() * softmax.scale
         scores = capped(products.view(q.shape[0], -1, end - start), softmax.cap)
         query = torch.arange(before + first, end, device=q.device)[:, None]
@@ -227,7 +255,9 @@ def disagg_attention(
     """
     if disagg is None:
         name = type(module).__name__
-        raise ModelError(f"{name} does not pass keyword arguments to its attention: not supported")
+        raise ModelError(
+            f"{name} does not pass keyword arguments to its attention: not supported"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softmax = Softmax(scale, softcap or 0.0, s_aux)
     options["attention_mask"] = attention_mask

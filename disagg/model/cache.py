@@ -12,7 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from disagg.codecs.contract import LEAD_END, LEAD_UNITS, Queries, squares_by_unit, sum_lead
+from disagg.codecs.contract import (
+    LEAD_END,
+    LEAD_UNITS,
+    Queries,
+    squares_by_unit,
+    sum_lead,
+)
 from disagg.kernels.view import Softmax
 
 LAST_QUERIES = 32
@@ -33,7 +39,10 @@ class PassThrough(Cache):
 def pass_through(model: PreTrainedModel) -> dict[str, object]:
     """The arguments that give a model a `PassThrough`, by the name that its transformers has."""
     known = inspect.signature(model.forward).parameters
-    return {"cache" if "cache" in known else "past_key_values": PassThrough(), "use_cache": True}
+    return {
+        "cache" if "cache" in known else "past_key_values": PassThrough(),
+        "use_cache": True,
+    }
 
 
 class Workspace:
@@ -45,34 +54,52 @@ class Workspace:
     """
 
     def __init__(
-        self, layers: int, heads: int, total: int, head_dim: int, rooms: Sequence[int] = ()
+        self,
+        layers: int,
+        heads: int,
+        total: int,
+        head_dim: int,
+        rooms: Sequence[int] = (),
     ):
         self.total = total
-        self._shapes = [(2, heads, room, head_dim) for room in rooms or (total,) * layers]
+        self._shapes = [
+            (2, heads, room, head_dim) for room in rooms or (total,) * layers
+        ]
         self._held = [0] * layers
         self._layers: list[Tensor | None] = [None] * layers
         self._last: list[Tensor | None] = [None] * layers
         self._softmax: list[Softmax | None] = [None] * layers
-        self._squares: list[Tensor | None] = [None] * layers  # of queries, by units of the lead
+        self._squares: list[Tensor | None] = [
+            None
+        ] * layers  # of queries, by units of the lead
 
     def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
         """Take the memory for all layers at once, before chunks come: it is there, or this raises.
 
         MemoryError, or the RuntimeError of torch, where there is none
         """
-        self._layers = [torch.empty(x, dtype=dtype, device=device) for x in self._shapes]
+        self._layers = [
+            torch.empty(x, dtype=dtype, device=device) for x in self._shapes
+        ]
 
-    def extend(self, layer: int, k: Tensor, v: Tensor, before: int) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, layer: int, k: Tensor, v: Tensor, before: int
+    ) -> tuple[Tensor, Tensor]:
         """Append k, v [H, c, D] of a chunk behind `before` tokens; K, V [H, n, D] of the last n
         tokens so far: all, or as many as there is room for."""
         held, shape = self._held[layer], self._shapes[layer]
         if k.shape[1] == self.total:  # one chunk: nothing to remember
             return k, v
-        k, v = k[:, -shape[2] :], v[:, -shape[2] :]  # what was known may be more than there is room
+        k, v = (
+            k[:, -shape[2] :],
+            v[:, -shape[2] :],
+        )  # what was known may be more than there is room
         count = k.shape[1]
         stored = self._layers[layer]
         if stored is None:
-            stored = self._layers[layer] = torch.empty(shape, dtype=k.dtype, device=k.device)
+            stored = self._layers[layer] = torch.empty(
+                shape, dtype=k.dtype, device=k.device
+            )
         kept = min(held, shape[2] - count)
         if kept < held:
             stored[:, :, :kept] = stored[:, :, held - kept : held].clone()
@@ -83,7 +110,9 @@ class Workspace:
             self._layers[layer] = None
         return stored[0, :, :end], stored[1, :, :end]
 
-    def observe(self, layer: int, q: Tensor, before: int, softmax: Softmax | None = None) -> None:
+    def observe(
+        self, layer: int, q: Tensor, before: int, softmax: Softmax | None = None
+    ) -> None:
         """Remember of a chunk's queries q [Hq, c, D] the last tokens' own, and sums of squares."""
         self._softmax[layer] = softmax
         last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
@@ -110,4 +139,6 @@ class Workspace:
         """Take the sums of the first units as they were: [units, L, H, D]."""
         for layer, some in enumerate(squares.unbind(1)):
             rest = LEAD_UNITS - len(some)
-            self._squares[layer] = torch.cat([some, some.new_zeros(rest, *some.shape[1:])])
+            self._squares[layer] = torch.cat(
+                [some, some.new_zeros(rest, *some.shape[1:])]
+            )

@@ -18,7 +18,13 @@ from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
 from disagg.kv.page import RAW_TOKENS
 from disagg.kv.plan import Plan
-from disagg.model.describe import ModelInfo, describe_model, locate_model, read_config, stored_dtype
+from disagg.model.describe import (
+    ModelInfo,
+    describe_model,
+    locate_model,
+    read_config,
+    stored_dtype,
+)
 
 SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")  # the first that takes the model's heads
 WORKSPACE_PART = 3  # at most one in so many bytes is for workspaces
@@ -80,7 +86,9 @@ def exact_bytes(shape: KVShape, tokens: int) -> int:
 def rooms_of(plan: Plan, tokens: int, chunk: int) -> list[int]:
     """Tokens whose exact K and V each layer holds while a prompt is computed in chunks."""
     most = max(chunk, RAW_TOKENS)
-    return [tokens if reach is None else min(tokens, reach + most) for reach in plan.reaches]
+    return [
+        tokens if reach is None else min(tokens, reach + most) for reach in plan.reaches
+    ]
 
 
 def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
@@ -88,7 +96,9 @@ def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
 
     One prompt as long as the context has its workspace, if that is not too large a part.
     """
-    rooms = (context if x is None else min(context, x + UNSEALED) for x in shape.windows)
+    rooms = (
+        context if x is None else min(context, x + UNSEALED) for x in shape.windows
+    )
     whole = exact_bytes(shape, sum(rooms)) // shape.num_layers
     workspace = min(whole, max(0, nbytes) // WORKSPACE_PART)
     return max(0, nbytes) - workspace, workspace
@@ -115,14 +125,20 @@ def check_model(
         info = describe_model(str(path), dtype, device="cuda")
         class_of(info)
     except ModelError as error:
-        return ModelFit(name, architecture, served=False, reason=" ".join(str(error).split()))
+        return ModelFit(
+            name, architecture, served=False, reason=" ".join(str(error).split())
+        )
     shape, stored = kv_shape(info), stored_dtype(config)
-    sizes = [sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED]
+    sizes = [
+        sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED
+    ]
     item = getattr(getattr(torch, stored, None), "itemsize", 4)
     weights = (sizes[0] or sizes[1]) * getattr(torch, info.dtype).itemsize // item
     arena = None
     if memory is not None:
-        arena, _ = split_memory(int(memory * share) - weights, shape, info.context_length)
+        arena, _ = split_memory(
+            int(memory * share) - weights, shape, info.context_length
+        )
     suggested = [fit_codec(codec, info, arena) for codec in SUGGESTED]
     fits = [*suggested[:1], *(fit_codec(codec, info, arena) for codec in codec_names())]
     return ModelFit(
@@ -149,7 +165,9 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
         plan = parse_plan(spec, kv_shape(info))
     except ConfigError as error:
         return CodecFit(spec, refused=str(error))
-    tokens = None if arena_bytes is None else tokens_that_fit(plan, arena_bytes, context)
+    tokens = (
+        None if arena_bytes is None else tokens_that_fit(plan, arena_bytes, context)
+    )
     return CodecFit(plan.spec, plan.nbytes(context) / context, tokens)
 
 
@@ -170,5 +188,7 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
-    own = isinstance(config, model.config_class)  # else it is of a part of what the config tells
+    own = isinstance(
+        config, model.config_class
+    )  # else it is of a part of what the config tells
     return model, config if own else config.get_text_config()

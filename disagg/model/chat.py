@@ -34,8 +34,12 @@ class ChatTemplate:
         """
         try:
             arguments: dict[str, Any] = {**self._words, **options}
-            texts, _ = self._render([list(messages)], chat_template=self._source, **arguments)
-        except Exception as error:  # templates are programs, and raise whatever they like
+            texts, _ = self._render(
+                [list(messages)], chat_template=self._source, **arguments
+            )
+        except (
+            Exception
+        ) as error:  # templates are programs, and raise whatever they like
             told = f"the model's chat template refuses this conversation: {error}"
             raise RequestError(told, "messages") from error
         return texts[0]
@@ -50,7 +54,9 @@ def read_template(ref: str | None = None) -> tuple[str, dict[str, str]] | None:
     config = read_object(folder / "tokenizer_config.json")
     file = folder / "chat_template.jinja"
     try:
-        source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        source = (
+            file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        )
     except UnicodeDecodeError as error:
         raise ModelError(f"{file} is no text: {error}") from error
     if isinstance(source, list):
@@ -58,7 +64,9 @@ def read_template(ref: str | None = None) -> tuple[str, dict[str, str]] | None:
     if not source:
         return None
     if not isinstance(source, str):
-        raise ModelError(f"the chat template in {folder / 'tokenizer_config.json'} is no text")
+        raise ModelError(
+            f"the chat template in {folder / 'tokenizer_config.json'} is no text"
+        )
     named = {k: v for k, v in config.items() if k.endswith("_token")}
     words = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items()}
     return source, {k: v for k, v in words.items() if isinstance(v, str)}

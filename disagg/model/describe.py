@@ -25,7 +25,11 @@ ALIASES = {
     "max_position_embeddings": ("n_positions", "n_ctx"),
 }
 SIZES = (*ALIASES, "vocab_size")
-WHOLE_ATTENTION = ("llama", "gpt2", "opt")  # no windows; KV heads and head dim follow from the rest
+WHOLE_ATTENTION = (
+    "llama",
+    "gpt2",
+    "opt",
+)  # no windows; KV heads and head dim follow from the rest
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 STATE_SPACES = ("mamba_", "ssm_", "time_step_")  # how what belongs to them is called
@@ -60,22 +64,30 @@ def locate_model(ref: str | None = None) -> Path:
     the packaged one, which is called "default" too."""
     if ref is None:
         return DEFAULT_MODEL
-    folder = Path(os.path.expanduser(ref))  # Path.expanduser raises where nobody has that name
+    folder = Path(
+        os.path.expanduser(ref)
+    )  # Path.expanduser raises where nobody has that name
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelError(f"model {ref!r} is a file; a folder with config.json is wanted")
+        raise ModelError(
+            f"model {ref!r} is a file; a folder with config.json is wanted"
+        )
     if ref == DEFAULT_MODEL.name:
         return DEFAULT_MODEL
     if ref in FETCHED_NAMES:
         fetched = fetched_folder(ref)
         if not fetched.is_dir():
-            raise ModelError(f"model {ref!r} is not here yet; `disagg fetch {ref}` fetches it")
+            raise ModelError(
+                f"model {ref!r} is not here yet; `disagg fetch {ref}` fetches it"
+            )
         return fetched
     cached = _cached_snapshot(ref)
     if cached is None:
         if ref.startswith(("/", ".", "~")):
-            raise ModelError(f"no model {ref!r}: no such folder; one with config.json is wanted")
+            raise ModelError(
+                f"no model {ref!r}: no such folder; one with config.json is wanted"
+            )
         close = get_close_matches(ref.lower(), FETCHED_NAMES, 1)
         way = f"disagg fetch {close[0]}" if close else f"hf download {ref}"
         raise ModelError(
@@ -94,10 +106,15 @@ def fetched_folder(name: str) -> Path:
 
 def user_cache() -> Path:
     """What is ours in the cache of whoever runs this."""
-    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "disagg"
+    return (
+        Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
+        / "disagg"
+    )
 
 
-def describe_model(ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> ModelInfo:
+def describe_model(
+    ref: str | None = None, dtype: str = "auto", device: str = "cpu"
+) -> ModelInfo:
     """The sizes of a model, by name or path.
 
     dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
@@ -111,7 +128,9 @@ def describe_model(ref: str | None = None, dtype: str = "auto", device: str = "c
         layers, query_heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
         return ModelInfo(
             path=path,
-            architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
+            architecture=(
+                config.get("architectures") or [config.get("model_type", "unknown")]
+            )[0],
             num_layers=layers,
             query_heads=query_heads,
             heads=sizes.get("num_key_value_heads") or query_heads,
@@ -143,7 +162,11 @@ def named_weights(path: Path) -> list[str]:
 
 def check_weights(path: Path) -> None:
     """ModelError for a model folder without weights, or without some files that its index names."""
-    found = {x.name for x in path.iterdir() if x.suffix in (".safetensors", ".bin") and x.is_file()}
+    found = {
+        x.name
+        for x in path.iterdir()
+        if x.suffix in (".safetensors", ".bin") and x.is_file()
+    }
     lacking = [name for name in named_weights(path) if name not in found]
     if lacking or not found:
         told = ", ".join(lacking[:3]) or "*.safetensors, *.bin"
@@ -177,23 +200,38 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
     if names and not any(name.endswith(CAUSAL_HEADS) for name in names):
         raise ModelError(f"{names[0]} is no language model that continues text")
     if config.get("is_encoder_decoder") or text.get("add_cross_attention"):
-        raise ModelError(f"{kind} is an encoder-decoder model; decoder-only ones can be served")
+        raise ModelError(
+            f"{kind} is an encoder-decoder model; decoder-only ones can be served"
+        )
     if text.get("kv_lora_rank"):
-        raise ModelError(f"{kind} keeps latents, not K and V (MLA, kv_lora_rank): not supported")
+        raise ModelError(
+            f"{kind} keeps latents, not K and V (MLA, kv_lora_rank): not supported"
+        )
     if text.get("attention_chunk_size"):
-        raise ModelError(f"{kind} attends in chunks (attention_chunk_size): not supported")
+        raise ModelError(
+            f"{kind} attends in chunks (attention_chunk_size): not supported"
+        )
     if text.get("alibi") or kind in ALIBI:
         raise ModelError(f"{kind} adds to scores by distance (ALiBi): not supported")
     if states := [key for key in text if key.startswith(STATE_SPACES)]:
         raise ModelError(f"{kind} has state-space layers ({states[0]}): not supported")
     if text.get("num_kv_shared_layers"):
-        raise ModelError(f"{kind} shares KV between layers (num_kv_shared_layers): not supported")
+        raise ModelError(
+            f"{kind} shares KV between layers (num_kv_shared_layers): not supported"
+        )
     for key in ("global_head_dim", "v_head_dim"):
         if (size := text.get(key)) not in (None, text.get("head_dim", size)):
-            raise ModelError(f"{kind} has heads of several sizes ({key}): not supported")
-    strange = set(text.get("layer_types") or []) - {"full_attention", "sliding_attention"}
+            raise ModelError(
+                f"{kind} has heads of several sizes ({key}): not supported"
+            )
+    strange = set(text.get("layer_types") or []) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if strange:
-        raise ModelError(f"{kind} has layers of type {', '.join(sorted(strange))}: not supported")
+        raise ModelError(
+            f"{kind} has layers of type {', '.join(sorted(strange))}: not supported"
+        )
 
 
 def _cached_snapshot(name: str) -> Path | None:
@@ -217,11 +255,15 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
         try:
             full = AutoConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:  # its checks of a config raise whatever they like
-            raise ModelError(f"transformers cannot read {path / 'config.json'}: {error}") from error
+            raise ModelError(
+                f"transformers cannot read {path / 'config.json'}: {error}"
+            ) from error
         text = full.get_text_config()
         sizes = _rename(text.to_dict())
         if not hasattr(type(text), "sliding_window"):
-            sizes["sliding_window"] = None  # a key left over: the architecture knows no windows
+            sizes["sliding_window"] = (
+                None  # a key left over: the architecture knows no windows
+            )
         refuse_unsupported(sizes)
     sound = {name for name, size in sizes.items() if type(size) is int and size > 0}
     if missing := [name for name in SIZES if name not in sound]:
@@ -249,10 +291,15 @@ def _explicit(sizes: dict[str, Any]) -> bool:
 
 def _windows(sizes: dict[str, Any], layers: int) -> tuple[int | None, ...]:
     window = sizes.get("sliding_window")
-    if sizes.get("use_sliding_window") is False or sizes.get("model_type") in WHOLE_ATTENTION:
+    if (
+        sizes.get("use_sliding_window") is False
+        or sizes.get("model_type") in WHOLE_ATTENTION
+    ):
         window = None
     types = sizes.get("layer_types") or ["sliding_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
+    return tuple(
+        window if kind == "sliding_attention" else None for kind in types[:layers]
+    )
 
 
 def _context_length(sizes: dict[str, Any]) -> int:
@@ -261,9 +308,15 @@ def _context_length(sizes: dict[str, Any]) -> int:
     For LongRoPE the least that any key says: which one counts differs by architecture.
     """
     ropes = [sizes.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
+    ropes += [
+        inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)
+    ]
     switching = [rope for rope in ropes if "long_factor" in rope]
-    said = [x.get("original_max_position_embeddings") for x in (*switching, sizes) if switching]
+    said = [
+        x.get("original_max_position_embeddings")
+        for x in (*switching, sizes)
+        if switching
+    ]
     return min(filter(None, (*said, sizes["max_position_embeddings"])))
 
 

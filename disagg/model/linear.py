@@ -9,7 +9,9 @@ import os
 import torch
 from torch import Tensor, nn
 
-MEMORY_PART = 8  # weights above one in so many bytes of the host stay as they are, maybe mapped
+MEMORY_PART = (
+    8  # weights above one in so many bytes of the host stay as they are, maybe mapped
+)
 
 
 class PackedLinear(nn.Module):
@@ -23,7 +25,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self.bias, "none", [], ""
+        )
 
 
 def pack_linears(model: nn.Module) -> None:

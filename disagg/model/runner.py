@@ -36,7 +36,9 @@ def pick_device(wanted: str) -> str:
         raise ConfigError(f"device {wanted!r} is unknown; known: {', '.join(DEVICES)}")
     there = torch.cuda.is_available()
     if wanted == "cuda" and not there:
-        raise ConfigError("device 'cuda' is wanted, and torch sees no GPU here; 'auto' takes a CPU")
+        raise ConfigError(
+            "device 'cuda' is wanted, and torch sees no GPU here; 'auto' takes a CPU"
+        )
     return "cuda" if there and wanted != "cpu" else "cpu"
 
 
@@ -51,7 +53,9 @@ def fix_rotary(model: nn.Module) -> None:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str | dict):
-            fixed = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            fixed = (
+                "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            )
             setattr(module, "rope_type", fixed)  # noqa: B010 (of no module that is known)
 
 
@@ -67,13 +71,19 @@ class Runner:
         self._cache = pass_through(model)
         fix_rotary(model)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.graphs: DecodeGraphs | None = None  # where there are any, kernels are compiled too
+        self.graphs: DecodeGraphs | None = (
+            None  # where there are any, kernels are compiled too
+        )
         if model.device.type == "cuda":
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each length of prompts
+            torch.backends.cuda.enable_cudnn_sdp(
+                False
+            )  # it plans anew for each length of prompts
             self.record_steps(CudaRecorder())
 
     @classmethod
-    def load(cls, ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> "Runner":
+    def load(
+        cls, ref: str | None = None, dtype: str = "auto", device: str = "cpu"
+    ) -> "Runner":
         """Load a model by name in the local cache, by path, or the packaged one.
 
         dtype: "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
@@ -82,7 +92,9 @@ class Runner:
         as `pick_device` says.
         """
         device = pick_device(device)
-        if device == "cuda":  # a model before this one is in cycles, and its memory is kept
+        if (
+            device == "cuda"
+        ):  # a model before this one is in cycles, and its memory is kept
             gc.collect()
             torch.cuda.empty_cache()
         info = describe_model(ref, dtype, device)
@@ -101,7 +113,9 @@ class Runner:
         config = AutoConfig.from_pretrained(info.path, local_files_only=True)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, info.dtype), attn_implementation=IMPLEMENTATION
+                config,
+                dtype=getattr(torch, info.dtype),
+                attn_implementation=IMPLEMENTATION,
             )
         pack_linears(model.eval().requires_grad_(False))
         return cls(model, info, "random")
@@ -113,7 +127,9 @@ class Runner:
 
     def workspace(self, total: int, rooms: Sequence[int] = ()) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
-        return Workspace(self.info.num_layers, self.info.heads, total, self.info.head_dim, rooms)
+        return Workspace(
+            self.info.num_layers, self.info.heads, total, self.info.head_dim, rooms
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -131,8 +147,13 @@ class Runner:
             tuple(chunk.tables for chunk in batch.chunks),
         )
         tokens, positions, outputs, steps, tables = upload(given, self.device)
-        decodes = [replace(x, step=step) for x, step in zip(batch.decodes, steps, strict=True)]
-        chunks = [replace(x, tables=some) for x, some in zip(batch.chunks, tables, strict=True)]
+        decodes = [
+            replace(x, step=step) for x, step in zip(batch.decodes, steps, strict=True)
+        ]
+        chunks = [
+            replace(x, tables=some)
+            for x, some in zip(batch.chunks, tables, strict=True)
+        ]
         batch = replace(batch, decodes=tuple(decodes), chunks=tuple(chunks))
         selection = {"logits_to_keep": outputs.long()} if self._selects else {}
         logits = self._logits(tokens, positions, batch, **selection)

@@ -28,7 +28,9 @@ BUCKET = 8  # above, buckets are multiples of this
 ROOM = 1024  # of the smallest tables, in tokens or units; each larger size has four times as much
 
 Key = tuple[object, ...]
-Size = tuple[int, int]  # of a step: the tokens of its page tables, and its units of work on a GPU
+Size = tuple[
+    int, int
+]  # of a step: the tokens of its page tables, and its units of work on a GPU
 
 
 def bucket_of(count: int) -> int:
@@ -56,7 +58,9 @@ def parts_of(batch: Batch) -> list[Batch]:
         if batch.chunks or decode.step.queries.shape[1] > 1 or not sealed:
             return []
         found.setdefault(tuple(decode.step.rows.tolist()), []).append(decode)
-    if sum(map(len, found)) != len(batch.tokens):  # plans that have some of their layers in common
+    if sum(map(len, found)) != len(
+        batch.tokens
+    ):  # plans that have some of their layers in common
         return []
     places = {row: place for place, row in enumerate(batch.outputs)}
     return [
@@ -75,7 +79,11 @@ def size_of(part: Batch) -> Size:
     """The least size of a step that can serve a part."""
     steps = [decode.step for decode in part.decodes]
     tables = ((x, step.group) for step in steps for x in step.tables)
-    tokens = (x.pages.shape[1] * x.layout.tokens for x, group in tables if not _is_tail(x, group))
+    tokens = (
+        x.pages.shape[1] * x.layout.tokens
+        for x, group in tables
+        if not _is_tail(x, group)
+    )
     units = (len(step.units.table) for step in steps if step.units is not None)
     return rooms(max(tokens, default=0))[-1], rooms(max(units, default=0))[-1]
 
@@ -95,8 +103,12 @@ def sizes_of(part: Batch, context: int) -> Iterator[Size]:
 def key_of(part: Batch, size: Size) -> Key:
     """What a part has in common with those that one recorded step of a size can serve."""
     steps = [decode.step for decode in part.decodes]
-    layouts = [[(x.layout.fingerprint, x.sides is None) for x in step.tables] for step in steps]
-    groups = zip((step.group.fingerprint for step in steps), map(tuple, layouts), strict=True)
+    layouts = [
+        [(x.layout.fingerprint, x.sides is None) for x in step.tables] for step in steps
+    ]
+    groups = zip(
+        (step.group.fingerprint for step in steps), map(tuple, layouts), strict=True
+    )
     return (bucket_of(len(part.tokens)), part.arena.data_ptr(), size, *groups)
 
 
@@ -120,7 +132,9 @@ class StaticStep:
         self._inputs.fill(_padded(batch, self._size))
 
 
-def _padded(batch: Batch, size: Size) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]]:
+def _padded(
+    batch: Batch, size: Size
+) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]]:
     """Tokens, positions, outputs and steps of a batch on the host, as large as those of its key."""
     bucket, device = bucket_of(len(batch.tokens)), batch.arena.device
     tokens, positions, outputs = (
@@ -157,7 +171,8 @@ def _padded_step(decode: Decode, device: torch.device, size: Size) -> GroupStep:
     if units is not None:
         room = min(size[1], room_for_units(step.group, tables, device))
         units = WorkPlan(
-            _extended(units.table, room, 0), _extended(units.starts, rows + 1, units.starts[-1])
+            _extended(units.table, room, 0),
+            _extended(units.starts, rows + 1, units.starts[-1]),
         )
     return replace(
         step,
@@ -177,7 +192,10 @@ def _padded_step(decode: Decode, device: torch.device, size: Size) -> GroupStep:
 def _padded_rows(step: GroupStep, rows: int) -> SealRows:
     """What rows complete; those added complete nothing."""
     given = step.completed or seal_rows(step.group, (), len(step.rows))
-    found = {x.name: _extended(getattr(given, x.name), rows, NO_PAGE) for x in fields(SealRows)}
+    found = {
+        x.name: _extended(getattr(given, x.name), rows, NO_PAGE)
+        for x in fields(SealRows)
+    }
     return SealRows(**found)
 
 
@@ -197,9 +215,13 @@ def _padded_tables(step: GroupStep, tokens: int) -> tuple[PageTable, ...]:
             pages=wider(table.pages, pages),
             lo=_extended(table.lo, rows, 0),
             hi=_extended(table.hi, rows, 0),
-            segments=None if table.segments is None else wider(table.segments, segments),
+            segments=None
+            if table.segments is None
+            else wider(table.segments, segments),
             owner=None if table.owner is None else wider(table.owner, pages),
-            sides=None if table.sides is None else _extended(table.sides, rows, table.sides[0]),
+            sides=None
+            if table.sides is None
+            else _extended(table.sides, rows, table.sides[0]),
         )
 
     return tuple(map(enlarged, step.tables))

@@ -14,7 +14,9 @@ import tokenizers
 from disagg.errors import ModelError, RequestError
 from disagg.model.describe import locate_model
 
-KNOWN = 1 << 16  # tokens that are spelled once: answers with log-probabilities name thousands
+KNOWN = (
+    1 << 16
+)  # tokens that are spelled once: answers with log-probabilities name thousands
 MOST_PENDING = 64  # tokens; what is no character by then never becomes one
 BEFORE = 5  # tokens of a prompt that its answer is decoded behind
 UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
@@ -68,7 +70,9 @@ class Tokenizer:
             raise RequestError(f"the prompt is not UTF-8 text: {error}") from error
         # of a batch: `encode` holds Python's lock, for seconds if the text is long; fast: without
         # offsets, since to free those of a million tokens holds it for half a second
-        return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=special)[
+            0
+        ].ids
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of token ids. special: with that of special tokens."""
@@ -116,7 +120,9 @@ class Detokenizer:
         self._tokens.extend(ids)
         text = self._unread()
         is_full = len(self._tokens) - self._pending >= MOST_PENDING
-        if is_full and not text:  # special tokens: what follows is decoded as if they were not
+        if (
+            is_full and not text
+        ):  # special tokens: what follows is decoded as if they were not
             del self._tokens[self._pending : -1]
         if not text or (text.endswith(UNFINISHED) and not is_full):
             return ""
@@ -150,4 +156,6 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return tokenizer.backend_tokenizer
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{folder} has no tokenizer that can be read: {error}") from error
+        raise ModelError(
+            f"{folder} has no tokenizer that can be read: {error}"
+        ) from error

@@ -20,12 +20,27 @@ from xxhash import xxh3_128
 from disagg.errors import ModelError
 from disagg.model.attention import IMPLEMENTATION
 from disagg.model.capacity import class_of
-from disagg.model.describe import ModelInfo, named_weights, read_config, stored_dtype, user_cache
+from disagg.model.describe import (
+    ModelInfo,
+    named_weights,
+    read_config,
+    stored_dtype,
+    user_cache,
+)
 
 READ_BYTES = 16 << 20
 NOTED_BYTES = 64 << 20  # less is read as soon as a note is found
-SETTLED_NS = 2 * 10**9  # files that changed a moment ago may change again within a tick of clocks
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+SETTLED_NS = (
+    2 * 10**9
+)  # files that changed a moment ago may change again within a tick of clocks
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+)
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -51,10 +66,14 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
             options |= {"config": config, "state_dict": tensors}
             model, report = kind.from_pretrained(None, **options)
     except LOAD_ERRORS as error:
-        raise ModelError(f"cannot load {info.architecture} from {info.path}: {error}") from error
+        raise ModelError(
+            f"cannot load {info.architecture} from {info.path}: {error}"
+        ) from error
     if missing := sorted(report["missing_keys"]):
         listed = ", ".join(missing[:3])
-        raise ModelError(f"{info.path} lacks {len(missing)} weights of its model, such as {listed}")
+        raise ModelError(
+            f"{info.path} lacks {len(missing)} weights of its model, such as {listed}"
+        )
     return model
 
 
@@ -65,7 +84,9 @@ def _open(info: ModelInfo, device: str) -> dict[str, Any] | None:
         return None
     as_it_is = device == "cpu" and stored_dtype(config) == info.dtype
     backend = "mmap" if as_it_is else "pread"
-    files = [safe_open(info.path / name, framework="pt", backend=backend) for name in names]
+    files = [
+        safe_open(info.path / name, framework="pt", backend=backend) for name in names
+    ]
     return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
 
@@ -80,7 +101,9 @@ def fingerprint_model(path: Path) -> str:
     told = json.dumps(config, sort_keys=True).encode()
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
     seen = _look(files)
-    note = user_cache() / "fingerprints" / xxh3_128(told + repr(seen).encode()).hexdigest()
+    note = (
+        user_cache() / "fingerprints" / xxh3_128(told + repr(seen).encode()).hexdigest()
+    )
     if (known := _read(note)) is not None:
         return known
     state = xxh3_128(told)

@@ -52,7 +52,9 @@ class RecordIds:
     def of(cls, state: GroupState) -> "RecordIds":
         """All records of a state, on the host."""
         ids = state.ids_by_kind()
-        paged, segments, side = (ids.get(x, []) for x in (Kind.PAGE, Kind.SEGMENT, Kind.SIDE))
+        paged, segments, side = (
+            ids.get(x, []) for x in (Kind.PAGE, Kind.SEGMENT, Kind.SIDE)
+        )
         found = paged, segments, state.tail, state.kept, side
         return cls(*(torch.tensor(x, dtype=torch.int32) for x in found))
 
@@ -98,7 +100,9 @@ def take_records(
     raws = pages = segments = 0
     for growth in growths:
         sealed = growth.state.num_pages * group.page.tokens
-        raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(growth.state.tail)
+        raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(
+            growth.state.tail
+        )
         if group.page != group.raw and group.sealed(growth.n + growth.m) > sealed:
             pages += 1
             segments += begins_segment(group, growth.state)
@@ -107,7 +111,11 @@ def take_records(
     taken: list[list[int]] = []
     try:
         for layout, count in wanted:
-            ids = allocator.allocate(group.record(layout), count) if layout and count else []
+            ids = (
+                allocator.allocate(group.record(layout), count)
+                if layout and count
+                else []
+            )
             taken.append(ids)
     except CapacityError:
         for ids in taken:
@@ -160,7 +168,12 @@ def seal_tails(
 
 
 def _seal_one(
-    group: LayerGroup, state: GroupState, index: int, tail: list[int], first: int, fresh: NewRecords
+    group: LayerGroup,
+    state: GroupState,
+    index: int,
+    tail: list[int],
+    first: int,
+    fresh: NewRecords,
 ) -> Seal:
     begins = begins_segment(group, state)
     segment = fresh.segments.popleft() if begins else None
@@ -188,7 +201,9 @@ def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
     return SealRows(*(torch.tensor(x, dtype=torch.int32) for x in found))
 
 
-def _extend(state: GroupState, layout: Layout, segment: int | None, first: int, page: int) -> None:
+def _extend(
+    state: GroupState, layout: Layout, segment: int | None, first: int, page: int
+) -> None:
     """Put a page behind the last one: into its run, or into a new one."""
     last = state.runs[-1] if state.runs else None
     if last is None or last.layout != layout or last.segment != segment:

@@ -20,7 +20,13 @@ from disagg.kv.plan import LayerGroup, RecordShape
 from disagg.kv.state import GroupState, allocate_group
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.layer import LayerRecords, views_of, write_prompt, write_step
-from disagg.paged.page_tables import block_size, build_tables, plan_step, plan_units, upload
+from disagg.paged.page_tables import (
+    block_size,
+    build_tables,
+    plan_step,
+    plan_units,
+    upload,
+)
 
 
 class GrowingArena:
@@ -35,7 +41,9 @@ class GrowingArena:
     def allocate(self, shape: RecordShape, count: int) -> list[int]:
         """`count` page ids; never fails."""
         free = self._free.setdefault(shape.nbytes, [])
-        pages = [free.pop() if free else self._extend(shape.nbytes) for _ in range(count)]
+        pages = [
+            free.pop() if free else self._extend(shape.nbytes) for _ in range(count)
+        ]
         if shape.zeroed:
             for page in pages:
                 self.bytes[page * ARENA_UNIT : page * ARENA_UNIT + shape.nbytes] = 0
@@ -84,7 +92,9 @@ class CompressedKV:
             m = block_size(self.group, self.num_tokens, k.shape[1] - done)
             growths = [SequenceGrowth(self._state, self.num_tokens, m, 0)]
             fresh = take_records(self.group, growths, self._arena)
-            step = upload(plan_step(self.codec, self.group, growths, fresh, k.device), k.device)
+            step = upload(
+                plan_step(self.codec, self.group, growths, fresh, k.device), k.device
+            )
             rows = slice(done, done + m)
             new_k, new_v = k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)
             write_step(self.codec, step, self.layer, self._arena.bytes, new_k, new_v)
@@ -111,10 +121,14 @@ class CompressedKV:
         """
         rows, views, _ = self._view(q)
         if not self._state.num_pages:
-            raise RequestError(f"no page is sealed of {self.num_tokens} tokens; none can be read")
+            raise RequestError(
+                f"no page is sealed of {self.num_tokens} tokens; none can be read"
+            )
         if not isinstance(views[0].fmt, AlignedFormat):
             raise RequestError(f"{self.codec.name} reads all that its pages store")
-        return bits_read(rows, views[0], self.group.head_dim**-0.5 if scale is None else scale)
+        return bits_read(
+            rows, views[0], self.group.head_dim**-0.5 if scale is None else scale
+        )
 
     def reconstruct(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(k', v') [H, n, D] of dtype: what attention sees, in token order."""
@@ -122,14 +136,19 @@ class CompressedKV:
         tokens = self._state.num_pages * group.page.tokens
         tail = self._records.read_tail(self._state.tail)
         exact = [x[:, : self.num_tokens - tokens].to(dtype) for x in tail]
-        sink, rest = [x[:, : group.sink] for x in exact], [x[:, group.sink :] for x in exact]
+        sink, rest = (
+            [x[:, : group.sink] for x in exact],
+            [x[:, group.sink :] for x in exact],
+        )
         sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
         k, v = (torch.cat(parts, 1) for parts in zip(sink, *sealed, rest, strict=True))
         return k, v
 
     def formats(self) -> list[Format]:
         """Of the pages that attention reads; sealed ones first."""
-        q = torch.zeros(self.group.heads, self.group.head_dim, device=self._arena.bytes.device)
+        q = torch.zeros(
+            self.group.heads, self.group.head_dim, device=self._arena.bytes.device
+        )
         return [view.fmt for view in self._view(q)[1]]
 
     def _view(self, q: Tensor) -> tuple[Tensor, list[View], WorkPlan | None]:
@@ -140,12 +159,18 @@ class CompressedKV:
             raise RequestError(f"q is {[*q.shape]}; {wanted}")
         width = q.shape[1] if q.ndim == 3 else 1
         if not 0 < width <= self.num_tokens:
-            raise RequestError(f"{width} queries of the last of {self.num_tokens} tokens")
+            raise RequestError(
+                f"{width} queries of the last of {self.num_tokens} tokens"
+            )
         now = SequenceGrowth(self._state, self.num_tokens - width, width, 0)
         exact = q.dtype == torch.float64 and not q.is_cuda
-        rows = (q if exact else q.float()).reshape(q.shape[0], width, -1).transpose(0, 1)
+        rows = (
+            (q if exact else q.float()).reshape(q.shape[0], width, -1).transpose(0, 1)
+        )
         tables = build_tables(self.codec, self.group, [now], width, q.device)
-        tables, units = upload((tables, plan_units(self.group, tables, q.device)), q.device)
+        tables, units = upload(
+            (tables, plan_units(self.group, tables, q.device)), q.device
+        )
         views = views_of(self.group, self.layer, self._arena.bytes, tables)
         return rows[None].contiguous(), views, units
 
@@ -158,7 +183,9 @@ class CompressedKV:
         """[H, n] bool: the tokens that attention sees; all of them unless the codec drops some."""
         sealed = [self.codec.present(encoded, self.group) for encoded in self.runs()]
         tail = self.num_tokens - sum(x.shape[1] for x in sealed)
-        rest = torch.ones(self.group.heads, tail, dtype=torch.bool, device=self._arena.bytes.device)
+        rest = torch.ones(
+            self.group.heads, tail, dtype=torch.bool, device=self._arena.bytes.device
+        )
         sink = self.group.sink
         return torch.cat([rest[:, :sink], *sealed, rest[:, sink:]], 1)
 
@@ -184,9 +211,13 @@ class CompressedKV:
         """Bytes really stored: pages, segments, side record, and raw pages of the tail."""
         group, state = self.group, self._state
         total = (len(state.tail) + len(state.kept)) * group.layer_bytes(group.raw)
-        total += sum(len(run.pages) * group.layer_bytes(run.layout) for run in state.runs)
+        total += sum(
+            len(run.pages) * group.layer_bytes(run.layout) for run in state.runs
+        )
         segments = {run.segment: group.segment_of(run.layout) for run in state.runs}
-        total += sum(group.layer_bytes(layout) for layout in segments.values() if layout)
+        total += sum(
+            group.layer_bytes(layout) for layout in segments.values() if layout
+        )
         if group.side is not None:
             total += group.layer_bytes(group.side)
         return total
@@ -214,7 +245,9 @@ def compress(
     if isinstance(q, Tensor):
         if q.shape[0] % heads or q.shape[1] > n:
             expected = f"[a multiple of {heads}, at most {n}, {head_dim}]"
-            raise RequestError(f"q, the last queries, is {[*q.shape]}; expected {expected}")
+            raise RequestError(
+                f"q, the last queries, is {[*q.shape]}; expected {expected}"
+            )
         q = Queries.of(q, heads, n)
     dtype = str(k.dtype).removeprefix("torch.")
     group = codec.layer_group((layer,), heads, head_dim, dtype)
@@ -227,6 +260,10 @@ def compress(
 
 def _check_pair(k: Tensor, v: Tensor) -> None:
     if k.ndim != 3 or k.shape != v.shape:
-        raise RequestError(f"k is {[*k.shape]} and v is {[*v.shape]}; both [H, n, D] are wanted")
+        raise RequestError(
+            f"k is {[*k.shape]} and v is {[*v.shape]}; both [H, n, D] are wanted"
+        )
     if k.dtype != v.dtype or not k.is_floating_point():
-        raise RequestError(f"k is {k.dtype} and v is {v.dtype}; one floating-point dtype is wanted")
+        raise RequestError(
+            f"k is {k.dtype} and v is {v.dtype}; one floating-point dtype is wanted"
+        )

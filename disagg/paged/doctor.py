@@ -80,9 +80,14 @@ def check_plans(plans: Sequence[Plan], query_heads: int, device: torch.device) -
     groups = [x for plan in plans for x in plan.groups]
     cases = {(x.codec, x.heads, x.head_dim, exact_format(x.raw).dtype) for x in groups}
     for spec, heads, head_dim, dtype in sorted(cases):
-        for found in examine(spec, heads, head_dim, device, dtype, query_heads // heads):
+        for found in examine(
+            spec, heads, head_dim, device, dtype, query_heads // heads
+        ):
             if not found.sound:
-                told = found.failure or f"its error is {found.error:.2g}, above {found.bound:.2g}"
+                told = (
+                    found.failure
+                    or f"its error is {found.error:.2g}, above {found.bound:.2g}"
+                )
                 raise ConfigError(
                     f"{found.kernel} of {found.codec} by {found.backend} is not sound on {device}: "
                     f"{told}; name another codec, or serve with model.device=cpu"
@@ -91,7 +96,9 @@ def check_plans(plans: Sequence[Plan], query_heads: int, device: torch.device) -
 
 def name_of(device: str) -> str:
     """What computes on "cpu" or "cuda", in words."""
-    return torch.cuda.get_device_name() if device == "cuda" else library.describe_backend()
+    return (
+        torch.cuda.get_device_name() if device == "cuda" else library.describe_backend()
+    )
 
 
 def examine(
@@ -113,7 +120,9 @@ def examine(
         wanted = _run(codec, given, CPU)
     try:
         first, found = (_run(codec, given, device) for _ in range(2))
-    except Exception as error:  # of a compiler, say: whatever it is, the codec cannot be served
+    except (
+        Exception
+    ) as error:  # of a compiler, say: whatever it is, the codec cannot be served
         failure = f"{type(error).__name__}: {error}"
         return [Finding(codec.spec, "all", appends_by(device), failure=failure)]
     like, on_gpu = torch.empty(0, device=device), device.type == "cuda"
@@ -121,14 +130,22 @@ def examine(
     of_attend = max(codec.attend_error, GPU_ATTEND if on_gpu else 0.0)
     by = attends_by(found.formats, like)
     rows = [
-        ("encode", encodes_by(found.formats[0], like), found.encoded, wanted.encoded, of_bytes),
+        (
+            "encode",
+            encodes_by(found.formats[0], like),
+            found.encoded,
+            wanted.encoded,
+            of_bytes,
+        ),
         ("append", appends_by(device), found.appended, wanted.appended, of_bytes),
         ("attend", by, found.o[0], found.exact[0], of_attend),
         ("replay", by, found.o[1], found.exact[1], of_attend),
     ]
     return [
         Finding(codec.spec, name, backend, _error(x, y), bound, first_ms, ms)
-        for (name, backend, x, y, bound), first_ms, ms in zip(rows, first.ms, found.ms, strict=True)
+        for (name, backend, x, y, bound), first_ms, ms in zip(
+            rows, first.ms, found.ms, strict=True
+        )
     ]
 
 
@@ -139,7 +156,9 @@ def _inputs(group: LayerGroup, dtype: torch.dtype, per_head: int) -> list[Tensor
     source = torch.Generator().manual_seed(0)
     heads, rows = group.heads, per_head * group.heads
     sizes = [*[(heads, n)] * 2, *[(heads, more)] * 2, (rows, QUERIES)]
-    return [torch.randn(*size, group.head_dim, generator=source).to(dtype) for size in sizes]
+    return [
+        torch.randn(*size, group.head_dim, generator=source).to(dtype) for size in sizes
+    ]
 
 
 def _run(codec: Codec, given: Sequence[Tensor], device: torch.device) -> _Outcome:
@@ -173,8 +192,12 @@ def _exact(q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
     """Attention of q [Hq, W, D], of the last W tokens, over K and V [2, H, n, D] of those tokens
     that are present [H, n]."""
     (width, dim), (heads, n) = q.shape[1:], present.shape
-    seen = present[:, None, None] & torch.ones(width, n, dtype=torch.bool).tril(n - width)
-    scores = torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
+    seen = present[:, None, None] & torch.ones(width, n, dtype=torch.bool).tril(
+        n - width
+    )
+    scores = (
+        torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
+    )
     p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("hgwn,hnd->hgwd", p, kv[1]).flatten(0, 1)
 

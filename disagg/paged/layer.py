@@ -69,7 +69,9 @@ class LayerRecords:
 
     def read_kept(self, at: RecordIds) -> tuple[Tensor | None, Tensor | None]:
         """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
-        side = None if self.group.side is None else self.read(self.group.side, at.side)[0]
+        side = (
+            None if self.group.side is None else self.read(self.group.side, at.side)[0]
+        )
         return side, self.read(self.group.raw, at.kept) if len(at.kept) else None
 
 
@@ -116,7 +118,10 @@ def write_prompt(
     start = max(dropped + there * group.page.tokens, encodable(group, before, total))
     if end > start:
         some = slice(sink + start - first, sink + end - first)
-        page, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
+        page, count = (
+            (start - dropped) // group.page.tokens,
+            (end - start) // group.page.tokens,
+        )
         pages = at.pages[page : page + count].clone()  # on 16 bytes, as kernels want it
         target = records.target(group.page, pages)
         new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
@@ -135,8 +140,12 @@ def write_prompt(
             early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
             records.write_kept(at, early)
         if len(at.tail):
-            ends = [torch.cat([x[:, :sink], x[:, sink + end - first :]], 1) for x in (k, v)]
-            records.write(group.raw, at.tail, raw_blocks(*(rounded(x, raw) for x in ends)))
+            ends = [
+                torch.cat([x[:, :sink], x[:, sink + end - first :]], 1) for x in (k, v)
+            ]
+            records.write(
+                group.raw, at.tail, raw_blocks(*(rounded(x, raw) for x in ends))
+            )
         if raws := len(at.tail) + len(at.kept):
             written.append(Written(Kind.RAW, range(raws)))
     return written
@@ -176,14 +185,18 @@ class StepLayers:
         self._calls: LayerCalls | None = None
         self._alone = step.queries.shape[1] == 1 and not arena.is_cuda
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    ) -> Tensor:
         """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype."""
         codec, step, arena = self._codec, self.step, self._arena
         new_q = q.transpose(0, 1)
         if self._alone and self._calls is None:
             first = step.group.layers[0]
             views = views_of(step.group, first, arena, step.tables)
-            self._calls = prepare(arena, _new_rows(step, first), views, new_q.unsqueeze(1))
+            self._calls = prepare(
+                arena, _new_rows(step, first), views, new_q.unsqueeze(1)
+            )
             self._alone = self._calls is not None
         written = self._calls is None or bool(step.seals) or step.completed is not None
         if written:
@@ -193,7 +206,9 @@ class StepLayers:
         return self._calls.run(step.group.rank(layer), q, k, v, written, softmax)
 
 
-def attend_step(step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax) -> Tensor:
+def attend_step(
+    step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
+) -> Tensor:
     """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
     q: [N, Hq, D] - one row for each row of `step.rows`
@@ -228,7 +243,9 @@ def views_of(
 def _new_rows(step: GroupStep, layer: int) -> NewRows:
     """Where a layer's new tokens go."""
     raw = step.group.raw
-    return NewRows(step.pages, step.slots, exact_format(raw), step.group.layer_offset(raw, layer))
+    return NewRows(
+        step.pages, step.slots, exact_format(raw), step.group.layer_offset(raw, layer)
+    )
 
 
 def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
@@ -240,4 +257,6 @@ def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
     page = group.decode_page
     segment = group.segment_of(page)
     offset = group.layer_offset(segment, layer) if segment else 0
-    return Sealing(rows, fmt, group.layer_offset(page, layer), offset, seed_of(layer, 0))
+    return Sealing(
+        rows, fmt, group.layer_offset(page, layer), offset, seed_of(layer, 0)
+    )

@@ -87,7 +87,9 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
     if group.page == group.raw:
         return m  # sealing a raw page changes no value
     sealed = group.sink + group.sealed(n + 1)
-    next_seal = sealed + group.page.tokens + group.residual  # sealed(n) moves when n reaches this
+    next_seal = (
+        sealed + group.page.tokens + group.residual
+    )  # sealed(n) moves when n reaches this
     return min(m, max(1, next_seal - 1 - n))
 
 
@@ -120,7 +122,9 @@ def plan_step(
         seals=tuple(seals),
         completed=seal_rows(group, seals, len(pages)) if seals else None,
         queries=_numbers(queries),
-        answers=_numbers([b * longest + j for b, g in enumerate(growths) for j in range(g.m)]),
+        answers=_numbers(
+            [b * longest + j for b, g in enumerate(growths) for j in range(g.m)]
+        ),
         tables=tables,
         units=plan_units(group, tables, device),
         freed=tuple(page for seal in seals for page in seal.places.tail.tolist()),
@@ -150,7 +154,10 @@ def build_tables(
             runs = [[r for r in g.state.runs if r.layout == layout] for g in growths]
             found += seen.table(layout, runs)
     if group.kept_limit:
-        kept = [[Run(group.raw, None, 0, array("i", growth.state.kept))] for growth in growths]
+        kept = [
+            [Run(group.raw, None, 0, array("i", growth.state.kept))]
+            for growth in growths
+        ]
         sides = _numbers([growth.state.side or 0 for growth in growths])
         fmt = exact_format(group.raw, group.side)
         some = seen.table(group.raw, kept, False)
@@ -171,7 +178,9 @@ class PageTableBuilder:
     longest: int
     every: bool
 
-    def table(self, layout: Layout, runs: list[list[Run]], counted: bool = True) -> list[PageTable]:
+    def table(
+        self, layout: Layout, runs: list[list[Run]], counted: bool = True
+    ) -> list[PageTable]:
         """The table of consecutive runs of each sequence; none where nobody has a page.
 
         counted: whether the pages have tokens in order, from the first of each row on
@@ -189,12 +198,17 @@ class PageTableBuilder:
         is_tail = layout == self.group.raw != self.group.page
         if self.group.window and not is_tail:
             lead = first // layout.tokens % STRIP_PAGES
-            runs = [_behind(pages, row) for pages, row in zip(lead.tolist(), runs, strict=True)]
+            runs = [
+                _behind(pages, row)
+                for pages, row in zip(lead.tolist(), runs, strict=True)
+            ]
         widths = [sum(len(run.pages) for run in row) for row in runs]
         ids = b"".join(run.pages for row in runs for run in row)
         pages = _rectangle(widths, np.frombuffer(ids, dtype=np.int32))
         segments, owner = _segments(runs, widths)
-        first, lead, count = (np.array(x)[:, None] for x in (first, lead, widths - lead))
+        first, lead, count = (
+            np.array(x)[:, None] for x in (first, lead, widths - lead)
+        )
         n, m = np.array([(g.n, g.m) for g in self.growths]).T[:, :, None]
         positions = n + np.minimum(np.arange(self.longest), m - 1)
         end, seen, sink = first + count * layout.tokens, positions + 1, self.group.sink
@@ -208,11 +222,21 @@ class PageTableBuilder:
         if nobody:
             end = np.zeros_like(positions)
         before = lead * layout.tokens
-        lo, hi = (before + np.maximum(x - first, 0) for x in np.broadcast_arrays(start, end))
+        lo, hi = (
+            before + np.maximum(x - first, 0) for x in np.broadcast_arrays(start, end)
+        )
         rest = (None if x is None else _numbers(x) for x in (segments, owner))
         head_dim = self.group.head_dim
-        fmt = exact_format(layout) if is_raw else self.codec.format_of(layout, shared, head_dim)
-        return [PageTable(_numbers(pages), _numbers(lo), _numbers(hi), fmt, *rest, layout=layout)]
+        fmt = (
+            exact_format(layout)
+            if is_raw
+            else self.codec.format_of(layout, shared, head_dim)
+        )
+        return [
+            PageTable(
+                _numbers(pages), _numbers(lo), _numbers(hi), fmt, *rest, layout=layout
+            )
+        ]
 
 
 def plan_units(
@@ -225,13 +249,22 @@ def plan_units(
     return WorkPlan(*map(torch.from_numpy, made))
 
 
-def room_for_units(group: LayerGroup, tables: Sequence[PageTable], device: torch.device) -> int:
+def room_for_units(
+    group: LayerGroup, tables: Sequence[PageTable], device: torch.device
+) -> int:
     """Units of tables at most, that have no more rows and columns than these."""
     return most_units([Span.of(table) for table in tables], group.heads, device)
 
 
 T = TypeVar("T")
-PARTS = (GroupStep, PageTable, Seal, RecordIds, SealRows, WorkPlan)  # where tensors of a step are
+PARTS = (
+    GroupStep,
+    PageTable,
+    Seal,
+    RecordIds,
+    SealRows,
+    WorkPlan,
+)  # where tensors of a step are
 
 
 class Upload(Generic[T]):
@@ -266,7 +299,9 @@ def _room(shape: torch.Size) -> int:
 def _packed(tree: Any) -> Tensor:
     found = _tensors(tree)
     packed = torch.zeros(sum(_room(x.shape) for x in found), dtype=torch.int32)
-    for x, part in zip(found, packed.split([_room(x.shape) for x in found]), strict=True):
+    for x, part in zip(
+        found, packed.split([_room(x.shape) for x in found]), strict=True
+    ):
         part[: x.numel()] = x.flatten()
     return packed
 
@@ -285,12 +320,16 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
         return tuple(_mapped(part, change) for part in tree)
     if not isinstance(tree, PARTS):
         return tree
-    return type(tree)(**{name: _mapped(part, change) for name, part in vars(tree).items()})
+    return type(tree)(
+        **{name: _mapped(part, change) for name, part in vars(tree).items()}
+    )
 
 
 def _tail_run(group: LayerGroup, state: GroupState) -> Run:
     """The exact tokens of a sequence as a run."""
-    return Run(group.raw, None, state.num_pages * group.page.tokens, array("i", state.tail))
+    return Run(
+        group.raw, None, state.num_pages * group.page.tokens, array("i", state.tail)
+    )
 
 
 def _behind(pages: int, row: list[Run]) -> list[Run]:
@@ -302,7 +341,9 @@ def _behind(pages: int, row: list[Run]) -> list[Run]:
     return [replace(head, pages=head.pages[:1] * pages), *row]
 
 
-def _segments(runs: list[list[Run]], widths: list[int]) -> tuple[Ints | None, Ints | None]:
+def _segments(
+    runs: list[list[Run]], widths: list[int]
+) -> tuple[Ints | None, Ints | None]:
     """The segments of each sequence, in order, and the index of each page's: [B, S], [B, P].
 
     widths: pages of each
@@ -311,7 +352,11 @@ def _segments(runs: list[list[Run]], widths: list[int]) -> tuple[Ints | None, In
     for row in runs:
         indices: dict[int, int] = {}
         for run in row:
-            mark = 0 if run.segment is None else indices.setdefault(run.segment, len(indices))
+            mark = (
+                0
+                if run.segment is None
+                else indices.setdefault(run.segment, len(indices))
+            )
             marks.append(mark)
         ids += indices
         counts.append(len(indices))

@@ -9,7 +9,10 @@ from disagg.report.transfer import COLORS, new_figure
 
 Row = dict[str, Any]  # of the summary of `disagg.eval`
 
-PANELS = {"kl": "KL from exact KV, nats a token", "ppl_pct": "perplexity above exact KV, %"}
+PANELS = {
+    "kl": "KL from exact KV, nats a token",
+    "ppl_pct": "perplexity above exact KV, %",
+}
 LEAST = {"kl": 1e-5, "ppl_pct": 1e-2}  # what is below is drawn there
 
 
@@ -31,7 +34,12 @@ def _panel(panel: Any, summary: Sequence[Row], key: str) -> None:
             panel.vlines(x, low, high, color=color, linewidth=1)
         panel.plot(x, y, "o", color=color, markersize=5)
         panel.annotate(
-            line["codec"], (x, y), (5, 3), textcoords="offset points", fontsize=7, color=color
+            line["codec"],
+            (x, y),
+            (5, 3),
+            textcoords="offset points",
+            fontsize=7,
+            color=color,
         )
     panel.set_yscale("log")
     panel.set_xlim(0, 1.25 * max(line["handoff_pct"] for line in summary))

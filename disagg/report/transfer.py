@@ -26,11 +26,29 @@ COMPARED = {
     "first_decode_s": "seconds to the first decode token",
     "request_s": "seconds of a request",
 }
-COLORS = ("#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31")
+COLORS = (
+    "#4d4d4d",
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#8c6d31",
+)
 KEY = (
     Line2D([], [], color="black", label="encoded while it is sent"),
-    Line2D([], [], color="black", linestyle="--", linewidth=1, label="encoded beforehand"),
-    Line2D([], [], color="black", marker="X", linestyle="", label="encode is the bottleneck"),
+    Line2D(
+        [], [], color="black", linestyle="--", linewidth=1, label="encoded beforehand"
+    ),
+    Line2D(
+        [],
+        [],
+        color="black",
+        marker="X",
+        linestyle="",
+        label="encode is the bottleneck",
+    ),
 )
 
 
@@ -57,7 +75,9 @@ def transfer_figure(result: Row) -> Figure:
         Line2D([], [], color=color, label=codec)
         for codec, color in zip(codecs, cycle(COLORS), strict=False)
     ]
-    figure.legend(handles=[*lines, *KEY], loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(
+        handles=[*lines, *KEY], loc="outside lower center", ncols=2, frameon=False
+    )
     return figure
 
 
@@ -69,12 +89,20 @@ def new_figure(width: float, height: float) -> Figure:
 def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
     for codec, color in zip(codecs, cycle(COLORS), strict=False):
         for pages, style in (("inline", "-"), ("ready", "--")):
-            line = [row for row in rows if (row["codec"], row["pages"]) == (codec, pages)]
+            line = [
+                row for row in rows if (row["codec"], row["pages"]) == (codec, pages)
+            ]
             x, y = [row["gbps"] for row in line], [row["seconds"] for row in line]
-            panel.plot(x, y, style, color=color, linewidth=1.8 if pages == "inline" else 1.0)
+            panel.plot(
+                x, y, style, color=color, linewidth=1.8 if pages == "inline" else 1.0
+            )
             for row in line:
-                marker, size = ("X", 8.0) if row["bottleneck"] == "encode" else ("o", 3.5)
-                panel.plot(row["gbps"], row["seconds"], marker, color=color, markersize=size)
+                marker, size = (
+                    ("X", 8.0) if row["bottleneck"] == "encode" else ("o", 3.5)
+                )
+                panel.plot(
+                    row["gbps"], row["seconds"], marker, color=color, markersize=size
+                )
     panel.set_xscale("log")
     draw_log_scale(panel)
     panel.set_xticks(sorted({row["gbps"] for row in rows}))
@@ -105,15 +133,23 @@ def compare_figure(result: Row) -> Figure:
     )
     codecs = dict.fromkeys(row["codec"] for row in apart)
     rates = sorted({row["link_times"] for row in apart})
-    for panel, (key, label) in zip(figure.subplots(1, 2), COMPARED.items(), strict=True):
+    for panel, (key, label) in zip(
+        figure.subplots(1, 2), COMPARED.items(), strict=True
+    ):
         panel.axhline(together[key], color="black", linestyle="--", label="co-located")
         for codec, color in zip(codecs, cycle(COLORS), strict=False):
-            line = sorted((x["link_times"], x[key]) for x in apart if x["codec"] == codec)
-            panel.plot(*zip(*line, strict=True), "o-", color=color, markersize=4, label=codec)
+            line = sorted(
+                (x["link_times"], x[key]) for x in apart if x["codec"] == codec
+            )
+            panel.plot(
+                *zip(*line, strict=True), "o-", color=color, markersize=4, label=codec
+            )
         panel.set_xscale("log", base=2)
         draw_log_scale(panel)
         panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
         panel.set_xlabel("link, times the KV that prefill makes a second")
         panel.set_ylabel(label)
-    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.legend(
+        *panel.get_legend_handles_labels(), loc="outside lower center", ncols=5
+    )
     return figure

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SPARE = 0.8  # of the time that is left: links are not as steady as the last hand-off says
+SPARE = (
+    0.8  # of the time that is left: links are not as steady as the last hand-off says
+)
 MEMORY = 16  # prompts that an error is the mean of; then older ones fade
 
 
@@ -29,7 +31,10 @@ class Candidate:
 
 
 def choose(
-    candidates: Sequence[Candidate], budget: float, free_bytes: float, timely_bytes: float
+    candidates: Sequence[Candidate],
+    budget: float,
+    free_bytes: float,
+    timely_bytes: float,
 ) -> tuple[Candidate, str]:
     """The most accurate one in the budget that has room and comes in time, and why it is that one.
 
@@ -53,7 +58,9 @@ def choose(
     if not timely:
         return least, "late"
     best = timely[0]
-    return best, "accurate" if best is allowed[0] else "room" if best is roomy[0] else "deadline"
+    return best, "accurate" if best is allowed[0] else "room" if best is roomy[
+        0
+    ] else "deadline"
 
 
 @dataclass
@@ -74,12 +81,16 @@ class CodecPolicy:
     def __init__(self) -> None:
         self.errors: dict[str, MeanError] = {}
         self.chosen: Counter[tuple[str, str]] = Counter()
-        self._rates: dict[tuple[str, str], float] = {}  # bytes a second, by prefill and decode
+        self._rates: dict[
+            tuple[str, str], float
+        ] = {}  # bytes a second, by prefill and decode
 
     def learn(self, stats: Mapping[str, Any], pair: tuple[str, str]) -> None:
         """Take in the figures of a hand-off; of a codec's layer groups the worst one counts."""
         for codec, errors in stats.get("attention_error", {}).items():
-            if all(map(math.isfinite, errors)):  # else outputs were no numbers, whatever the codec
+            if all(
+                map(math.isfinite, errors)
+            ):  # else outputs were no numbers, whatever the codec
                 self.errors.setdefault(codec, MeanError()).add(max(errors))
         if rate := stats.get("link_bytes_per_s"):
             self._rates[pair] = rate
@@ -98,9 +109,13 @@ class CodecPolicy:
         left_s: until its first token shall be decoded · ahead_bytes: of others on the same link
         """
         known = {codec: x.value for codec, x in self.errors.items()}
-        candidates = [Candidate(x, size, known.get(x, math.inf)) for x, size in sizes.items()]
+        candidates = [
+            Candidate(x, size, known.get(x, math.inf)) for x, size in sizes.items()
+        ]
         rate = math.inf if pair[0] == pair[1] else self._rates.get(pair, math.inf)
-        timely_bytes = SPARE * rate * max(left_s, 0.0) - ahead_bytes if rate < math.inf else rate
+        timely_bytes = (
+            SPARE * rate * max(left_s, 0.0) - ahead_bytes if rate < math.inf else rate
+        )
         best, reason = choose(candidates, budget, free_bytes, timely_bytes)
         self.chosen[best.codec, reason] += 1
         return best.codec, reason

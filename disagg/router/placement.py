@@ -14,22 +14,35 @@ from disagg.router.worker_state import WorkerState
 if TYPE_CHECKING:
     from disagg.router.requests import RequestState
 
-AHEAD = 3  # more urgent prompts at a prefill worker, or what it computes in one step anyway
-AFFINITY = 4  # sequences that a decode worker may have more if it has all pages of a prompt
-PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
+AHEAD = (
+    3  # more urgent prompts at a prefill worker, or what it computes in one step anyway
+)
+AFFINITY = (
+    4  # sequences that a decode worker may have more if it has all pages of a prompt
+)
+PATIENCE_S = (
+    5.0  # a prompt that found no room for so long is let in before smaller ones
+)
 
 
 class Placement:
     """Who is where, while requests are placed, the most urgent first."""
 
     def __init__(
-        self, entries: Iterable["RequestState"], members: Iterable[WorkerState], now: float
+        self,
+        entries: Iterable["RequestState"],
+        members: Iterable[WorkerState],
+        now: float,
     ):
-        self._saturated = False  # prefill workers have enough to do before all that follows
+        self._saturated = (
+            False  # prefill workers have enough to do before all that follows
+        )
         self._now = now
         self._members = [member for member in members if now >= member.open_until]
         splits = (x.started.min_tokens for x in self._members if x.started.role.decodes)
-        self._shortest_split = max(splits, default=0)  # no worker serves such a prompt whole
+        self._shortest_split = max(
+            splits, default=0
+        )  # no worker serves such a prompt whole
         # prompts, by urgency and the tokens to compute; and all their tokens
         self._ahead: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         self._left: Counter[str] = Counter()
@@ -59,7 +72,12 @@ class Placement:
         Not the pair that refused it last, if there is another; to run alone, the emptiest.
         """
         tokens, anywhere = len(entry.job.prompt), not any(entry.at)
-        if self._saturated and anywhere and not entry.alone and tokens >= self._shortest_split:
+        if (
+            self._saturated
+            and anywhere
+            and not entry.alone
+            and tokens >= self._shortest_split
+        ):
             return None
         free = [x for x in self._members if x.name not in self._kept]
         prefills = _named(entry.at[0], [x for x in free if x.started.role.prefills])
@@ -79,13 +97,20 @@ class Placement:
         busy = lives if entry.alone else Counter[str]()
         work = {x.name: left[x.name] - x.known.tokens(entry.exact) for x in prefills}
         first = second = min(
-            prefills, key=lambda x: (x.name in avoid, busy[x.name], work[x.name], x.recent)
+            prefills,
+            key=lambda x: (x.name in avoid, busy[x.name], work[x.name], x.recent),
         )
         if first not in decodes:
-            worth = {x.name: AFFINITY * x.known.tokens(entry.pages) / tokens for x in decodes}
+            worth = {
+                x.name: AFFINITY * x.known.tokens(entry.pages) / tokens for x in decodes
+            }
             second = min(
                 decodes,
-                key=lambda x: (x.name in avoid, lives[x.name] - worth[x.name], -x.load.free_bytes),
+                key=lambda x: (
+                    x.name in avoid,
+                    lives[x.name] - worth[x.name],
+                    -x.load.free_bytes,
+                ),
             )
         if entry.alone:
             self._kept |= {first.name, second.name}
@@ -96,11 +121,19 @@ class Placement:
 
         One that runs alone waits for a worker where nobody is, to which nothing else goes then.
         """
-        there = [x for x in self._members if x.name not in self._kept and x.started.role.decodes]
+        there = [
+            x
+            for x in self._members
+            if x.name not in self._kept and x.started.role.decodes
+        ]
         found = self._fitting(entry, nbytes, there)
         best = min(
             found,
-            key=lambda x: (x.name in entry.avoid, self._lives[x.name], -x.load.free_bytes),
+            key=lambda x: (
+                x.name in entry.avoid,
+                self._lives[x.name],
+                -x.load.free_bytes,
+            ),
             default=None,
         )
         if best is None:
@@ -121,7 +154,11 @@ class Placement:
     ) -> list[WorkerState]:
         """Those that may have room, or are idle. If none has, one is kept after some patience."""
         tokens, now = len(entry.job.prompt), self._now
-        found = [x for x in members if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)]
+        found = [
+            x
+            for x in members
+            if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)
+        ]
         if members and not found and now - entry.arrived >= PATIENCE_S:
             self._kept.add(max(members, key=lambda x: x.load.free_bytes).name)
         return found

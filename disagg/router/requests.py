@@ -36,14 +36,30 @@ from disagg.router.codec_policy import CodecPolicy
 from disagg.router.placement import Placement
 from disagg.router.prefix_index import keys_of, reason_of
 from disagg.router.worker_state import WorkerState
-from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work, WorkerInfo, serves
+from disagg.transfer.messages import (
+    Grant,
+    Job,
+    Load,
+    Role,
+    TokenEvent,
+    Work,
+    WorkerInfo,
+    serves,
+)
 
-MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
-RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
+MOVE_TOKENS = (
+    24  # that a sequence decodes on while its pages are copied to another worker
+)
+RETRY_S, FULL_S = (
+    0.1,
+    0.25,
+)  # pause after a refusal, doubled up to 1 s; after one for want of room
 STAYS_S = 1.0  # before a sequence that was refused asks another worker for room
 SPEAKS_S = 5.0  # a worker speaks sooner of what it has from one that left
 TOLD_S = 1.0  # an abort is not repeated sooner
-FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
+FADE = (
+    0.966  # what is left at each tick of the weight of tokens given to a worker lately
+)
 PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
 
@@ -90,7 +106,9 @@ class RequestState:
 
     @property
     def workers(self) -> list[str]:
-        return list(dict.fromkeys(filter(None, (self.prefill, self.decode, self.target))))
+        return list(
+            dict.fromkeys(filter(None, (self.prefill, self.decode, self.target)))
+        )
 
     @property
     def decodes(self) -> bool:
@@ -132,16 +150,26 @@ class RequestTable:
     def __init__(self, config: RouterConfig | None = None):
         self.entries: dict[str, RequestState] = {}
         self.members: dict[str, WorkerState] = {}
-        self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
+        self.unequal_tokens = (
+            0  # repeated tokens that were not what was delivered before
+        )
         self.retries = self.moves = 0
-        self.routed: Counter[tuple[str, str]] = Counter()  # (role, why a worker of it was chosen)
+        self.routed: Counter[tuple[str, str]] = (
+            Counter()
+        )  # (role, why a worker of it was chosen)
         self.choices = CodecPolicy()
         self._config = config or RouterConfig()
-        self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
-        self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
+        self._told: dict[
+            tuple[str, str], float
+        ] = {}  # (worker, rid) -> when it was told to forget
+        self._token_bytes = (
+            0.0  # of the smallest codec seen: what a prompt takes at least
+        )
         self._stuck_since = math.inf  # all that is here waits since
 
-    def submit(self, job: Job, now: float, at: tuple[str, str] = ("", "")) -> list[Action]:
+    def submit(
+        self, job: Job, now: float, at: tuple[str, str] = ("", "")
+    ) -> list[Action]:
         """A new request; it starts at once if there is room. at: as in `RequestState`."""
         deadline = now + self._config.deadline_s
         keys = keys_of(job.prompt), keys_of(job.prompt, job.codec or "default")
@@ -172,7 +200,9 @@ class RequestTable:
         if not (member := self.members.pop(name, None)):
             return actions
         leaves = member.started.role is Role.NONE
-        computed = [entry for entry in self.entries.values() if entry.computed_by == name]
+        computed = [
+            entry for entry in self.entries.values() if entry.computed_by == name
+        ]
         for entry in computed if len(computed) == 1 and not leaves else ():
             entry.deaths += 1
             entry.alone = entry.deaths >= self._config.max_attempts - 1
@@ -188,7 +218,9 @@ class RequestTable:
             if entry.deaths < self._config.max_attempts:
                 actions += self._requeue(entry, now)
             else:
-                died = PeerLostError(f"{entry.deaths} workers died under this request; given up")
+                died = PeerLostError(
+                    f"{entry.deaths} workers died under this request; given up"
+                )
                 actions += self._fail(entry, died, now)
         return actions + self._place(now)
 
@@ -197,7 +229,9 @@ class RequestTable:
         member = self.members.get(worker)
         return self._place(now) if member and member.says(load) else []
 
-    def granted(self, worker: str, rid: str, attempt: int, grant: Grant) -> list[Action]:
+    def granted(
+        self, worker: str, rid: str, attempt: int, grant: Grant
+    ) -> list[Action]:
         """A decode worker has room; if the request is over, it was told to forget it."""
         entry = self._current(rid, attempt)
         if entry and worker not in entry.workers:  # another was asked since
@@ -205,8 +239,15 @@ class RequestTable:
         if entry and entry.prefill and entry.phase is Phase.RESERVE:
             entry.phase = Phase.PREFILL
             return [Start(entry.prefill, entry.job, Work.PREFILL, worker, grant)]
-        if entry and entry.decode and worker == entry.target and entry.phase is Phase.DECODE:
-            if 2 * (len(entry.emitted) - len(entry.job.emitted)) > entry.ahead:  # while it waited
+        if (
+            entry
+            and entry.decode
+            and worker == entry.target
+            and entry.phase is Phase.DECODE
+        ):
+            if (
+                2 * (len(entry.emitted) - len(entry.job.emitted)) > entry.ahead
+            ):  # while it waited
                 return [self._move(entry, self.members[worker], 2 * entry.ahead)]
             entry.phase = Phase.MOVE
             return [Start(entry.decode, entry.job, Work.MOVE, worker, grant)]
@@ -220,7 +261,9 @@ class RequestTable:
             self._token_bytes = min(seen, self._token_bytes or seen)
         entry = self._current(rid, event.attempt)
         self.choices.learn(event.stats or {}, (worker, (entry and entry.decode) or ""))
-        if entry is None:  # where it is more than figures, what told it to stop was lost
+        if (
+            entry is None
+        ):  # where it is more than figures, what told it to stop was lost
             more = token is not None or event.error or event.finish_reason
             return self._tell(worker, rid, event.attempt, now) if more else []
         if event.error is not None:
@@ -241,11 +284,15 @@ class RequestTable:
         if index > known or (event.finish_reason and index + 1 != len(entry.emitted)):
             gap = TransferError(f"token {index} came when {known} were known")
             return actions + self._refuse(entry, worker, gap, now)
-        return actions + (self._finish(entry, worker, event, now) if event.finish_reason else [])
+        return actions + (
+            self._finish(entry, worker, event, now) if event.finish_reason else []
+        )
 
     def tick(self, now: float) -> list[Action]:
         """Give up what is too late, start what can start."""
-        self._told = {key: told for key, told in self._told.items() if now < told + TOLD_S}
+        self._told = {
+            key: told for key, told in self._told.items() if now < told + TOLD_S
+        }
         for member in self.members.values():
             member.recent *= FADE
         actions: list[Action] = []
@@ -259,7 +306,11 @@ class RequestTable:
 
     def known(self, worker: str) -> dict[str, int]:
         """rid -> tokens delivered, of what a worker may have to say."""
-        return {x.job.rid: len(x.emitted) for x in self.entries.values() if worker in x.workers}
+        return {
+            x.job.rid: len(x.emitted)
+            for x in self.entries.values()
+            if worker in x.workers
+        }
 
     def ready(self, now: float) -> bool:
         """Whether a request that came now could hope for an answer."""
@@ -276,7 +327,9 @@ class RequestTable:
         waiting = [x for x in queued if now >= x.not_before]
         board = Placement(self.entries.values(), self.members.values(), now)
         actions: list[Action] = []
-        for entry in leaving:  # first: what it has is computed, and its worker waits to leave
+        for (
+            entry
+        ) in leaving:  # first: what it has is computed, and its worker waits to leave
             length = len(entry.job.prompt) + len(entry.emitted)
             if target := board.successor(entry, length * self._token_bytes):
                 actions.append(self._move(entry, target))
@@ -312,9 +365,17 @@ class RequestTable:
         self, entry: RequestState, prefill: WorkerState, decode: WorkerState, now: float
     ) -> None:
         """Its codec, for life: of those that the decode worker lists."""
-        prompt, config, bytes_of = entry.job.prompt, self._config, decode.started.bytes_of
+        prompt, config, bytes_of = (
+            entry.job.prompt,
+            self._config,
+            decode.started.bytes_of,
+        )
         sizes = {x: bytes_of(x, len(prompt)) for x in decode.started.sizes}
-        here = [x for x in self.entries.values() if x.prefill == prefill.name and not x.decodes]
+        here = [
+            x
+            for x in self.entries.values()
+            if x.prefill == prefill.name and not x.decodes
+        ]
         ahead = sum(bytes_of(x.job.codec, len(x.job.prompt)) for x in here)
         left_s = entry.arrived + config.first_decode_s - now
         facts = config.error_budget, decode.load.free_bytes, (prefill.name, decode.name)
@@ -333,17 +394,24 @@ class RequestTable:
         scored = entry.job.sampling.get("logprobs") is not None
         return left > MOVE_TOKENS and not stays and not scored
 
-    def _move(self, entry: RequestState, target: WorkerState, more: int = MOVE_TOKENS) -> Action:
+    def _move(
+        self, entry: RequestState, target: WorkerState, more: int = MOVE_TOKENS
+    ) -> Action:
         """Ask for room for the sequence as it will be when its pages are there."""
         entry.target, emitted = target.name, tuple(entry.emitted)
         length = len(entry.job.prompt) + len(emitted) + more
         entry.job = replace(entry.job, emitted=emitted, moved=length)
         return Reserve(target.name, entry.job)
 
-    def _count(self, entry: RequestState, prefill: WorkerState, decode: WorkerState) -> None:
+    def _count(
+        self, entry: RequestState, prefill: WorkerState, decode: WorkerState
+    ) -> None:
         """Why a request goes to these workers, and what they have of it from now on."""
         everyone = self.members.values()
-        sides = [(Role.PREFILL, prefill, entry.exact), (Role.DECODE, decode, entry.pages)]
+        sides = [
+            (Role.PREFILL, prefill, entry.exact),
+            (Role.DECODE, decode, entry.pages),
+        ]
         entry.cached = min(prefill.known.tokens(entry.exact), len(entry.job.prompt) - 1)
         for role, chosen, keys in sides[: 1 if prefill is decode else 2]:
             most = max(member.known.tokens(keys) for member in everyone)
@@ -352,21 +420,30 @@ class RequestTable:
 
     def _current(self, rid: str, attempt: int) -> RequestState | None:
         entry = self.entries.get(rid)
-        stale = entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
+        stale = (
+            entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
+        )
         return None if stale else entry
 
-    def _progress(self, entry: RequestState, worker: str, index: int, now: float) -> list[Action]:
+    def _progress(
+        self, entry: RequestState, worker: str, index: int, now: float
+    ) -> list[Action]:
         """A worker did its part of an attempt: the next prompt may have its place."""
         before = entry.phase, entry.computed
         entry.computed = True
         if worker == entry.target and entry.phase is Phase.MOVE:
-            if index >= len(entry.job.emitted):  # else it says what it did before, as another
+            if index >= len(
+                entry.job.emitted
+            ):  # else it says what it did before, as another
                 entry.decode, entry.target, entry.phase = worker, None, Phase.DECODE
                 self.moves += 1
         elif worker == entry.decode and entry.phase not in (Phase.DECODE, Phase.MOVE):
             entry.phase = Phase.DECODE
             for name in filter(self.members.__contains__, entry.workers):
-                self.members[name].failures, self.members[name].open_until = 0, -math.inf
+                self.members[name].failures, self.members[name].open_until = (
+                    0,
+                    -math.inf,
+                )
         return self._place(now) if before != (entry.phase, entry.computed) else []
 
     def _finish(
@@ -374,7 +451,9 @@ class RequestTable:
     ) -> list[Action]:
         """All forget it, but the prefill worker of a hand-off: when it has said its figures."""
         del self.entries[event.rid]
-        told = self._forget(entry, now, None if worker == entry.prefill else entry.prefill)
+        told = self._forget(
+            entry, now, None if worker == entry.prefill else entry.prefill
+        )
         return [EmitToken(event.rid, event.finish_reason), *told, *self._place(now)]
 
     def _refuse(
@@ -382,12 +461,23 @@ class RequestTable:
     ) -> list[Action]:
         """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
         full = isinstance(error, CapacityError)
-        if full and entry.phase is Phase.MOVE and worker == entry.decode and entry.target:
+        if (
+            full
+            and entry.phase is Phase.MOVE
+            and worker == entry.decode
+            and entry.target
+        ):
             entry.phase = Phase.DECODE  # it had outgrown its room before it heard of it
             return [self._move(entry, self.members[entry.target], 2 * entry.ahead)]
-        stays = entry.phase is Phase.DECODE and worker == entry.target  # it decodes on as it did
+        stays = (
+            entry.phase is Phase.DECODE and worker == entry.target
+        )  # it decodes on as it did
         if stays and not full:
-            entry.target, entry.not_before, entry.avoid = None, now + STAYS_S, frozenset({worker})
+            entry.target, entry.not_before, entry.avoid = (
+                None,
+                now + STAYS_S,
+                frozenset({worker}),
+            )
             return []  # told to forget this attempt, it could never take it
         if full and (stays or entry.phase is Phase.RESERVE):
             self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
@@ -396,32 +486,56 @@ class RequestTable:
                 entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
             return self._place(now)
         entry.refusals += 1
-        hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
+        hopeless = entry.refusals >= self._config.max_attempts and not isinstance(
+            error, PASSING
+        )
         if hopeless or isinstance(error, PERMANENT):
             return self._fail(entry, error, now) + self._place(now)
-        both = worker == entry.prefill and not entry.decodes and isinstance(error, TransferError)
-        blamed = set() if full else set(entry.workers if both else [worker]) - entry.blamed
+        both = (
+            worker == entry.prefill
+            and not entry.decodes
+            and isinstance(error, TransferError)
+        )
+        blamed = (
+            set() if full else set(entry.workers if both else [worker]) - entry.blamed
+        )
         for name in blamed & self.members.keys():
             self.members[name].fails(entry.began, now)
-        entry.blamed |= blamed  # whatever is wrong with a request is no more failures of a worker
+        entry.blamed |= (
+            blamed  # whatever is wrong with a request is no more failures of a worker
+        )
         entry.avoid = frozenset(entry.workers)
         entry.not_before = now + min(1.0, RETRY_S * 2 ** min(10, entry.refusals - 1))
         return self._requeue(entry, now) + self._place(now)
 
     def _requeue(self, entry: RequestState, now: float) -> list[Action]:
         """Back to the queue; whoever lives forgets the attempt."""
-        self.retries += entry.phase is not Phase.RESERVE  # until then nobody computes anything
+        self.retries += (
+            entry.phase is not Phase.RESERVE
+        )  # until then nobody computes anything
         actions = self._forget(entry, now)
-        entry.phase, entry.prefill, entry.decode, entry.target = Phase.QUEUED, None, None, None
+        entry.phase, entry.prefill, entry.decode, entry.target = (
+            Phase.QUEUED,
+            None,
+            None,
+            None,
+        )
         return actions
 
-    def _fail(self, entry: RequestState, error: DisaggError, now: float) -> list[Action]:
+    def _fail(
+        self, entry: RequestState, error: DisaggError, now: float
+    ) -> list[Action]:
         del self.entries[entry.job.rid]
         return [*self._forget(entry, now), EmitToken(entry.job.rid, error)]
 
-    def _forget(self, entry: RequestState, now: float, spared: str | None = None) -> list[Action]:
+    def _forget(
+        self, entry: RequestState, now: float, spared: str | None = None
+    ) -> list[Action]:
         """Every living worker of the attempt forgets it, but one."""
-        rid, names = entry.job.rid, [x for x in entry.workers if x in self.members and x != spared]
+        rid, names = (
+            entry.job.rid,
+            [x for x in entry.workers if x in self.members and x != spared],
+        )
         self._told |= {(name, rid): now for name in names}
         return [AbortAttempt(name, rid, entry.job.attempt) for name in names]
 

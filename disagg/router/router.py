@@ -20,11 +20,24 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from disagg.config import RouterConfig
-from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError, WireError
+from disagg.errors import (
+    ConfigError,
+    DisaggError,
+    PeerLostError,
+    QueueFullError,
+    WireError,
+)
 from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
 from disagg.router.requests import Phase, RequestState, RequestTable
 from disagg.transfer.control import WorkerHandler
-from disagg.transfer.messages import Job, StepEvents, Submit, TokenEvent, WorkerInfo, WorkerStatus
+from disagg.transfer.messages import (
+    Job,
+    StepEvents,
+    Submit,
+    TokenEvent,
+    WorkerInfo,
+    WorkerStatus,
+)
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
@@ -75,7 +88,9 @@ class PendingStream:
     come."""
 
     request: RequestState = field(init=False)
-    inbox: asyncio.Queue[TokenOutput | DisaggError] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[TokenOutput | DisaggError] = field(
+        default_factory=asyncio.Queue
+    )
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -84,7 +99,9 @@ class Router:
     """Keeps requests alive across workers and delivers every token once. Lives on one loop."""
 
     def __init__(
-        self, config: RouterConfig | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        config: RouterConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.config = config or RouterConfig()
         self.id = uuid.uuid4().hex  # a worker follows one router at a time
@@ -118,7 +135,9 @@ class Router:
         if self._closing:
             raise PeerLostError("the service is shutting down")
         if self.waiting >= (most := self.config.max_queue):
-            raise QueueFullError(f"{self.waiting} requests wait, {most} may; try again later")
+            raise QueueFullError(
+                f"{self.waiting} requests wait, {most} may; try again later"
+            )
         rid = f"{self.id}-{uuid.uuid4().hex}"
         client = self._clients[rid] = PendingStream()
         self._ticker = self._ticker or asyncio.create_task(self._tick())
@@ -146,7 +165,9 @@ class Router:
     @property
     def waiting(self) -> int:
         """Requests that no worker has."""
-        return sum(entry.phase is Phase.QUEUED for entry in self.dispatch.entries.values())
+        return sum(
+            entry.phase is Phase.QUEUED for entry in self.dispatch.entries.values()
+        )
 
     @property
     def ready(self) -> bool:
@@ -207,7 +228,11 @@ class Router:
             client.inbox.put_nowait(PeerLostError("the service is shutting down"))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.silence_s)
-        tasks = [*(peer.task for peer in self.peers.values()), self._ticker, *self._tasks]
+        tasks = [
+            *(peer.task for peer in self.peers.values()),
+            self._ticker,
+            *self._tasks,
+        ]
         for task in filter(None, tasks):
             task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
@@ -241,7 +266,9 @@ class Router:
             await peer.client.fence(epoch, self.id)
             peer.fallen = False
             peer.unheard.clear()
-        if epoch != peer.started.epoch:  # whoever fenced it, nothing of ours is left there
+        if (
+            epoch != peer.started.epoch
+        ):  # whoever fenced it, nothing of ours is left there
             peer.started = replace(peer.started, epoch=epoch)
             self._leave(peer)
 
@@ -305,10 +332,16 @@ class Router:
                     self._spawn(self._forget(action))
                 case EmitToken(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
-                case EmitToken(rid, int() as token, logprobs) if client := self._clients.get(rid):
+                case EmitToken(rid, int() as token, logprobs) if (
+                    client := self._clients.get(rid)
+                ):
                     waited_s = client.request.job.waited_s
-                    client.inbox.put_nowait(TokenOutput(token, None, client.kv, logprobs, waited_s))
-                case EmitToken(rid, DisaggError() as error) if client := self._clients.get(rid):
+                    client.inbox.put_nowait(
+                        TokenOutput(token, None, client.kv, logprobs, waited_s)
+                    )
+                case EmitToken(rid, DisaggError() as error) if (
+                    client := self._clients.get(rid)
+                ):
                     client.inbox.put_nowait(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -340,7 +373,9 @@ class Router:
         if start.decode is None or start.grant is None:
             return submit
         address, grant = self.peers[start.decode].started.address, start.grant
-        return replace(submit, decode_address=address, decode_epoch=grant.epoch, nonce=grant.nonce)
+        return replace(
+            submit, decode_address=address, decode_epoch=grant.epoch, nonce=grant.nonce
+        )
 
     async def _finish(self, rid: str, reason: str) -> None:
         """The prefill worker's figures come by another way than the last token: wait for them."""
@@ -355,7 +390,9 @@ class Router:
             await asyncio.wait([call])  # an abort must not overtake what it aborts
         if peer := self.peers.get(action.worker):
             try:
-                await peer.client.abort(action.rid, action.attempt, "the router is done with it")
+                await peer.client.abort(
+                    action.rid, action.attempt, "the router is done with it"
+                )
             except DisaggError:
                 peer.unheard[action.rid] = action
 

@@ -35,7 +35,11 @@ class WorkerState:
     def takes(self, tokens: int, nbytes: float, now: float) -> bool:
         """Whether a prompt of at least so many bytes may find room, as far as it said."""
         refused = now < self.bound[1] and tokens >= self.bound[0]
-        room = self.load.slots > 0 and not self.load.waiting and self.load.free_bytes >= nbytes
+        room = (
+            self.load.slots > 0
+            and not self.load.waiting
+            and self.load.free_bytes >= nbytes
+        )
         return room and not refused
 
     def says(self, load: Load) -> bool:
@@ -59,4 +63,6 @@ class WorkerState:
     def pause(self, now: float) -> None:
         """Nothing more for a while, if its breaker is open or half open."""
         if self.failures >= OPENS_AT:
-            self.open_until = now + min(LONGEST_S, 2.0 ** min(10, self.failures - OPENS_AT))
+            self.open_until = now + min(
+                LONGEST_S, 2.0 ** min(10, self.failures - OPENS_AT)
+            )

@@ -36,16 +36,26 @@ class AuthMiddleware:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", name),
+                ]
             await send(message)
 
         free = not self._keys or scope.get("path") in OPEN
         if not (free or bears(headers.get(b"authorization", b""), self._keys)):
             told = "no key of this service; send one as 'Authorization: Bearer KEY'"
-            await JSONResponse(error_body(told, "auth", 401), 401)(scope, receive, named)
+            await JSONResponse(error_body(told, "auth", 401), 401)(
+                scope, receive, named
+            )
         elif headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
-            told, taken = "the body is compressed; send it plain", {"Accept-Encoding": "identity"}
-            await JSONResponse(error_body(told, "request", 415), 415, taken)(scope, receive, named)
+            told, taken = (
+                "the body is compressed; send it plain",
+                {"Accept-Encoding": "identity"},
+            )
+            await JSONResponse(error_body(told, "request", 415), 415, taken)(
+                scope, receive, named
+            )
         else:
             await self._app(scope, receive, named)
 
@@ -53,18 +63,24 @@ class AuthMiddleware:
 def bears(header: bytes, keys: Collection[str]) -> bool:
     """Whether an Authorization header carries one of these keys."""
     scheme, _, given = header.partition(b" ")
-    return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, x.encode()) for x in keys)
+    return scheme.lower() == b"bearer" and any(
+        hmac.compare_digest(given, x.encode()) for x in keys
+    )
 
 
 def read_keys(config: ServerConfig) -> frozenset[str]:
     """The keys of a service; ConfigError for an empty one and for a file without any."""
-    if config.api_key == "":  # of a variable that is not set; who means it is not open to all
+    if (
+        config.api_key == ""
+    ):  # of a variable that is not set; who means it is not open to all
         raise ConfigError("server.api_key is empty; a key is wanted, or none given")
     keys = {config.api_key} if config.api_key else set()
     if config.api_key_file:
         file = Path(config.api_key_file)
         try:
-            found = {line.strip() for line in file.read_text("utf-8-sig").splitlines()} - {""}
+            found = {
+                line.strip() for line in file.read_text("utf-8-sig").splitlines()
+            } - {""}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the keys in {file}: {error}") from error
         if not found:
@@ -77,9 +93,15 @@ def check_tls(config: ServerConfig) -> None:
     """ConfigError for a certificate and a key that cannot serve HTTPS together."""
     certificate, key = config.tls_certificate, config.tls_key
     if (certificate is None) != (key is None):
-        raise ConfigError("server.tls_certificate and server.tls_key go together; one is missing")
+        raise ConfigError(
+            "server.tls_certificate and server.tls_key go together; one is missing"
+        )
     if certificate is not None:
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                certificate, key
+            )
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"no HTTPS with {certificate} and {key}: {error}") from error
+            raise ConfigError(
+                f"no HTTPS with {certificate} and {key}: {error}"
+            ) from error

@@ -38,7 +38,9 @@ class Wanted(BaseModel):
     decode: int | None = None
 
 
-def admin_routes(token: str, on_stop: Callable[[], None], staff: WorkerPool | None) -> APIRouter:
+def admin_routes(
+    token: str, on_stop: Callable[[], None], staff: WorkerPool | None
+) -> APIRouter:
     """The routes, for whoever carries the token."""
 
     def is_owner(http: Request) -> None:

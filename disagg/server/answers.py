@@ -25,8 +25,14 @@ class CompletionAnswer:
 
     def chunk(self, index: int, piece: TextDelta) -> dict[str, Any]:
         """Some more of a choice."""
-        choice = {"index": index, "text": piece.text, "finish_reason": piece.finish_reason}
-        return choice | {"logprobs": self._logprobs(index, piece.scores) if piece.scores else None}
+        choice = {
+            "index": index,
+            "text": piece.text,
+            "finish_reason": piece.finish_reason,
+        }
+        return choice | {
+            "logprobs": self._logprobs(index, piece.scores) if piece.scores else None
+        }
 
     def whole(self, index: int, piece: TextDelta) -> dict[str, Any]:
         """All of a choice."""
@@ -43,7 +49,9 @@ class CompletionAnswer:
         return {
             "tokens": [self._tokenizer.spell(token) for token, _ in scores],
             "token_logprobs": [said and said[0] for _, said in scores],
-            "top_logprobs": [said and self._top(token, *said) for token, said in scores],
+            "top_logprobs": [
+                said and self._top(token, *said) for token, said in scores
+            ],
             "text_offset": offsets,
         }
 
@@ -72,7 +80,9 @@ class ChatAnswer:
         choices that grows at its end, and count the log-probabilities of a first chunk twice.
         """
         said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        return [{"index": index, **said, "finish_reason": None} for index in range(count)]
+        return [
+            {"index": index, **said, "finish_reason": None} for index in range(count)
+        ]
 
     def chunk(self, index: int, piece: TextDelta) -> dict[str, Any]:
         """Some more of a choice."""
@@ -91,13 +101,19 @@ class ChatAnswer:
 
     def _score(self, token: int, said: Any) -> dict[str, Any]:
         own, likeliest = said
-        return self._one(token, own) | {"top_logprobs": [self._one(*each) for each in likeliest]}
+        return self._one(token, own) | {
+            "top_logprobs": [self._one(*each) for each in likeliest]
+        }
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self._tokenizer.spell(token), self._tokenizer.bytes_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
-def error_body(message: str, reason: str, status: int, param: str | None = None) -> Mapping:
+def error_body(
+    message: str, reason: str, status: int, param: str | None = None
+) -> Mapping:
     """The body of an error, as the `openai` client reads it."""
-    return {"error": {"message": message, "type": reason, "param": param, "code": status}}
+    return {
+        "error": {"message": message, "type": reason, "param": param, "code": status}
+    }

@@ -25,7 +25,10 @@ from disagg.server.reply import Answers, Reply
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 RETRY_AFTER_S = "1"
-AT_ONCE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would gather events
+AT_ONCE = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}  # nginx would gather events
 MAX_PATH_SHOWN = 100
 
 
@@ -51,14 +54,18 @@ def create_app(
     if token is not None:
         app.include_router(admin_routes(token, on_stop, staff))
 
-    async def answer(http: Request, form: type[GenerationRequest], answer: Answers) -> Response:
+    async def answer(
+        http: Request, form: type[GenerationRequest], answer: Answers
+    ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # where it came in
         # of any content type
         request, prompts = await completions.prepare(form, http.stream(), port)
         reply = Reply(completions, request, prompts, answer)
         if request.stream:
             first = await _unless_left(http, reply.begin())
-            return StreamingResponse(reply.events(first), 200, AT_ONCE, "text/event-stream")
+            return StreamingResponse(
+                reply.events(first), 200, AT_ONCE, "text/event-stream"
+            )
         whole = await _unless_left(http, reply.whole())
         if request.kv_transfer_params.do_remote_decode:
             parked = completions.doors.park(host, port, prompts[0].tokens)
@@ -76,7 +83,10 @@ def create_app(
     guarded = AuthMiddleware(app, [*keys, *([token] if token else [])] if keys else ())
     if not origins:
         return guarded
-    every, shown = ["*"], ["x-request-id"]  # outside: browsers ask first, and show no key then
+    every, shown = (
+        ["*"],
+        ["x-request-id"],
+    )  # outside: browsers ask first, and show no key then
     return CORSMiddleware(guarded, origins, every, every, expose_headers=shown)
 
 
@@ -105,7 +115,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(DisaggError)
     async def refused(request: Request, error: DisaggError) -> Response:
-        headers = {"Retry-After": RETRY_AFTER_S} if error.http_status in (429, 503) else None
+        headers = (
+            {"Retry-After": RETRY_AFTER_S} if error.http_status in (429, 503) else None
+        )
         body = error_body(str(error), error.reason, error.http_status, error.param)
         return JSONResponse(body, error.http_status, headers)
 

@@ -11,7 +11,13 @@ from typing import Any, Self, TypeVar
 
 from disagg.config import Config
 from disagg.engine.sequence import SamplingParams
-from disagg.errors import CancelledError, ConfigError, DisaggError, ModelError, RequestError
+from disagg.errors import (
+    CancelledError,
+    ConfigError,
+    DisaggError,
+    ModelError,
+    RequestError,
+)
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
@@ -29,7 +35,9 @@ from disagg.server.schema import (
 )
 
 FIGURES_S = 1.0  # how long an answer that a stop string ended waits for its figures
-MAX_UNKNOWN = 100  # names of unknown fields that are remembered, so that each is told once
+MAX_UNKNOWN = (
+    100  # names of unknown fields that are remembered, so that each is told once
+)
 MAX_SHOWN = 64  # characters of such a name
 
 Form = TypeVar("Form", bound=Body)
@@ -87,13 +95,20 @@ class Completions:
         self.doors = doors or PdPorts(router, {}, 0.0)
         self.tokenizer = tokenizer
         self._chat = chat
-        self._one_long_text = asyncio.Lock()  # each takes memory of many times its length
+        self._one_long_text = (
+            asyncio.Lock()
+        )  # each takes memory of many times its length
         self._unknown: set[str] = set()
 
     @classmethod
-    def load(cls, config: Config, name: str, router: Router, ports: Mapping[int, str]) -> Self:
+    def load(
+        cls, config: Config, name: str, router: Router, ports: Mapping[int, str]
+    ) -> Self:
         """For the model of a config, by the name that clients use. ports: see `PdPorts`."""
-        model, info = config.model.name, describe_model(config.model.name, config.model.dtype)
+        model, info = (
+            config.model.name,
+            describe_model(config.model.name, config.model.dtype),
+        )
         tokenizer = Tokenizer.load(model)
         served = ServedModel(
             name,
@@ -113,7 +128,9 @@ class Completions:
         whole = await limits.read_body(body, self.served.max_body_bytes)
         request = form.read(whole)
         self._warn(request.unknown)
-        self.check_model(request.model or None)  # some clients write "", which vLLM takes too
+        self.check_model(
+            request.model or None
+        )  # some clients write "", which vLLM takes too
         return request
 
     def check_model(self, name: str | None) -> None:
@@ -136,13 +153,19 @@ class Completions:
                 prompts = [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
             else:
                 assert isinstance(request, CompletionRequest)
-                prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
+                prompts = [
+                    await self._prompt(request, prompt) for prompt in request.prompt
+                ]
             limits.check_choices(len(prompts) * request.n)
             for prompt in prompts:
-                limits.check_prompt(len(prompt.tokens), self.served.context_length, field)
+                limits.check_prompt(
+                    len(prompt.tokens), self.served.context_length, field
+                )
                 limits.check_ids(prompt.tokens, self.served.vocab_size, field)
                 limits.check_scores(len(prompt.tokens), request.sampling(1))
-            limits.check_ids(request.stop_token_ids, self.served.vocab_size, "stop_token_ids")
+            limits.check_ids(
+                request.stop_token_ids, self.served.vocab_size, "stop_token_ids"
+            )
             limits.check_ids(request.logit_bias, self.served.vocab_size, "logit_bias")
             at = self.doors.enter(port, request, [prompt.tokens for prompt in prompts])
             return request, [replace(prompt, at=at) for prompt in prompts]
@@ -159,7 +182,9 @@ class Completions:
         sibling: which of `n` answers to the same prompt it is
         """
         times = [time.monotonic()]
-        failure: str | None = CancelledError.reason  # unless it ends in one of the ways below
+        failure: str | None = (
+            CancelledError.reason
+        )  # unless it ends in one of the ways below
         params = self._params(request, len(prompt.tokens), sibling)
         hidden = SamplingParams(**params).ends(self.served.eos_ids)
         decoder = self.tokenizer.detokenizer(prompt.tokens)
@@ -169,7 +194,9 @@ class Completions:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    piece = _shown(request, prompt, output, self._piece(text, output, times))
+                    piece = _shown(
+                        request, prompt, output, self._piece(text, output, times)
+                    )
                     if output.token is not None:
                         if len(times) == 2:
                             self.counts.began(len(prompt.tokens), output.waited_s)
@@ -184,7 +211,9 @@ class Completions:
                     if piece.finish_reason is not None:
                         return
         except asyncio.CancelledError as error:
-            failure = failure and (str(error) or failure)  # of another answer to this request
+            failure = failure and (
+                str(error) or failure
+            )  # of another answer to this request
             raise
         except Exception as error:
             failure = reason_of(error)
@@ -204,14 +233,18 @@ class Completions:
         limits.check_ids(tokens, self.served.vocab_size, field)
         return await asyncio.to_thread(self.tokenizer.decode, tokens, True)
 
-    async def tokens_of(self, text: str, special: bool, field: str = "prompt") -> list[int]:
+    async def tokens_of(
+        self, text: str, special: bool, field: str = "prompt"
+    ) -> list[int]:
         """Token ids of the text of a field.
 
         special: with the special tokens that the model wants around it
         """
         served, encode = self.served, self.tokenizer.encode
         limits.check_text(len(text), served.context_length, served.longest_token, field)
-        async with self._one_long_text if len(text) > limits.LONG_TEXT_CHARS else nullcontext():
+        async with (
+            self._one_long_text if len(text) > limits.LONG_TEXT_CHARS else nullcontext()
+        ):
             return await asyncio.to_thread(encode, text, special) if text else []
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
@@ -223,7 +256,9 @@ class Completions:
             raise RequestError("messages: at least one is wanted", "messages")
         options = conversation.template_options
         text = await asyncio.to_thread(self._chat.render, conversation.turns, **options)
-        return await self.tokens_of(text, bool(conversation.add_special_tokens), "messages")
+        return await self.tokens_of(
+            text, bool(conversation.add_special_tokens), "messages"
+        )
 
     async def status(self) -> dict[str, Any]:
         """What is served, and what every worker says of itself."""
@@ -232,11 +267,19 @@ class Completions:
         for name, peer in self.router.peers.items():
             answer = answers.get(name)
             started = peer.started
-            worker = {"name": name, "role": started.role.value, "address": started.address}
+            worker = {
+                "name": name,
+                "role": started.role.value,
+                "address": started.address,
+            }
             if answer is None or isinstance(answer, DisaggError):
                 workers.append(worker | {"error": str(answer)})
             else:
-                said = {"epoch": answer.epoch, "gauges": dict(answer.gauges), **answer.info}
+                said = {
+                    "epoch": answer.epoch,
+                    "gauges": dict(answer.gauges),
+                    **answer.info,
+                }
                 workers.append(worker | said)
         served = {"model": self.served.name, "codec": self.served.codec}
         return served | self.router.summary() | {"workers": workers}
@@ -245,7 +288,9 @@ class Completions:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
         return self.counts.scrape((await self.status())["workers"], self.router)
 
-    async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> TokenizedPrompt:
+    async def _prompt(
+        self, request: CompletionRequest, prompt: str | list[Any]
+    ) -> TokenizedPrompt:
         """The tokens of a prompt, its text where it is wanted."""
         if isinstance(prompt, str):
             tokens = await self.tokens_of(prompt, request.add_special_tokens)
@@ -253,13 +298,19 @@ class Completions:
         text = await self.text_of(prompt, "prompt") if request.echo else ""
         return TokenizedPrompt(tuple(prompt), text)
 
-    def _params(self, request: GenerationRequest, tokens: int, sibling: int) -> dict[str, Any]:
+    def _params(
+        self, request: GenerationRequest, tokens: int, sibling: int
+    ) -> dict[str, Any]:
         """What the engine is told. Siblings differ by their seeds."""
-        seed = secrets.randbelow(limits.MAX_SEED) if request.seed is None else request.seed
+        seed = (
+            secrets.randbelow(limits.MAX_SEED) if request.seed is None else request.seed
+        )
         told = request.sampling(self.served.context_length - tokens)
         return told | {"seed": (seed + sibling) % limits.MAX_SEED}
 
-    def _piece(self, text: TextStream, output: TokenOutput, times: list[float]) -> TextDelta:
+    def _piece(
+        self, text: TextStream, output: TokenOutput, times: list[float]
+    ) -> TextDelta:
         """The text of one output; `times` collects when each token came."""
         if output.token is not None:
             times.append(time.monotonic())
@@ -267,7 +318,9 @@ class Completions:
             reason = "stop" if text.stopped else None
             scores = ((output.token, output.logprobs[-1]),) if output.logprobs else ()
             return TextDelta(shown, len(times) - 1, reason, output.kv, scores)
-        shown = text.finish()  # where it ends in half a character, a stop string may come of that
+        shown = (
+            text.finish()
+        )  # where it ends in half a character, a stop string may come of that
         reason = "stop" if text.stopped else output.finish_reason
         return TextDelta(shown, len(times) - 1, reason, output.kv)
 
@@ -281,13 +334,18 @@ class Completions:
 
 
 def _shown(
-    request: GenerationRequest, prompt: TokenizedPrompt, output: TokenOutput, piece: TextDelta
+    request: GenerationRequest,
+    prompt: TokenizedPrompt,
+    output: TokenOutput,
+    piece: TextDelta,
 ) -> TextDelta:
     """A piece as `echo` wants it: before the first comes the prompt; 0 tokens are no answer."""
     if not isinstance(request, CompletionRequest) or not request.echo:
         return piece
     if request.max_tokens == 0:
-        ends = piece.finish_reason and "length"  # whatever the token is that nobody sees
+        ends = (
+            piece.finish_reason and "length"
+        )  # whatever the token is that nobody sees
         piece = replace(piece, text="", num_tokens=0, scores=(), finish_reason=ends)
     if output.token is None or piece.num_tokens > 1:
         return piece

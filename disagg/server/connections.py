@@ -33,7 +33,9 @@ class Connection(H11Protocol):
     def _wait(self) -> None:
         """Set uvicorn's timer, which the next piece of a request unsets."""
         cycle = self.cycle
-        answers = cycle is not None and not cycle.more_body and not cycle.response_complete
+        answers = (
+            cycle is not None and not cycle.more_body and not cycle.response_complete
+        )
         if not answers and self.timeout_keep_alive_task is None:
             late = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
             self.timeout_keep_alive_task = late

@@ -18,13 +18,17 @@ from disagg.server.schema import DetokenizeRequest, TokenizeRequest
 LIVE_PAGE = Path(__file__).parent / "live.html"
 
 
-def add_views(app: FastAPI, completions: Completions, staff: WorkerPool | None = None) -> None:
+def add_views(
+    app: FastAPI, completions: Completions, staff: WorkerPool | None = None
+) -> None:
     """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
     served, router = completions.served, completions.router
     model = {"id": served.name, "object": "model", "created": int(time.time())}
     model |= {"owned_by": "disagg", "root": served.alias or DEFAULT_MODEL.name}
     model |= {"max_model_len": served.context_length}
-    read = partial(app.api_route, methods=["GET", "HEAD"])  # load balancers ask for heads
+    read = partial(
+        app.api_route, methods=["GET", "HEAD"]
+    )  # load balancers ask for heads
 
     @read("/")
     async def live() -> Response:
@@ -63,7 +67,9 @@ def add_views(app: FastAPI, completions: Completions, staff: WorkerPool | None =
 
     @read("/metrics")
     async def metrics() -> Response:
-        return Response(await completions.scrape(), media_type="text/plain; version=0.0.4")
+        return Response(
+            await completions.scrape(), media_type="text/plain; version=0.0.4"
+        )
 
 
 def add_tokens(app: FastAPI, completions: Completions) -> None:
@@ -73,7 +79,9 @@ def add_tokens(app: FastAPI, completions: Completions) -> None:
     async def tokenize(http: Request) -> Response:
         request = await completions.read(TokenizeRequest, http.stream())
         if (request.prompt is None) == (not request.messages):
-            raise RequestError("a prompt or messages are wanted, and not both", "prompt")
+            raise RequestError(
+                "a prompt or messages are wanted, and not both", "prompt"
+            )
         if request.prompt is None:
             tokens = await completions.chat_tokens(request)
         else:
@@ -81,8 +89,13 @@ def add_tokens(app: FastAPI, completions: Completions) -> None:
             tokens = await completions.tokens_of(request.prompt, special)
         texts = None
         if request.return_token_strs:
-            texts = await asyncio.to_thread(lambda: [*map(completions.tokenizer.spell, tokens)])
-        told = {"count": len(tokens), "max_model_len": completions.served.context_length}
+            texts = await asyncio.to_thread(
+                lambda: [*map(completions.tokenizer.spell, tokens)]
+            )
+        told = {
+            "count": len(tokens),
+            "max_model_len": completions.served.context_length,
+        }
         return JSONResponse(told | {"tokens": tokens, "token_strs": texts})
 
     @app.post("/detokenize")

@@ -15,7 +15,9 @@ MAX_STOP_CHARS = 256  # every token is compared with all begins of all stop stri
 MAX_COUNT = 2**31 - 1  # of tokens, or of choices among them
 MAX_CHOICES = 128  # answers to one request: prompts times n
 MAX_NAMED = 1024  # tokens that a request names, and fields of its own
-MAX_MESSAGES = 1 << 14  # of a conversation: millions of empty ones stop the loop for seconds
+MAX_MESSAGES = (
+    1 << 14
+)  # of a conversation: millions of empty ones stop the loop for seconds
 MAX_LOGPROBS = 20  # of the likeliest tokens, beside that of a token itself
 MAX_SCORES = 100_000  # log-probabilities of one prompt: they come in one message
 MAX_SEED = 2**63  # seeds are of 64 bits, as in OpenAI's schema
@@ -34,7 +36,9 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > max_bytes:
-            raise TooLargeError(f"the body is too long; at most {max_bytes:,} bytes are taken")
+            raise TooLargeError(
+                f"the body is too long; at most {max_bytes:,} bytes are taken"
+            )
         body += chunk
     return body
 

@@ -8,7 +8,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 from disagg.router.router import Router
 from disagg.server.output_text import TextDelta
@@ -22,7 +28,10 @@ ROUTER = "router"
 GAUGES = {
     "engine_running": ("vllm:num_requests_running", "Sequences that compute"),
     "engine_waiting": ("vllm:num_requests_waiting", "Sequences that wait"),
-    "engine_held": ("disagg_held_sequences", "Prefilled ones that wait for an acknowledgement"),
+    "engine_held": (
+        "disagg_held_sequences",
+        "Prefilled ones that wait for an acknowledgement",
+    ),
 }
 # where the KV of prompts is from, as vLLM names it: what a worker counts of it
 SOURCES = {
@@ -43,18 +52,32 @@ class ServerMetrics:
         self._seen: dict[tuple[Any, ...], int] = {}
         gauge, counter = partial(self._series, Gauge), partial(self._series, Counter)
         histogram = partial(self._series, partial(Histogram, buckets=SECONDS))
-        self._bytes = counter("disagg_kv_transfer_bytes", "KV of hand-offs", "kind", "codec")
-        self._phases = histogram("disagg_kv_transfer_seconds", "Hand-offs, by phase", "phase")
-        self._exposed = histogram("disagg_kv_exposed_seconds", "Hand-off time nothing hid")
-        self._broken = counter("disagg_kv_transfer_failures", "Failed hand-offs", "reason")
+        self._bytes = counter(
+            "disagg_kv_transfer_bytes", "KV of hand-offs", "kind", "codec"
+        )
+        self._phases = histogram(
+            "disagg_kv_transfer_seconds", "Hand-offs, by phase", "phase"
+        )
+        self._exposed = histogram(
+            "disagg_kv_exposed_seconds", "Hand-off time nothing hid"
+        )
+        self._broken = counter(
+            "disagg_kv_transfer_failures", "Failed hand-offs", "reason"
+        )
         self._rising = {
             "expired": counter("disagg_kv_expired", "Reservations whose lease ran out"),
-            "damaged": counter("disagg_kv_damaged", "Cached units whose bytes were altered"),
-            "preempted": counter("vllm:num_preemptions", "Sequences that had to make room"),
+            "damaged": counter(
+                "disagg_kv_damaged", "Cached units whose bytes were altered"
+            ),
+            "preempted": counter(
+                "vllm:num_preemptions", "Sequences that had to make room"
+            ),
         }
         self._gauges = {name: gauge(*series) for name, series in GAUGES.items()}
         self._usage = gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1")
-        wrong = "Relative error of attention outputs, of sampled prompts, by listed codec"
+        wrong = (
+            "Relative error of attention outputs, of sampled prompts, by listed codec"
+        )
         self._errors = gauge("disagg_attention_error", wrong, "codec")
         left = "Requests that left their codec to the service, by codec and why it is that one"
         self._chosen = counter("disagg_codec_choices", left, "codec", "reason")
@@ -68,16 +91,28 @@ class ServerMetrics:
         self._hits = counter("vllm:prefix_cache_hits", "Those of them that were there")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
         self._said = self._of(counter("vllm:generation_tokens", "Tokens generated"))
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
-        self._waited = histogram("vllm:request_queue_time_seconds", "Time until a worker begins")
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "Time to first token"
+        )
+        self._waited = histogram(
+            "vllm:request_queue_time_seconds", "Time until a worker begins"
+        )
         mean = "Mean time between tokens of a request"
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", mean)
-        self._itl = histogram("vllm:inter_token_latency_seconds", "Time between two tokens")
+        self._itl = histogram(
+            "vllm:inter_token_latency_seconds", "Time between two tokens"
+        )
         sizes = partial(self._series, partial(Histogram, buckets=TOKENS))
         self._prompt_size = sizes("vllm:request_prompt_tokens", "Tokens of a prompt")
-        self._answer_size = sizes("vllm:request_generation_tokens", "Tokens of an answer")
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token")
-        self._success = counter("vllm:request_success", "Finished requests", "finished_reason")
+        self._answer_size = sizes(
+            "vllm:request_generation_tokens", "Tokens of an answer"
+        )
+        self._e2e = histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token"
+        )
+        self._success = counter(
+            "vllm:request_success", "Finished requests", "finished_reason"
+        )
         refused = "Requests that were refused, failed or were given up by their client"
         self._failures = counter("disagg_request_failures", refused, "reason")
         holds = "What a worker holds, by the name of the thing"
@@ -99,7 +134,11 @@ class ServerMetrics:
         self._said.inc()
 
     def finished(
-        self, times: Sequence[float], last: TextDelta, prompt_tokens: int, own: bool = False
+        self,
+        times: Sequence[float],
+        last: TextDelta,
+        prompt_tokens: int,
+        own: bool = False,
     ) -> None:
         """An answer, and the figures of its hand-off if there are any.
 
@@ -121,9 +160,13 @@ class ServerMetrics:
             return  # served whole: nothing was handed off
         codec = family(kv["codec"]) if own else kv["codec"]
         for kind in KINDS:
-            self._of(self._bytes, kind=kind, codec=codec).inc(kv.get(f"{kind}_bytes", 0))
+            self._of(self._bytes, kind=kind, codec=codec).inc(
+                kv.get(f"{kind}_bytes", 0)
+            )
         for phase in PHASES:
-            self._of(self._phases, phase=phase).observe(1e-3 * kv.get(f"{phase}_ms", 0.0))
+            self._of(self._phases, phase=phase).observe(
+                1e-3 * kv.get(f"{phase}_ms", 0.0)
+            )
         self._of(self._exposed).observe(1e-3 * kv.get("exposed_ms", 0.0))
 
     # -- workers
@@ -133,7 +176,9 @@ class ServerMetrics:
         choices = router.dispatch.choices
         self._of(self._queued).set(router.waiting)
         for (role, reason), count in router.dispatch.routed.items():
-            self._raise(self._routed, {"name": role, "role": role}, count, reason=reason)
+            self._raise(
+                self._routed, {"name": role, "role": role}, count, reason=reason
+            )
         for codec, error in choices.errors.items():
             self._of(self._errors, codec=codec).set(error.value)
         for (codec, reason), count in choices.chosen.items():
@@ -153,7 +198,10 @@ class ServerMetrics:
         counts = worker.get("counts", {})
         for name, counter in self._rising.items():
             self._raise(counter, worker, counts.get(name, 0))
-        known = {x: sum(counts.get(name, 0) for name in names) for x, names in SOURCES.items()}
+        known = {
+            x: sum(counts.get(name, 0) for name in names)
+            for x, names in SOURCES.items()
+        }
         for source, count in known.items():
             self._raise(self._sources, worker, count, source=source)
         self._raise(self._queries, worker, sum(known.values()))
@@ -173,17 +221,23 @@ class ServerMetrics:
                 self._of(gauge, role).inc(said.get(name, 0))
             self._of(self._usage, role).inc(said.get("used_bytes", 0) / max(1, arena))
 
-    def _raise(self, series: Counter, worker: Mapping[str, Any], count: int, **labels: str) -> None:
+    def _raise(
+        self, series: Counter, worker: Mapping[str, Any], count: int, **labels: str
+    ) -> None:
         """Add what a worker counted since it was last seen; a new process of it begins at 0."""
         key = (series, worker["name"], worker.get("pid", 0), *labels.values())
         before = self._seen.get(key, 0)
-        self._seen[key] = max(before, count)  # of two answers the older one may come last
+        self._seen[key] = max(
+            before, count
+        )  # of two answers the older one may come last
         self._of(series, worker["role"], **labels).inc(self._seen[key] - before)
 
     # -- series
 
     def _series(self, kind: Any, name: str, text: str, *labels: str) -> Any:
-        return kind(name, text, ["model_name", "role", *labels], registry=self._registry)
+        return kind(
+            name, text, ["model_name", "role", *labels], registry=self._registry
+        )
 
     def _of(self, series: Series, role: str = ROUTER, **labels: str) -> Series:
         return series.labels(model_name=self._model, role=role, **labels)

@@ -27,7 +27,9 @@ class TextDelta:
 
     def before(self, more: "TextDelta") -> "TextDelta":
         """Both as one."""
-        return replace(more, text=self.text + more.text, scores=self.scores + more.scores)
+        return replace(
+            more, text=self.text + more.text, scores=self.scores + more.scores
+        )
 
 
 class TextStream:

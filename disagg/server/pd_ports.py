@@ -70,15 +70,29 @@ class PdPorts:
         peer = self._behind(port)
         name, role = peer.name, peer.started.role
         if params.do_remote_decode:
-            _require(not params.do_remote_prefill, "do_remote_prefill is true too; false is")
-            _require(role.prefills, f"do_remote_decode at {name}: a worker that prefills is")
-            _require(len(prompts) == 1, f"do_remote_decode of {len(prompts)} prompts: one is")
-            _require(request.wanted == 1, f"do_remote_decode: max_tokens is {request.wanted}; 1 is")
+            _require(
+                not params.do_remote_prefill, "do_remote_prefill is true too; false is"
+            )
+            _require(
+                role.prefills, f"do_remote_decode at {name}: a worker that prefills is"
+            )
+            _require(
+                len(prompts) == 1, f"do_remote_decode of {len(prompts)} prompts: one is"
+            )
+            _require(
+                request.wanted == 1,
+                f"do_remote_decode: max_tokens is {request.wanted}; 1 is",
+            )
             _require(not request.stream, "do_remote_decode: stream is true; false is")
             return name, name
         if params.do_remote_prefill:
-            _require(role.decodes, f"do_remote_prefill at {name}: a worker that decodes is")
-            _require(len(prompts) == 1, f"do_remote_prefill of {len(prompts)} prompts: one is")
+            _require(
+                role.decodes, f"do_remote_prefill at {name}: a worker that decodes is"
+            )
+            _require(
+                len(prompts) == 1,
+                f"do_remote_prefill of {len(prompts)} prompts: one is",
+            )
             return self._consume(params, prompts[0]), name
         return name if role.prefills else "", name if role.decodes else ""
 
@@ -104,18 +118,28 @@ class PdPorts:
         """The worker of a handle, which is good for this once."""
         engine, name = params.remote_engine_id or "", params.remote_request_id or ""
         if not engine.startswith(self._engine("")):
-            raise HandleError(f"the handle is foreign: {engine!r} is no engine of this service")
+            raise HandleError(
+                f"the handle is foreign: {engine!r} is no engine of this service"
+            )
         if (handle := self._handles.get(name)) is None:
-            raise HandleError(f"the handle is unknown: {name!r} was not given out, or is forgotten")
+            raise HandleError(
+                f"the handle is unknown: {name!r} was not given out, or is forgotten"
+            )
         peer = self._router.peers.get(handle.worker)
         if params != handle.params or hash(prompt) != handle.prompt:
-            raise HandleError(f"the handle is foreign: {name!r} was given out for another prompt")
+            raise HandleError(
+                f"the handle is foreign: {name!r} was given out for another prompt"
+            )
         if handle.consumed:
             raise HandleError(f"the handle is consumed: {name!r} was used before")
         if self._clock() >= handle.until:
-            raise HandleError(f"the handle is expired: {name!r} was good for {self._lease_s:g} s")
+            raise HandleError(
+                f"the handle is expired: {name!r} was good for {self._lease_s:g} s"
+            )
         if peer is None or peer.started.epoch != handle.epoch:
-            raise HandleError(f"the handle is stale: {handle.worker} was started anew since")
+            raise HandleError(
+                f"the handle is stale: {handle.worker} was started anew since"
+            )
         self._handles[name] = replace(handle, consumed=True)
         return handle.worker
 
@@ -125,7 +149,11 @@ class PdPorts:
     def _behind(self, port: int) -> WorkerConnection:
         """The worker of now behind a port; PeerLostError while there is none."""
         slot = self._ports[port]
-        found = [x for name, x in self._router.peers.items() if name.partition(".")[0] == slot]
+        found = [
+            x
+            for name, x in self._router.peers.items()
+            if name.partition(".")[0] == slot
+        ]
         if not found:
             raise PeerLostError(f"{slot} does not run now; it is started anew")
         return found[-1]

@@ -35,7 +35,11 @@ class Reply:
         self._request = request
         self._answer = answer(completions.tokenizer)
         self._pieces = merged(
-            [completions.stream(request, x, i) for x in prompts for i in range(request.n)]
+            [
+                completions.stream(request, x, i)
+                for x in prompts
+                for i in range(request.n)
+            ]
         )
         self._last: dict[int, TextDelta] = {}  # of each choice
         self._named = {
@@ -50,7 +54,10 @@ class Reply:
 
     async def events(self, first: tuple[int, TextDelta]) -> AsyncIterator[str]:
         """Server-sent events, the last one "[DONE]"; an error in mid-stream is an event too."""
-        options, head = self._request.stream_options, {"object": self._answer.chunk_object}
+        options, head = (
+            self._request.stream_options,
+            {"object": self._answer.chunk_object},
+        )
         found: tuple[int, TextDelta] | None = first
 
         def chunk(choice: Mapping[str, Any]) -> str:
@@ -65,13 +72,19 @@ class Reply:
                     index, piece = found
                     self._last[index] = piece
                     if piece.text or piece.scores or piece.finish_reason:
-                        yield chunk(self._with_kv(self._answer.chunk(index, piece), piece))
+                        yield chunk(
+                            self._with_kv(self._answer.chunk(index, piece), piece)
+                        )
                     found = await anext(self._pieces, None)
         except DisaggError as error:
-            yield event(error_body(str(error), error.reason, error.http_status, error.param))
+            yield event(
+                error_body(str(error), error.reason, error.http_status, error.param)
+            )
         else:
             if options.include_usage:
-                yield event(self._named | head | {"choices": [], "usage": self._usage()})
+                yield event(
+                    self._named | head | {"choices": [], "usage": self._usage()}
+                )
         yield DONE
 
     async def whole(self) -> dict[str, Any]:
@@ -87,7 +100,11 @@ class Reply:
             text = "".join(piece.text for piece in some)
             whole = replace(some[-1], text=text, scores=scores)
             choices.append(self._with_kv(self._answer.whole(index, whole), whole))
-        head = {"object": self._answer.whole_object, "choices": choices, "usage": self._usage()}
+        head = {
+            "object": self._answer.whole_object,
+            "choices": choices,
+            "usage": self._usage(),
+        }
         return self._named | head
 
     def _with_kv(self, choice: dict[str, Any], piece: TextDelta) -> dict[str, Any]:
@@ -99,7 +116,9 @@ class Reply:
         """Every prompt counts once, however many answers it has. Cached: not computed again."""
         prompt = sum(len(prompt.tokens) for prompt in self._prompts)
         answer = sum(piece.num_tokens for piece in self._last.values())
-        firsts = [self._last.get(i * self._request.n) for i in range(len(self._prompts))]
+        firsts = [
+            self._last.get(i * self._request.n) for i in range(len(self._prompts))
+        ]
         cached = sum(piece.kv.get("cached_tokens", 0) for piece in firsts if piece)
         return {
             "prompt_tokens": prompt,

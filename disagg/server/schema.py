@@ -19,12 +19,27 @@ from disagg.server import limits
 NEUTRAL: Mapping[str, Any] = {
     name: value
     for value, names in (
-        (None, "allowed_token_ids audio cache_salt chat_template documents function_call"),
-        (None, "guided_choice guided_grammar guided_json guided_regex logprob_token_ids"),
-        (None, "max_completion_tokens messages mm_processor_kwargs prompt prompt_embeds"),
-        (None, "prompt_logprobs reasoning_effort repetition_detection structured_outputs"),
+        (
+            None,
+            "allowed_token_ids audio cache_salt chat_template documents function_call",
+        ),
+        (
+            None,
+            "guided_choice guided_grammar guided_json guided_regex logprob_token_ids",
+        ),
+        (
+            None,
+            "max_completion_tokens messages mm_processor_kwargs prompt prompt_embeds",
+        ),
+        (
+            None,
+            "prompt_logprobs reasoning_effort repetition_detection structured_outputs",
+        ),
         (None, "truncate_prompt_tokens verbosity web_search_options"),
-        (False, "echo include_stop_str_in_output return_token_ids return_tokens_as_token_ids"),
+        (
+            False,
+            "echo include_stop_str_in_output return_token_ids return_tokens_as_token_ids",
+        ),
         (False, "use_beam_search watermarking"),
         (True, "skip_special_tokens spaces_between_special_tokens"),
         (-1, "thinking_token_budget"),
@@ -75,7 +90,9 @@ def one_text(value: Any) -> Any:
     for part in value:
         is_text = isinstance(part, dict) and part.get("type", "text") == "text"
         if not is_text or not isinstance(part.get("text"), str):
-            raise RequestError(f"messages: {limits.shown(part)} is no part of text", "messages")
+            raise RequestError(
+                f"messages: {limits.shown(part)} is no part of text", "messages"
+            )
     return "\n".join(part["text"] for part in value)
 
 
@@ -115,9 +132,13 @@ class Body(BaseModel):
         if not isinstance(found, dict):
             raise RequestError("the body is JSON, but no object")
         if len(found) > limits.MAX_NAMED:
-            raise RequestError(f"the body has {len(found)} fields; {limits.MAX_NAMED} are read")
+            raise RequestError(
+                f"the body has {len(found)} fields; {limits.MAX_NAMED} are read"
+            )
         try:
-            request = cls.model_validate({k: v for k, v in found.items() if v is not None})
+            request = cls.model_validate(
+                {k: v for k, v in found.items() if v is not None}
+            )
         except ValidationError as error:
             raise refusal(error) from error
         request._check_extras()
@@ -166,7 +187,9 @@ class GenerationRequest(Body, ABC):
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
     max_tokens: Count | None = None
     min_tokens: int = Field(0, ge=0, le=limits.MAX_COUNT)
-    temperature: float = Field(1.0, ge=0, lt=limits.MAX_TEMPERATURE, allow_inf_nan=False)
+    temperature: float = Field(
+        1.0, ge=0, lt=limits.MAX_TEMPERATURE, allow_inf_nan=False
+    )
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=limits.MAX_COUNT, description="0 and -1: all")
     min_p: float = Field(0.0, ge=0, le=1)
@@ -213,7 +236,9 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         list[Any], BeforeValidator(many_prompts), Field(max_length=limits.MAX_CHOICES)
     ]
-    max_tokens: int = Field(16, ge=0, le=limits.MAX_COUNT, description="0: with echo alone")
+    max_tokens: int = Field(
+        16, ge=0, le=limits.MAX_COUNT, description="0: with echo alone"
+    )
     logprobs: Likeliest | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -224,8 +249,12 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self, room: int) -> dict[str, Any]:
         if self.max_tokens == 0 and not self.echo:
-            raise RequestError("max_tokens: 0 tokens are an answer with echo alone", "max_tokens")
-        scored = {"prompt_logprobs": True} if self.echo and self.logprobs is not None else {}
+            raise RequestError(
+                "max_tokens: 0 tokens are an answer with echo alone", "max_tokens"
+            )
+        scored = (
+            {"prompt_logprobs": True} if self.echo and self.logprobs is not None else {}
+        )
         return super().sampling(room) | scored
 
 
@@ -323,7 +352,11 @@ class DetokenizeRequest(Body):
 def refusal(error: ValidationError) -> RequestError:
     """The first of what is wrong: where, the value seen, what would be right."""
     first = error.errors(include_url=False, include_context=False)[0]
-    steps = [f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"] if x != "[key]"]
+    steps = [
+        f"[{x}]" if isinstance(x, int) else f".{x}"
+        for x in first["loc"]
+        if x != "[key]"
+    ]
     path = "".join(steps).removeprefix(".")[: limits.MAX_SHOWN_CHARS] or "the body"
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "missing":

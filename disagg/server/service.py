@@ -63,7 +63,9 @@ class Service:
         self._doors = open_doors(config)
         self._ports = {x.getsockname()[1]: name for name, x in self._doors.items()}
         # where foreign routers find each worker, in words
-        self.doors = [f"{name} at {scheme}://{host}:{x}" for x, name in self._ports.items()]
+        self.doors = [
+            f"{name} at {scheme}://{host}:{x}" for x, name in self._ports.items()
+        ]
         self.config = config
         self.name = served_name(config)
         self._say = say
@@ -73,8 +75,12 @@ class Service:
         self._links: dict[str, Link] = {}
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
-        self.links: list[str] = []  # what the workers have and measured between them, in words
-        self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
+        self.links: list[
+            str
+        ] = []  # what the workers have and measured between them, in words
+        self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]] = (
+            Future()
+        )
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
 
     def __enter__(self) -> Self:
@@ -83,7 +89,9 @@ class Service:
             for listening in (self._socket, *self._doors.values()):
                 stack.callback(listening.close)
             os.environ.update(SILENT)
-            session = stack.enter_context(Session()) if cluster.address == LOCAL else None
+            session = (
+                stack.enter_context(Session()) if cluster.address == LOCAL else None
+            )
             self._thread.start()
             stack.callback(self._stop_http)
             # here, not above: Ray reads its environment when it is imported; and on another thread,
@@ -92,7 +100,11 @@ class Service:
                 pool.submit(import_module, "disagg.launch.ray_cluster").result()
             from disagg.launch.ray_cluster import Cluster
 
-            self._say("starting a private Ray" if session else f"joining Ray at {cluster.address}")
+            self._say(
+                "starting a private Ray"
+                if session
+                else f"joining Ray at {cluster.address}"
+            )
             workers = Cluster(self.config, session)
             stack.callback(workers.close)
             workers.connect()
@@ -107,11 +119,15 @@ class Service:
             up, down = (partial(self._tell, call) for call in (self._add, self._remove))
             workers.watch(up, down, self._lost)
             self._workers = workers
-            stack.callback(self._drain)  # first of all: answers on their way need their workers
+            stack.callback(
+                self._drain
+            )  # first of all: answers on their way need their workers
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         self._stack.close()
         if self._failure is not None and error is None:
             raise self._failure
@@ -163,7 +179,9 @@ class Service:
         self._router = Router(config.router)
         completions = Completions.load(config, self.name, self._router, self._ports)
         origins = config.server.allowed_origins
-        app = create_app(completions, self.secret, self.stopped.set, self._keys, self, origins)
+        app = create_app(
+            completions, self.secret, self.stopped.set, self._keys, self, origins
+        )
         server = http_server(app, config.server)
         self._serving.set_result((asyncio.get_running_loop(), server))
         await server.serve([self._socket, *self._doors.values()])
@@ -193,7 +211,9 @@ class Service:
     def _drain(self) -> None:
         """Let answers end within the grace, if there are workers; then end them."""
         loop, _ = self._serving.result()
-        closing = self._router.close(0.0 if self._failure else self.config.cluster.grace_s)
+        closing = self._router.close(
+            0.0 if self._failure else self.config.cluster.grace_s
+        )
         asyncio.run_coroutine_threadsafe(closing, loop).result()
 
     def _stop_http(self) -> None:
@@ -213,7 +233,9 @@ def served_name(config: Config) -> str:
     is_folder = name == config.model.name and folder.is_dir()
     name = folder.resolve().name if is_folder else name
     if not name.isprintable() or len(name) > MAX_NAME_CHARS:
-        raise ConfigError(f"no client can call a model {shown(name)}; set server.served_model_name")
+        raise ConfigError(
+            f"no client can call a model {shown(name)}; set server.served_model_name"
+        )
     return name
 
 
@@ -222,7 +244,10 @@ def open_doors(config: Config) -> dict[str, socket.socket]:
     roles, first = config.cluster.roles, config.server.pd_ports
     names = [f"{role}-{i}" for role, number in roles.items() for i in range(number)]
     ports = [] if first is None else [first and first + i for i in range(len(names))]
-    return {name: bind(config.server.host, port) for name, port in zip(names, ports, strict=False)}
+    return {
+        name: bind(config.server.host, port)
+        for name, port in zip(names, ports, strict=False)
+    }
 
 
 def check_ports(config: Config) -> None:
@@ -233,7 +258,9 @@ def check_ports(config: Config) -> None:
     with ExitStack() as held:
 
         def hold(port: int) -> int:
-            return held.enter_context(socket.create_server(("127.0.0.1", port))).fileno()
+            return held.enter_context(
+                socket.create_server(("127.0.0.1", port))
+            ).fileno()
 
         for _ in range(each * sum(config.cluster.roles.values())):
             bind_within(ports, hold)
@@ -243,9 +270,13 @@ def bind(host: str, port: int) -> socket.socket:
     """A bound socket; ConfigError where the address is taken or not ours, or is empty: to listen
     everywhere, which nobody can ask by that name."""
     if not host:
-        raise ConfigError(f"server.host is {host!r}; an address is wanted, 0.0.0.0 for all")
+        raise ConfigError(
+            f"server.host is {host!r}; an address is wanted, 0.0.0.0 for all"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
+        return socket.create_server(
+            (host, port), family=family, dualstack_ipv6=host == "::"
+        )
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

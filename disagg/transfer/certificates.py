@@ -30,7 +30,9 @@ SKEW, LIFE = timedelta(days=1), timedelta(days=3650)  # clocks of hosts differ
 def make_authority() -> tuple[bytes, bytes]:
     """The certificate of a new one, and its key."""
     key = generate_private_key(SECP256R1())
-    return _sign(NAME, key, key, x509.BasicConstraints(ca=True, path_length=0)), _pem(key)
+    return _sign(NAME, key, key, x509.BasicConstraints(ca=True, path_length=0)), _pem(
+        key
+    )
 
 
 def issue(authority_key: bytes, host: str) -> tuple[bytes, bytes]:
@@ -52,7 +54,8 @@ def _sign(
 ) -> bytes:
     """A certificate of a key, in the name of the authority."""
     issuer, owner = (
-        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (NAME, subject)
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        for name in (NAME, subject)
     )
     now = datetime.now(UTC)
     return (

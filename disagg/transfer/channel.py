@@ -31,7 +31,15 @@ from disagg.errors import (
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.direct import dial
 from disagg.transfer.link import LinkReport, RateLimiter, RateMeter, measure
-from disagg.transfer.messages import KV_SERVICE, Ack, Attach, Attached, Credit, fill, parse
+from disagg.transfer.messages import (
+    KV_SERVICE,
+    Ack,
+    Attach,
+    Attached,
+    Credit,
+    fill,
+    parse,
+)
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
 from disagg.transfer.sender import OutgoingFrame, Sender
@@ -86,7 +94,9 @@ class PushStream:
 
     def __init__(self, link: Link):
         self._address = link.address
-        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
+        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(
+            metadata=link.metadata
+        )
 
     async def send(self, parts: Sequence[Buffer]) -> int:
         message = frame_message(parts)
@@ -180,7 +190,9 @@ class Channel:
         reply = await self._call("Commit", data, self.options.stall_s, sender)
         return Ack.from_message(parse(kv.CommitResponse, reply))
 
-    async def _call(self, name: str, data: bytes, timeout_s: float, *senders: Sender) -> bytes:
+    async def _call(
+        self, name: str, data: bytes, timeout_s: float, *senders: Sender
+    ) -> bytes:
         """The answer to a call, or PeerLostError; `senders` share the bytes of both messages."""
         try:
             reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
@@ -199,7 +211,12 @@ class Channel:
         try:
             with closing(await self._open(attached)) as stream:
                 async with asyncio.TaskGroup() as group:
-                    parts = self._feed(stream), self._listen(stream), self._renew(), self._watch()
+                    parts = (
+                        self._feed(stream),
+                        self._listen(stream),
+                        self._renew(),
+                        self._watch(),
+                    )
                     for part in parts:
                         group.create_task(part)
         except Exception as failure:
@@ -227,7 +244,10 @@ class Channel:
                 continue
             sender, parcel = chosen
             self.meter.leaves(parcel.size, time.monotonic())
-            if pace is not None and (delay := pace.delay(parcel.size, time.monotonic())) > 0:
+            if (
+                pace is not None
+                and (delay := pace.delay(parcel.size, time.monotonic())) > 0
+            ):
                 await asyncio.sleep(delay)
             size = await stream.send(parcel.parts)
             sender.wire_bytes += size
@@ -270,7 +290,9 @@ class Channel:
                 timeout_s = min(self.options.call_s, pause_s)
                 reply = await self._call("Renew", data, timeout_s, *senders)
             except PeerLostError as error:
-                log.warning("the leases at %s were not renewed: %s", self.address, error)
+                log.warning(
+                    "the leases at %s were not renewed: %s", self.address, error
+                )
                 continue
             over = set(parse(kv.RenewResponse, reply).over)
             for sender, ticket in senders.items():
@@ -281,11 +303,16 @@ class Channel:
         """PeerLostError once nothing is answered any more, or nobody needs the stream."""
         while True:
             await asyncio.sleep(self.options.stall_s / 4)
-            if not self._attached and time.monotonic() - self._needed_at > self.options.idle_s:
+            if (
+                not self._attached
+                and time.monotonic() - self._needed_at > self.options.idle_s
+            ):
                 raise PeerLostError(f"no hand-off for {self.options.idle_s:g} s")
             quiet_s = self.meter.quiet_s(time.monotonic())
             if quiet_s > self.options.stall_s:
-                raise PeerLostError(f"{self.address} answered nothing for {quiet_s:.1f} s")
+                raise PeerLostError(
+                    f"{self.address} answered nothing for {quiet_s:.1f} s"
+                )
 
     def _why(self, failure: Exception) -> DisaggError:
         """What hand-offs are told: an error that attaching again cannot mend, or PeerLostError."""
@@ -322,7 +349,9 @@ class Peers:
     def get(self, address: str) -> Channel:
         """The channel to "host:port"; it connects when it is used."""
         if (channel := self._channels.get(address)) is None:
-            channel = self._channels[address] = Channel(address, self._security, self.options)
+            channel = self._channels[address] = Channel(
+                address, self._security, self.options
+            )
         return channel
 
     async def meet(self, addresses: Iterable[str]) -> list[str]:

@@ -5,14 +5,30 @@ router holds either and cannot tell. Failures are errors of disagg.errors; a tra
 PeerLostError, which leaves open whether the peer is dead.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+)
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.transfer.messages import Grant, Job, StepEvents, Submit, WorkerStatus, fill, parse, read
+from disagg.transfer.messages import (
+    Grant,
+    Job,
+    StepEvents,
+    Submit,
+    WorkerStatus,
+    fill,
+    parse,
+    read,
+)
 from disagg.transfer.rpc import Link, failures_of, rpc_handlers
 
 WORKER_SERVICE = "disagg.v1.WorkerService"
@@ -50,13 +66,19 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
 
     def call(name: str, data: bytes) -> Any:
         request = parse(getattr(pb, f"{name}Request"), data)
-        given = {"submit": Submit.from_message(request)} if name == "Submit" else read(request)
+        given = (
+            {"submit": Submit.from_message(request)}
+            if name == "Submit"
+            else read(request)
+        )
         return getattr(handler, name.lower())(**given)
 
     def unary(name: str) -> Callable[[bytes], Awaitable[bytes]]:
         async def run(data: bytes) -> bytes:
             answer = await call(name, data)
-            message = answer.to_message() if answer else getattr(pb, f"{name}Response")()
+            message = (
+                answer.to_message() if answer else getattr(pb, f"{name}Response")()
+            )
             return message.SerializeToString()
 
         return run

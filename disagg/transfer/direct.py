@@ -43,7 +43,12 @@ CONGESTION = b"cubic"
 DEAD_MS = 5000  # sent bytes that no kernel acknowledges so long mean a dead link
 
 _OPTIONS: dict[str, int | bytes] = {"TCP_NODELAY": 1, "TCP_CONGESTION": CONGESTION}
-_OPTIONS |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": DEAD_MS}
+_OPTIONS |= {
+    "TCP_KEEPIDLE": 1,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": DEAD_MS,
+}
 _HELLO = struct.Struct(f"<4sI{KEY_BYTES}s")
 _LENGTH = struct.Struct("<I")
 
@@ -167,10 +172,14 @@ class DirectStream:
             while True:
                 (size,) = _LENGTH.unpack(await self._sock.read(_LENGTH.size))
                 if size > MAX_ANSWER_BYTES:
-                    raise CorruptFrameError(f"{self._peer} announced an answer of {size} bytes")
+                    raise CorruptFrameError(
+                        f"{self._peer} announced an answer of {size} bytes"
+                    )
                 yield bytes(await self._sock.read(size))
         except OSError as error:
-            raise PeerLostError(f"the direct connection to {self._peer} broke: {error}") from error
+            raise PeerLostError(
+                f"the direct connection to {self._peer} broke: {error}"
+            ) from error
 
     def close(self) -> None:
         self._sock.close()
@@ -193,7 +202,9 @@ async def dial(
                     await sock.secure(context, host)
                 await sock.write([_HELLO.pack(MAGIC, VERSION, key)])
         except OSError as error:  # TimeoutError is one
-            raise PeerLostError(f"no direct connection to {address}: {error}") from error
+            raise PeerLostError(
+                f"no direct connection to {address}: {error}"
+            ) from error
         opened.pop_all()
         return DirectStream(sock, address)
 
@@ -207,8 +218,12 @@ class DirectServer:
     def __init__(self, receiver: Receiver, security: Security | None = None):
         self._receiver = receiver
         self._context = tls_context(security or Security(), server=True)
-        self._keys: dict[bytes, float] = {}  # until when each opens a connection; oldest first
-        self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
+        self._keys: dict[
+            bytes, float
+        ] = {}  # until when each opens a connection; oldest first
+        self._strangers: OrderedDict[asyncio.Task[None], None] = (
+            OrderedDict()
+        )  # oldest first
         self._socket: socket.socket | None = None
 
     def listen(self, host: str, ports: Sequence[int] | None = None) -> int:
@@ -217,7 +232,9 @@ class DirectServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         def bind(port: int) -> int:
-            self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
+            self._socket = socket.create_server(
+                (host, port), family=family, backlog=MAX_STRANGERS
+            )
             self._socket.setblocking(False)
             return int(self._socket.getsockname()[1])
 
@@ -242,7 +259,9 @@ class DirectServer:
                 while True:
                     try:
                         raw, _ = await loop.sock_accept(self._socket)
-                    except OSError as error:  # of one connection, or of too many open files
+                    except (
+                        OSError
+                    ) as error:  # of one connection, or of too many open files
                         log.warning("no direct connection can be taken: %s", error)
                         await asyncio.sleep(REST_S)
                         continue
@@ -262,7 +281,9 @@ class DirectServer:
                     self._strangers.pop(task, None)
                     try:
                         await self._frames(sock)
-                    except WireError as error:  # gRPC has a status for it; here it is an answer
+                    except (
+                        WireError
+                    ) as error:  # gRPC has a status for it; here it is an answer
                         async with asyncio.timeout(HELLO_S):
                             await self._answer(sock, Credit(0, 0, error))
                         raise

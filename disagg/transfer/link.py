@@ -44,14 +44,19 @@ class LinkReport:
         )
 
 
-async def measure(link: Link, clock: Callable[[], float] = time.perf_counter) -> LinkReport:
+async def measure(
+    link: Link, clock: Callable[[], float] = time.perf_counter
+) -> LinkReport:
     """Ask a decode worker's receiver; raises as `Link.call` does if nobody is there, or it cannot.
 
     At most 64 KiB and three frames cross; less where they would take long.
     """
 
     async def ask(nbytes: int, times: int = 1) -> float:
-        message, best = frame_message([bytes(nbytes)]), math.inf  # as a ProbeRequest looks
+        message, best = (
+            frame_message([bytes(nbytes)]),
+            math.inf,
+        )  # as a ProbeRequest looks
         for _ in range(times):
             began = clock()
             await link.call(f"/{KV_SERVICE}/Probe", message, CALL_S)

@@ -32,7 +32,9 @@ def parse(message: type[Parsed], data: bytes) -> Parsed:
     try:
         return message.FromString(data)
     except DecodeError as error:
-        raise RequestError(f"{len(data)} bytes are no {message.DESCRIPTOR.name}") from error
+        raise RequestError(
+            f"{len(data)} bytes are no {message.DESCRIPTOR.name}"
+        ) from error
 
 
 class ProtoMessage:
@@ -245,7 +247,9 @@ class Attached(ProtoMessage, form=kv.AttachResponse):
     def here(self) -> dict[int, int]:
         """The digests by place; CorruptFrameError unless each has one."""
         if len(self.have) != len(self.digests):
-            raise CorruptFrameError(f"{len(self.digests)} digests of {len(self.have)} items")
+            raise CorruptFrameError(
+                f"{len(self.digests)} digests of {len(self.have)} items"
+            )
         return dict(zip(self.have, self.digests, strict=True))
 
 
@@ -268,12 +272,17 @@ class Ack(ProtoMessage, form=kv.CommitResponse):
 
 # -- to protobuf and back, field by field
 
-Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what protobuf has, and back
+Form = tuple[
+    Callable[[Any], Any], Callable[[Any], Any]
+]  # to what protobuf has, and back
 
 
 def fill(form: type[Parsed], **values: Any) -> Parsed:
     """A message of these fields; None for one that is absent."""
-    forms, there = _forms(form.DESCRIPTOR), {x: y for x, y in values.items() if y is not None}
+    forms, there = (
+        _forms(form.DESCRIPTOR),
+        {x: y for x, y in values.items() if y is not None},
+    )
     return form(**{name: forms[name][0](value) for name, value in there.items()})
 
 
@@ -310,7 +319,9 @@ def _words(prefix: str, enum: EnumTypeWrapper, words: Iterable[StrEnum]) -> Form
     def back(number: int) -> StrEnum:
         if number in known:
             return known[number]
-        raise RequestError(f"unknown {prefix} {number}; known: {', '.join(known.values())}")
+        raise RequestError(
+            f"unknown {prefix} {number}; known: {', '.join(known.values())}"
+        )
 
     return numbers.get, back
 
@@ -332,13 +343,18 @@ def _json(what: str, kind: type, none: Callable[[], Any]) -> Form:
         except ValueError as error:
             raise RequestError(f"{what} is no JSON: {error}") from error
         if text and not isinstance(found, kind):
-            raise RequestError(f"{what} is a {type(found).__name__}; a {kind.__name__} is wanted")
+            raise RequestError(
+                f"{what} is a {type(found).__name__}; a {kind.__name__} is wanted"
+            )
         return found
 
     return lambda value: json.dumps(value) if value or value == {} else "", back
 
 
-_TICKET = (lambda ticket: kv.Ticket(**vars(ticket)), lambda message: Ticket(**read(message)))
+_TICKET = (
+    lambda ticket: kv.Ticket(**vars(ticket)),
+    lambda message: Ticket(**read(message)),
+)
 _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same everywhere
     "job": _part(Job),
     "load": _part(Load),

@@ -92,7 +92,9 @@ class Scrub:
         for note in self.notes:
             for item, was in zip(note.unit.items(note.group), note.seen(), strict=True):
                 if (seen := digest(next(copies))) != was:
-                    text = f"{item} was altered in the pool: it is {seen:x}, was {was:x}"
+                    text = (
+                        f"{item} was altered in the pool: it is {seen:x}, was {was:x}"
+                    )
                     damaged.setdefault(note.key, CorruptFrameError(text))
         return damaged
 
@@ -111,7 +113,9 @@ class PrefixCache:
         Slabs count, as a slab holds records of one shape; what others hold now does not.
         """
         size, counts = self._pool.slab_bytes, plan.records(tokens)
-        fits = all(shape.nbytes <= size for shape in counts) and self._pool.num_slabs >= sum(
+        fits = all(
+            shape.nbytes <= size for shape in counts
+        ) and self._pool.num_slabs >= sum(
             -(-count // (size // shape.nbytes)) for shape, count in counts.items()
         )
         if not fits:
@@ -120,7 +124,9 @@ class PrefixCache:
                 f"a pool of {self._pool.num_slabs} slabs of {size} bytes cannot hold them"
             )
 
-    def hold(self, model: str, plan: Plan, job: Job, spare_bytes: int) -> PendingHandoff:
+    def hold(
+        self, model: str, plan: Plan, job: Job, spare_bytes: int
+    ) -> PendingHandoff:
         """Records for a prompt, shared where that is possible; CapacityError and nothing taken.
 
         Those of a sequence that moves are its own: what is sealed while decoding is no prompt's.
@@ -144,13 +150,20 @@ class PrefixCache:
     def keep(self, holding: PendingHandoff, digests: Sequence[int]) -> frozenset[int]:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
         plan, tokens = holding.arrivals.checklist.plan, holding.job.tokens
-        checklist, packed = Manifest(plan, tokens), array("Q", digests)  # no list of items stays
+        checklist, packed = (
+            Manifest(plan, tokens),
+            array("Q", digests),
+        )  # no list of items stays
         units, found = units_of(plan, tokens) if any(holding.keys) else (), set[int]()
-        for some, keys, state in zip(units, holding.keys, holding.groups, strict=bool(units)):
+        for some, keys, state in zip(
+            units, holding.keys, holding.groups, strict=bool(units)
+        ):
             ids = state.ids_by_kind()
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
                 pages = tuple(ids[kind][record] for kind, record in unit.records())
-                self._pool.keep(key, pages, CachedBlock(key, pages, unit, checklist, packed))
+                self._pool.keep(
+                    key, pages, CachedBlock(key, pages, unit, checklist, packed)
+                )
                 found.update(pages)
         return frozenset(found)
 
@@ -173,7 +186,11 @@ class PrefixCache:
 
     def _take(self, keys: Sequence[bytes]) -> list[CachedBlock]:
         """What the leading keys keep; the caller owns it too. An engine has keys of its own."""
-        return [kept.note for kept in self._pool.take(keys) if isinstance(kept.note, CachedBlock)]
+        return [
+            kept.note
+            for kept in self._pool.take(keys)
+            if isinstance(kept.note, CachedBlock)
+        ]
 
     def _hold(
         self, plan: Plan, job: Job, keys: Keys, wanted: Keys, spare_bytes: int
@@ -186,11 +203,17 @@ class PrefixCache:
         owned, records = [*shared], [_by_kind(notes) for notes in found]
         try:
             lacks = [
-                (pages := ids[kind], group.record(group.layout(kind)), count - len(pages))
+                (
+                    pages := ids[kind],
+                    group.record(group.layout(kind)),
+                    count - len(pages),
+                )
                 for group, ids in zip(plan.groups, records, strict=True)
                 for kind, count in group.inventory(tokens).items()
             ]
-            self._leave(spare_bytes, tokens, sum(shape.nbytes * n for _, shape, n in lacks))
+            self._leave(
+                spare_bytes, tokens, sum(shape.nbytes * n for _, shape, n in lacks)
+            )
             for pages, shape, count in lacks:
                 fresh = self._pool.claim(shape, count)
                 owned += fresh
@@ -205,9 +228,13 @@ class PrefixCache:
             self._pool.release(owned)
             raise
         here, cached = dict[int, int](), tokens
-        for group, units, notes in zip(plan.groups, units_of(plan, tokens), found, strict=True):
+        for group, units, notes in zip(
+            plan.groups, units_of(plan, tokens), found, strict=True
+        ):
             end = group.dropped(tokens)
-            for unit, note in zip(units, notes, strict=False):  # by this prompt's record numbers
+            for unit, note in zip(
+                units, notes, strict=False
+            ):  # by this prompt's record numbers
                 places, end = chain.from_iterable(checklist.places(unit)), unit.end
                 here.update(zip(places, note.seen(), strict=True))
             cached = min(cached, end)

@@ -41,7 +41,9 @@ class Receiver:
     def __init__(
         self,
         reservations: Reservations,
-        on_damage: Callable[[str, int, DisaggError], None] = lambda rid, attempt, error: None,
+        on_damage: Callable[
+            [str, int, DisaggError], None
+        ] = lambda rid, attempt, error: None,
     ):
         self.reservations = reservations
         self.direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
@@ -75,7 +77,9 @@ class Receiver:
         """
         frame = unpack(data)
         if not isinstance(frame, PageFrame):
-            raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
+            raise CorruptFrameError(
+                f"a {type(frame).__name__} where pages were expected"
+            )
         error: DisaggError | None = None
         try:
             self.reservations.store(frame, channel)
@@ -115,7 +119,9 @@ class Receiver:
             attached = replace(attached, port=port, key=key)
         return attached.to_message().SerializeToString()
 
-    async def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
+    async def push(
+        self, messages: AsyncIterator[Buffer]
+    ) -> AsyncGenerator[bytes, None]:
         """PushResponses to the frames of one channel."""
         channel = object()
         try:
@@ -128,11 +134,15 @@ class Receiver:
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
         tickets = read(parse(kv.RenewRequest, data))["tickets"]
-        return kv.RenewResponse(over=self.reservations.renew(tickets)).SerializeToString()
+        return kv.RenewResponse(
+            over=self.reservations.renew(tickets)
+        ).SerializeToString()
 
     async def commit(self, data: bytes) -> bytes:
         """A CommitResponse. Where this completes a prompt, the engine has it then."""
         commit = unpack(message_frame(data))
         if not isinstance(commit, Commit):
-            raise CorruptFrameError(f"a {type(commit).__name__} where a commit was expected")
+            raise CorruptFrameError(
+                f"a {type(commit).__name__} where a commit was expected"
+            )
         return self.reservations.commit(commit).to_message().SerializeToString()

@@ -19,7 +19,12 @@ from disagg.kv.prefix_keys import PrefixBlock
 from disagg.kv.state import GroupState
 from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
-KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
+KIND_ORDER = (
+    Kind.SEGMENT,
+    Kind.PAGE,
+    Kind.SIDE,
+    Kind.RAW,
+)  # what a page depends on comes first
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
 ITEM_HEADER_BYTES = 20  # place, size and digest of each item
 LONGEST = 2048  # tokens of a prompt that a codec can be expected to make smaller
@@ -74,17 +79,24 @@ class Manifest:
             if rows:
                 self.tails[index] = Tail(last, tuple(_rows(group, rows)))
         self.num_items = 0
-        self.runs: dict[tuple[int, Kind], range] = {}  # places by layer and kind, in their order
+        self.runs: dict[
+            tuple[int, Kind], range
+        ] = {}  # places by layer and kind, in their order
         for layer, index in enumerate(plan.group_of):
             for kind, count in found[index].items():
                 self.runs[layer, kind] = range(self.num_items, self.num_items + count)
                 self.num_items += count
-        self._names, self._starts = [*self.runs], [run.start for run in self.runs.values()]
+        self._names, self._starts = (
+            [*self.runs],
+            [run.start for run in self.runs.values()],
+        )
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """All items: layer by layer, segments, pages, side records, raw pages."""
-        return tuple(chain.from_iterable(map(self.layer, range(len(self.plan.group_of)))))
+        return tuple(
+            chain.from_iterable(map(self.layer, range(len(self.plan.group_of))))
+        )
 
     def layer(self, layer: int) -> Iterator[Item]:
         """The items of one model layer."""
@@ -127,7 +139,9 @@ class Manifest:
     @cached_property
     def frame_bytes(self) -> int:
         """The largest message with pages: FRAME_BYTES, or that of one item above this size."""
-        return max(FRAME_BYTES, *(message_bytes(size, 1) for size in self._nbytes.values()))
+        return max(
+            FRAME_BYTES, *(message_bytes(size, 1) for size in self._nbytes.values())
+        )
 
     def match(self, states: Sequence[GroupState]) -> None:
         """TransferError unless a sequence has the records of a prompt: while decoding, some codecs
@@ -137,10 +151,16 @@ class Manifest:
             inventory, ids = group.inventory(self.tokens), state.ids_by_kind()
             theirs = {kind: len(ids.get(kind, ())) for kind in KIND_ORDER}
             ours = {kind: inventory[kind] for kind in KIND_ORDER}
-            joined = len(state.runs) > len({run.segment for run in state.runs})  # the first one
+            joined = len(state.runs) > len(
+                {run.segment for run in state.runs}
+            )  # the first one
             if group.lead:  # which all others are copies of
                 theirs[Kind.SEGMENT], joined = ours[Kind.SEGMENT], False
-            if theirs != ours or joined or any(run.layout != group.page for run in state.runs):
+            if (
+                theirs != ours
+                or joined
+                or any(run.layout != group.page for run in state.runs)
+            ):
                 raise TransferError(
                     f"{group.codec} leaves {theirs} behind, sealed while decoding; a prompt of "
                     f"{self.tokens} tokens is {ours}"
@@ -157,7 +177,9 @@ def least_worth_sending(plan: Plan) -> int:
 
     0 if none are: the plan does not compress, so that no length is better than another.
     """
-    for end in range(LONGEST, 0, -RAW_TOKENS):  # the most bytes a token has just before a page ends
+    for end in range(
+        LONGEST, 0, -RAW_TOKENS
+    ):  # the most bytes a token has just before a page ends
         checklist = Manifest(plan, end - 1)
         overhead = 2 * len(plan.group_of) * HEADER_BYTES
         overhead += 2 * ITEM_HEADER_BYTES * checklist.num_items
@@ -170,7 +192,10 @@ def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:
     """The first `rows` tokens of a raw layer page."""
     for head in range(group.heads):
         for plane in group.raw.planes:
-            yield head * group.raw.block_bytes + plane.offset, plane.nbytes // RAW_TOKENS * rows
+            yield (
+                head * group.raw.block_bytes + plane.offset,
+                plane.nbytes // RAW_TOKENS * rows,
+            )
 
 
 # -- where they lie, and which arrived
@@ -183,7 +208,9 @@ class Addresses:
         self._checklist = checklist
         self._ids = [state.ids_by_kind() for state in states]
         for group, ids in zip(checklist.plan.groups, self._ids, strict=True):
-            if group.lead and (known := ids.get(Kind.SEGMENT)):  # of as many as a prompt would have
+            if group.lead and (
+                known := ids.get(Kind.SEGMENT)
+            ):  # of as many as a prompt would have
                 missing = group.inventory(checklist.tokens)[Kind.SEGMENT] - len(known)
                 ids[Kind.SEGMENT] = known + known[:1] * missing
         self._offsets = {
@@ -209,7 +236,10 @@ class Addresses:
             sent = group.is_side_sent(self._checklist.tokens)
             records += [(Kind.SIDE, 0)] if Kind.SIDE in ids and not sent else []
             for kind, record in records:
-                yield ids[kind][record] * ARENA_UNIT, group.record(group.layout(kind)).nbytes
+                yield (
+                    ids[kind][record] * ARENA_UNIT,
+                    group.record(group.layout(kind)).nbytes,
+                )
 
 
 class ArenaSource:
@@ -255,7 +285,9 @@ class ReceivedItems:
     addresses: Addresses
     here: dict[int, int]
 
-    def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
+    def absent(
+        self, frame: PageFrame
+    ) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
         """What a frame brings that is not here, verified: digests by place, and bytes with their
         offsets.
 
@@ -264,10 +296,14 @@ class ReceivedItems:
         """
         new: dict[int, int] = {}
         pieces: list[tuple[int, Buffer]] = []
-        for place, expected, data in zip(frame.places, frame.digests, frame.payload, strict=True):
+        for place, expected, data in zip(
+            frame.places, frame.digests, frame.payload, strict=True
+        ):
             item = self.checklist.item(place)
             if len(data) != (size := self.checklist.nbytes(item)):
-                raise LayoutError(f"{item} comes in {len(data)} bytes; here it has {size}")
+                raise LayoutError(
+                    f"{item} comes in {len(data)} bytes; here it has {size}"
+                )
             known = self.here.get(place, new.get(place))
             if (seen := digest(data) if known is None else known) != expected:
                 raise CorruptFrameError(f"{item} is {seen:x}, sent as {expected:x}")
@@ -282,17 +318,29 @@ class ReceivedItems:
         """LayoutError for a commit of another prompt, CorruptFrameError if an item is here with
         another digest than the commit says, TransferError if one is not here.
         """
-        ours = self.checklist.tokens, self.checklist.plan.fingerprint, self.checklist.num_items
+        ours = (
+            self.checklist.tokens,
+            self.checklist.plan.fingerprint,
+            self.checklist.num_items,
+        )
         if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
-            raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
+            raise LayoutError(
+                f"tokens, plan and items are {theirs}; reserved were {ours}"
+            )
         for place, seen in self.here.items():
             if seen != (expected := commit.digests[place]):
                 item = self.checklist.item(place)
-                raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
+                raise CorruptFrameError(
+                    f"{item} came as {seen:x}, committed as {expected:x}"
+                )
         if absent := len(commit.digests) - len(self.here):
-            first = next(place for place in range(len(commit.digests)) if place not in self.here)
+            first = next(
+                place for place in range(len(commit.digests)) if place not in self.here
+            )
             item = self.checklist.item(first)
-            raise TransferError(f"{absent} items of the commit never came, the first is {item}")
+            raise TransferError(
+                f"{absent} items of the commit never came, the first is {item}"
+            )
 
 
 def _joined(parts: Sequence[memoryview]) -> memoryview:

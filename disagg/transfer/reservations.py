@@ -65,7 +65,11 @@ class ReceiverPolicy:
 
     def plan_for(self, job: Job) -> Plan:
         """The plan of a job that can be served some day; RequestError or ConfigError if not."""
-        if not job.rid or len(job.rid) > MAX_RID_CHARS or len(job.codec) > MAX_CODEC_CHARS:
+        if (
+            not job.rid
+            or len(job.rid) > MAX_RID_CHARS
+            or len(job.codec) > MAX_CODEC_CHARS
+        ):
             raise RequestError(
                 f"a request id has 1 to {MAX_RID_CHARS} characters, a codec spec at most "
                 f"{MAX_CODEC_CHARS}; these have {len(job.rid)} and {len(job.codec)}"
@@ -156,11 +160,15 @@ class Reservations:
         self.cache = PrefixCache(pool, terms.share)
         self._on_admit, self._on_drop = on_admit, on_drop
         self._arena, self._clock = pool.arena, clock
-        self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
+        self._live: OrderedDict[str, Reservation] = (
+            OrderedDict()
+        )  # by rid; who renewed last, last
         self._running: dict[str, Reservation] = {}  # by rid: the engine has it
         self._by_nonce: dict[int, Reservation] = {}
         self._ended: deque[Reservation] = deque()  # oldest first
-        self._tombstones: OrderedDict[str, tuple[int, float]] = OrderedDict()  # oldest first
+        self._tombstones: OrderedDict[str, tuple[int, float]] = (
+            OrderedDict()
+        )  # oldest first
 
     # -- what the router says
 
@@ -178,16 +186,24 @@ class Reservations:
         old = self._live.get(job.rid)
         if old and old.attempt == job.attempt:
             known = old.live().job
-            if known.moved != job.moved and old.state is State.HELD:  # it said more before it left
+            if (
+                known.moved != job.moved and old.state is State.HELD
+            ):  # it said more before it left
                 self._stop(old, f"room for {job.tokens} tokens is wanted now")
                 return self.reserve(job, epoch)
-            if (known.prompt, known.codec, known.moved) != (job.prompt, job.codec, job.moved):
+            if (known.prompt, known.codec, known.moved) != (
+                job.prompt,
+                job.codec,
+                job.moved,
+            ):
                 raise ReservationError(f"{old.name} is reserved for another prompt")
             self._renew(old)
             return Grant(old.nonce, self.epoch)
         self._refuse_late(job)
         self.cache.check(plan, job.tokens)
-        if job.attempt:  # whether a lower one came here or not: none comes after this one
+        if (
+            job.attempt
+        ):  # whether a lower one came here or not: none comes after this one
             self.abort(job.rid, job.attempt - 1, f"attempt {job.attempt} took over")
         return Grant(self._hold(job, plan).nonce, self.epoch)
 
@@ -203,7 +219,9 @@ class Reservations:
         if epoch == self.epoch:
             return
         if epoch != self.epoch + 1:
-            raise ReservationError(f"a fence to epoch {epoch}; this worker is in {self.epoch}")
+            raise ReservationError(
+                f"a fence to epoch {epoch}; this worker is in {self.epoch}"
+            )
         self.epoch = epoch
         for reservation in self._of():
             self._stop(reservation, f"fenced: epoch {epoch} has begun")
@@ -222,9 +240,13 @@ class Reservations:
         checklist = arrivals.checklist
         ours = self.terms.model, checklist.plan.fingerprint, checklist.tokens
         if ours != (theirs := (attach.model, attach.plan, attach.tokens)):
-            raise LayoutError(f"model, plan and tokens are {theirs}; reserved were {ours}")
+            raise LayoutError(
+                f"model, plan and tokens are {theirs}; reserved were {ours}"
+            )
         if gen <= reservation.gen:
-            raise ReservationError(f"stream {gen} attaches after stream {reservation.gen} did")
+            raise ReservationError(
+                f"stream {gen} attaches after stream {reservation.gen} did"
+            )
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel = None
         self._renew(reservation)
@@ -236,7 +258,9 @@ class Reservations:
         self.expire()
         over = []
         for ticket in tickets:
-            reservation = self._by_nonce.get(ticket.nonce) if ticket.epoch == self.epoch else None
+            reservation = (
+                self._by_nonce.get(ticket.nonce) if ticket.epoch == self.epoch else None
+            )
             if reservation and reservation.holding:
                 self._renew(reservation)
             elif not (reservation and reservation.state is State.ADMITTED):
@@ -249,7 +273,9 @@ class Reservations:
         reservation = self._find(frame.ticket)
         arrivals = reservation.attached(frame.ticket, State.ATTACHED).arrivals
         if reservation.channel not in (None, channel):
-            raise ReservationError(f"frames of {reservation.name} come on another channel")
+            raise ReservationError(
+                f"frames of {reservation.name} come on another channel"
+            )
         reservation.channel = channel
         self._renew(reservation)
         began = self._clock()
@@ -274,7 +300,9 @@ class Reservations:
         began, reservation = self._clock(), self._find(commit.ticket)
         if reservation.state is State.ADMITTED:
             if reservation.committed != _hash(commit):
-                raise ReservationError(f"{reservation.name} was admitted by another commit")
+                raise ReservationError(
+                    f"{reservation.name} was admitted by another commit"
+                )
             return reservation.ack
         holding = reservation.attached(commit.ticket, State.ATTACHED, State.BROKEN)
         holding.arrivals.check(commit)
@@ -293,7 +321,9 @@ class Reservations:
     def expire(self) -> None:
         """End what is over by now: leases and memories. Every event begins with it."""
         now = self._clock()
-        while self._live and (first := next(iter(self._live.values()))).lease_until <= now:
+        while (
+            self._live and (first := next(iter(self._live.values()))).lease_until <= now
+        ):
             self.counts["expired"] += 1
             why = f"no sign of life for a lease, {self.terms.lease_s:g} s"
             self._stop(first, why, State.EXPIRED)
@@ -331,7 +361,9 @@ class Reservations:
 
     def _find(self, ticket: Ticket) -> Reservation:
         if ticket.epoch != self.epoch:
-            raise ReservationError(f"epoch {ticket.epoch} is over; this worker is in {self.epoch}")
+            raise ReservationError(
+                f"epoch {ticket.epoch} is over; this worker is in {self.epoch}"
+            )
         if reservation := self._by_nonce.get(ticket.nonce):
             return reservation
         raise ReservationError(f"no reservation {ticket.nonce:016x} is known here")
@@ -339,7 +371,9 @@ class Reservations:
     def _refuse_late(self, job: Job) -> None:
         known = self._live.get(job.rid) or self._running.get(job.rid)
         if known and known.attempt >= job.attempt:
-            raise ReservationError(f"{job.name} comes after {known.name}, which is {known.state}")
+            raise ReservationError(
+                f"{job.name} comes after {known.name}, which is {known.state}"
+            )
         if job.attempt <= self._tombstones.get(job.rid, (-1, 0.0))[0]:
             raise ReservationError(f"{job.name} was aborted or superseded")
 
@@ -348,7 +382,9 @@ class Reservations:
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
         if not terms.rows.take():
-            raise CapacityError(f"{terms.rows.count} sequences are here or promised room")
+            raise CapacityError(
+                f"{terms.rows.count} sequences are here or promised room"
+            )
         try:
             holding = self.cache.hold(terms.model, plan, job, terms.watermark_bytes)
         except BaseException:
@@ -363,7 +399,9 @@ class Reservations:
         reservation.lease_until = self._clock() + self.terms.lease_s
         self._live.move_to_end(reservation.rid)
 
-    def _admit(self, reservation: Reservation, holding: PendingHandoff, commit: Commit) -> None:
+    def _admit(
+        self, reservation: Reservation, holding: PendingHandoff, commit: Commit
+    ) -> None:
         """Give the records away, to the engine; keep what can be shared."""
         reservation.pages = self.cache.keep(holding, commit.digests)
         reservation.holding, reservation.state = None, State.ADMITTED
@@ -378,7 +416,9 @@ class Reservations:
             self._end(reservation, State.ABORTED, str(error))
             raise
 
-    def _stop(self, reservation: Reservation, reason: str, state: State = State.ABORTED) -> None:
+    def _stop(
+        self, reservation: Reservation, reason: str, state: State = State.ABORTED
+    ) -> None:
         admitted = reservation.state is State.ADMITTED
         self._end(reservation, state, reason)
         if admitted:
@@ -386,7 +426,11 @@ class Reservations:
 
     def _end(self, reservation: Reservation, state: State, reason: str) -> None:
         """Only its names stay."""
-        reservation.state, reservation.reason, reservation.ended_at = state, reason, self._clock()
+        reservation.state, reservation.reason, reservation.ended_at = (
+            state,
+            reason,
+            self._clock(),
+        )
         reservation.pages = frozenset()
         for table in (self._live, self._running):
             if table.get(reservation.rid) is reservation:

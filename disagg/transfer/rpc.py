@@ -44,10 +44,16 @@ from disagg.wire import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
-TOKEN_KEY, REASON_KEY, MESSAGE_KEY = "authorization", "disagg-reason", "disagg-message-bin"
+TOKEN_KEY, REASON_KEY, MESSAGE_KEY = (
+    "authorization",
+    "disagg-reason",
+    "disagg-message-bin",
+)
 MAX_TEXT_BYTES = 2048  # of an error's message in a status
 MAX_STREAMS = 256  # calls at once on one connection
-MAX_ANSWER_BYTES = 16 << 20  # what is known of the longest prompt that a commit can carry
+MAX_ANSWER_BYTES = (
+    16 << 20
+)  # what is known of the longest prompt that a commit can carry
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of glibc
 
 # pings find a frozen peer in about 2 s; without the last line 60 s of gRPC's own pass first
@@ -129,7 +135,9 @@ class Link:
         """The answer of "/service/method"; raises what the peer refused, or PeerLostError."""
         run = self.channel.unary_unary(method)
         with failures_of(self.address):
-            answer: bytes = await run(request, timeout=timeout_s, metadata=self.metadata)
+            answer: bytes = await run(
+                request, timeout=timeout_s, metadata=self.metadata
+            )
         return answer
 
     async def close(self) -> None:
@@ -144,15 +152,21 @@ def connect(address: str, security: Security | None = None) -> Link:
     if security.token is not None:
         metadata = ((TOKEN_KEY, f"Bearer {security.token}"),)
     if not security.tls:
-        return Link(address, grpc.aio.insecure_channel(address, CLIENT_OPTIONS), metadata)
-    credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
+        return Link(
+            address, grpc.aio.insecure_channel(address, CLIENT_OPTIONS), metadata
+        )
+    credentials = grpc.ssl_channel_credentials(
+        security.ca, security.key, security.certificate
+    )
     channel = grpc.aio.secure_channel(address, credentials, CLIENT_OPTIONS)
     return Link(address, channel, metadata, "gRPC over TLS")
 
 
 def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DisaggError:
     """The error that a peer named; of a failure without a name, what the transport means by it."""
-    trailing = dict(iter(failure.trailing_metadata() or ()))  # of grpcio 1.76 keys() gives pairs
+    trailing = dict(
+        iter(failure.trailing_metadata() or ())
+    )  # of grpcio 1.76 keys() gives pairs
     if reason := trailing.get(REASON_KEY):
         message = bytes(trailing.get(MESSAGE_KEY, b"")).decode(errors="replace")
         return error_from(str(reason), message)
@@ -209,7 +223,9 @@ def bind_within(ports: Sequence[int] | None, bind: Callable[[int], int]) -> int:
         with suppress(OSError, RuntimeError):
             return bind(port)
     where = f"on a port of cluster.ports {list(ports)}" if ports else "on any port"
-    raise ConfigError(f"cannot listen {where}: none is free on this host, or not for its address")
+    raise ConfigError(
+        f"cannot listen {where}: none is free on this host, or not for its address"
+    )
 
 
 def address_of(host: str, port: int) -> str:
@@ -255,7 +271,9 @@ class _Guard:
     def stream(self, run: Stream) -> Callable[..., Awaitable[None]]:
         """Writes by itself: so whatever ends the call ends `run` at once, not when it is found."""
 
-        async def call(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async def call(
+            messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        ) -> None:
             try:
                 async with _ahead(messages) as coming, aclosing(run(coming)) as replies:
                     async for reply in replies:
@@ -265,7 +283,9 @@ class _Guard:
 
         return call
 
-    async def _refuse(self, context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    async def _refuse(
+        self, context: grpc.aio.ServicerContext, error: Exception
+    ) -> NoReturn:
         if not isinstance(error, DisaggError):
             log.error("a method failed", exc_info=error)
             error = DisaggError("the method failed; its worker has logged why")
@@ -276,7 +296,9 @@ class _Guard:
         raise AssertionError("abort always raises")
 
 
-def _ahead(messages: AsyncIterator[bytes]) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+def _ahead(
+    messages: AsyncIterator[bytes],
+) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
     """The messages; the next one is being received while one is looked at."""
 
     async def read() -> AsyncGenerator[bytes, None]:
@@ -303,7 +325,9 @@ class _RequireToken(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]
+        ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         seen = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
@@ -314,4 +338,6 @@ class _RequireToken(grpc.aio.ServerInterceptor):
 
 
 async def _refuse_stranger(messages: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the shared token is missing or wrong")
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED, "the shared token is missing or wrong"
+    )

@@ -52,7 +52,9 @@ class Authority:
         return cls(secrets.token_hex(32), certificate.decode(), key.decode())
 
 
-def protected(config: SecurityConfig, authority: Authority | None, host: str) -> Security:
+def protected(
+    config: SecurityConfig, authority: Authority | None, host: str
+) -> Security:
     """What protects the plane of a process at `host`: files first, then the authority.
 
     ConfigError for files that cannot be used.
@@ -86,7 +88,9 @@ def load_security(config: SecurityConfig, token: str | None = None) -> Security:
     if "token_file" in found:
         token = found.pop("token_file").decode(errors="replace").strip()
         if not (token.isascii() and token.isprintable() and token):
-            raise ConfigError(f"security.token_file {config.token_file} holds no line of ASCII")
+            raise ConfigError(
+                f"security.token_file {config.token_file} holds no line of ASCII"
+            )
     return Security(token=token, **found)
 
 
@@ -97,10 +101,14 @@ def tls_context(security: Security, server: bool) -> ssl.SSLContext | None:
     """
     if not security.tls:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.SSLContext(
+        ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
+    )
     context.verify_mode = ssl.CERT_REQUIRED
     _load_authority(context, security.ca or b"")
-    _load_certificate(context, b"%b\n%b" % (security.certificate or b"", security.key or b""))
+    _load_certificate(
+        context, b"%b\n%b" % (security.certificate or b"", security.key or b"")
+    )
     return context
 
 
@@ -111,14 +119,18 @@ def _read(name: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read security.{name} {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read security.{name} {path}: {error.strerror}"
+        ) from error
 
 
 def _load_authority(context: ssl.SSLContext, ca: bytes) -> None:
     try:
         context.load_verify_locations(cadata=ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(f"the authority of TLS is no PEM of certificates: {error}") from error
+        raise ConfigError(
+            f"the authority of TLS is no PEM of certificates: {error}"
+        ) from error
 
 
 def _load_certificate(context: ssl.SSLContext, papers: bytes) -> None:
@@ -127,6 +139,10 @@ def _load_certificate(context: ssl.SSLContext, papers: bytes) -> None:
         file.write(papers)
         file.flush()
         try:
-            context.load_cert_chain(file.name, password="")  # one for a key would be asked for
+            context.load_cert_chain(
+                file.name, password=""
+            )  # one for a key would be asked for
         except ssl.SSLError as error:
-            raise ConfigError(f"the certificate and key of TLS cannot be used: {error}") from error
+            raise ConfigError(
+                f"the certificate and key of TLS cannot be used: {error}"
+            ) from error

@@ -28,7 +28,12 @@ from disagg.errors import (
 from disagg.kv.page import Item
 from disagg.kv.plan import Plan
 from disagg.transfer.messages import Ack, Attach, Attached, Credit
-from disagg.transfer.records import HEADER_BYTES, ITEM_HEADER_BYTES, Manifest, message_bytes
+from disagg.transfer.records import (
+    HEADER_BYTES,
+    ITEM_HEADER_BYTES,
+    Manifest,
+    message_bytes,
+)
 from disagg.transfer.stats import HandoffStats
 from disagg.wire import (
     FRAME_BYTES,
@@ -84,18 +89,26 @@ class SendQueue:
     receiver has is not queued; the commit names its digest for what we never sent.
     """
 
-    def __init__(self, checklist: Manifest, source: Source, frame_bytes: int = FRAME_BYTES):
+    def __init__(
+        self, checklist: Manifest, source: Source, frame_bytes: int = FRAME_BYTES
+    ):
         self.checklist = checklist
         self.frame_bytes = frame_bytes
         self.credit = 0  # bytes that may be in flight
         self.payload_bytes = 0  # that left
         self._source = source
-        self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
+        self._given: dict[
+            Item, float
+        ] = {}  # every item offered so far, in order, and when
         self._queue = deque[Item]()  # to send
         self._ready: OutgoingFrame | None = None  # packed, waiting for credit
         self._flight: deque[OutgoingFrame] = deque()
-        self._sent: dict[int, int] = {}  # by place, digests as they were first packed: the promise
-        self.there: dict[int, int] = {}  # what the receiver said it has, unless we sent another
+        self._sent: dict[
+            int, int
+        ] = {}  # by place, digests as they were first packed: the promise
+        self.there: dict[
+            int, int
+        ] = {}  # what the receiver said it has, unless we sent another
         self._first_sent = self._last_offer = math.inf
         self._longest_wait = 0.0  # of an item that was offered
 
@@ -122,7 +135,9 @@ class SendQueue:
         """Of frames that are not answered."""
         return sum(parcel.size for parcel in self._flight)
 
-    def commit(self, ticket: Ticket, first_token: int, extras: Mapping[str, PlainValue]) -> Commit:
+    def commit(
+        self, ticket: Ticket, first_token: int, extras: Mapping[str, PlainValue]
+    ) -> Commit:
         """With the digest of every item, in the order of the checklist; only once drained."""
         checklist, known = self.checklist, self.there | self._sent
         digests = tuple(map(known.__getitem__, range(checklist.num_items)))
@@ -149,8 +164,12 @@ class SendQueue:
         here: digests by place; CorruptFrameError for a place that no item has
         """
         if max(here, default=0) >= self.checklist.num_items:
-            raise CorruptFrameError(f"item {max(here)} of {self.checklist.num_items} is there")
-        self.there = {x: seen for x, seen in here.items() if self._sent.get(x, seen) == seen}
+            raise CorruptFrameError(
+                f"item {max(here)} of {self.checklist.num_items} is there"
+            )
+        self.there = {
+            x: seen for x, seen in here.items() if self._sent.get(x, seen) == seen
+        }
         self._flight.clear()
         self._queue.clear()
         self._ready, self.credit = None, credit
@@ -187,7 +206,9 @@ class SendQueue:
         return len(self._given) == self.checklist.num_items
 
     def _enqueue(self, items: Iterable[Item]) -> None:
-        self._queue += [item for item in items if self.checklist.place(item) not in self.there]
+        self._queue += [
+            item for item in items if self.checklist.place(item) not in self.there
+        ]
 
     def _head(self) -> tuple[list[Item], bool]:
         """The items of the next frame, and whether it is full; one that is larger goes alone."""
@@ -238,13 +259,17 @@ class Sender:
         self.deadline = time.monotonic() + deadline_s
         self.outbox = SendQueue(checklist, source)
         self.wire_bytes = 0
-        self.figures = HandoffStats("", attach.tokens, 0, 0)  # of the codec; those of the wire join
+        self.figures = HandoffStats(
+            "", attach.tokens, 0, 0
+        )  # of the codec; those of the wire join
         self._channel = channel
         self._terms = attach
         self._deadline_s = deadline_s
         self._ending: tuple[int, Mapping[str, PlainValue]] | None = None
         self._drained = asyncio.Event()  # everything is there: the commit may go
-        self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
+        self._over: asyncio.Future[Exception] = (
+            asyncio.Future()
+        )  # what ended the attachment
         self._advanced_at = 0.0  # when the receiver last stored a frame
         self._corrupt = 0  # frames that it could not
 
@@ -255,7 +280,9 @@ class Sender:
         self.outbox.offer(items, time.monotonic())
         self._channel.wake()
 
-    def finish(self, first_token: int, extras: Mapping[str, PlainValue] | None = None) -> None:
+    def finish(
+        self, first_token: int, extras: Mapping[str, PlainValue] | None = None
+    ) -> None:
         """All items were offered; what only prefill knows goes with the commit."""
         self._ending = (first_token, extras or {})
         self._note_drained()
@@ -272,7 +299,9 @@ class Sender:
             async with asyncio.timeout(self.deadline - time.monotonic()):
                 return self._stats(await self._until_acknowledged())
         except TimeoutError as error:
-            raise DeadlineError(f"{self} took longer than {self._deadline_s:g} s") from error
+            raise DeadlineError(
+                f"{self} took longer than {self._deadline_s:g} s"
+            ) from error
 
     async def _until_acknowledged(self) -> Ack:
         options, broken_at = self._channel.options, -math.inf
@@ -288,7 +317,10 @@ class Sender:
                 return await self._push(attached)
             except PeerLostError:
                 now = time.monotonic()
-                if self._advanced_at >= broken_at or now - attached_at > silence_s + stall_s:
+                if (
+                    self._advanced_at >= broken_at
+                    or now - attached_at > silence_s + stall_s
+                ):
                     broken_at = now  # it went well until now: a stall shows sooner
                 elif now - broken_at > silence_s:
                     raise
@@ -314,7 +346,9 @@ class Sender:
 
     async def _commit(self) -> Ack:
         assert self._ending is not None
-        return await self._channel.commit(self, self.outbox.commit(self.ticket, *self._ending))
+        return await self._channel.commit(
+            self, self.outbox.commit(self.ticket, *self._ending)
+        )
 
     async def _unless_over(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` brings, unless the attachment ends before."""
@@ -366,7 +400,9 @@ class Sender:
                 self._advanced_at = time.monotonic()
             else:
                 self._corrupt += 1
-                if self._corrupt == MAX_CORRUPT or not isinstance(credit.error, CorruptFrameError):
+                if self._corrupt == MAX_CORRUPT or not isinstance(
+                    credit.error, CorruptFrameError
+                ):
                     raise credit.error
             self.outbox.answered(stored=credit.error is None)
             self._note_drained()
@@ -386,7 +422,10 @@ class Sender:
 def _check_sizes(checklist: Manifest) -> None:
     """LayoutError for a prompt whose items or commit no message can carry."""
     commit_bytes = message_bytes(8 * checklist.num_items, 0)
-    for what, nbytes in (("an item", checklist.frame_bytes), ("the commit", commit_bytes)):
+    for what, nbytes in (
+        ("an item", checklist.frame_bytes),
+        ("the commit", commit_bytes),
+    ):
         if nbytes > MAX_FRAME_BYTES:
             raise LayoutError(
                 f"{what} of a prompt of {checklist.tokens} tokens takes {nbytes} bytes; a frame "

@@ -17,7 +17,16 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Prefill, Token, named
+from disagg.engine.messages import (
+    Abort,
+    Admit,
+    Failed,
+    Move,
+    Moved,
+    Prefill,
+    Token,
+    named,
+)
 from disagg.engine.sequence import Logprobs, handoff_stats
 from disagg.errors import (
     CapacityError,
@@ -57,7 +66,9 @@ class DecodeSide:
     events: EventLog
     on_done: Callable[[str, int], None]
     counts: Counter[str] = field(default_factory=Counter)
-    _jobs: dict[str, Job] = field(default_factory=dict)  # by the engine's name, as all below
+    _jobs: dict[str, Job] = field(
+        default_factory=dict
+    )  # by the engine's name, as all below
     _moves: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
@@ -76,13 +87,17 @@ class DecodeSide:
         if job.moved:
             emitted = _plain(commit, EMITTED, _token)
             if len(job.prompt) + len(emitted) - 1 != job.moved:
-                raise CorruptFrameError(f"{job.moved} tokens, with an answer of {len(emitted)}")
+                raise CorruptFrameError(
+                    f"{job.moved} tokens, with an answer of {len(emitted)}"
+                )
             known = len(job.emitted)
             again = enumerate(emitted[known:-1], known)
             self.events.say(TokenEvent(job.rid, job.attempt, *each) for each in again)
         said = () if job.emitted else _plain(commit, "logprobs", _score)
         self._jobs[request.rid] = job
-        self.way.engine.submit(Admit(request, admission.groups, emitted, job.moved, said))
+        self.way.engine.submit(
+            Admit(request, admission.groups, emitted, job.moved, said)
+        )
 
     def start(self, job: Job) -> None:
         """Serve a request whole, from its prompt on; a higher attempt replaces a lower one."""
@@ -102,14 +117,22 @@ class DecodeSide:
         last = self.events.last(*asked)
         for name, job in self._jobs.items():
             if (job.rid, job.attempt) == asked and name not in self._moves:
-                tokens = len(job.prompt) + (last.index + 1 if last else len(job.emitted))
+                tokens = len(job.prompt) + (
+                    last.index + 1 if last else len(job.emitted)
+                )
                 if tokens + STEPS > room:
-                    raise CapacityError(f"{job.name} has {tokens} tokens; room waits for {room}")
-                task = self._moves[name] = self.tasks.create_task(self._move(name, submit))
+                    raise CapacityError(
+                        f"{job.name} has {tokens} tokens; room waits for {room}"
+                    )
+                task = self._moves[name] = self.tasks.create_task(
+                    self._move(name, submit)
+                )
                 task.add_done_callback(partial(self._free, name, *asked))
                 return
         if last is None or not last.finish_reason:
-            raise ReservationError(f"{submit.job.name} does not decode here, or moves already")
+            raise ReservationError(
+                f"{submit.job.name} does not decode here, or moves already"
+            )
 
     def drop(self, rid: str, attempt: int, reason: str) -> None:
         """An attempt and all before it are given up: nothing more of them is said."""
@@ -135,7 +158,9 @@ class DecodeSide:
         who stops early, and so does the last."""
         if isinstance(output, Failed):
             error = output.error
-            if output.rid in self._moves:  # it is here no more: not one that outgrew its room
+            if (
+                output.rid in self._moves
+            ):  # it is here no more: not one that outgrew its room
                 error = TransferError(f"it ended before it had moved: {error}")
             event = TokenEvent(job.rid, job.attempt, 0, error=error)
         else:
@@ -198,11 +223,14 @@ class MigrationHandoff(OutgoingHandoff[Moved]):
         if stops:
             self.checklist.match(groups)
         tokens = self.checklist.tokens
-        sealed = [_sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)]
+        sealed = [
+            _sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)
+        ]
         final = [
             x
             for x in self._items
-            if x not in self._offered and (stops or x.record < sealed[x.group].get(x.kind, 0))
+            if x not in self._offered
+            and (stops or x.record < sealed[x.group].get(x.kind, 0))
         ]
         self.offer(final)
 
@@ -237,7 +265,9 @@ def _token(value: Any) -> int:
 def _score(value: Any) -> Logprobs:
     own, likeliest = value
     found = own, tuple((_token(token), score) for token, score in likeliest)
-    if all(type(x) is float and x <= 1.0 for x in (own, *(score for _, score in likeliest))):
+    if all(
+        type(x) is float and x <= 1.0 for x in (own, *(score for _, score in likeliest))
+    ):
         return found
     raise ValueError(f"{value!r:.40} is no log-probability")
 

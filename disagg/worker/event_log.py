@@ -23,7 +23,9 @@ class EventLog:
     def __init__(self, load: Callable[[], Load] = Load):
         self.router = ""  # who follows, or followed last
         self._load = load
-        self._records: dict[str, list[TokenEvent]] = {}  # of one attempt of each request
+        self._records: dict[
+            str, list[TokenEvent]
+        ] = {}  # of one attempt of each request
         self._inbox: asyncio.Queue[list[TokenEvent]] | None = None  # of who follows now
 
     @property
@@ -77,14 +79,18 @@ class EventLog:
                 event
                 for rid, record in self._records.items()
                 for event in record
-                if event.token is None or event.finish_reason or event.index >= have.get(rid, 0)
+                if event.token is None
+                or event.finish_reason
+                or event.index >= have.get(rid, 0)
             )
             while self._inbox is inbox:
                 events: list[TokenEvent] = []
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
                         events = await inbox.get()
-                while not inbox.empty():  # a slow router hears all that happened meanwhile at once
+                while (
+                    not inbox.empty()
+                ):  # a slow router hears all that happened meanwhile at once
                     events += inbox.get_nowait()
                 yield self._step(events)
         finally:

@@ -55,7 +55,9 @@ class OutgoingHandoff(Generic[Made]):
     overlap: pages leave while later layers compute
     """
 
-    def __init__(self, way: HandoffContext, submit: Submit, name: str, overlap: bool = True):
+    def __init__(
+        self, way: HandoffContext, submit: Submit, name: str, overlap: bool = True
+    ):
         job, plan = submit.job, way.engine.plan(submit.job.codec)
         ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
         attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)
@@ -96,7 +98,9 @@ class OutgoingHandoff(Generic[Made]):
             raise made.error
         return made
 
-    async def commit(self, first_token: int, extras: Mapping[str, PlainValue]) -> HandoffStats:
+    async def commit(
+        self, first_token: int, extras: Mapping[str, PlainValue]
+    ) -> HandoffStats:
         """All is computed: what was kept back goes, and what was left out as it is there; then the
         commit; the figures."""
         left_out = [x for x in self._items if x not in self._offered]

@@ -34,7 +34,9 @@ class InProcessHandoff:
         self._receiver = receiver
         self._rules = receiver.reservations
         self._sender = sender
-        job = Job(request.rid, 0, request.tokens, (), vars(request.params), request.codec)
+        job = Job(
+            request.rid, 0, request.tokens, (), vars(request.params), request.codec
+        )
         grant = self._rules.reserve(job, self._rules.epoch)
         self._ticket = Ticket(grant.nonce, grant.epoch, gen=1)
         self._wire_bytes = 0
@@ -47,7 +49,9 @@ class InProcessHandoff:
         model = self._rules.terms.model
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
         attached = self._rules.attach(attach)
-        self._wire_bytes += attach.to_message().ByteSize() + attached.to_message().ByteSize()
+        self._wire_bytes += (
+            attach.to_message().ByteSize() + attached.to_message().ByteSize()
+        )
         self._outbox.attached(attached.here(), attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
@@ -65,13 +69,17 @@ class InProcessHandoff:
         """The prompt is computed: commit, unless its first token ends the answer."""
         self._send()
         plan, tokens = self._outbox.checklist.plan, self._outbox.checklist.tokens
-        stats = handoff_stats(plan, tokens, prefilled.cached_tokens, prefilled.encode_ms)
+        stats = handoff_stats(
+            plan, tokens, prefilled.cached_tokens, prefilled.encode_ms
+        )
         ack = Ack()
         if prefilled.finish_reason:
             self._rules.abort(self._request.rid, 0, "nothing to decode")
         else:
             assert self._outbox.drained, "frames do not get lost in a process"
-            ack = self._commit(self._outbox.commit(self._ticket, prefilled.first_token, {}))
+            ack = self._commit(
+                self._outbox.commit(self._ticket, prefilled.first_token, {})
+            )
         self._sender.submit(Abort(self._request.rid))
         stats = self._outbox.figures(stats, ack, time.monotonic())
         self.stats = replace(stats, wire_bytes=self._wire_bytes)

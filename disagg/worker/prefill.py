@@ -77,26 +77,40 @@ class PrefillSide:
 
     async def _hand_over(self, submit: Submit) -> None:
         job, request = submit.job, request_of(submit.job, "p")
-        offering = OutgoingHandoff[Prefilled](self.way, submit, request.rid, self.overlap)
+        offering = OutgoingHandoff[Prefilled](
+            self.way, submit, request.rid, self.overlap
+        )
         try:
             async with offering.sending():
-                self.way.engine.submit(Prefill(request, offering, waited_s=job.waited_s))
+                self.way.engine.submit(
+                    Prefill(request, offering, waited_s=job.waited_s)
+                )
                 await self._tell(job, offering, await offering.computed())
         finally:
-            self.way.engine.submit(Abort(request.rid))  # only now: nobody reads its records
+            self.way.engine.submit(
+                Abort(request.rid)
+            )  # only now: nobody reads its records
 
-    async def _tell(self, job: Job, offering: OutgoingHandoff[Prefilled], done: Prefilled) -> None:
+    async def _tell(
+        self, job: Job, offering: OutgoingHandoff[Prefilled], done: Prefilled
+    ) -> None:
         """The first token, then the figures when the decode worker has it all."""
         plan = self.way.engine.plan(job.codec)
         stats = handoff_stats(plan, len(job.prompt), done.cached_tokens, done.encode_ms)
         stats = replace(stats, attention_error=done.errors)
         said: list[Any] = [*done.logprobs]
         first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
-        if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over
+        if (
+            done.finish_reason and not job.emitted
+        ):  # nothing is left to decode, so to hand over
             figures = asdict(replace(stats, wire_bytes=offering.sender.wire_bytes))
-            self.events.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
+            self.events.say(
+                [replace(first, finish_reason=done.finish_reason, stats=figures)]
+            )
             return
         self.events.say([] if job.emitted else [first])
         offering.sender.figures = stats
-        stats = await offering.commit(done.first_token, {"logprobs": said} if said else {})
+        stats = await offering.commit(
+            done.first_token, {"logprobs": said} if said else {}
+        )
         self.events.say([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])

@@ -31,7 +31,13 @@ from disagg.engine.arena import check_slabs
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, StepOutput
 from disagg.engine.warm import warm_up
-from disagg.errors import AbortedError, CapacityError, DisaggError, PeerLostError, ReservationError
+from disagg.errors import (
+    AbortedError,
+    CapacityError,
+    DisaggError,
+    PeerLostError,
+    ReservationError,
+)
 from disagg.kernels.cpu.library import describe_backend
 from disagg.model.capacity import tokens_that_fit
 from disagg.model.runner import Runner
@@ -62,7 +68,9 @@ from disagg.worker.handoff import HandoffContext
 from disagg.worker.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
-LOOK_S = 0.25  # whether a router follows: each look takes the interpreter from the engine
+LOOK_S = (
+    0.25  # whether a router follows: each look takes the interpreter from the engine
+)
 SIZES = (1024, 4096)  # of prompts, whose bytes routers are told
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
@@ -89,14 +97,18 @@ class Worker:
         self._listed = config.listed
         self._codec = self._listed[0]  # of who names none
         compiled = self._listed if self._runner.graphs else ()
-        self.engine = Engine(self._runner, config.engine, codecs=compiled, guarded=self._listed)
+        self.engine = Engine(
+            self._runner, config.engine, codecs=compiled, guarded=self._listed
+        )
         pool, plans = self.engine.pool, map(self.engine.plan, self._listed)
         context = self._runner.info.context_length
         check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
         self._started: Future[WorkerInfo] = Future()
         self._threads = [
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
-            threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
+            threading.Thread(
+                target=self._run_engine, name=f"{name}-engine", daemon=True
+            ),
         ]
         self.doing = ""  # what takes long before it serves, in words
         self._failure: BaseException | None = None
@@ -109,11 +121,21 @@ class Worker:
         ConfigError if its codec does not fit, or is not sound on its GPU.
         """
         missing = self.backend.startswith("torch")  # the C library
-        log.log(logging.WARNING if missing else logging.INFO, "%s: %s", self.name, self.backend)
+        log.log(
+            logging.WARNING if missing else logging.INFO,
+            "%s: %s",
+            self.name,
+            self.backend,
+        )
         if self._runner.graphs:
             query_heads = self._runner.info.query_heads
             check_plans(list(self.engine.listed), query_heads, self._runner.device)
-            given = self.engine, self._runner, self._listed, self.config.engine.max_sequences
+            given = (
+                self.engine,
+                self._runner,
+                self._listed,
+                self.config.engine.max_sequences,
+            )
             warm_up(*given, tell=partial(setattr, self, "doing"))
         self._threads[0].start()
         self._started.result()
@@ -136,7 +158,10 @@ class Worker:
 
     def stop(self, grace_s: float | None = None) -> None:
         """Take nothing new, finish or move what is here within the grace, then end."""
-        self._on_loop(self._begin_stop, self.config.cluster.grace_s if grace_s is None else grace_s)
+        self._on_loop(
+            self._begin_stop,
+            self.config.cluster.grace_s if grace_s is None else grace_s,
+        )
 
     def wait_alone(self, timeout_s: float) -> bool:
         """Whether no router follows, soon."""
@@ -164,13 +189,17 @@ class Worker:
         """Room for a job, at once; CapacityError where there is none."""
         job = self._accept(job, epoch, router)
         if not self.role.decodes:
-            raise PeerLostError(f"{self.name} ({self.role}) decodes nothing of others now")
+            raise PeerLostError(
+                f"{self.name} ({self.role}) decodes nothing of others now"
+            )
         request_of(job, "d")  # RequestError for what no engine can serve
         return self.reservations.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
         """Begin a hand-off, or a request that is served whole."""
-        submit = replace(submit, job=self._accept(submit.job, submit.epoch, submit.router))
+        submit = replace(
+            submit, job=self._accept(submit.job, submit.epoch, submit.router)
+        )
         if submit.work is Work.MOVE:
             return self.decode.move(submit)
         local = submit.work is Work.LOCAL
@@ -180,7 +209,9 @@ class Worker:
             return self.decode.start(submit.job)
         return await self.prefill.start(submit)
 
-    async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[StepEvents]:
+    async def events(
+        self, have: Mapping[str, int], router: str
+    ) -> AsyncGenerator[StepEvents]:
         """What happens here; everything of another router that was here before is dropped."""
         self._events.check(router)
         if router != self._events.router:
@@ -216,21 +247,34 @@ class Worker:
             "handoffs_out": len(self.prefill.attempts),
             "outputs_kept": self._events.kept,
             **self.engine.pool.gauges(),
-            **{f"handoffs_in_{name}": count for name, count in self.reservations.gauges().items()},
+            **{
+                f"handoffs_in_{name}": count
+                for name, count in self.reservations.gauges().items()
+            },
         }
-        counts = {**self.reservations.counts, **self.decode.counts, **self.engine.counts}
+        counts = {
+            **self.reservations.counts,
+            **self.decode.counts,
+            **self.engine.counts,
+        }
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         failures = self.receiver.failures + self.prefill.failures
-        info["failures"] = {x: n for x, n in failures.items() if x != AbortedError.reason}
+        info["failures"] = {
+            x: n for x, n in failures.items() if x != AbortedError.reason
+        }
         info |= {"node": socket.gethostname(), "backend": self.backend}
-        info["tokens_fit"] = self._fit(int(gauges["arena_bytes"] - gauges["used_bytes"]))
+        info["tokens_fit"] = self._fit(
+            int(gauges["arena_bytes"] - gauges["used_bytes"])
+        )
         return WorkerStatus(self.epoch, gauges, info)
 
     def _accept(self, job: Job, epoch: int, router: str) -> Job:
         """A job for the worker as it is now, with the codec that it means."""
         self._events.check(router)
         if epoch != self.epoch:
-            raise ReservationError(f"epoch {epoch} is over; {self.name} is in {self.epoch}")
+            raise ReservationError(
+                f"epoch {epoch} is over; {self.name} is in {self.epoch}"
+            )
         return replace(job, codec=job.codec or self._codec)
 
     def _room(self) -> Load:
@@ -274,13 +318,17 @@ class Worker:
             handlers = [worker_handler(self), self.receiver.handlers()]
             ports = self.config.cluster.ports
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
-            server, address = await start_server(handlers, self._host, self._security, ports)
+            server, address = await start_server(
+                handlers, self._host, self._security, ports
+            )
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
             room = self._fit(self.engine.pool.arena.nbytes)
             plans = list(map(self.engine.plan, self._listed))
             sizes = {plan.spec: {n: plan.nbytes(n) for n in SIZES} for plan in plans}
             at_once = self.config.engine.max_batch_tokens
-            self._started.set_result(WorkerInfo(*named, self._min_tokens(), room, at_once, sizes))
+            self._started.set_result(
+                WorkerInfo(*named, self._min_tokens(), room, at_once, sizes)
+            )
             try:
                 await self._drain(await self._stop_asked)
             finally:
@@ -297,7 +345,10 @@ class Worker:
 
     def _min_tokens(self) -> int:
         """Shorter prompts stay whole where they decode."""
-        plan, least = self.engine.plan(self._codec), self.config.transfer.min_disagg_tokens
+        plan, least = (
+            self.engine.plan(self._codec),
+            self.config.transfer.min_disagg_tokens,
+        )
         return least_worth_sending(plan) if least is None else least
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
@@ -312,7 +363,10 @@ class Worker:
         way = HandoffContext(engine, model, self._peers)
         self.prefill = PrefillSide(way, transfer.overlap, tasks, events)
         self.decode = decode = DecodeSide(
-            way, tasks, events, on_done=lambda *which: self.reservations.finished(*which)
+            way,
+            tasks,
+            events,
+            on_done=lambda *which: self.reservations.finished(*which),
         )
         terms = ReceiverPolicy(
             model=model,
@@ -356,8 +410,12 @@ class Worker:
                 continue
             alone_s = self._loop.time() - left
             if self._events.router and alone_s >= lease_s:
-                await self._give_up(PeerLostError("no router listened for longer than a lease"))
-            if alone_s >= (orphan_s if self._events.router else max(FIRST_ROUTER_S, orphan_s)):
+                await self._give_up(
+                    PeerLostError("no router listened for longer than a lease")
+                )
+            if alone_s >= (
+                orphan_s if self._events.router else max(FIRST_ROUTER_S, orphan_s)
+            ):
                 self._begin_stop(0.0)
 
     async def _give_up(self, error: DisaggError) -> None:
@@ -394,12 +452,18 @@ class Worker:
             self.prefill.attempts
             or self.decode.attempts
             or self.reservations.gauges()["reservations"]
-            or (self._events.followed and self._events.kept)  # the router has not heard all
+            or (
+                self._events.followed and self._events.kept
+            )  # the router has not heard all
         ):
             await asyncio.sleep(POLL_S)
         if self._failure is None:
-            await self._give_up(CapacityError(f"{self.name} leaves, and had no time for it"))
-            await asyncio.sleep(POLL_S)  # the router hears it: else it would wait for the others
+            await self._give_up(
+                CapacityError(f"{self.name} leaves, and had no time for it")
+            )
+            await asyncio.sleep(
+                POLL_S
+            )  # the router hears it: else it would wait for the others
         await self._drop_all("the worker stops")
         self.engine.submit(Drain())
 

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from disagg.kernels.cpu.attend import readable
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
-from disagg.kernels.cpu.library import TORCH, TYPES, AppendC, address, backend, call, format_of
+from disagg.kernels.cpu.library import (
+    TORCH,
+    TYPES,
+    AppendC,
+    address,
+    backend,
+    call,
+    format_of,
+)
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.pages import store_blocks
 from disagg.kernels.sealing import NewRows, Sealing

@@ -30,7 +30,12 @@ MAX_GROUPS, MAX_SPAN, MAX_NUMBERS = 64, 256, 4096  # of a vector that is contrac
 
 def is_served(fmt: Format, q: Tensor) -> bool:
     """Whether the library attends to such pages for these queries."""
-    return q.dtype == torch.float32 and not q.is_cuda and backend() != TORCH and _is_known(fmt)
+    return (
+        q.dtype == torch.float32
+        and not q.is_cuda
+        and backend() != TORCH
+        and _is_known(fmt)
+    )
 
 
 def attend(q: Tensor, views: Sequence[View], scale: float, cap: float = 0.0) -> Partial:
@@ -55,7 +60,9 @@ def attend(q: Tensor, views: Sequence[View], scale: float, cap: float = 0.0) -> 
 def fill(views: Sequence[View]) -> tuple[ctypes.Array, list[list[object]]]:
     """Where views are; and what has to stay until it was read."""
     tables = (TableC * len(views))()
-    return tables, [_fill(table, view) for table, view in zip(tables, views, strict=True)]
+    return tables, [
+        _fill(table, view) for table, view in zip(tables, views, strict=True)
+    ]
 
 
 def _fill(table: ctypes.Structure, view: View) -> list[object]:
@@ -63,7 +70,9 @@ def _fill(table: ctypes.Structure, view: View) -> list[object]:
     segments, owner, base = view.segments, view.owner, view.segment_base
     if isinstance(view.fmt, PageFormat) and view.fmt.has_own_basis:
         segments, base = view.pages, view.base
-        owner = torch.arange(view.pages.shape[1], dtype=torch.int32).expand_as(view.pages)
+        owner = torch.arange(view.pages.shape[1], dtype=torch.int32).expand_as(
+            view.pages
+        )
     tensors = (view.pages, view.lo, view.hi, segments, owner)
     held = [None if x is None else x.contiguous() for x in tensors]
     count, fmt = 0 if segments is None else segments.shape[1], format_of(view.fmt)

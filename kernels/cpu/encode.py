@@ -46,7 +46,14 @@ def seal_pages(
         job = EncodingC(
             *(ctypes.addressof(format_of(fmt)), address(k), address(v)),
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(TYPES[k.dtype], n, heads, address(target.arena), address(segments), address(pages)),
+            *(
+                TYPES[k.dtype],
+                n,
+                heads,
+                address(target.arena),
+                address(segments),
+                address(pages),
+            ),
             *(target.base, target.unit, cut.tokens),
         )
         call("disagg_encode", job)
@@ -61,7 +68,16 @@ def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
     count, tokens, head_dim = q.shape
     units = -(-(begun + tokens) // RAW_SLOTS)
     sums = q.new_empty(units, heads, head_dim, dtype=torch.float64)
-    sizes = q.stride(0), q.stride(1), TYPES[q.dtype], tokens, begun, heads, count // heads, head_dim
+    sizes = (
+        q.stride(0),
+        q.stride(1),
+        TYPES[q.dtype],
+        tokens,
+        begun,
+        heads,
+        count // heads,
+        head_dim,
+    )
     call("disagg_sum_squares", SquaresC(address(q), address(sums), *sizes))
     return sums
 
@@ -75,7 +91,12 @@ def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _is_known(fmt: PageFormat) -> bool:
-    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM or fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
+    if (
+        fmt.head_dim % 16
+        or fmt.head_dim > MAX_DIM
+        or fmt.tokens % 32
+        or fmt.tokens > MAX_TOKENS
+    ):
         return False
     sides = (*fmt.k_sides, fmt.v)
     return not fmt.v.scale.shared and all(map(_is_known_side, sides))

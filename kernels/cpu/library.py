@@ -61,7 +61,9 @@ EncodingC = _structure(
     "*format *k *v k_head k_token v_head v_token type tokens heads *blocks *segments *pages base "
     "unit segment_tokens",
 )
-SquaresC = _structure("SquaresC", "*q *sums q_head q_token type tokens begun heads width head_dim")
+SquaresC = _structure(
+    "SquaresC", "*q *sums q_head q_token type tokens begun heads width head_dim"
+)
 AppendC = _structure(
     "AppendC",
     "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head type *format base layer",
@@ -87,7 +89,10 @@ def load() -> ctypes.CDLL | None:
         library.disagg_path.argtypes = [ctypes.c_int64]
         for name in ("attend", "encode", "append", "step", "sum_squares"):
             call = getattr(library, f"disagg_{name}")
-            call.restype, call.argtypes = None, [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+            call.restype, call.argtypes = (
+                None,
+                [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
+            )
         return library
     return None
 
@@ -150,14 +155,21 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
     turn = (fmt.turn.order, fmt.turn.signs) if fmt.turn else (-1, -1)
     shared = fmt.block_bytes if fmt.has_own_basis else fmt.segment_bytes
     sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, shared, valid)
-    return FormatC(*sizes, NO_TYPE, 0, 0, *turn, len(fmt.k_sides), _side_of(fmt.v), sides)
+    return FormatC(
+        *sizes, NO_TYPE, 0, 0, *turn, len(fmt.k_sides), _side_of(fmt.v), sides
+    )
 
 
 def _side_of(side: Side) -> ctypes.Structure:
     scale, low, sparse, turn = side.scale, side.low_rank, side.sparse, side.rotation
     return SideC(
         *(side.rows, side.columns, side.bits, side.codes),
-        *(BY[scale.by], scale.group, scale.scale, -1 if scale.zero is None else scale.zero),
+        *(
+            BY[scale.by],
+            scale.group,
+            scale.scale,
+            -1 if scale.zero is None else scale.zero,
+        ),
         *(scale.center, scale.shared),
         *((low.rank, low.a, low.b) if low else (0, 0, 0)),
         *((sparse.slots, sparse.index, sparse.delta) if sparse else (0, 0, 0)),

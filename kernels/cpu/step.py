@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.attend import fill, readable
-from disagg.kernels.cpu.library import TYPES, AppendC, AttentionC, StepC, address, call, format_of
+from disagg.kernels.cpu.library import (
+    TYPES,
+    AppendC,
+    AttentionC,
+    StepC,
+    address,
+    call,
+    format_of,
+)
 from disagg.kernels.reference.softmax import merge
 from disagg.kernels.sealing import NewRows
 from disagg.kernels.view import Softmax, View
@@ -29,19 +37,29 @@ class LayerCalls:
         self._tables, *self._held = *fill(views), arena, rows, fmt
         places = address(rows.pages), address(rows.slots)
         where = ctypes.addressof(fmt), rows.base
-        append = AppendC(address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, 0, *where, 0)
+        append = AppendC(
+            address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, 0, *where, 0
+        )
         sizes = (len(views), self._rows, 1, heads, 0, dim, 0, 0, 0, 0)
         attention = AttentionC(ctypes.addressof(self._tables), 0, 0, 0, *sizes)
         self._job = StepC(append, attention)
 
     def run(
-        self, rank: int, q: Tensor, k: Tensor, v: Tensor, written: bool, softmax: Softmax
+        self,
+        rank: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        written: bool,
+        softmax: Softmax,
     ) -> Tensor:
         """Append and attend in the layer page of a rank: [N, Hq, D] of q's dtype.
 
         q: [Hq, N, D] · k, v: [H, N, D]; written: they are there already
         """
-        dtype = q.dtype if softmax.sinks is None else torch.float32  # o meets these in fp32
+        dtype = (
+            q.dtype if softmax.sinks is None else torch.float32
+        )  # o meets these in fp32
         queries = readable(q, dtype)
         o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=dtype)
         append, attention = self._job.append, self._job.attention
@@ -49,8 +67,16 @@ class LayerCalls:
         if not written:
             k, v = readable(k, k.dtype), readable(v, k.dtype)
             append.type = TYPES[k.dtype]
-            append.k, append.k_head, append.k_row = k.data_ptr(), k.stride(0), k.stride(1)
-            append.v, append.v_head, append.v_row = v.data_ptr(), v.stride(0), v.stride(1)
+            append.k, append.k_head, append.k_row = (
+                k.data_ptr(),
+                k.stride(0),
+                k.stride(1),
+            )
+            append.v, append.v_head, append.v_row = (
+                v.data_ptr(),
+                v.stride(0),
+                v.stride(1),
+            )
         attention.type = TYPES[dtype]
         attention.q, attention.o = queries.data_ptr(), o.data_ptr()
         attention.q_head, attention.q_row = queries.stride(0), queries.stride(1)

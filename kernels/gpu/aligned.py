@@ -59,20 +59,27 @@ def plane_scores_kernel(
     factor, unit = query_unit(q_ptr + o_row, m_c, scale * 0.6931471805599453, D)
     o_d, o_t = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, T)
     m_q = (o_d < D)[:, None] & m_c[None, :]
-    b_q = tl.load(q_ptr + o_row[None, :] + o_d[:, None], mask=m_q, other=0.0) * factor[None, :]
+    b_q = (
+        tl.load(q_ptr + o_row[None, :] + o_d[:, None], mask=m_q, other=0.0)
+        * factor[None, :]
+    )
     i_column = i_block * C + tl.arange(0, C)
     first = (i_b * heads + i_head).to(tl.int64)
     p_level = levels_ptr + (first * D + o_d)[:, None] * count + i_column[None, :]
     level = tl.load(p_level, mask=m_q, other=3).to(tl.int32)
     q = split_by_level(b_q, level)
-    STAGES: tl.constexpr = 3 if D <= NARROW else 1  # of many channels loads ahead would spill
+    STAGES: tl.constexpr = (
+        3 if D <= NARROW else 1
+    )  # of many channels loads ahead would spill
     for i in tl.range(start, end, num_stages=STAGES):
         page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
         block = bytes_ptr + (page * 128 + base + i_head * FMT.block_bytes)
         k = read_rows(block, tl.min(level, 1), T, FMT.k_high, FMT.k_middle, FMT.k_low)
         s = add_product(k, q, tl.zeros([T, C], tl.float32)) * unit[None, :]
         o_s = (first * width + i) * T + o_t
-        tl.store(scores_ptr + o_s[:, None] * count + i_column[None, :], s, mask=m_c[None, :])
+        tl.store(
+            scores_ptr + o_s[:, None] * count + i_column[None, :], s, mask=m_c[None, :]
+        )
 
 
 @triton.jit(do_not_specialize=["queries", "width"])
@@ -207,7 +214,9 @@ def attend(
         q, levels_of(k_drop).contiguous(), *tables, scores, scale, view.base, queries, width,
         fmt, shape, **options,
     )  # fmt: skip
-    scores = capped(scores, cap).masked_fill_(~seen.repeat_interleave(shape.group, 3), -torch.inf)
+    scores = capped(scores, cap).masked_fill_(
+        ~seen.repeat_interleave(shape.group, 3), -torch.inf
+    )
     total = scores.logsumexp(2)
     total = total.masked_fill(total == -torch.inf, 0.0)
     p = scores.sub_(total.unsqueeze(2)).exp_()
@@ -219,7 +228,9 @@ def attend(
         p, total, v_level.contiguous(), *tables, o, lse, view.base, queries, width, fmt, shape,
         **options,
     )  # fmt: skip
-    return lambda: Bits(mean_bits(k_drop, None, queries), mean_bits(v_drop, p > 0, queries))
+    return lambda: Bits(
+        mean_bits(k_drop, None, queries), mean_bits(v_drop, p > 0, queries)
+    )
 
 
 def _estimate(p: Tensor, view: View, blocks: ArenaBlocks) -> Tensor:

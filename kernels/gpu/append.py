@@ -39,8 +39,20 @@ def append_kernel(
     i_side = tl.program_id(2)
     raw_page, slot = tl.load(pages_ptr + i_row), tl.load(slots_ptr + i_row)
     raw = raw_base + i_head * RAW.block_bytes
-    k = (arena_ptr, k_ptr + i_row * k_row + i_head * k_head, raw_page, slot, raw + RAW.k)
-    v = (arena_ptr, v_ptr + i_row * v_row + i_head * v_head, raw_page, slot, raw + RAW.v)
+    k = (
+        arena_ptr,
+        k_ptr + i_row * k_row + i_head * k_head,
+        raw_page,
+        slot,
+        raw + RAW.k,
+    )
+    v = (
+        arena_ptr,
+        v_ptr + i_row * v_row + i_head * v_head,
+        raw_page,
+        slot,
+        raw + RAW.v,
+    )
     if i_side == 0:
         append_token(k, RAW, DTYPE)
     else:
@@ -49,7 +61,9 @@ def append_kernel(
         page = tl.load(sealed_ptr + i_row).to(tl.int64)
         if page >= 0:
             p_tail = tails_ptr + i_row * (FMT.tokens // RAW.tokens)
-            block = arena_ptr + tl.multiple_of(page * UNIT + base + i_head * FMT.block_bytes, 16)
+            block = arena_ptr + tl.multiple_of(
+                page * UNIT + base + i_head * FMT.block_bytes, 16
+            )
             segment = tl.load(segments_ptr + i_row).to(tl.int64) * UNIT + segment_base
             segment = arena_ptr + segment + i_head * FMT.segment_bytes
             start = seed_of(seed + tl.load(stretches_ptr + i_row), i_head, i_side)
@@ -84,7 +98,9 @@ def load_new(p, mask, DTYPE: tl.constexpr):
 @triton.constexpr_function
 def largest_of(dtype: tl.dtype) -> float:
     """The largest number of a raw dtype."""
-    return {"fp16": 65504.0, "bf16": 2.0**128 - 2.0**120, "fp32": 2.0**128 - 2.0**104}[dtype.name]
+    return {"fp16": 65504.0, "bf16": 2.0**128 - 2.0**120, "fp32": 2.0**128 - 2.0**104}[
+        dtype.name
+    ]
 
 
 @triton.jit
@@ -98,7 +114,10 @@ def load_tail(
     """
     arena_ptr, p_new, new_page, new_slot, offset = token
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    page, slot = tl.load(p_tail + o_t // RAW.tokens, mask=m_t, other=0), o_t % RAW.tokens
+    page, slot = (
+        tl.load(p_tail + o_t // RAW.tokens, mask=m_t, other=0),
+        o_t % RAW.tokens,
+    )
     o_raw = page.to(tl.int64) * UNIT + offset + slot * (RAW.head_dim * ITEM)
     p_raw = at(arena_ptr + tl.multiple_of(o_raw, 16), 0, DTYPE)
     p_raw = tl.expand_dims(p_raw, D_AXIS) + tl.expand_dims(o_d, 1 - D_AXIS)
@@ -122,7 +141,9 @@ def seal(
         o_c, m_c = axis_of(SIDE.columns, SIDE.halves, i, BLOCKS)
         if D_AXIS == 1:
             channel = channels_of(o_c, segment, BAND, FMT)
-            x, there = load_tail(token, p_tail, o_r, m_r, channel, m_c, D_AXIS, RAW, DTYPE)
+            x, there = load_tail(
+                token, p_tail, o_r, m_r, channel, m_c, D_AXIS, RAW, DTYPE
+            )
         else:
             x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW, DTYPE)
             if FMT.turn is not None:

@@ -66,7 +66,9 @@ class Chip:
 def chip_of(device: torch.device) -> Chip:
     """The chip of a device, which may be the interpreter's: that cannot multiply bf16."""
     float8 = PTX if converts_float8(device) else PLAIN
-    return Chip(NVIDIA, spelling_for(device), float8, "float32" if device.type == "cpu" else "")
+    return Chip(
+        NVIDIA, spelling_for(device), float8, "float32" if device.type == "cpu" else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
         query = (p_q, lo, hi, m_c, lo_ptr)
         row_ptr = pages_ptr + i_b * width
         if LOOP.codes:
-            attend_codes(part, query, (arena_ptr, row_ptr, bases[0], bases[1]), into, scale, LOOP)
+            attend_codes(
+                part, query, (arena_ptr, row_ptr, bases[0], bases[1]), into, scale, LOOP
+            )
         else:
             side = 0
             if LOOP.fmt.side is not None:
@@ -158,7 +162,11 @@ def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
 
 
 def attend(
-    q: Tensor, views: Sequence[View], scale: float, units: WorkPlan | None = None, cap: float = 0.0
+    q: Tensor,
+    views: Sequence[View],
+    scale: float,
+    units: WorkPlan | None = None,
+    cap: float = 0.0,
 ) -> UnitPartials:
     """What the units of views find; q [B, M, Hq, D] of any float dtype.
 
@@ -170,13 +178,19 @@ def attend(
     units = units or units_of(views, q.device)
     tables = [(view.pages, view.lo, view.hi, view.sides) for view in views]
     check_tables(units.table, units.starts, *(x for table in tables for x in table))
-    if q.stride(3) != 1 or any(stride % 8 for stride in q.stride()[:3]) or q.data_ptr() % 16:
+    if (
+        q.stride(3) != 1
+        or any(stride % 8 for stride in q.stride()[:3])
+        or q.data_ptr() % 16
+    ):
         q = q.contiguous()
     queries, query_heads, head_dim = q.shape[1:]
     slots, rows, heads = units.table.shape[0], queries * query_heads, views[0].heads
     o = torch.empty(slots, rows, head_dim, device=q.device)
     lse = torch.empty(slots, rows, device=q.device)
-    served = [i for i, view in enumerate(views) if not isinstance(view.fmt, AlignedFormat)]
+    served = [
+        i for i, view in enumerate(views) if not isinstance(view.fmt, AlignedFormat)
+    ]
     chip = chip_of(q.device)
     some = [views[i] for i in served]
     formats = [x.fmt for x in some if not isinstance(x.fmt, AlignedFormat)]
@@ -215,10 +229,16 @@ def loops_of(
             floating = fmt.k.floating or fmt.v.floating
             spelling = chip.float8 if floating else chip.codes
             loops.append(
-                ViewSpec(number, fmt, shape, stages, spelling, precision=precision, cap=cap)
+                ViewSpec(
+                    number, fmt, shape, stages, spelling, precision=precision, cap=cap
+                )
             )
             continue
         check_tile(fmt)
-        item, operand = (getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype))
-        loops.append(ViewSpec(number, fmt, shape, stages, PLAIN, item, operand, precision, cap))
+        item, operand = (
+            getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype)
+        )
+        loops.append(
+            ViewSpec(number, fmt, shape, stages, PLAIN, item, operand, precision, cap)
+        )
     return tuple(loops)

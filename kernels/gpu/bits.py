@@ -29,7 +29,11 @@ MAGIC = "magic"  # chips that flush subnormals
 
 @triton.jit
 def field(
-    words, INDEX: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, SPELLING: tl.constexpr
+    words,
+    INDEX: tl.constexpr,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    SPELLING: tl.constexpr,
 ):
     """words int16 -> fp16 of the same shape: the codes of one field and half, times 1/weight."""
     POSITION: tl.constexpr = INDEX * BITS + HALF * 8
@@ -44,7 +48,12 @@ def field(
             )  # fmt: skip
         elif SHIFT == 0:
             return tl.inline_asm_elementwise(
-                "and.b32 $0, $1, $2;", "=r,r,r", [words, mask], tl.float16, is_pure=True, pack=2
+                "and.b32 $0, $1, $2;",
+                "=r,r,r",
+                [words, mask],
+                tl.float16,
+                is_pure=True,
+                pack=2,
             )
         else:
             return tl.inline_asm_elementwise(

@@ -61,16 +61,24 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     for i in tl.range(whole, whole_end, num_stages=STAGES):
         at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)
         page = tl.load(row_ptr + tl.minimum(i + 1, whole_end - 1))
-        state = add_page(words_ptr + at, query, own, unit, (), state, FMT, SHAPE, SPELLING, CAP)
+        state = add_page(
+            words_ptr + at, query, own, unit, (), state, FMT, SHAPE, SPELLING, CAP
+        )
     gap = whole_end - whole
     rest = end - gap
-    page = tl.load(row_ptr + tl.where(start < whole, start, whole_end), mask=start < rest, other=0)
-    for i in tl.range(start, rest, num_stages=STAGES):  # loads that wait in registers would spill
+    page = tl.load(
+        row_ptr + tl.where(start < whole, start, whole_end), mask=start < rest, other=0
+    )
+    for i in tl.range(
+        start, rest, num_stages=STAGES
+    ):  # loads that wait in registers would spill
         at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)
         after = tl.minimum(i + 1, rest - 1)
         page = tl.load(row_ptr + tl.where(after < whole, after, after + gap))
         seen = (tl.where(i < whole, i, i + gap) * T, lo, hi)
-        state = add_page(words_ptr + at, query, own, unit, seen, state, FMT, SHAPE, SPELLING, CAP)
+        state = add_page(
+            words_ptr + at, query, own, unit, seen, state, FMT, SHAPE, SPELLING, CAP
+        )
 
     m, l, bias, sums = state
     i_out = out[2].to(tl.int64)
@@ -79,7 +87,10 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     o_w = tl.arange(0, triton.next_power_of_2(W))[:, None]
     o = ()
     for f in tl.static_range(FIELDS):
-        b_o = field_values(segment, sums, f, V_SIDE, SHAPE.groups, SPELLING) * inverse[None, :]
+        b_o = (
+            field_values(segment, sums, f, V_SIDE, SHAPE.groups, SPELLING)
+            * inverse[None, :]
+        )
         o = o + (b_o,)
     if FMT.turn is not None:
         o = turn_back(segment, o, FMT, PRECISION)

@@ -70,7 +70,9 @@ def merge_kernel(
     b_o = b_o / tl.where(l > 0, l, 1.0)
     tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=o_d < D)
     if i_part == 0:
-        tl.store(lse_ptr + i_out + tl.arange(0, 1), (m + tl.log2(l)) * 0.6931471805599453)
+        tl.store(
+            lse_ptr + i_out + tl.arange(0, 1), (m + tl.log2(l)) * 0.6931471805599453
+        )
 
 
 def merge(

@@ -50,12 +50,17 @@ def encode_side_kernel(
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves, tl.program_id(2), BLOCKS)
     there = m_r[:, None] & m_c[None, :]
     i_segment = i_page // segment_pages
-    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
+    segment = (
+        segments_ptr + (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
+    )
     channel = o_c
     if not IS_V:
         channel = channels_of(o_c, segment, BAND, FMT)
     p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
-    p_x += o_r[:, None].to(tl.int64) * stride_row + channel[None, :].to(tl.int64) * stride_column
+    p_x += (
+        o_r[:, None].to(tl.int64) * stride_row
+        + channel[None, :].to(tl.int64) * stride_column
+    )
     x = finite(tl.load(p_x, mask=there, other=0.0))
     if FMT.turn is not None and IS_V:
         x = turned(x, segment, FMT)
@@ -69,7 +74,12 @@ def encode_side_kernel(
     missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
     if SIDE.low_rank is not None:
         i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
-        p_out = missing_ptr + i_out + o_r[:, None] * missing_row + o_c[None, :] * missing_column
+        p_out = (
+            missing_ptr
+            + i_out
+            + o_r[:, None] * missing_row
+            + o_c[None, :] * missing_column
+        )
         tl.store(p_out, missing.to(tl.float16), mask=there)
 
 
@@ -94,17 +104,24 @@ def encode(
     if n:
         where = target or in_order(blocks)
         needed = 2 if fmt.k.low_rank is not None else 0
-        missing = torch.empty(needed, heads, n, head_dim, dtype=torch.float16, device=k.device)
+        missing = torch.empty(
+            needed, heads, n, head_dim, dtype=torch.float16, device=k.device
+        )
         gone = None
         if absent is not None:
             gone, group = absent.contiguous().view(torch.uint8), fmt.k.scale.group
-            k, v = (quantize.with_group_means(quantize.finite(x), absent, group) for x in (k, v))
+            k, v = (
+                quantize.with_group_means(quantize.finite(x), absent, group)
+                for x in (k, v)
+            )
         for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
             if side.rotation:
                 x = _rotate(x, side.rotation, segments, cut)
             left = missing[i] if needed else x
             for band in range(1 if i else len(fmt.k_sides)):
-                _encode_side(x, i == 1, band, fmt, where, segments, left, gone, cut.tokens)
+                _encode_side(
+                    x, i == 1, band, fmt, where, segments, left, gone, cut.tokens
+                )
         if needed:
             encode_low_rank(missing, where, segments, fmt, cut)
     return blocks, segments if fmt.segment_bytes else None
@@ -144,7 +161,9 @@ def _share_scales(x: Tensor, side: Side, segments: Tensor, tokens: int) -> None:
     assert side.scale.zero is not None
     for i, part in enumerate(quantize.finite(x).split(tokens, 1)):
         found = quantize.quantize(part, part.shape[1], side.bits)[1:]
-        for offset, numbers in zip((side.scale.scale, side.scale.zero), found, strict=True):
+        for offset, numbers in zip(
+            (side.scale.scale, side.scale.zero), found, strict=True
+        ):
             shared.plane(torch.float16, offset, side.scale_shape)[i].copy_(numbers)
 
 
@@ -163,12 +182,18 @@ def encode_blocks(side: Side) -> int:
     return triton.next_power_of_2(triton.cdiv(side.rows * side.columns, fitting))
 
 
-def _rotate(x: Tensor, turn: BlockRotation, segments: Tensor, cut: Segmentation) -> Tensor:
+def _rotate(
+    x: Tensor, turn: BlockRotation, segments: Tensor, cut: Segmentation
+) -> Tensor:
     """T_L of x [H, n, D] fp32, by the T_S of each segment."""
-    matrices = DenseBlocks(segments).plane(torch.float16, turn.matrix, (turn.block, turn.block))
+    matrices = DenseBlocks(segments).plane(
+        torch.float16, turn.matrix, (turn.block, turn.block)
+    )
     parts = quantize.finite(x).split(cut.tokens, 1)
     if cut.frozen is None:
         for part, matrix in zip(parts, matrices, strict=True):
             matrix.copy_(rotation(part, turn.block))
-    turned = [unrotate(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
+    turned = [
+        unrotate(part, matrix) for part, matrix in zip(parts, matrices, strict=True)
+    ]
     return torch.cat(turned, 1)

@@ -14,7 +14,9 @@ from disagg.kernels.reference import quantize
 LARGEST = tl.constexpr(65504.0)  # of fp16
 SMALLEST_SCALE = tl.constexpr(2.0**-24)
 SHARES = quantize.SHARES
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
+ROUND = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: adding and subtracting it rounds half to even
 
 
 @triton.jit
@@ -58,7 +60,9 @@ def group_scale(x, own, AXIS: tl.constexpr, SIDE: tl.constexpr):
     largest = tl.maximum(tl.abs(low), tl.abs(high))
     if SIDE.scale.zero is None:
         LIMIT: tl.constexpr = (1 << (SIDE.bits - 1)) - 1
-        scale = tl.maximum(tl.div_rn(largest, LIMIT * 1.0), SMALLEST_SCALE).to(tl.float16)
+        scale = tl.maximum(tl.div_rn(largest, LIMIT * 1.0), SMALLEST_SCALE).to(
+            tl.float16
+        )
         zero = tl.full(scale.shape, SIDE.scale.center, tl.float16)
     else:
         LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
@@ -87,7 +91,9 @@ def fitted_codes(x, SIDE: tl.constexpr):
     low, high = tl.min(x, 1), tl.max(x, 1)
     width = (high - low) * SHARE
     largest = tl.maximum(tl.abs(low), tl.abs(high)) * (1.0 / 1024)
-    step = tl.maximum(tl.maximum(tl.div_rn(width, LEVELS * 1.0), largest), SMALLEST_SCALE)
+    step = tl.maximum(
+        tl.maximum(tl.div_rn(width, LEVELS * 1.0), largest), SMALLEST_SCALE
+    )
     start = (low + high) * 0.5 - width * 0.5
     inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
     u = (x - start[:, None, :]) * inverse[:, None, :]
@@ -153,7 +159,9 @@ def encode_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.conste
         means = x
         if SIDE.sparse is not None:
             picks, means = choose_outliers(x, there, SIDE)
-        codes, seen = quantize_tile(means, there, row, column, m_r, m_c, block, segment, SIDE)
+        codes, seen = quantize_tile(
+            means, there, row, column, m_r, m_c, block, segment, SIDE
+        )
         store_words(block, codes, row, column, SIDE)
         missing = x - seen
         if SIDE.sparse is not None:
@@ -172,7 +180,9 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
     if SIDE.scale.shared:
         p_scale = at(segment, SIDE.scale.scale, tl.float16) + column
         scale = tl.load(p_scale, mask=m_c, other=1.0)
-        zero = tl.load(at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0)
+        zero = tl.load(
+            at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0
+        )
         code, seen = codes_with(x, scale, zero, 0, SIDE)
         code = tl.where(there, code, 0)
     elif is_padded(SIDE.rows // SIDE.fields) or is_padded(SIDE.columns // SIDE.halves):
@@ -192,7 +202,9 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
         groups = tl.reshape(x, [COUNT, SIDE.scale.group, x.shape[1]])
         code, scale, zero = fitted_codes(groups, SIDE)
         o_g = tl.arange(0, COUNT)[:, None]
-        store_scales(block, scale, zero, o_g, column[None, :], column[None, :] >= 0, SIDE)
+        store_scales(
+            block, scale, zero, o_g, column[None, :], column[None, :] >= 0, SIDE
+        )
         code, seen = tl.reshape(code, x.shape), x
     else:
         COUNT: tl.constexpr = LENGTH // SIDE.scale.group
@@ -203,7 +215,9 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
         else:
             groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
             g, lane = o_g[None, :], row[:, None]
-        scale, zero = group_scale(groups, tl.full(groups.shape, 1, tl.int1), AXIS + 1, SIDE)
+        scale, zero = group_scale(
+            groups, tl.full(groups.shape, 1, tl.int1), AXIS + 1, SIDE
+        )
         store_scales(block, scale, zero, g, lane, lane >= 0, SIDE)
         code, seen = codes_with(groups, scale, zero, AXIS + 1, SIDE)
         code, seen = tl.reshape(code, x.shape), tl.reshape(seen, x.shape)
@@ -261,7 +275,11 @@ def store_float8(x, there, row, column, block, SIDE: tl.constexpr):
     tl.store(p_scale, tl.where(o_scale == 0, scale, 0.0))
     x = tl.div_rn(x, tl.zeros(x.shape, tl.float32) + scale)
     codes = float8_bits(tl.minimum(tl.maximum(x, -448.0), 448.0)).to(tl.uint8)
-    tl.store(block + SIDE.codes + row[:, None] * SIDE.columns + column[None, :], codes, mask=there)
+    tl.store(
+        block + SIDE.codes + row[:, None] * SIDE.columns + column[None, :],
+        codes,
+        mask=there,
+    )
 
 
 @triton.jit

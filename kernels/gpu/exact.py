@@ -55,12 +55,16 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     D_PAD: tl.constexpr = max(16, triton.next_power_of_2(D))  # as tl.dot wants
     C: tl.constexpr = LOOP.shape.columns
     TILE: tl.constexpr = FMT.strips * FMT.tile_pages * STRIP
-    HIDES: tl.constexpr = not FMT.counted or D > NARROW  # one loop, in which tokens are hidden
+    HIDES: tl.constexpr = (
+        not FMT.counted or D > NARROW
+    )  # one loop, in which tokens are hidden
     arena_ptr = arena_ptr.to(tl.pointer_type(LOOP.item), bitcast=True)
     limit = last_slot(hi, width, FMT)
     factor, unit = query_unit(p_q, m_c, scale, D)
     o_d = tl.arange(0, D_PAD)
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
+    b_q = tl.load(
+        p_q[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0
+    )
     q = operands(tl.trans(b_q.to(tl.float32) * factor[:, None]), OPERAND)
     m, l = empty_softmax(STRIP, C)
     state = (m, l, tl.zeros([D_PAD, C], tl.float32))
@@ -119,7 +123,10 @@ def addresses(block_ptr, pages, FMT: tl.constexpr):
     ITEM: tl.constexpr = block_ptr.dtype.element_ty.primitive_bitwidth // 8
     blocks = ()
     for j in tl.static_range(len(pages)):
-        o_strip = pages[j].to(tl.int64) * (128 // ITEM) + j % FMT.strips * STRIP * FMT.head_dim
+        o_strip = (
+            pages[j].to(tl.int64) * (128 // ITEM)
+            + j % FMT.strips * STRIP * FMT.head_dim
+        )
         blocks = blocks + (block_ptr + o_strip,)
     return blocks
 
@@ -146,7 +153,9 @@ def add_tile(
     for j in tl.static_range(len(blocks)):
         m_t = j % FMT.strips * STRIP + o_t < FMT.slots
         m_k = m_t[:, None] & (o_d < D)[None, :]
-        b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, m_k, WHOLE).to(OPERAND)  # [16, D]
+        b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, m_k, WHOLE).to(
+            OPERAND
+        )  # [16, D]
         b_s = tl.dot(b_k, q[0], input_precision=PRECISION)
         for i in tl.static_range(1, len(q)):
             b_s = tl.dot(b_k, q[i], b_s, input_precision=PRECISION)
@@ -160,7 +169,9 @@ def add_tile(
     for j in tl.static_range(len(blocks)):
         m_t = j % FMT.strips * STRIP + o_t < FMT.slots
         m_v = (o_d < D)[:, None] & m_t[None, :]
-        b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, m_v, WHOLE).to(OPERAND)  # [D, 16]
+        b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, m_v, WHOLE).to(
+            OPERAND
+        )  # [D, 16]
         terms = operands(p[j], OPERAND)
         for i in tl.static_range(len(terms)):
             b_o = tl.dot(b_v, terms[i], b_o, input_precision=PRECISION)
@@ -210,7 +221,9 @@ def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
         o_strip = o_s // STRIP
         page = tl.where(o_strip == 0, pages[0], pages[1])
         if len(pages) == 4:
-            page = tl.where(o_strip == 2, pages[2], tl.where(o_strip == 3, pages[3], page))
+            page = tl.where(
+                o_strip == 2, pages[2], tl.where(o_strip == 3, pages[3], page)
+            )
         o_slot = o_strip % STRIPS * STRIP + o_s % STRIP
         first = (i_tile * FMT.tile_pages + o_strip // STRIPS) * FMT.tokens
         p_at = where_ptr + page.to(tl.int64) * 32 + FMT.positions // 4 + o_slot

@@ -20,14 +20,22 @@ from disagg.kernels.formats import PageFormat
 from disagg.kernels.gpu.encode_tiles import at
 from disagg.kernels.sealing import HEAD_STRIDE, STRETCH_TOKENS, Segmentation, Target
 
-WIDTH = tl.constexpr(16)  # columns of a factor: ranks are padded to what a tensor core takes
+WIDTH = tl.constexpr(
+    16
+)  # columns of a factor: ranks are padded to what a tensor core takes
 WARPS = 8
 STRIDE = tl.constexpr(HEAD_STRIDE)
 STRETCH = tl.constexpr(STRETCH_TOKENS)
-BUFFERED = tl.constexpr(64 * 128)  # numbers of a page of which two are loaded ahead, not one
-INDEPENDENT = tl.constexpr(1e-13)  # of a squared length: a column with less left is in the others
+BUFFERED = tl.constexpr(
+    64 * 128
+)  # numbers of a page of which two are loaded ahead, not one
+INDEPENDENT = tl.constexpr(
+    1e-13
+)  # of a squared length: a column with less left is in the others
 LONGEST = tl.constexpr(16.0)  # of a vector of 256 numbers in [-1, 1]
-FAINTEST = tl.constexpr(1e-7)  # of the largest squared length: what rounding leaves of nothing
+FAINTEST = tl.constexpr(
+    1e-7
+)  # of the largest squared length: what rounding leaves of nothing
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -45,7 +53,9 @@ def low_rank_kernel(
     RANK: tl.constexpr = FMT.k.low_rank.rank
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     STAGES: tl.constexpr = 3 if T * D_PAD <= BUFFERED else 2
-    tl.static_assert(RANK <= WIDTH and D <= 256, "a factor has 16 columns of 256 at most")
+    tl.static_assert(
+        RANK <= WIDTH and D <= 256, "a factor has 16 columns of 256 at most"
+    )
     i_segment, i_head, i_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     o_d, o_r, o_t = tl.arange(0, D_PAD), tl.arange(0, WIDTH), tl.arange(0, T)
@@ -65,7 +75,9 @@ def low_rank_kernel(
     q, b = factors(q, z, tl.sqrt(length.to(tl.float32)), RANK)
     offset = base + i_head.to(tl.int64) * FMT.block_bytes
     if FMT.k.low_rank.shared:
-        home = segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
+        home = (
+            segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
+        )
     else:
         home = bytes_ptr + tl.load(pages_ptr + i_segment).to(tl.int64) * unit + offset
     home += tl.where(i_side == 0, FMT.k.low_rank.b, FMT.v.low_rank.b)
@@ -91,7 +103,9 @@ def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
     o_r = tl.arange(0, WIDTH)[None, :]
     x = tl.trans(x_t)
     most = power_above(x_t.to(tl.float32)) * LONGEST
-    q = tl.where(m_d[:, None] & (o_r < RANK), uniform(seed, o_d[:, None] * RANK + o_r), 0.0)
+    q = tl.where(
+        m_d[:, None] & (o_r < RANK), uniform(seed, o_d[:, None] * RANK + o_r), 0.0
+    )
     q /= LONGEST
     for _ in range(2):
         z = transposed_times(x, transposed_times(x_t, q, 1.0), most)
@@ -186,7 +200,9 @@ def orthonormal(b, RANK: tl.constexpr):
     for j in range(RANK):
         x = tl.sum(tl.where(o_r == j, b, 0.0), 1)
         size = tl.sum(x * x, 0)
-        for _ in tl.static_range(2):  # the second time takes away what rounding left of the first
+        for _ in tl.static_range(
+            2
+        ):  # the second time takes away what rounding left of the first
             x -= tl.sum(q * tl.sum(q * x[:, None], 0)[None, :], 1)
         left = tl.sum(x * x, 0)
         x *= tl.where(left > size * INDEPENDENT, tl.rsqrt(tl.maximum(left, 1e-30)), 0.0)
@@ -205,7 +221,9 @@ def factors(q, z, size, RANK: tl.constexpr):
     gram = tl.zeros([WIDTH, WIDTH], tl.float32)
     for j in range(RANK):
         column = tl.sum(tl.where((o_r == j)[None, :], q, 0.0), 1)
-        gram = tl.where((o_r == j)[:, None], tl.sum(column[:, None] * z, 0)[None, :], gram)
+        gram = tl.where(
+            (o_r == j)[:, None], tl.sum(column[:, None] * z, 0)[None, :], gram
+        )
     floor = tl.maximum(tl.max(tl.max(gram, 1), 0) * FAINTEST, 1e-30)
     w = tl.zeros(gram.shape, tl.float32)
     a, b = tl.zeros(q.shape, tl.float32), tl.zeros(z.shape, tl.float32)

@@ -35,7 +35,9 @@ NVIDIA = torch.version.hip is None
 NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
 AMD_COLUMNS = 16
 TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
-NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
+NVIDIA_SHARED_BYTES = (
+    96 << 10
+)  # what consumer chips have too; data-centre chips have twice that
 AMD_SHARED_BYTES = 64 << 10
 MAX_SLOTS = 2  # sparse ones of a column, beside codes and low rank
 MAX_GRID = 65_535  # programs along the last axis
@@ -89,7 +91,11 @@ def compile_options(fmt: LoopFormat, nvidia: bool) -> dict[str, int | bool]:
     Left alone, ptxas stops at 168 registers for some kernels and spills (Triton 3.9).
     """
     options: dict[str, int | bool] = {"num_warps": 1, "enable_fp_fusion": True}
-    return options | {"num_warps": tile_of(fmt).warps, "maxnreg": 255} if nvidia else options
+    return (
+        options | {"num_warps": tile_of(fmt).warps, "maxnreg": 255}
+        if nvidia
+        else options
+    )
 
 
 def warps_of(head_dim: int, banded: bool = False) -> int:
@@ -116,10 +122,18 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
 def is_supported(fmt: PageFormat) -> bool:
     """Whether the kernel attends to such pages; the reference does to any."""
     k, v = fmt.k, fmt.v
-    if v.scale.by == "row" or v.scale.shared or (v.scale.by == "block" and v.scale.center):
+    if (
+        v.scale.by == "row"
+        or v.scale.shared
+        or (v.scale.by == "block" and v.scale.center)
+    ):
         return False
     if fmt.turn:
-        return fmt.tokens == 64 and fmt.head_dim <= 256 and fmt.head_dim & (fmt.head_dim - 1) == 0
+        return (
+            fmt.tokens == 64
+            and fmt.head_dim <= 256
+            and fmt.head_dim & (fmt.head_dim - 1) == 0
+        )
     if k.scale.by == "column" and k.fields % (k.rows // k.scale.group):
         return False
     if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
@@ -139,7 +153,9 @@ def converts_float8(device: torch.device) -> bool:
 def check_tables(*tables: Tensor | None) -> None:
     """Refuse what a kernel would misread."""
     for x in tables:
-        if x is not None and not (x.is_contiguous() and x.dtype in (torch.float32, torch.int32)):
+        if x is not None and not (
+            x.is_contiguous() and x.dtype in (torch.float32, torch.int32)
+        ):
             raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
 
 
@@ -184,7 +200,10 @@ class Span:
     @classmethod
     def of(cls, table: Table) -> "Span":
         """What a table shows; a GPU is asked for the lengths in its own."""
-        shared = (None if x is None else x.cpu().numpy() for x in (table.owner, table.segments))
+        shared = (
+            None if x is None else x.cpu().numpy()
+            for x in (table.owner, table.segments)
+        )
         first, end = table.lo.amin(1).cpu().numpy(), table.hi.amax(1).cpu().numpy()
         fmt, most = table.fmt, table.pages.shape[1] * table.fmt.tokens
         if isinstance(fmt, ExactFormat) and fmt.side is not None:
@@ -201,7 +220,9 @@ class Span:
 
     def units(self, programs: int) -> Ints:
         """Sequence, first and end tile and segment of each unit: [U, 4] int32."""
-        first = self.lo // self.tile.tokens if self.tile.counted else np.zeros_like(self.lo)
+        first = (
+            self.lo // self.tile.tokens if self.tile.counted else np.zeros_like(self.lo)
+        )
         end = np.where(self.hi > self.lo, -(-self.hi // self.tile.tokens), first)
         batch = np.arange(len(self.lo))
         ids = np.zeros_like(batch)
@@ -220,10 +241,14 @@ class Span:
         return np.stack([batch[run], start, stop, ids[run]], 1).astype(np.int32)
 
 
-def units_of_spans(spans: Sequence[Span], heads: int, device: torch.device) -> tuple[Ints, Ints]:
+def units_of_spans(
+    spans: Sequence[Span], heads: int, device: torch.device
+) -> tuple[Ints, Ints]:
     """The tables of `WorkPlan` over all views, int32."""
     programs, batch = _programs(spans, heads, device), len(spans[0].lo)
-    units = np.concatenate([np.insert(x.units(programs), 0, i, 1) for i, x in enumerate(spans)])
+    units = np.concatenate(
+        [np.insert(x.units(programs), 0, i, 1) for i, x in enumerate(spans)]
+    )
     units = units[np.argsort(units[:, 1], kind="stable")]
     starts = np.zeros(batch + 1, dtype=np.int32)
     starts[1:] = np.cumsum(np.bincount(units[:, 1], minlength=batch))
@@ -262,7 +287,11 @@ def _runs(owner: Ints, first: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Row, first and end page of runs of equal owners, from page first[b] to end[b] of row b."""
     page = np.arange(owner.shape[1])
     begins = np.diff(owner, prepend=-1) != 0
-    begins = (begins | (page == first[:, None])) & (page >= first[:, None]) & (page < end[:, None])
+    begins = (
+        (begins | (page == first[:, None]))
+        & (page >= first[:, None])
+        & (page < end[:, None])
+    )
     batch, starts = np.nonzero(begins)
     follows = np.append(batch[1:] == batch[:-1], False)  # another one in the same row
     return batch, starts, np.where(follows, np.append(starts[1:], 0), end[batch])
@@ -285,7 +314,9 @@ def _is_turnable(side: Side, head_dim: int) -> bool:
 
 def check_slots(fmt: PageFormat) -> None:
     """Refuse sparse slots whose loop over pages does not fit the registers of an NVIDIA GPU."""
-    slots = max((side.sparse.slots for side in (fmt.k, fmt.v) if side.sparse), default=0)
+    slots = max(
+        (side.sparse.slots for side in (fmt.k, fmt.v) if side.sparse), default=0
+    )
     if slots > MAX_SLOTS:
         raise ValueError(
             f"{slots} sparse slots for each column of a page; {MAX_SLOTS} fit the registers of a "
@@ -299,4 +330,6 @@ def check_tile(fmt: ExactFormat) -> None:
     if fmt.slots > most:
         raise ValueError(f"pages of {fmt.slots} slots; at most {most} are known")
     if fmt.counted and fmt.slots != fmt.strips * STRIP:
-        raise ValueError(f"{fmt.slots} slots without positions; whole strips are wanted")
+        raise ValueError(
+            f"{fmt.slots} slots without positions; whole strips are wanted"
+        )

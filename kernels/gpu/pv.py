@@ -14,7 +14,14 @@ import triton.language as tl
 from disagg.kernels.formats import Side
 from disagg.kernels.gpu.qk import codes_of, load_codes, load_factor, two_rows, weight_of
 from disagg.kernels.gpu.sparse import sparse_sums
-from disagg.kernels.gpu.tiles import P_BIAS, as_scales, first_of, in_halves, load_tile, settle
+from disagg.kernels.gpu.tiles import (
+    P_BIAS,
+    as_scales,
+    first_of,
+    in_halves,
+    load_tile,
+    settle,
+)
 
 
 @triton.jit
@@ -36,7 +43,9 @@ def empty_sums(C: tl.constexpr, X: tl.constexpr, SIDE: tl.constexpr):
 @triton.jit
 def load_block_scale(block, SIDE: tl.constexpr):
     """The one fp32 scale of a side."""
-    return tl.load((block + SIDE.scale.scale // 2).to(tl.pointer_type(tl.float32), bitcast=True))
+    return tl.load(
+        (block + SIDE.scale.scale // 2).to(tl.pointer_type(tl.float32), bitcast=True)
+    )
 
 
 @triton.jit
@@ -52,7 +61,9 @@ def value_bias(block, bias, SIDE: tl.constexpr):
         p_delta = as_scales(block, SIDE.sparse.delta)
         more = magnitudes(p_delta, SIDE.columns * SIDE.sparse.slots)
         if SIDE.scale.by == "column" and more.shape[0] == tops.shape[0]:
-            top = tl.max(tl.maximum(tops, more), 0).to(tl.float32)  # across threads only once
+            top = tl.max(tl.maximum(tops, more), 0).to(
+                tl.float32
+            )  # across threads only once
         else:
             top = tl.maximum(top, tl.max(more, 0).to(tl.float32))
     above = (top.to(tl.int32, bitcast=True) >> 23) - 126  # top < 2**above
@@ -87,7 +98,9 @@ def add_values(
     halves = in_halves(p.to(tl.float16), SIDE.halves)
     copies, weighted, o_new, z_new, y_new = (), (), (), (), ()
     for j in tl.static_range(HALVES):
-        if X == 1:  # without `settle` each product would bring p through shared memory anew
+        if (
+            X == 1
+        ):  # without `settle` each product would bring p through shared memory anew
             copies = copies + (settle(halves[j]),)
         else:
             b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
@@ -102,7 +115,9 @@ def add_values(
             o_new = o_new + (o[f] * decay,)
     b_words = load_codes(block, 0, 1, SIDE)
     if SIDE.scale.by == "block":
-        weighted = (in_halves((p * load_block_scale(block, SIDE)).to(tl.float16), SIDE.halves),)
+        weighted = (
+            in_halves((p * load_block_scale(block, SIDE)).to(tl.float16), SIDE.halves),
+        )
     else:
         Y: tl.constexpr = groups_in_rows(X, C, SIDE)
         for g in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
@@ -146,7 +161,9 @@ def add_product(block, x, o, SIDE: tl.constexpr, SPELLING: tl.constexpr):
     for f in tl.static_range(len(o)):
         p_b = as_scales(block, SIDE.low_rank.b) + (f * W + o_w) * RANK + o_r
         b_b = tl.load(p_b, mask=(o_r < RANK) & (o_w < W), other=0.0)
-        added = added + (o[f] + tl.dot(b_b, b_y) * (SIDE.columns / weight_of(f, SIDE, SPELLING)),)
+        added = added + (
+            o[f] + tl.dot(b_b, b_y) * (SIDE.columns / weight_of(f, SIDE, SPELLING)),
+        )
     return added
 
 
@@ -176,7 +193,9 @@ def add_sparse(
 
 
 @triton.jit
-def add_fields(words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def add_fields(
+    words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+):
     """The fields o [W, C * X] plus what their codes add.
 
     words: [W, U]; weighted: what `weigh` returned for every X groups
@@ -203,7 +222,12 @@ def add_fields(words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, SPELLING
 
 @triton.jit
 def field_values(
-    segment, sums, f: tl.constexpr, SIDE: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr
+    segment,
+    sums,
+    f: tl.constexpr,
+    SIDE: tl.constexpr,
+    X: tl.constexpr,
+    SPELLING: tl.constexpr,
 ):
     """The sums of field f, out of code units and complete: channels f * W + w, [W, C] fp32."""
     W: tl.constexpr = SIDE.rows // SIDE.fields
@@ -220,7 +244,9 @@ def field_values(
         o_row = tl.arange(0, 16)[:, None, None]
         for g in tl.static_range(FIRST, LAST + 1):
             own = (o_row == g % Y * (16 // Y)) & (o_x == g % X)
-            b_z = tl.sum(tl.sum(tl.where(own, tl.reshape(z[g // X], [16, C, X]), 0.0), 2), 0)
+            b_z = tl.sum(
+                tl.sum(tl.where(own, tl.reshape(z[g // X], [16, C, X]), 0.0), 2), 0
+            )
             b_o += tl.where((f * W + o_w) // GROUP == g, b_z[None, :], 0.0)
     if len(y) > 0:
         RANK: tl.constexpr = SIDE.low_rank.rank
@@ -232,7 +258,9 @@ def field_values(
         BLOCK: tl.constexpr = SIDE.rotation.block
         tl.static_assert(W % BLOCK == 0, "a field of channels is whole blocks")
         o_v = tl.arange(0, o[f].shape[0])[None, :]
-        p_m = as_scales(segment, SIDE.rotation.matrix) + o_v % BLOCK * BLOCK + o_w % BLOCK
+        p_m = (
+            as_scales(segment, SIDE.rotation.matrix) + o_v % BLOCK * BLOCK + o_w % BLOCK
+        )
         b_m = tl.load(p_m, mask=o_w // BLOCK == o_v // BLOCK, other=0.0).to(tl.float32)
         b_o = tl.dot(b_m, b_o, input_precision="ieee")
     return b_o
@@ -241,7 +269,9 @@ def field_values(
 @triton.constexpr_function
 def groups_in_rows(x: int, columns: int, side: Side) -> int:
     """How many V groups share the rows of a product with zeros: x, or two in place of one."""
-    return 2 if x == 1 and columns == 8 and side.rows // side.scale.group % 2 == 0 else x
+    return (
+        2 if x == 1 and columns == 8 and side.rows // side.scale.group % 2 == 0 else x
+    )
 
 
 @triton.jit
@@ -255,7 +285,9 @@ def weigh(block, g, p, X: tl.constexpr, SIDE: tl.constexpr):
     C: tl.constexpr = p[0].shape[1] // X
     o_t, o_x = tl.arange(0, SIDE.columns)[:, None], tl.arange(0, X)[None, :]
     o_group = (g + o_x) * SIDE.columns
-    b_scale = in_halves(tl.load(as_scales(block, SIDE.scale.scale) + o_group + o_t), HALVES)
+    b_scale = in_halves(
+        tl.load(as_scales(block, SIDE.scale.scale) + o_group + o_t), HALVES
+    )
     weighted = ()
     for j in tl.static_range(HALVES):
         b_x = tl.broadcast_to(b_scale[j][:, None, :], [U, C, X])
@@ -281,8 +313,12 @@ def zero_rows(block, g, C: tl.constexpr, Y: tl.constexpr, SIDE: tl.constexpr):
         if SIDE.scale.zero is None:
             b_zero = tl.full([SIDE.columns, Y], SIDE.scale.center, tl.float16)
         else:
-            b_zero = tl.load(as_scales(block, SIDE.scale.zero) + (g + o_y) * SIDE.columns + o_t)
+            b_zero = tl.load(
+                as_scales(block, SIDE.scale.zero) + (g + o_y) * SIDE.columns + o_t
+            )
         for j in tl.static_range(HALVES):
             b_half = tl.trans(in_halves(b_zero, HALVES)[j])[:, None, :]
-            rows = rows + (tl.reshape(tl.broadcast_to(b_half, [Y, 16 // Y, U]), [16, U]),)
+            rows = rows + (
+                tl.reshape(tl.broadcast_to(b_half, [Y, 16 // Y, U]), [16, U]),
+            )
     return rows

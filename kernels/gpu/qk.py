@@ -65,7 +65,13 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
 
 @triton.jit
 def load_parts(
-    p_q, m_c, scale, segment, COPIES: tl.constexpr, BAND: tl.constexpr, FMT: tl.constexpr
+    p_q,
+    m_c,
+    scale,
+    segment,
+    COPIES: tl.constexpr,
+    BAND: tl.constexpr,
+    FMT: tl.constexpr,
 ):
     """The channels of q that columns of a band hold, scaled: fp32 [C, H] for each of its parts."""
     SIDE: tl.constexpr = side_of(FMT, BAND)
@@ -75,7 +81,9 @@ def load_parts(
     parts = ()
     for j in tl.static_range(PARTS):
         channel = channels_of(j * H + o_h, as_bytes(segment, 0), BAND, FMT)[None, :]
-        b_q = tl.load(p_q[:, None] + channel, mask=m_c[:, None] & (o_h < H)[None, :], other=0.0)
+        b_q = tl.load(
+            p_q[:, None] + channel, mask=m_c[:, None] & (o_h < H)[None, :], other=0.0
+        )
         b_q = b_q.to(tl.float32) * (scale * 1.4426950408889634)
         if SIDE.rotation is not None:
             b_q = rotate_rows(b_q, segment, SIDE)
@@ -88,7 +96,9 @@ def operand(parts, unit, COPIES: tl.constexpr):
     """fp16 [H, C * COPIES] of each of the parts [C, H] of q, in a unit [C]."""
     q = ()
     for j in tl.static_range(len(parts)):
-        q = q + (tl.trans(repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES)),)
+        q = q + (
+            tl.trans(repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES)),
+        )
     return q
 
 
@@ -118,7 +128,9 @@ def rotate_rows(x, segment, SIDE: tl.constexpr):
     BLOCK: tl.constexpr = SIDE.rotation.block
     tl.static_assert(x.shape[1] % BLOCK == 0, "a half of the channels is whole blocks")
     o_b = tl.arange(0, BLOCK)
-    b_m = tl.load(as_scales(segment, SIDE.rotation.matrix) + o_b[None, :] * BLOCK + o_b[:, None])
+    b_m = tl.load(
+        as_scales(segment, SIDE.rotation.matrix) + o_b[None, :] * BLOCK + o_b[:, None]
+    )
     rows = tl.reshape(x, [x.shape[0] * (x.shape[1] // BLOCK), BLOCK])
     turned = tl.dot(rows, b_m.to(tl.float32), input_precision="ieee")
     return tl.reshape(turned, [x.shape[0], x.shape[1]])
@@ -166,7 +178,9 @@ def fold_scale(block, g, q, SIDE: tl.constexpr):
 
 
 @triton.jit
-def two_rows(block, first, apart, H: tl.constexpr, H_PAD: tl.constexpr, SIDE: tl.constexpr):
+def two_rows(
+    block, first, apart, H: tl.constexpr, H_PAD: tl.constexpr, SIDE: tl.constexpr
+):
     """A tensor-core operand of zeros [16, H_PAD] fp16: 8 equal rows, and 8 others that are equal.
 
     H zeros from `first` on, and as many from `apart` behind it. Were all 16 rows equal, two moves
@@ -243,7 +257,9 @@ def load_codes(block, j, PARTS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def codes_of(words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def codes_of(
+    words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+):
     """The codes of one field and half as fp16, times 1 / weight_of."""
     if SIDE.floating:
         return float8(words, SPELLING)
@@ -261,7 +277,9 @@ def weight_of(f: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
 
 
 @triton.jit
-def page_scores(block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr):
+def page_scores(
+    block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr
+):
     """q.k of one page: [T, C] fp32; -inf for tokens that are not there.
 
     block:  int16 pointer to the page's block
@@ -280,7 +298,9 @@ def page_scores(block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPEL
         if COPIES == 1:
             s = sparse_sums(block, q[0], (s,), own[0], own[2], 1, 1, SIDE, SPELLING)[0]
         else:
-            b_parts = sparse_sums(block, q[0], (), own[0], own[2], COPIES, COPIES, SIDE, SPELLING)
+            b_parts = sparse_sums(
+                block, q[0], (), own[0], own[2], COPIES, COPIES, SIDE, SPELLING
+            )
             s += stack(b_parts, COPIES)
     if FMT.valid is not None:
         b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
@@ -307,7 +327,9 @@ def column_scores(
         fields = band_scores(block, q[i], (), fields, side_of(FMT, i), SPELLING)
     s = ()
     for f in tl.static_range(FIELDS):
-        s = s + (fields[f] if SIDE.low_rank is not None else first_of(fields[f], COPIES),)
+        s = s + (
+            fields[f] if SIDE.low_rank is not None else first_of(fields[f], COPIES),
+        )
     s = stack(s, SIDE.fields)
     if SIDE.low_rank is not None and SIDE.low_rank.shared:
         s = first_of(tl.dot(repeat_factor(block, SIDE, SIDE.rows), low[0], s), COPIES)
@@ -330,8 +352,12 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr)
         H: tl.constexpr = SIDE.columns // PARTS
         b_bias = tl.zeros(s[0].shape, tl.float32)
         for j in tl.static_range(PARTS):
-            b_mean = tl.load(as_scales(block, SIDE.scale.scale) + j * H + tl.arange(0, H))
-            b_bias = tl.dot(tl.broadcast_to(b_mean[None, :], [s[0].shape[0], H]), q[j], b_bias)
+            b_mean = tl.load(
+                as_scales(block, SIDE.scale.scale) + j * H + tl.arange(0, H)
+            )
+            b_bias = tl.dot(
+                tl.broadcast_to(b_mean[None, :], [s[0].shape[0], H]), q[j], b_bias
+            )
         for f in tl.static_range(len(s)):
             added = added + (s[f] + b_bias,)
     else:
@@ -356,14 +382,18 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr)
 
 
 @triton.jit
-def row_scores(block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def row_scores(
+    block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+):
     """Codes with scales by row, or one for all: the sum over each group of columns is scaled."""
     HALVES: tl.constexpr = SIDE.halves
     FIELDS: tl.constexpr = SIDE.fields
     H: tl.constexpr = SIDE.columns // SIDE.halves
     words = load_codes(block, 0, 1, SIDE)
     R: tl.constexpr = words.shape[0]
-    GROUPS: tl.constexpr = SIDE.columns // SIDE.scale.group if SIDE.scale.by == "row" else 1
+    GROUPS: tl.constexpr = (
+        SIDE.columns // SIDE.scale.group if SIDE.scale.by == "row" else 1
+    )
     o_r = tl.arange(0, SIDE.rows)
     ROWS: tl.constexpr = SIDE.rows
     s = tl.zeros([ROWS, q[0].shape[1] // COPIES], tl.float32)
@@ -374,22 +404,31 @@ def row_scores(block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLIN
             for j in tl.static_range(HALVES):
                 if GROUPS == 1:
                     b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), q[j], b_s)
-                elif j * H < (g + 1) * SIDE.scale.group and g * SIDE.scale.group < (j + 1) * H:
+                elif (
+                    j * H < (g + 1) * SIDE.scale.group
+                    and g * SIDE.scale.group < (j + 1) * H
+                ):
                     b_q = in_group(q[j], j, g, SIDE)
                     b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q, b_s)
             fields = fields + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING),)
         b_s = stack(fields, SIDE.fields)
         if SIDE.scale.by == "block":
-            p_scale = (block + SIDE.scale.scale // 2).to(tl.pointer_type(tl.float32), bitcast=True)
+            p_scale = (block + SIDE.scale.scale // 2).to(
+                tl.pointer_type(tl.float32), bitcast=True
+            )
             s += b_s * tl.load(p_scale)
         else:
             b_sum = first_of(sums[g][None, :], COPIES)
             o_group = g * SIDE.rows + o_r
-            b_scale = tl.load(as_scales(block, SIDE.scale.scale) + o_group).to(tl.float32)
+            b_scale = tl.load(as_scales(block, SIDE.scale.scale) + o_group).to(
+                tl.float32
+            )
             if SIDE.scale.zero is None:
                 b_s += b_sum * SIDE.scale.center
             else:
-                b_zero = tl.load(as_scales(block, SIDE.scale.zero) + o_group).to(tl.float32)
+                b_zero = tl.load(as_scales(block, SIDE.scale.zero) + o_group).to(
+                    tl.float32
+                )
                 b_s += b_zero[:, None] * b_sum
             s += b_s * b_scale[:, None]
     return s
@@ -430,4 +469,6 @@ def repeat_factor(block, SIDE: tl.constexpr, T: tl.constexpr):
         b_a = tl.broadcast_to(tl.reshape(b_a, [T, 1, RANK]), [T, 16 // RANK, RANK])
         return tl.reshape(b_a, [T, 16])
     else:
-        return load_factor(block, tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :], SIDE)
+        return load_factor(
+            block, tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :], SIDE
+        )

@@ -20,7 +20,9 @@ import triton.language as tl
 
 from disagg.kernels.gpu.tiles import as_bytes, as_scales, in_halves
 
-BOTH = tl.constexpr(0x10001)  # times a small number: that number in both halves of a register
+BOTH = tl.constexpr(
+    0x10001
+)  # times a small number: that number in both halves of a register
 
 
 @triton.jit
@@ -135,7 +137,9 @@ def load_pairs(block, SIDE: tl.constexpr):
             pairs = pairs + (tl.load(p_index + slot).to(tl.int32) | b_odd << 16,)
     else:
         word: tl.constexpr = tl.uint16 if SLOTS == 1 else tl.uint32
-        p_word = (block + SIDE.sparse.index // 2).to(tl.pointer_type(word), bitcast=True)
+        p_word = (block + SIDE.sparse.index // 2).to(
+            tl.pointer_type(word), bitcast=True
+        )
         b_word = tl.load(p_word + o_pair).to(tl.int32)
         pairs = (b_word | b_word << 8,) if SLOTS == 1 else (b_word, b_word >> 8)
     return pairs
@@ -154,7 +158,12 @@ def equals(x, y, SPELLING: tl.constexpr):
     x, y = tl.broadcast(x, y)
     if SPELLING == "ptx":
         return tl.inline_asm_elementwise(
-            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.float16, is_pure=True, pack=2
+            "set.eq.f16x2.f16x2 $0, $1, $2;",
+            "=r,r,r",
+            [x, y],
+            tl.float16,
+            is_pure=True,
+            pack=2,
         )
     else:
         return (x == y).to(tl.float16)

@@ -36,7 +36,9 @@ FEWER_AT = (4, 8)  # drops from which on the next level will do
 CHUNK_ELEMENTS = 1 << 20  # of K that are worked on at a time
 STRIDE = 32  # tokens with the largest weights, one of each residue class
 EXPONENT_BIAS = 15
-GUARD = 2  # one for an estimate that adds magnitudes, one for the product of two mantissas
+GUARD = (
+    2  # one for an estimate that adds magnitudes, one for the product of two mantissas
+)
 SIGN, EXPONENT = 0x7FFF, 10
 
 
@@ -48,7 +50,9 @@ class Bits:
     v: Tensor
 
 
-def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> tuple[Partial, Bits]:
+def attend(
+    q: Tensor, view: View, scale: float, cap: float = 0.0
+) -> tuple[Partial, Bits]:
     """Attention over bit planes. Arguments and partial result as in `exact.attend`.
 
     As many sequences and KV heads at a time as leave what is made on the way in a cache.
@@ -58,18 +62,25 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> tuple[Parti
     """
     fmt, heads = view.fmt, view.heads
     assert isinstance(fmt, AlignedFormat)
-    group, numbers = q.shape[2] // heads, view.pages.shape[1] * fmt.tokens * fmt.head_dim
+    group, numbers = (
+        q.shape[2] // heads,
+        view.pages.shape[1] * fmt.tokens * fmt.head_dim,
+    )
     some = min(heads, max(1, CHUNK_ELEMENTS // numbers))
     step = max(1, CHUNK_ELEMENTS // (numbers * heads))
     found: list[list[Tensor]] = []
     for row in range(0, q.shape[0], step):
         rows = slice(row, row + step)
-        some_rows = replace(view, pages=view.pages[rows], lo=view.lo[rows], hi=view.hi[rows])
+        some_rows = replace(
+            view, pages=view.pages[rows], lo=view.lo[rows], hi=view.hi[rows]
+        )
         by_heads = []
         for head in range(0, heads, some):
             count, base = min(some, heads - head), view.base + fmt.block_bytes * head
             own = q[rows, :, head * group : (head + count) * group]
-            by_heads.append(_attend(own, replace(some_rows, base=base, heads=count), scale, cap))
+            by_heads.append(
+                _attend(own, replace(some_rows, base=base, heads=count), scale, cap)
+            )
         found.append([torch.cat(x, 2) for x in zip(*by_heads, strict=True)])
     o, lse, k_bits, v_bits = (torch.cat(x) for x in zip(*found, strict=True))
     return (o, lse), Bits(k_bits, v_bits)
@@ -98,19 +109,32 @@ def _attend(
     v_drop = v_drops(p, high, tops_of(blocks, fmt.v_top, fmt.head_dim, pages, group))
     o = columns.new_zeros(())
     for level, share in zip(LEVELS, _by_level(p, v_drop), strict=True):
-        v = read_planes(blocks, fmt, "v", level).flatten(2, 3).to(q.dtype)  # [B, H, PT, D]
+        v = (
+            read_planes(blocks, fmt, "v", level).flatten(2, 3).to(q.dtype)
+        )  # [B, H, PT, D]
         o = o + v.transpose(2, 3) @ share
     m = q.shape[1]
-    return *partial_of(o, lse, m), mean_bits(k_drop, None, m), mean_bits(v_drop, p > 0, m)
+    return (
+        *partial_of(o, lse, m),
+        mean_bits(k_drop, None, m),
+        mean_bits(v_drop, p > 0, m),
+    )
 
 
 def encode(k: Tensor, v: Tensor, fmt: AlignedFormat) -> Tensor:
     """Cut K and V [H, n, D] into planes: [n / tokens, H, block_bytes] u8; exact for fp16 input."""
     heads, n, _ = k.shape
     count = n // fmt.tokens
-    blocks = torch.zeros(count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device)
+    blocks = torch.zeros(
+        count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device
+    )
     for name, x in (("k", k), ("v", v)):
-        words = to_fp16(x).unflatten(1, (count, fmt.tokens)).transpose(0, 1).view(torch.int16)
+        words = (
+            to_fp16(x)
+            .unflatten(1, (count, fmt.tokens))
+            .transpose(0, 1)
+            .view(torch.int16)
+        )
         top = (words & SIGN).amax(2) >> EXPONENT
         if name == "k":
             words = words.transpose(2, 3)
@@ -140,7 +164,8 @@ def read_planes(blocks: Blocks, fmt: AlignedFormat, name: str, bits: int) -> Ten
     if bits == 12:
         return _as_fp16(words | 8)
     return _as_fp16(
-        words | _nibbles(blocks.plane(torch.uint8, getattr(fmt, f"{name}_low"), half).int())
+        words
+        | _nibbles(blocks.plane(torch.uint8, getattr(fmt, f"{name}_low"), half).int())
     )
 
 
@@ -197,7 +222,9 @@ def mean_bits(drop: Tensor, counted: Tensor | None, m: int) -> Tensor:
     return rows_of(mean.unsqueeze(2), m).squeeze(3)
 
 
-def tops_of(blocks: ArenaBlocks, offset: int, head_dim: int, pages: Tensor, group: int) -> Tensor:
+def tops_of(
+    blocks: ArenaBlocks, offset: int, head_dim: int, pages: Tensor, group: int
+) -> Tensor:
     """The largest exponent field of each channel in the pages that a query sees: [B, H, D, N] i32.
 
     offset: of the plane; pages: [B, P, M] bool; group: columns of a query

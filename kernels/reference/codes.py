@@ -49,9 +49,13 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
     assert isinstance(fmt, PageFormat)
     first, last = visible_pages(view, fmt.tokens)
     some = slice(first, last)
-    pages = ArenaBlocks(view.arena, view.pages[:, some], view.base, view.heads, fmt.block_bytes)
+    pages = ArenaBlocks(
+        view.arena, view.pages[:, some], view.base, view.heads, fmt.block_bytes
+    )
     shared = _shared(view, fmt, pages, some)
-    scores = _scores(columns_of(q * scale, view.heads), pages, fmt, shared).flatten(2, 3)
+    scores = _scores(columns_of(q * scale, view.heads), pages, fmt, shared).flatten(
+        2, 3
+    )
     seen = seen_tokens(view, first * fmt.tokens, scores.shape[2])
     if fmt.valid is not None:
         seen = seen & pages.bits(fmt.valid, fmt.tokens).flatten(2).unsqueeze(3)
@@ -61,7 +65,10 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
 
 
 def decode(
-    blocks: Tensor, segments: Tensor | None, fmt: PageFormat, dtype: torch.dtype = torch.float32
+    blocks: Tensor,
+    segments: Tensor | None,
+    fmt: PageFormat,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """What attention sees: blocks [..., block_bytes] u8 -> k', v' [..., tokens, D] of dtype.
 
@@ -132,7 +139,10 @@ def _scores(x: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared) -> 
     if side.rotation:
         vector = rotate(vector, _matrix(side, shared.blocks, x.dtype))
     if side.low_rank:
-        low = _basis(side.low_rank, fmt, shared.blocks, x.dtype).transpose(-1, -2) @ vector
+        low = (
+            _basis(side.low_rank, fmt, shared.blocks, x.dtype).transpose(-1, -2)
+            @ vector
+        )
     if side.scale.shared:
         scales, zeros = shared.blocks.scales(side, x.dtype)
         vector = vector * scales.transpose(-1, -2)
@@ -160,7 +170,10 @@ def _output(p: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared) -> 
     """Weights p [B, H, P, tokens, N] -> the weighted sum of values [B, H, D, N]."""
     side = fmt.v
     batch, heads, _, _, width = p.shape
-    segments, rank = shared.blocks.ids.shape[1], side.low_rank.rank if side.low_rank else 0
+    segments, rank = (
+        shared.blocks.ids.shape[1],
+        side.low_rank.rank if side.low_rank else 0,
+    )
     sums = p.new_zeros(batch, heads, segments, side.rows, width)
     low = p.new_zeros(batch, heads, segments, rank, width)
     for some in page_chunks(blocks.ids, heads * side.rows * side.columns):
@@ -171,7 +184,9 @@ def _output(p: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared) -> 
             add_sparse(out, *pages.sparse(side, p.dtype), weights)
         shared.collect(sums, out, some)
         if side.low_rank:
-            factor = pages.plane(torch.float16, side.low_rank.a, (fmt.tokens, rank)).to(p.dtype)
+            factor = pages.plane(torch.float16, side.low_rank.a, (fmt.tokens, rank)).to(
+                p.dtype
+            )
             shared.collect(low, factor.transpose(-1, -2) @ weights, some)
     if side.rotation:
         sums = rotate(sums, _matrix(side, shared.blocks, p.dtype).transpose(-1, -2))
@@ -192,7 +207,9 @@ def _ordered(x: Tensor, order: Tensor) -> Tensor:
 def _contract_bands(pages: ArenaBlocks, sides: tuple[Side, ...], x: Tensor) -> Tensor:
     """Sum over the columns of all bands: x [..., columns, N] -> [..., rows, N]."""
     total = x.new_zeros(())
-    for side, part in zip(sides, x.split([side.columns for side in sides], -2), strict=True):
+    for side, part in zip(
+        sides, x.split([side.columns for side in sides], -2), strict=True
+    ):
         scales, zeros = pages.scales(side, x.dtype)
         if side.bits:
             codes = pages.codes(side, x.dtype)
@@ -202,7 +219,9 @@ def _contract_bands(pages: ArenaBlocks, sides: tuple[Side, ...], x: Tensor) -> T
     return total
 
 
-def contract(codes: Tensor, scales: Tensor, zeros: Tensor, kind: Scale, x: Tensor) -> Tensor:
+def contract(
+    codes: Tensor, scales: Tensor, zeros: Tensor, kind: Scale, x: Tensor
+) -> Tensor:
     """Sum over columns of scale * (code + zero) * x, never forming scale * (code + zero).
 
     codes:         [..., rows, columns]
@@ -214,7 +233,9 @@ def contract(codes: Tensor, scales: Tensor, zeros: Tensor, kind: Scale, x: Tenso
         groups, rows = scales.shape[-2], codes.shape[-2]
         folded = scales.unsqueeze(-1) * x.unsqueeze(-3)  # [..., groups, columns, N]
         bias = zeros.unsqueeze(-2) @ folded
-        return (codes.unflatten(-2, (groups, rows // groups)) @ folded + bias).flatten(-3, -2)
+        return (codes.unflatten(-2, (groups, rows // groups)) @ folded + bias).flatten(
+            -3, -2
+        )
     groups, columns = scales.shape[-2], codes.shape[-1]
     grouped_x = x.unflatten(-2, (groups, columns // groups))  # [..., groups, group, N]
     grouped = codes.unflatten(-1, (groups, columns // groups)).transpose(-3, -2)
@@ -224,7 +245,9 @@ def contract(codes: Tensor, scales: Tensor, zeros: Tensor, kind: Scale, x: Tenso
 
 def add_sparse(out: Tensor, index: Tensor, delta: Tensor, x: Tensor) -> None:
     """out [..., rows, N] += delta * x at the rows `index` [..., columns, slots] of each column."""
-    terms = (delta.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-3, -2)  # [..., columns * slots, N]
+    terms = (delta.unsqueeze(-1) * x.unsqueeze(-2)).flatten(
+        -3, -2
+    )  # [..., columns * slots, N]
     rows = index.flatten(-2).unsqueeze(-1).expand_as(terms)
     out.scatter_add_(-2, rows, terms)
 

@@ -40,7 +40,11 @@ CHUNK_ELEMENTS = 1 << 17
 
 
 def encode(
-    k: Tensor, v: Tensor, fmt: PageFormat, cut: Segmentation, absent: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat,
+    cut: Segmentation,
+    absent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Seal the pages of consecutive segments, of one layer.
 
@@ -70,7 +74,13 @@ def encode(
     else:
         if fmt.turn and segments is not None:
             k, v = _turned(k, v, fmt.turn, DenseBlocks(segments[0]))
-        sides = [*zip(k.split([side.columns for side in fmt.k_sides], 2), fmt.k_sides, strict=True)]
+        sides = [
+            *zip(
+                k.split([side.columns for side in fmt.k_sides], 2),
+                fmt.k_sides,
+                strict=True,
+            )
+        ]
         step = max(1, CHUNK_ELEMENTS // (heads * fmt.tokens * fmt.head_dim))
         for start in range(0, blocks.shape[0], step):
             part = slice(start * fmt.tokens, (start + step) * fmt.tokens)
@@ -102,7 +112,9 @@ def append(
         plane = plane_view(blocks, exact.dtype, offset, (fmt.slots, fmt.head_dim))
         plane[pages, :, slots] = exact
     if sealing is not None:
-        for tail_k, tail_v, cut, target in completed_pages(arena, k.shape[1], rows, sealing):
+        for tail_k, tail_v, cut, target in completed_pages(
+            arena, k.shape[1], rows, sealing
+        ):
             store_blocks(target, encode(tail_k, tail_v, sealing.fmt, cut)[0])
 
 
@@ -119,7 +131,9 @@ def completed_pages(
         if fmt.segment_bytes:
             there = tables.segments[one], sealing.segment_base, heads, fmt.segment_bytes
             frozen = load_blocks(arena, *there)[0]
-        cut = Segmentation(fmt.tokens, sealing.seed + int(tables.stretches[row]), frozen)
+        cut = Segmentation(
+            fmt.tokens, sealing.seed + int(tables.stretches[row]), frozen
+        )
         yield k[0], v[0], cut, Target(arena, tables.pages[one], sealing.base)
 
 
@@ -137,7 +151,13 @@ def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
 
 
 def _encode_segment(
-    k: Tensor, v: Tensor, fmt: PageFormat, blocks: Tensor, segment: Tensor, seed: int, fresh: bool
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat,
+    blocks: Tensor,
+    segment: Tensor,
+    seed: int,
+    fresh: bool,
 ) -> None:
     """The pages of one segment, head by head, and the segment [H, segment_bytes] u8, which is
     the page itself where that has a basis of its own."""
@@ -189,7 +209,9 @@ def _turned(
     return k.gather(2, order), turn(finite(v), signs)
 
 
-def _encode_codes(x: Tensor, side: Side, pages: DenseBlocks, shared: DenseBlocks) -> Tensor | None:
+def _encode_codes(
+    x: Tensor, side: Side, pages: DenseBlocks, shared: DenseBlocks
+) -> Tensor | None:
     """Write codes, scales and slots of x [P, H, rows, columns]; what they miss of x, if needed."""
     if side.floating:
         codes, scales = quantize.to_float8(x)

@@ -26,7 +26,9 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
     """
     fmt = view.fmt
     assert isinstance(fmt, ExactFormat)
-    first, last = visible_pages(view, fmt.tokens) if fmt.counted else (0, view.pages.shape[1])
+    first, last = (
+        visible_pages(view, fmt.tokens) if fmt.counted else (0, view.pages.shape[1])
+    )
     k, v = gather_raw(view.arena, view.pages[:, first:last], fmt, view.base, view.heads)
     if fmt.counted:
         seen = seen_tokens(view, first * fmt.tokens, k.shape[2])
@@ -35,7 +37,9 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
         seen = _seen_of_side(view, fmt.side, k.shape[2])
     else:
         seen = _seen_of_pages(view, fmt)
-    p, lse = masked_softmax(k.to(q.dtype) @ columns_of(q * scale, view.heads), seen, cap)
+    p, lse = masked_softmax(
+        k.to(q.dtype) @ columns_of(q * scale, view.heads), seen, cap
+    )
     return partial_of(v.to(q.dtype).transpose(2, 3) @ p, lse, q.shape[1])
 
 

@@ -35,7 +35,9 @@ class KeptSlots:
     v: Tensor
 
 
-def view_kept(side: Tensor, blocks: Tensor, fmt: SlotsFormat, raw: ExactFormat) -> KeptSlots:
+def view_kept(
+    side: Tensor, blocks: Tensor, fmt: SlotsFormat, raw: ExactFormat
+) -> KeptSlots:
     """Views of a side record [H, side bytes] u8; copies of raw pages [K, H, raw bytes] u8."""
     planes, shape = DenseBlocks(side), (1, fmt.slots)
     return KeptSlots(
@@ -46,7 +48,9 @@ def view_kept(side: Tensor, blocks: Tensor, fmt: SlotsFormat, raw: ExactFormat) 
     )
 
 
-def keep_outliers(kept: KeptSlots, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
+def keep_outliers(
+    kept: KeptSlots, k: Tensor, v: Tensor, count: int, first: int
+) -> Tensor:
     """Let tokens first .. first+n-1 compete with the pool by |K|_1, and keep the winners.
 
     The `count` lowest scores of a head are its pool from then on; of equals the earlier wins. A
@@ -76,7 +80,10 @@ def keep_outliers(kept: KeptSlots, k: Tensor, v: Tensor, count: int, first: int)
     kept.positions.copy_(torch.where(taken, first + token, kept.positions))
     kept.scores.copy_(torch.where(taken, scores.gather(1, token), kept.scores))
     kept.states.masked_fill_(taken, POOL)
-    taken, token = taken[:, :room, None], token[:, :room, None].expand(-1, -1, k.shape[2])
+    taken, token = (
+        taken[:, :room, None],
+        token[:, :room, None].expand(-1, -1, k.shape[2]),
+    )
     for into, x in ((kept.k, k), (kept.v, v)):
         into[:, :room] = torch.where(taken, x.gather(1, token), into[:, :room])
     return won
@@ -105,5 +112,7 @@ def heaviest_and_recent(weights: Tensor, count: int, recent: int) -> Tensor:
     n = weights.shape[1]
     old = weights[:, : n - recent]
     chosen = old.sort(dim=1, descending=True, stable=True).indices[:, : count - recent]
-    last = torch.arange(n - recent, n, device=weights.device).expand(weights.shape[0], -1)
+    last = torch.arange(n - recent, n, device=weights.device).expand(
+        weights.shape[0], -1
+    )
     return torch.cat([chosen, last], 1).sort(dim=1).values

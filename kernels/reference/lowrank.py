@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 LOOPS = 3
-SMALLEST_RATIO = 1e-2  # of the least to the largest singular value that a rotation keeps apart
-FAINTEST = 1e-11  # of the least one: of less, fp16 has too few digits for T_S to be invertible
+SMALLEST_RATIO = (
+    1e-2  # of the least to the largest singular value that a rotation keeps apart
+)
+FAINTEST = (
+    1e-11  # of the least one: of less, fp16 has too few digits for T_S to be invertible
+)
 MASK = 0xFFFFFFFF
 
 
@@ -44,7 +48,9 @@ def rotation(x: Tensor, block: int) -> Tensor:
     squares, vectors = torch.linalg.eigh(rows.transpose(1, 2) @ rows)
     values = squares.clamp_min(0).sqrt()
     floor = values.amax(1, keepdim=True) * SMALLEST_RATIO
-    values = torch.where(floor > FAINTEST, torch.maximum(values, floor), torch.ones_like(values))
+    values = torch.where(
+        floor > FAINTEST, torch.maximum(values, floor), torch.ones_like(values)
+    )
     return (values.sqrt().unsqueeze(2) * vectors.transpose(1, 2)).half()
 
 
@@ -56,7 +62,9 @@ def unrotate(x: Tensor, matrix: Tensor) -> Tensor:
 
 def seeded_uniform(seeds: Tensor, count: int) -> Tensor:
     """[len(seeds), count] fp32 in [0, 1): a hash of seed and index, the same on every machine."""
-    x = (seeds.unsqueeze(1) * 0x9E3779B9 + torch.arange(count, device=seeds.device)) & MASK
+    x = (
+        seeds.unsqueeze(1) * 0x9E3779B9 + torch.arange(count, device=seeds.device)
+    ) & MASK
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & MASK
     x ^= x >> 16

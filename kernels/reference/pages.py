@@ -26,14 +26,18 @@ class Blocks(ABC):
     def words(self, side: Side) -> Tensor:
         """The stored codes of a side: int16 words, or floats."""
         if side.floating:
-            return self.plane(torch.float8_e4m3fn, side.codes, (side.rows, side.columns))
+            return self.plane(
+                torch.float8_e4m3fn, side.codes, (side.rows, side.columns)
+            )
         shape = side.rows // side.fields, side.columns // side.halves
         return self.plane(torch.int16, side.codes, shape)
 
     def codes(self, side: Side, dtype: torch.dtype) -> Tensor:
         """[..., rows, columns] of dtype."""
         words = self.words(side)
-        return words.to(dtype) if side.floating else unpack_words(words, side.bits, dtype)
+        return (
+            words.to(dtype) if side.floating else unpack_words(words, side.bits, dtype)
+        )
 
     def scales(self, side: Side, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scales and zeros [..., *side.scale_shape] of dtype; of the segment where it has them."""
@@ -73,7 +77,9 @@ class ArenaBlocks(Blocks):
     block_bytes: int
 
     def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
-        found = plane_view(self, dtype, offset, shape).index_select(0, self.ids.flatten())
+        found = plane_view(self, dtype, offset, shape).index_select(
+            0, self.ids.flatten()
+        )
         return found.unflatten(0, self.ids.shape).transpose(1, 2)
 
     def some(self, columns: slice) -> "ArenaBlocks":
@@ -89,7 +95,9 @@ class DenseBlocks(Blocks):
 
     def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
         nbytes = shape[0] * shape[1] * dtype.itemsize
-        return self.blocks[..., offset : offset + nbytes].view(dtype).unflatten(-1, shape)
+        return (
+            self.blocks[..., offset : offset + nbytes].view(dtype).unflatten(-1, shape)
+        )
 
 
 def plane_view(
@@ -118,7 +126,9 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     words = by_half[..., 0, :]
     for half in range(1, halves):
         words.add_(by_half[..., half, :], alpha=float(1 << (8 * half)))
-    return words.int().short()  # at most 65535, which wraps to the int16 of the same bits
+    return (
+        words.int().short()
+    )  # at most 65535, which wraps to the int16 of the same bits
 
 
 def unpack_words(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
@@ -159,10 +169,14 @@ def store_blocks(target: Target, blocks: Tensor) -> None:
     """Copy blocks [P, H, block_bytes] u8 to where they belong."""
     if blocks.numel():
         records = _records(target.arena, target.base, blocks[0].numel())
-        records.index_copy_(0, target.pages.long(), blocks.flatten(1).contiguous().view(WORD))
+        records.index_copy_(
+            0, target.pages.long(), blocks.flatten(1).contiguous().view(WORD)
+        )
 
 
-def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
+def load_blocks(
+    arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int
+) -> Tensor:
     """The blocks of pages [P] i32: [P, heads, block_bytes] u8."""
     found = _records(arena, base, heads * block_bytes).index_select(0, pages)
     return found.view(torch.uint8).view(-1, heads, block_bytes)

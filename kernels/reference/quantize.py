@@ -85,7 +85,9 @@ def quantize_fitted(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, T
     groups = x.unflatten(-2, (-1, group))
     low, high = groups.amin(-2), groups.amax(-2)
     width = (high - low) * SHARES[bits]
-    step = torch.maximum(width / levels, torch.maximum(low.abs(), high.abs()) / ZERO_LIMIT)
+    step = torch.maximum(
+        width / levels, torch.maximum(low.abs(), high.abs()) / ZERO_LIMIT
+    )
     step = step.clamp_min_(SMALLEST_SCALE)
     start = (low + high) * 0.5 - width * 0.5
     u = (groups - start.unsqueeze(-2)) * step.reciprocal().unsqueeze(-2)
@@ -125,7 +127,11 @@ def expand(x: Tensor, side: Side) -> Tensor:
     [..., 1, 1] where there is one for all."""
     if side.scale.by == "row":
         return x.transpose(-1, -2).repeat_interleave(side.scale.group, -1)
-    return x if side.scale.by == "block" else x.repeat_interleave(side.rows // x.shape[-2], -2)
+    return (
+        x
+        if side.scale.by == "block"
+        else x.repeat_interleave(side.rows // x.shape[-2], -2)
+    )
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,14 +164,20 @@ def column_means(x: Tensor, shared: bool) -> Tensor:
 
 def with_means(x: Tensor, mean: Tensor, index: Tensor) -> Tensor:
     """x with the mean of each column in the place of its outliers, so that they widen no range."""
-    return x.transpose(-1, -2).scatter(-1, index, mean.expand(index.shape)).transpose(-1, -2)
+    return (
+        x.transpose(-1, -2)
+        .scatter(-1, index, mean.expand(index.shape))
+        .transpose(-1, -2)
+    )
 
 
 def with_group_means(x: Tensor, absent: Tensor, group: int) -> Tensor:
     """x [H, n, D] fp32 with the mean of the others of its group in the place of absent tokens."""
     groups = x.unflatten(1, (-1, group))
     there = (~absent).unflatten(1, (-1, group)).unsqueeze(-1)
-    mean = (groups * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(1)
+    mean = (groups * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(
+        1
+    )
     return torch.where(there, groups, mean).flatten(1, 2)
 
 
@@ -184,7 +196,13 @@ def _quantize_symmetric(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     limit = (1 << (side.bits - 1)) - 1
     scales = (groups.abs().amax(-2) / limit).clamp_min_(SMALLEST_SCALE).half()
     inverse = scales.float().reciprocal_().unsqueeze(-2)
-    codes = (groups * inverse).round_().clamp_(-limit, limit).add_(limit + 1).flatten(-3, -2)
+    codes = (
+        (groups * inverse)
+        .round_()
+        .clamp_(-limit, limit)
+        .add_(limit + 1)
+        .flatten(-3, -2)
+    )
     zeros = torch.full_like(scales, float(side.scale.center))
     return codes.transpose(-1, -2) if lying else codes, scales, zeros
 

@@ -19,10 +19,15 @@ def merge(partials: list[Partial], sinks: Tensor | None = None) -> Tensor:
     """
     if sinks is not None:
         o, lse = partials[0]
-        partials = [*partials, (torch.zeros_like(o), sinks.to(lse.dtype).expand_as(lse))]
+        partials = [
+            *partials,
+            (torch.zeros_like(o), sinks.to(lse.dtype).expand_as(lse)),
+        ]
     lse = torch.stack([one[1] for one in partials])
     weights = _exp_or_zero(lse, lse.amax(0))
-    total = weights.sum(0).clamp_min(1.0)  # the largest term is 1; all zero where nothing is seen
+    total = weights.sum(0).clamp_min(
+        1.0
+    )  # the largest term is 1; all zero where nothing is seen
     o = torch.stack([one[0] for one in partials])
     return (o * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1)
 
@@ -37,7 +42,12 @@ def columns_of(q: Tensor, heads: int) -> Tensor:
 def rows_of(x: Tensor, m: int) -> Tensor:
     """[B, heads, D, M * G] -> [B, M, Hq, D]: the inverse of `columns_of`."""
     batch, heads, head_dim, _ = x.shape
-    return x.view(batch, heads, head_dim, m, -1).permute(0, 3, 1, 4, 2).flatten(2, 3).contiguous()
+    return (
+        x.view(batch, heads, head_dim, m, -1)
+        .permute(0, 3, 1, 4, 2)
+        .flatten(2, 3)
+        .contiguous()
+    )
 
 
 def partial_of(o: Tensor, lse: Tensor, m: int) -> Partial:

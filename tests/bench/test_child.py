@@ -70,7 +70,9 @@ def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
 
 
 def test_ctrl_c_is_for_the_parent_alone():
-    done = subprocess.run([sys.executable, "-c", PARENT + ASKS], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT + ASKS], capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
@@ -83,7 +85,9 @@ def test_a_child_ends_with_its_killed_parent():
     wait_for(lambda: not lives(pid), 30)
 
 
-needs_root = pytest.mark.skipif(not room.available(), reason="may not make network namespaces")
+needs_root = pytest.mark.skipif(
+    not room.available(), reason="may not make network namespaces"
+)
 
 
 def output(command: list[str]) -> str:
@@ -93,7 +97,10 @@ def output(command: list[str]) -> str:
 @needs_root
 def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
     before = output(["ip", "-o", "link"])
-    with room.Child(Clerk, isolated=True) as sink, room.Child(Clerk, isolated=True) as source:
+    with (
+        room.Child(Clerk, isolated=True) as sink,
+        room.Child(Clerk, isolated=True) as source,
+    ):
         pids = [child.pid for child in (sink, source) if child.ask("congestion")]
         room.join(pids)
         room.limit(pids, 0.25)

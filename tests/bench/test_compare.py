@@ -20,7 +20,11 @@ def test_every_codec_crosses_every_link_beside_workers_that_do_both(cached, tmp_
     options = compare.CompareOptions(None, CODECS, (1.0, 8.0), 2, 200, cached, answer=3)
     result = compare.measure_compare(options)
     together, *apart = result["rows"]
-    assert (together["serving"], together["wire_bytes"], together["ratio"]) == ("co-located", 0, 1)
+    assert (together["serving"], together["wire_bytes"], together["ratio"]) == (
+        "co-located",
+        0,
+        1,
+    )
     cells = [*product(options.rates, CODECS)]
     assert [(row["link_times"], row["codec"]) for row in apart] == cells
     for raw, kivi in zip(apart[::2], apart[1::2], strict=True):
@@ -39,7 +43,12 @@ def row(codec: str, times: float, ratio: float) -> Row:
 
 
 def test_one_line_says_where_disaggregation_loses():
-    rows = [row("raw", 0, 1.0), row("raw", 0.125, 3.0), row("raw", 0.5, 1.1), row("fp8", 0.5, 0.9)]
+    rows = [
+        row("raw", 0, 1.0),
+        row("raw", 0.125, 3.0),
+        row("raw", 0.5, 1.1),
+        row("fp8", 0.5, 0.9),
+    ]
     told = "Disaggregation loses, a request takes longer than the 2.00 s of co-located workers: "
     told += "with raw at 0.125, 0.5 times the KV that prefill makes a second."
     assert compare.verdict({"rows": rows}) == told
@@ -49,7 +58,9 @@ def test_one_line_says_where_disaggregation_loses():
 @pytest.mark.parametrize("told", [[{}, {"wire_bytes": 7}], [{}, {}]])
 def test_figures_that_do_not_come_are_left_out_or_missed_in_words(told, monkeypatch):
     async def visit(*asked):
-        return RequestTimes(8, ttft_s=1.0, e2el_s=2.0, gaps_s=[0.5, 0.5], tokens=3), told.pop()
+        return RequestTimes(
+            8, ttft_s=1.0, e2el_s=2.0, gaps_s=[0.5, 0.5], tokens=3
+        ), told.pop()
 
     monkeypatch.setattr(compare, "visit", visit)
     options = compare.CompareOptions(prompts=2, tokens=8, answer=3)
@@ -77,7 +88,9 @@ def test_every_codec_and_the_choice_among_them_serve_all_prompts():
     wanted = [(codec, len(compare.PHASES) * [{codec: 2}]) for codec in codecs]
     assert [(row["codec"], row["phases"]) for row in fixed] == wanted
     assert auto["codec"] == "auto"
-    assert [sum(phase.values()) for phase in auto["phases"]] == len(compare.PHASES) * [2]
+    assert [sum(phase.values()) for phase in auto["phases"]] == len(compare.PHASES) * [
+        2
+    ]
     assert {codec for phase in auto["phases"] for codec in phase} <= set(codecs)
     for row in result["rows"]:
         assert 0 < row["mean_error"] < 0.9

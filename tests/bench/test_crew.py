@@ -39,7 +39,11 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
         done, hands = list[Row](), self._crew.hands
 
         async def strike(what: Strike, role: str) -> None:
-            hand = next(x for x in hands.values() if x.role == role and x.name not in self._struck)
+            hand = next(
+                x
+                for x in hands.values()
+                if x.role == role and x.name not in self._struck
+            )
             done.append({"worker": hand.name, "what": what.__name__[1:]})
             await self._strike(what, hand)
 
@@ -49,7 +53,9 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
                 await asyncio.sleep(0.05)
 
         await goes_on()
-        await asyncio.gather(strike(self._kill, "prefill"), strike(self._freeze, "decode"))
+        await asyncio.gather(
+            strike(self._kill, "prefill"), strike(self._freeze, "decode")
+        )
         await goes_on()
         while not self._crew.router.dispatch.moves:
             await strike(self._drain, "decode")
@@ -62,7 +68,12 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
     result = measure_chaos(ChaosOptions(streams=6, tokens=60))
     check(result)
     assert result["failed"] == 0
-    assert {row["what"] for row in result["rows"]} == {"kill", "freeze", "drain", "cut_off"}
+    assert {row["what"] for row in result["rows"]} == {
+        "kill",
+        "freeze",
+        "drain",
+        "cut_off",
+    }
     assert "cut_off" in draw_chaos(result)
 
 
@@ -72,7 +83,9 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_minute_of_chaos(seed: int) -> None:
     result = measure_chaos(ChaosOptions(seed=seed, minutes=1.0))
     check(result)
-    if any(row["what"] == "drain" and "decode" in row["worker"] for row in result["rows"]):
+    if any(
+        row["what"] == "drain" and "decode" in row["worker"] for row in result["rows"]
+    ):
         assert result["moved"]
 
 
@@ -80,7 +93,9 @@ def test_a_minute_of_chaos(seed: int) -> None:
 @pytest.mark.timeout(900)
 def test_a_calm_minute_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        monkeypatch.setenv(cache, "16")  # of torch's own, which fill up with use: operations.md
+        monkeypatch.setenv(
+            cache, "16"
+        )  # of torch's own, which fill up with use: operations.md
     options = ChaosOptions(minutes=1.0, streams=64, calm=True)
     # children have the environment of their first server, which other tests of this process start
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
@@ -97,4 +112,6 @@ def test_every_answer_moves_and_its_bytes_are_the_same_on_both_sides(monkeypatch
     for row in measure_moves(rounds=2)["rows"]:
         assert row["moves"] == row["equal"] == 2
         assert 0 < row["moved_bytes"] < 1.1 * row["prefill_bytes"]
-        assert min(row["gap_ms"], row["itl_ms"], row["stopped_ms"], row["prefill_ms"]) > 0
+        assert (
+            min(row["gap_ms"], row["itl_ms"], row["stopped_ms"], row["prefill_ms"]) > 0
+        )

@@ -19,7 +19,12 @@ from disagg.model.graphs import Recording
 from disagg.model.runner import Runner
 
 RAW_FP16 = "raw:dtype=fp16"
-LITTLE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 50}
+LITTLE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 50,
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,9 @@ def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
     assert all(row["own"] < 1 for row in (raw, kivi))
 
 
-def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(monkeypatch, runner):
+def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(
+    monkeypatch, runner
+):
     arenas: list[ReferenceType[Tensor]] = []
 
     def make(*given: Any) -> tuple[Pool, Tensor]:
@@ -80,7 +87,11 @@ def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
         steps = decode.WARM_UP + usual.steps * usual.rounds
         slabs = (
             slabs_for(
-                parse_plan(spec, shape_of()), tokens + steps, slab, count, decode.SPARE_RECORDS
+                parse_plan(spec, shape_of()),
+                tokens + steps,
+                slab,
+                count,
+                decode.SPARE_RECORDS,
             )
             for spec in decode.CODECS
         )
@@ -111,14 +122,18 @@ def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
 
 def test_fewer_bytes_fit_more_sequences_and_what_is_modelled_says_so():
     codecs = (RAW_FP16, "kivi:bits=4,residual=64")
-    options = decode.CapacityOptions(memory_mb=1.0, tokens=256, codecs=codecs, most=2, steps=1)
+    options = decode.CapacityOptions(
+        memory_mb=1.0, tokens=256, codecs=codecs, most=2, steps=1
+    )
     rows = decode.measure_capacity(options)["rows"]
     assert len(rows) == len(codecs) * (1 + len(decode.GPUS))
     for raw, kivi in zip(rows[::2], rows[1::2], strict=True):
         assert raw["machine"] == kivi["machine"]
         assert kivi["sequences"] > raw["sequences"] > 0
         assert raw["ratio"] == 1
-    assert [row["machine"].split(",")[0] for row in rows] == ["measured"] * 2 + ["modelled"] * 4
+    assert [row["machine"].split(",")[0] for row in rows] == ["measured"] * 2 + [
+        "modelled"
+    ] * 4
     assert [row["measured"] for row in rows] == [1, 2, 0, 0, 0, 0]
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
@@ -129,7 +144,9 @@ def test_the_modelled_model_has_as_many_parameters_as_its_name_says():
 
 def test_a_codec_that_fits_nowhere_is_a_row_without_speed():
     codecs = (RAW_FP16, "kivi:bits=4,residual=64")
-    options = decode.CapacityOptions(memory_mb=0.3, tokens=256, codecs=codecs, most=1, steps=1)
+    options = decode.CapacityOptions(
+        memory_mb=0.3, tokens=256, codecs=codecs, most=1, steps=1
+    )
     raw, kivi, *_ = decode.measure_capacity(options)["rows"]
     assert (raw["sequences"], raw["tokens_per_s"], kivi["sequences"]) == (0, 0, 1)
     assert "ratio" not in kivi

@@ -49,7 +49,9 @@ def test_a_cpu_is_asked_about_other_heads_and_every_path_that_it_can_run():
     paths = set(library.paths()) or {library.TORCH}
     assert {path for _, _, path in cases} == paths
     sizes = {(shape.name, shape.per_head, shape.head_dim) for _, shape, _ in cases}
-    assert sizes == {(x, *y) for x in ("1x8192", "8x2048") for y in ((4, 128), *OTHER_HEADS)}
+    assert sizes == {
+        (x, *y) for x in ("1x8192", "8x2048") for y in ((4, 128), *OTHER_HEADS)
+    }
     assert len(set(cases)) == len(cases)
 
 
@@ -79,7 +81,9 @@ def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
     monkeypatch.setattr(kernels, "compile_all", lambda *_: [failed])
     result = kernels.read_machine_code()
     assert result["rows"] == result["others"] == [failed]
-    with pytest.raises(ConfigError, match=r"unknown target 'sm_91'; known: gfx942, .*sm_90"):
+    with pytest.raises(
+        ConfigError, match=r"unknown target 'sm_91'; known: gfx942, .*sm_90"
+    ):
         kernels.read_machine_code(["sm_91"])
 
 

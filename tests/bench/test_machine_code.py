@@ -23,14 +23,24 @@ WITH_4_AND_8_HEADS = {
     "fp8": (1.7, 1.7),
     "raw-fp16": (2.0, 2.0),
 }
-BUDGETS = {f"{x}-{4 * i}heads": y[i - 1] for x, y in WITH_4_AND_8_HEADS.items() for i in (1, 2)}
+BUDGETS = {
+    f"{x}-{4 * i}heads": y[i - 1] for x, y in WITH_4_AND_8_HEADS.items() for i in (1, 2)
+}
 BUDGETS |= {"h2o-4heads": 2.0, "banded-2-4heads": 1.7, "banded-3-4heads": 1.7}
-REFUSED = ("gear-2", "gear-4", "gear")  # with 256 channels; of others 8 heads are two programs
+REFUSED = (
+    "gear-2",
+    "gear-4",
+    "gear",
+)  # with 256 channels; of others 8 heads are two programs
 WIDE = [x for x in LOOPS if "-D256-" in x and x.split("-D256-")[0] not in REFUSED]
 BUDGETS |= {name: 2.0 if name.endswith("4heads") else 4.0 for name in WIDE}
 SOON = ("kivi-4-4heads", "banded-3-4heads")  # the others take a minute each
 SOON += ("banded-3-D256-4heads", "raw-fp16-D256-4heads")
-OTHERS = ("encode-gear-2-v", "encode-kivi-4-v", "encode-ott-v")  # one of each kind, the largest
+OTHERS = (
+    "encode-gear-2-v",
+    "encode-kivi-4-v",
+    "encode-ott-v",
+)  # one of each kind, the largest
 OTHERS += ("append-gear-2", "low-rank", "merge-many", "plane-values")
 
 
@@ -45,7 +55,9 @@ def test_no_loop_over_pages_exceeds_its_budget(names):
     for row in rows:
         assert "reason" not in row, row
         assert row["per_element"] <= BUDGETS[row["kernel"]], row
-        assert row["per_element"] > 0.5, row  # less would mean that the wrong loop was counted
+        assert row["per_element"] > 0.5, (
+            row
+        )  # less would mean that the wrong loop was counted
         assert row["spill_bytes"] == 0, row
         assert row["load_bits"] == 128, row
         assert row["buffers"] >= 2, row
@@ -71,7 +83,12 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
     masked = [*whole[:-1], "v_cndmask_b32 v8, v9, v10, vcc", whole[-1]]
     code = [".vgpr_count: 90", ".vgpr_spill_count: 3"]
     for i, loop in enumerate((search, whole, masked)):
-        code += [f".LBB0_{i}:  ; a loop", *loop, "s_add_i32 s0, s0, 1", f"s_cbranch_scc1 .LBB0_{i}"]
+        code += [
+            f".LBB0_{i}:  ; a loop",
+            *loop,
+            "s_add_i32 s0, s0, 1",
+            f"s_cbranch_scc1 .LBB0_{i}",
+        ]
     found = machine_code.read_amdgcn("\n".join(code))
     loop = machine_code.over_pages(found.loops, 1)
     assert (loop, found.registers, found.spilled) == (whole, 90, 12)
@@ -80,7 +97,11 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
 def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):
     done = subprocess.CompletedProcess([], 1, "", "ptxas is not there\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    failed = {"kernel": "kivi-2-4heads", "target": "sm_90", "reason": "ptxas is not there"}
+    failed = {
+        "kernel": "kivi-2-4heads",
+        "target": "sm_90",
+        "reason": "ptxas is not there",
+    }
     assert compile_all(["kivi-2-4heads"], ["sm_90"]) == [failed]
 
 

@@ -7,7 +7,9 @@ from disagg.bench.result import table, tell
 
 
 @pytest.mark.parametrize(("pause_s", "told"), [(0.0, 2), (3600.0, 1)])
-def test_progress_goes_to_stderr_and_quick_cases_never_flood_it(pause_s, told, monkeypatch, capsys):
+def test_progress_goes_to_stderr_and_quick_cases_never_flood_it(
+    pause_s, told, monkeypatch, capsys
+):
     monkeypatch.setattr(result, "TELL_S", pause_s)
     assert [case * 2 for case in tell([3, 4], lambda case: f"case {case}")] == [6, 8]
     said = capsys.readouterr()

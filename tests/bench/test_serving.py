@@ -34,7 +34,9 @@ class Server(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.reply(json.dumps({"data": [{"id": "some-model", "root": self.root}]}).encode())
+        self.reply(
+            json.dumps({"data": [{"id": "some-model", "root": self.root}]}).encode()
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -43,8 +45,13 @@ class Server(BaseHTTPRequestHandler):
             self.reply(b"no tea", 418)
             return
         chat = "messages" in body
-        events = [{"choices": [{"delta": {"content": x}} if chat else {"text": x}]} for x in ANSWER]
-        events.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}})
+        events = [
+            {"choices": [{"delta": {"content": x}} if chat else {"text": x}]}
+            for x in ANSWER
+        ]
+        events.append(
+            {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+        )
         lines = [f"data: {json.dumps(x)}\n\n" for x in events]
         self.reply((": ping\n\n" + "".join(lines) + "data: [DONE]\n\n").encode())
 
@@ -72,8 +79,22 @@ def ask(url: str, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_it_asks_as_told_and_saves_the_keys_of_vllm(url, backend, disagg, tmp_path):
-    more = ["--backend", backend, "--ignore-eos", "--max-concurrency", "2", "--seed", "3"]
-    files = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "a.json"]
+    more = [
+        "--backend",
+        backend,
+        "--ignore-eos",
+        "--max-concurrency",
+        "2",
+        "--seed",
+        "3",
+    ]
+    files = [
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+        "--result-filename",
+        "a.json",
+    ]
     limits = ["--goodput", "ttft:60000 tpot:0.0"]
     found = json.loads(disagg(*ask(url, *more, *files, *limits, "--json")).out)
     assert json.loads((tmp_path / "a.json").read_text()) == found
@@ -84,7 +105,9 @@ def test_it_asks_as_told_and_saves_the_keys_of_vllm(url, backend, disagg, tmp_pa
     assert found["p99_ttft_ms"] > 0
     assert "ttfts" not in found
     asked = {"max_completion_tokens" if "chat" in backend else "max_tokens": 128}
-    assert all(asked.items() <= body.items() and body["ignore_eos"] for body in Server.bodies)
+    assert all(
+        asked.items() <= body.items() and body["ignore_eos"] for body in Server.bodies
+    )
 
 
 def test_people_get_the_table_of_vllm(url, disagg):
@@ -105,7 +128,9 @@ def test_failed_requests_are_counted_and_told(url, disagg):
     assert f"{'Failed requests:':<40} 5" in said.out
 
 
-def test_without_a_tokenizer_it_takes_that_of_the_model_of_the_server(url, disagg, monkeypatch):
+def test_without_a_tokenizer_it_takes_that_of_the_model_of_the_server(
+    url, disagg, monkeypatch
+):
     flags = ["bench", "serve", "--base-url", url, "--num-prompts", "1"]
     found = json.loads(disagg(*flags, "--json").out)
     assert (found["model_id"], found["tokenizer_id"]) == ("some-model", "default")
@@ -116,7 +141,10 @@ def test_without_a_tokenizer_it_takes_that_of_the_model_of_the_server(url, disag
 
 def test_where_nobody_answers_it_says_so(disagg):
     url = "http://127.0.0.1:9"
-    assert f"no model is served at {url}" in disagg("bench serve --base-url", url, code=8).err
+    assert (
+        f"no model is served at {url}"
+        in disagg("bench serve --base-url", url, code=8).err
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,9 +165,15 @@ def test_what_cannot_be_asked_is_refused(flags, word, disagg):
 
 
 def test_figures_are_those_of_the_requests():
-    options = ServeOptions("", "m", goodput={"ttft": 150, "e2el": 1000}, percentiles=(50,))
+    options = ServeOptions(
+        "", "m", goodput={"ttft": 150, "e2el": 1000}, percentiles=(50,)
+    )
     first = RequestTimes(10, 0.0, 0.0, 0.1, 0.5, [0.2, 0.2], 3)
-    seen = [first, RequestTimes(20, 0.2, 0.1, 0.2, 1.2, [1.0], 2), RequestTimes(30, error="gone")]
+    seen = [
+        first,
+        RequestTimes(20, 0.2, 0.1, 0.2, 1.2, [1.0], 2),
+        RequestTimes(30, error="gone"),
+    ]
     found = summarize(options, seen, 2.0)
     assert (found["completed"], found["failed"]) == (2, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 5)
@@ -177,7 +211,9 @@ def test_random_prompts_have_their_length_and_come_again_with_the_seed():
     assert len({visit.prompt for visit in found}) == 9
     again = visits_of("random", input_len=50, output_len=6, prefix_len=5)
     assert found == again
-    assert found != visits_of("random", input_len=50, output_len=6, prefix_len=5, seed=1)
+    assert found != visits_of(
+        "random", input_len=50, output_len=6, prefix_len=5, seed=1
+    )
 
 
 def test_a_conversation_gives_its_first_turn_and_the_length_of_its_answer(tmp_path):
@@ -200,7 +236,12 @@ def test_traces_give_lengths_times_and_shared_prefixes(tmp_path):
     assert (first.at_s, second.at_s) == (0, pytest.approx(4.314579))
     rows = [
         {"timestamp": 500, "input_length": 520, "output_length": 2, "hash_ids": [0, 1]},
-        {"timestamp": 2500, "input_length": 600, "output_length": 3, "hash_ids": [0, 2]},
+        {
+            "timestamp": 2500,
+            "input_length": 600,
+            "output_length": 3,
+            "hash_ids": [0, 2],
+        },
     ]
     mooncake.write_text("\n".join(map(json.dumps, rows)))
     first, second = visits_of("mooncake", mooncake)

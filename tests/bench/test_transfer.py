@@ -13,7 +13,11 @@ from disagg.cli.app import run
 from disagg.codecs.planning import parse_plan
 from disagg.transfer.records import Manifest
 
-CODECS, TOKENS, GBPS = ("kivi:bits=2,group=64,residual=64", "fp8"), (333, 70), (0.5, 3.0)
+CODECS, TOKENS, GBPS = (
+    ("kivi:bits=2,group=64,residual=64", "fp8"),
+    (333, 70),
+    (0.5, 3.0),
+)
 SHAPE = shape_of(3, 2, 64)
 
 
@@ -28,8 +32,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of real processes; the file has what is printed, and a picture is drawn."""
     pytest.importorskip("matplotlib")
     out, plot = (tmp_path_factory.mktemp("out") / name for name in ("a.json", "a.png"))
-    cases = [*product(["codec"], CODECS), *product(["tokens"], TOKENS), *product(["gbps"], GBPS)]
-    assert run(["bench", *transfer(*cases, rounds=1), f"--out={out}", f"--plot={plot}"]) == 0
+    cases = [
+        *product(["codec"], CODECS),
+        *product(["tokens"], TOKENS),
+        *product(["gbps"], GBPS),
+    ]
+    assert (
+        run(["bench", *transfer(*cases, rounds=1), f"--out={out}", f"--plot={plot}"])
+        == 0
+    )
     assert not active_children()
     assert plot.read_bytes().startswith(b"\x89PNG")
     return json.loads(out.read_text())["rows"]
@@ -48,7 +59,9 @@ def test_bytes_are_those_of_the_layouts_to_the_last(rows):
         assert row["fp16_bytes"] == Manifest(raw, row["tokens"]).total_bytes
         assert row["byte_ratio"] == row["fp16_bytes"] / row["payload_bytes"]
         assert row["fp16_bytes"] == 2 * 2 * 3 * 2 * 64 * row["tokens"]
-        assert row["payload_bytes"] < row["wire_bytes"] < 1.1 * row["payload_bytes"] + 4096
+        assert (
+            row["payload_bytes"] < row["wire_bytes"] < 1.1 * row["payload_bytes"] + 4096
+        )
         assert row["link_s"] == 8e-9 * row["wire_bytes"] / row["gbps"]
 
 
@@ -65,7 +78,11 @@ def test_only_inline_rows_have_an_encode_and_the_link_rate_that_it_keeps_up_with
 
 
 def test_times_are_compared_with_raw_on_the_same_link(rows):
-    raw = {(x["tokens"], x["gbps"], x["pages"]): x["seconds"] for x in rows if x["codec"] == RAW}
+    raw = {
+        (x["tokens"], x["gbps"], x["pages"]): x["seconds"]
+        for x in rows
+        if x["codec"] == RAW
+    }
     for row in rows:
         wanted = raw[row["tokens"], row["gbps"], row["pages"]] / row["seconds"]
         assert row["time_ratio"] == wanted

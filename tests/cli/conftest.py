@@ -19,7 +19,12 @@ from tests.processes import wait_for as wait_for
 from tests.server.conftest import KV, FakeRouter, completions_of
 
 STATS = KV | {"codec": "kivi:bits=4", "tokens": 300}
-STATS |= {"fp16_bytes": 4000, "fp8_bytes": 2000, "wire_bytes": 1000, "resident_bytes": 800}
+STATS |= {
+    "fp16_bytes": 4000,
+    "fp8_bytes": 2000,
+    "wire_bytes": 1000,
+    "resident_bytes": 800,
+}
 
 
 class FakeStaff:
@@ -53,11 +58,15 @@ def running() -> Iterator[Running]:
     router.kv = STATS
     completions = completions_of(router, context_length=200, longest_token=10)
     app = create_app(completions, "secret", stopped.set, staff=staff)
-    config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_level="error", lifespan="off", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", router, stopped, staff)
+    yield Running(
+        f"http://127.0.0.1:{listening.getsockname()[1]}", router, stopped, staff
+    )
     server.should_exit = True
     thread.join()
     listening.close()
@@ -95,5 +104,7 @@ def state_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def known(running: Running, state_file: Path) -> Running:
     """The service, announced in a state file under the id of this process."""
-    write_state(state_file, RunningService(running.url, os.getpid(), "secret", ready=True))
+    write_state(
+        state_file, RunningService(running.url, os.getpid(), "secret", ready=True)
+    )
     return running

@@ -37,16 +37,24 @@ def test_no_summary_is_cut(disagg, monkeypatch):
 
 
 def test_a_shell_can_complete_commands():
-    words = {"COMP_WORDS": "disagg se", "COMP_CWORD": "1", "_DISAGG_COMPLETE": "complete_bash"}
+    words = {
+        "COMP_WORDS": "disagg se",
+        "COMP_CWORD": "1",
+        "_DISAGG_COMPLETE": "complete_bash",
+    }
     environment, command = os.environ | words, [sys.executable, "-m", "disagg"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.stdout.split() == ["serve"]
 
 
 def test_a_full_disk_is_an_error_and_no_traceback():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "disagg", "--version"]
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert done.returncode == 2
     assert done.stderr == "error: input or output: No space left on device\n"
 
@@ -73,8 +81,14 @@ URL = "--url http://127.0.0.1:1"
         ("bench serve --result-filename a.json", "--result-filename"),
         ("bench serve --dataset-path a.json", "--dataset-path"),
         ("bench serve --self-timed", "--self-timed"),
-        ("bench serve --dataset-name azure --self-timed --request-rate 3", "--request-rate"),
-        ("bench serve --dataset-name azure --random-prefix-len 0", "--random-prefix-len"),
+        (
+            "bench serve --dataset-name azure --self-timed --request-rate 3",
+            "--request-rate",
+        ),
+        (
+            "bench serve --dataset-name azure --random-prefix-len 0",
+            "--random-prefix-len",
+        ),
         ("bench serve --burstiness 2", "--burstiness"),
         (f"status {URL} --state-file a.json", "--state-file"),
         (f"submit hello {URL} --state-file a.json", "--state-file"),
@@ -97,7 +111,9 @@ def test_ctrl_c_while_commands_are_imported_ends_quietly(monkeypatch):
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "NONE"), ("DEBUG", "DEBUG")])
-def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(before, after, monkeypatch):
+def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(
+    before, after, monkeypatch
+):
     """Before anything is run, so before they are imported, and for all processes of a service."""
     for name in program.QUIET:
         monkeypatch.setenv(name, "")  # whatever is set below goes when the test ends

@@ -15,7 +15,9 @@ WITH_CODECS = ("auto", "capacity", "chaos", "compare", "decode", "latency", "tra
 RAW = "raw:dtype=fp16"
 
 
-def test_people_see_rows_and_progress_and_a_bad_picture_loses_none(disagg, tmp_path, monkeypatch):
+def test_people_see_rows_and_progress_and_a_bad_picture_loses_none(
+    disagg, tmp_path, monkeypatch
+):
     pictures = pytest.importorskip("disagg.report.transfer")
     cases = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
     said = disagg(SMALL, *cases)
@@ -33,7 +35,10 @@ def test_people_see_rows_and_progress_and_a_bad_picture_loses_none(disagg, tmp_p
 
 @pytest.mark.parametrize("name", ["overlap", "load"])
 def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
-    result = {"machine": {"kernels": "avx2"}, "rows": [{"codec": "raw", "waited_s": 1.5}]}
+    result = {
+        "machine": {"kernels": "avx2"},
+        "rows": [{"codec": "raw", "waited_s": 1.5}],
+    }
     monkeypatch.setattr(handoff, f"measure_{name}", lambda *_: result)
     assert disagg("bench", name).out.splitlines()[1].split() == ["raw", "1.5"]
     assert json.loads(disagg("bench", name, "--json").out) == result
@@ -47,7 +52,10 @@ def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
         (f"{SMALL} --plot a.gif", ".png"),
         (f"{SMALL} --plot /nowhere/a.png", "/nowhere"),
         (f"{SMALL} --out /", "/ cannot be written"),
-        ("bench serve --save-result --result-dir /dev/null/a", "/dev/null/a/openai cannot be writ"),
+        (
+            "bench serve --save-result --result-dir /dev/null/a",
+            "/dev/null/a/openai cannot be writ",
+        ),
         (f"{SMALL} --gbps inf", "'--gbps'"),
         (f"{SMALL} --threads 99999999999", "'--threads'"),
         ("bench capacity --memory-mb inf", "'--memory-mb'"),
@@ -59,7 +67,9 @@ def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
         *((f"bench {name} --codec zip", "unknown codec 'zip'") for name in WITH_CODECS),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_it_begins(command, word, disagg, monkeypatch):
+def test_what_cannot_be_measured_is_refused_before_it_begins(
+    command, word, disagg, monkeypatch
+):
     pytest.importorskip("matplotlib")
     for started in ((child.Child, "__init__"), (Runner, "random")):
         monkeypatch.setattr(*started, lambda *_: pytest.fail("started for nothing"))
@@ -68,17 +78,29 @@ def test_what_cannot_be_measured_is_refused_before_it_begins(command, word, disa
     assert not said.out
 
 
-@pytest.mark.parametrize(("part", "tokens"), [("batch", 320), ("beside", 1501), ("known", 1502)])
-def test_streams_longer_than_the_context_never_begin(part, tokens, disagg, tmp_path, monkeypatch):
-    monkeypatch.setattr(child.Child, "__init__", lambda *_: pytest.fail("started for nothing"))
+@pytest.mark.parametrize(
+    ("part", "tokens"), [("batch", 320), ("beside", 1501), ("known", 1502)]
+)
+def test_streams_longer_than_the_context_never_begin(
+    part, tokens, disagg, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        child.Child, "__init__", lambda *_: pytest.fail("started for nothing")
+    )
     model = save_tiny("llama", tmp_path, max_position_embeddings=tokens - 1)
     said = disagg("bench streams --part", part, "--model", model, code=4).err
     assert f"{tokens:,} tokens of a prompt and its answer" in said
     assert f"at most {tokens - 1:,}" in said
 
 
-@pytest.mark.parametrize("plane", [[], ["--plane", "--no-netns"]], ids=["codecs", "plane"])
-def test_prompts_that_no_memory_holds_are_refused_before_it_begins(plane, disagg, monkeypatch):
-    monkeypatch.setattr(transfer, "Child", lambda *_: pytest.fail("started for nothing"))
+@pytest.mark.parametrize(
+    "plane", [[], ["--plane", "--no-netns"]], ids=["codecs", "plane"]
+)
+def test_prompts_that_no_memory_holds_are_refused_before_it_begins(
+    plane, disagg, monkeypatch
+):
+    monkeypatch.setattr(
+        transfer, "Child", lambda *_: pytest.fail("started for nothing")
+    )
     monkeypatch.setattr(transfer.os, "sysconf", lambda _: 1 << 10)
     assert "this host has 1,048,576" in disagg(SMALL, *plane, code=7).err

@@ -55,7 +55,9 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def pids(state: RunningService, role: str = "") -> set[int]:
-    return {x["pid"] for x in workers(state) if x["role"].startswith(role) and "pid" in x}
+    return {
+        x["pid"] for x in workers(state) if x["role"].startswith(role) and "pid" in x
+    }
 
 
 def alive(there: set[int]) -> bool:
@@ -81,7 +83,10 @@ class Talk:
             pieces.append(piece)
             self.shown[number] = len(pieces)
 
-        asked = ASKED | {"prompt": f"{number % PROMPTS}. {PROMPT}", "max_tokens": self._tokens}
+        asked = ASKED | {
+            "prompt": f"{number % PROMPTS}. {PROMPT}",
+            "max_tokens": self._tokens,
+        }
         answer = persist(self._state, asked, show)
         assert answer.completion_tokens == self._tokens
         return "".join(pieces)
@@ -92,7 +97,9 @@ class Talk:
 
     def __enter__(self) -> Self:
         self.shown = [0] * len(self.shown)
-        self._asking = [self._pool.submit(self._stream, x) for x in range(len(self.shown))]
+        self._asking = [
+            self._pool.submit(self._stream, x) for x in range(len(self.shown))
+        ]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -102,7 +109,9 @@ class Talk:
                 each.result()
 
 
-def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(address, tmp_path):
+def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
+    address, tmp_path
+):
     home = Home(tmp_path)
     where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=30")
     serve = partial(home.start, "serve", "--port", "0", *where)
@@ -140,7 +149,9 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(add
     wait_for(lambda: not alive(last_pids))
 
 
-def test_forty_streams_go_on_when_their_router_is_killed(address, tmp_path, monkeypatch):
+def test_forty_streams_go_on_when_their_router_is_killed(
+    address, tmp_path, monkeypatch
+):
     """As `keep.py` starts it again. Clients have the token that they had before."""
     monkeypatch.setattr(client, "RESUME_S", PATIENCE_S)
     home = Home(tmp_path)
@@ -158,14 +169,22 @@ def test_forty_streams_go_on_when_their_router_is_killed(address, tmp_path, monk
         wait_for(lambda: answering(state, "/health"))
         listens, asked = time.monotonic(), ASKED | {"max_tokens": 8}
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(complete, replace(state, token="sk-1"), asked, lambda piece: None)
+            answer = pool.submit(
+                complete, replace(state, token="sk-1"), asked, lambda piece: None
+            )
             wait_for(lambda: answering(state, "/ready"))
             ready = time.monotonic()
             assert answer.result().completion_tokens == 8
         served = time.monotonic()
-    print(f"\n{STREAMS} streams cut off behind {min(cut)} to {max(cut)} of {TOKENS} tokens")
-    print(f"the next router listens {listens - killed:.1f} s after the last one was killed")
-    print(f"has its workers {ready - listens:.1f} s later, an answer {served - ready:.1f} s later")
+    print(
+        f"\n{STREAMS} streams cut off behind {min(cut)} to {max(cut)} of {TOKENS} tokens"
+    )
+    print(
+        f"the next router listens {listens - killed:.1f} s after the last one was killed"
+    )
+    print(
+        f"has its workers {ready - listens:.1f} s later, an answer {served - ready:.1f} s later"
+    )
     home.service("restarted")
     wait_for(lambda: pids(state) == before)
     wait_for(lambda: idle(state), told=lambda: workers(state))
@@ -190,7 +209,9 @@ def test_answers_are_as_ever_while_workers_come_and_leave(address, tmp_path):
     with Talk(state, 8, LONG):  # on both workers, whenever one is drained
         assert say("scale", "decode=2") == "2 decode: they come and leave one by one\n"
         wait_for(lambda: len(pids(state, "decode")) == 2)
-        assert say("drain", "decode-0") == "decode-0 leaves once another worker serves\n"
+        assert (
+            say("drain", "decode-0") == "decode-0 leaves once another worker serves\n"
+        )
         wait_for(lambda: not alive(old))
         wait_for(lambda: len(pids(state, "decode")) == 2)
         assert get(state, "/status")["moved"] > 0

@@ -8,7 +8,14 @@ import pytest
 
 from disagg.codecs import describe
 
-COLUMNS = {"name", "spec", "bits_per_element", "page_tokens", "page_bytes", "segment_bytes"}
+COLUMNS = {
+    "name",
+    "spec",
+    "bits_per_element",
+    "page_tokens",
+    "page_bytes",
+    "segment_bytes",
+}
 
 
 def look(disagg: Callable[..., Any], *arguments: str) -> Any:
@@ -28,7 +35,10 @@ def test_codecs_lists_every_codec_with_its_size(disagg):
 
 def test_codecs_lists_those_that_hold_the_head_dim(disagg):
     rows = look(disagg, "codecs", "--head-dim", "96")
-    assert {row["spec"] for row in rows} >= {"kivi:bits=2,group=32,residual=128", "raw:dtype=model"}
+    assert {row["spec"] for row in rows} >= {
+        "kivi:bits=2,group=32,residual=128",
+        "raw:dtype=model",
+    }
     assert "banded" not in {row["name"] for row in rows}
     assert "for a head dim of 96: banded" in disagg("codecs --head-dim 96").out
     assert "banded" not in disagg("codecs kivi --head-dim 96").out
@@ -47,7 +57,10 @@ def test_codecs_tell_what_was_measured_of_them(disagg, monkeypatch):
     monkeypatch.setattr(describe, "measured_costs", lambda: costs)
     rows = look(disagg, "codecs", "kivi", "kivi:group=32", "--tokens", "8192")
     assert [round(row["fp16_pct"], 1) for row in rows] == [16.9, 20.0]
-    assert [(row["ppl_pct"], row["kl"]) for row in rows] == [(25.3, 0.2506), (None, None)]
+    assert [(row["ppl_pct"], row["kl"]) for row in rows] == [
+        (25.3, 0.2506),
+        (None, None),
+    ]
     told = disagg("codecs kivi").out
     assert "measured on smollm2" in told
     assert {"+25.30", "0.2506"} <= set(told.split())
@@ -74,7 +87,11 @@ def test_a_page_is_drawn_for_every_layer_group(disagg):
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["page", "zip"], 2), (["page", "kivi:group=48"], 2), (["page", "raw", "--model", "/no"], 3)],
+    [
+        (["page", "zip"], 2),
+        (["page", "kivi:group=48"], 2),
+        (["page", "raw", "--model", "/no"], 3),
+    ],
     ids=["codec", "option", "model"],
 )
 def test_what_cannot_be_drawn_says_why(arguments, code, disagg):

@@ -14,8 +14,17 @@ KIVI = "kivi:bits=2,group=64,residual=16"
 
 def test_sound_kernels_are_told_by_codec_and_backend(disagg):
     found = json.loads(disagg(DOCTOR, KIVI, "raw", "--json").out)
-    assert (found["device"], found["name"], found["sound"]) == ("cpu", library.backend(), True)
-    assert [row["kernel"] for row in found["rows"]] == 2 * ["encode", "append", "attend", "replay"]
+    assert (found["device"], found["name"], found["sound"]) == (
+        "cpu",
+        library.backend(),
+        True,
+    )
+    assert [row["kernel"] for row in found["rows"]] == 2 * [
+        "encode",
+        "append",
+        "attend",
+        "replay",
+    ]
     assert {row["codec"] for row in found["rows"]} == {KIVI, "raw:dtype=model"}
 
 
@@ -34,7 +43,9 @@ def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
 
 def test_groups_and_codecs_are_those_of_the_head_dim(disagg, monkeypatch):
     found = json.loads(disagg("doctor --device cpu --head-dim 96 kivi --json").out)
-    assert {row["codec"] for row in found["rows"]} == {"kivi:bits=2,group=32,residual=128"}
+    assert {row["codec"] for row in found["rows"]} == {
+        "kivi:bits=2,group=32,residual=128"
+    }
     asked = []
     monkeypatch.setattr(room, "examine", lambda spec, *_: asked.append(spec) or [])
     disagg("doctor --device cpu --head-dim 96")

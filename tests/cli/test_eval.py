@@ -14,7 +14,10 @@ def test_one_run_prints_a_table_writes_a_file_and_draws(disagg, tmp_path):
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "a.json", tmp_path / "a.png"
     table = disagg(SHORT, *TWO, "--out", out, "--plot", plot).out
-    assert [line.split()[0] for line in table.splitlines()[4:6]] == ["fp8", "kivi:bits=2"]
+    assert [line.split()[0] for line in table.splitlines()[4:6]] == [
+        "fp8",
+        "kivi:bits=2",
+    ]
     assert "exact perplexity: python" in table
     result = json.loads(out.read_text())
     assert [line["codec"] for line in result["summary"]] == ["fp8", "kivi:bits=2"]
@@ -27,7 +30,9 @@ def test_a_run_that_broke_off_goes_on_where_it_was(disagg, tmp_path, monkeypatch
     earlier = json.loads(out.read_text())["rows"]
     measured = []
     measure = Judge.measure
-    monkeypatch.setattr(Judge, "measure", lambda *x: measured.append(x[1]) or measure(*x))
+    monkeypatch.setattr(
+        Judge, "measure", lambda *x: measured.append(x[1]) or measure(*x)
+    )
     result = json.loads(disagg(SHORT, *TWO, "--out", out, "--resume", "--json").out)
     assert [case.codec for case in measured] == ["kivi:bits=2"]
     assert result["rows"][0] == earlier[0]
@@ -66,5 +71,7 @@ def test_what_cannot_be_judged_says_why_before_a_model_is_loaded(
     (tmp_path / "other.json").write_text('{"model": "packaged", "rows": []}')
     for name in ("text.json", "a.txt"):
         (tmp_path / name).write_text("text")
-    monkeypatch.setattr(Runner, "load", lambda *_: pytest.fail("a model was loaded for nothing"))
+    monkeypatch.setattr(
+        Runner, "load", lambda *_: pytest.fail("a model was loaded for nothing")
+    )
     assert said in disagg(SHORT, *arguments, code=code).err

@@ -15,7 +15,9 @@ def test_a_program_reads_a_value_when_it_is_there():
     code = "import sys; from disagg.cli.output import print_json; print_json(1); sys.stdin.read()"
     buffered = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
-    with subprocess.Popen(command, env=buffered, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, env=buffered, stdin=pipe, stdout=pipe, text=True
+    ) as process:
         assert process.stdout.readline() == "1\n"
         process.communicate()
 
@@ -40,5 +42,7 @@ def test_what_goes_on_does_so_though_nobody_can_hear_of_it(monkeypatch):
 def test_a_closed_stream_is_one_that_nobody_reads(closed):
     code = "import disagg.__main__ as m, sys; from disagg.cli import app; app.run = lambda _: sum("
     code += "x.fileno() for x in (sys.stdin, sys.stdout, sys.stderr)); m.main()"
-    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code])
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    )
     assert done.returncode == 0 + 1 + 2

@@ -33,17 +33,23 @@ class Home:
     """
 
     folder: Path
-    tmp: TemporaryDirectory[str] = field(default_factory=lambda: TemporaryDirectory(dir="/tmp"))
+    tmp: TemporaryDirectory[str] = field(
+        default_factory=lambda: TemporaryDirectory(dir="/tmp")
+    )
     begun: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of ours, where a module of another one lies in the way."""
-        Path(self.tmp.name, "profile.py").write_text("raise SystemExit('of somebody else')")
+        Path(self.tmp.name, "profile.py").write_text(
+            "raise SystemExit('of somebody else')"
+        )
         here = dict.fromkeys(("HOME", "XDG_RUNTIME_DIR"), str(self.folder))
         here["TMPDIR"] = self.tmp.name
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-P", "-m", "disagg", *arguments]
-        process = subprocess.Popen(command, cwd=self.tmp.name, env=os.environ | here, **pipes)
+        process = subprocess.Popen(
+            command, cwd=self.tmp.name, env=os.environ | here, **pipes
+        )
         self.begun.append(process)
         return process
 
@@ -51,7 +57,10 @@ class Home:
         """The one that says in the state file that it is ready, soon."""
         path = self.folder / f"{name}.json"
         ready = lambda: (state := read_state(path)) is not None and state.ready  # noqa: E731
-        wait_for(ready, told=lambda: [x.communicate() for x in self.begun if x.poll() is not None])
+        wait_for(
+            ready,
+            told=lambda: [x.communicate() for x in self.begun if x.poll() is not None],
+        )
         return read_state(path)
 
     def processes(self) -> dict[int, str]:
@@ -72,7 +81,9 @@ class Home:
     def pids(self, name: str) -> list[int]:
         """The processes of a program that were started with this home."""
         commands = self.processes().items()
-        return [pid for pid, said in commands if Path(said.partition("\0")[0]).name == name]
+        return [
+            pid for pid, said in commands if Path(said.partition("\0")[0]).name == name
+        ]
 
     def left(self) -> list[object]:
         """Processes, session folders, files at home."""
@@ -93,7 +104,9 @@ def home(tmp_path: Path) -> Iterator[Home]:
     try:
         found.empties()
     finally:
-        for process in found.begun:  # of a test that failed: all of it ends with its process
+        for (
+            process
+        ) in found.begun:  # of a test that failed: all of it ends with its process
             process.kill()
             if not process.stderr.closed:
                 print(process.stderr.read())  # shown where the test failed
@@ -107,7 +120,9 @@ def test_a_cold_submit_answers_and_leaves_nothing(home):
     assert answer["completion_tokens"] == 16
     assert answer["kv"]["wire_bytes"] > answer["kv"]["payload_bytes"] > 0
     stages = [line.partition(" s  ")[2].partition(" ")[0] for line in err.splitlines()]
-    assert stages == ["starting", "loading"], err  # and nothing that a library has to say
+    assert stages == ["starting", "loading"], (
+        err
+    )  # and nothing that a library has to say
     assert home.left() == []
 
 
@@ -122,13 +137,17 @@ def test_ctrl_c_in_mid_stream_leaves_nothing(home):
     assert home.left() == []
 
 
-def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_is_killed(home):
+def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_is_killed(
+    home,
+):
     process = home.start("serve", "--port", "0")
     state, asked = home.service(), ASKED | {"max_tokens": 200}
     (folder,) = home.sessions()
     assert folder.stat().st_mode & 0o077 == 0  # Ray opens what is below to everybody
     (pid,) = home.pids("raylet")
-    assert "--node_ip_address=127.0.0.1\0" in home.processes()[pid]  # others may go away
+    assert (
+        "--node_ip_address=127.0.0.1\0" in home.processes()[pid]
+    )  # others may go away
     whole = complete(state, asked, lambda piece: None)
 
     kill_after_pieces(state, asked, whole.text, "decode")
@@ -147,7 +166,9 @@ def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_
     (home.folder / "disagg.json").unlink()
 
 
-def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(home, tmp_path_factory):
+def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
+    home, tmp_path_factory
+):
     papers = make_papers(tmp_path_factory.mktemp("papers"))
     files = {"ca": "ca", "certificate": "peer", "key": "peer.key"}
     sets = [f"security.{key}={papers / name}" for key, name in files.items()]
@@ -176,7 +197,11 @@ def kill_after_pieces(
     answer = complete(state, asked, at_piece(20, kill))
     assert answer.text == expected
     assert answer.completion_tokens == 200
-    wait_for(lambda: {w["role"] for w in workers(state) if "pid" in w} == {"prefill", "decode"})
+    wait_for(
+        lambda: (
+            {w["role"] for w in workers(state) if "pid" in w} == {"prefill", "decode"}
+        )
+    )
 
 
 def at_piece(number: int, act: Callable[[], None]) -> Callable[[str], None]:
@@ -192,4 +217,6 @@ def workers(state: RunningService) -> list[dict[str, Any]]:
 def idle(state: RunningService) -> bool:
     gauges = [worker["gauges"] for worker in workers(state)]
     stays = {"arena_bytes", "cached_pages", "cached_bytes"}
-    return not any(v for each in gauges for name, v in each.items() if name not in stays)
+    return not any(
+        v for each in gauges for name, v in each.items() if name not in stays
+    )

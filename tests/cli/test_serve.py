@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.cli.client import RunningService, announced, left_token, read_state, write_state
+from disagg.cli.client import (
+    RunningService,
+    announced,
+    left_token,
+    read_state,
+    write_state,
+)
 from disagg.cli.output import stages
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
@@ -69,13 +75,19 @@ def test_a_start_that_no_handler_can_end_is_over_soon_after_a_signal():
 
 
 def test_an_end_that_hangs_is_over_in_its_time():
-    done = subprocess.run([sys.executable, "-c", STUCK, "ends"], capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, "ends"], capture_output=True, timeout=60
+    )
     assert done.stderr == b"stopped, though Ray answers no more\n"
     assert done.returncode == 1
 
 
-@pytest.mark.skipif(birth(os.getpid()) is None, reason="nobody says when a process started")
-def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for_it(state_file):
+@pytest.mark.skipif(
+    birth(os.getpid()) is None, reason="nobody says when a process started"
+)
+def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for_it(
+    state_file,
+):
     """The first process of a container is number 1 at every start of the container."""
     ours = replace(service(), born=birth(os.getpid()))
     write_state(state_file, replace(ours, born=f"1{ours.born}"))
@@ -84,7 +96,9 @@ def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for
         assert read_state(state_file) == ours
 
 
-def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(state_file, monkeypatch):
+def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(
+    state_file, monkeypatch
+):
     seen, dump = [], json.dump
 
     def look(*args):
@@ -98,14 +112,18 @@ def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(state_
     assert [file.name for file in state_file.parent.iterdir()] == [state_file.name]
 
 
-def test_a_state_file_that_has_no_room_is_told_and_leaves_nothing(state_file, monkeypatch):
+def test_a_state_file_that_has_no_room_is_told_and_leaves_nothing(
+    state_file, monkeypatch
+):
     monkeypatch.setattr(json, "dump", lambda *_: os.close(-1))
     with pytest.raises(ConfigError, match=f"{state_file} cannot be written: Bad file"):
         write_state(state_file, service())
     assert not [*state_file.parent.iterdir()]
 
 
-def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(state_file):
+def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(
+    state_file,
+):
     write_state(state_file, service())
     state_file.chmod(0o666)
     with pytest.raises(ConfigError, match="open to others"):
@@ -119,10 +137,15 @@ def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(st
 @pytest.mark.parametrize(
     "wrong", [{"pid": -1}, {"pid": 0}, {"pid": "1"}, {"pid": 1 << 64}, {"url": 5}]
 )
-def test_no_state_file_makes_stop_signal_all_processes(wrong, state_file, monkeypatch, disagg):
+def test_no_state_file_makes_stop_signal_all_processes(
+    wrong, state_file, monkeypatch, disagg
+):
     write_state(state_file, replace(service(), **wrong))
     monkeypatch.setattr(os, "kill", lambda *signal: pytest.fail(f"kill{signal}"))
-    assert "cannot be read: no process" in disagg("stop --state-file", state_file, code=2).err
+    assert (
+        "cannot be read: no process"
+        in disagg("stop --state-file", state_file, code=2).err
+    )
 
 
 def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
@@ -132,7 +155,9 @@ def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
     os.waitpid(pid, 0)
     write_state(state_file, service(pid=pid))
     assert read_state(state_file) is None
-    assert left_token(state_file) == "secret"  # for clients that resume at the next service
+    assert (
+        left_token(state_file) == "secret"
+    )  # for clients that resume at the next service
 
 
 def test_a_service_removes_its_own_state_file_and_no_other(state_file):
@@ -145,7 +170,9 @@ def test_a_service_removes_its_own_state_file_and_no_other(state_file):
     assert read_state(state_file) == other
 
 
-def test_a_service_does_not_take_the_state_file_of_another_one(state_file, disagg, monkeypatch):
+def test_a_service_does_not_take_the_state_file_of_another_one(
+    state_file, disagg, monkeypatch
+):
     """And it starts nothing: what would is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     first = service()
@@ -153,13 +180,18 @@ def test_a_service_does_not_take_the_state_file_of_another_one(state_file, disag
     said = disagg("serve --state-file", state_file, code=2).err
     for word in (first.url, str(first.pid), "--state-file", "disagg stop"):
         assert word in said
-    with pytest.raises(ConfigError, match="a service runs"), announced(state_file, first):
+    with (
+        pytest.raises(ConfigError, match="a service runs"),
+        announced(state_file, first),
+    ):
         pass
     assert read_state(state_file) == first
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_told_of_before_anything_starts(state_file, disagg, monkeypatch):
+def test_a_gpu_that_is_not_there_is_told_of_before_anything_starts(
+    state_file, disagg, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     for command in ("serve --state-file", "submit hi --state-file"):
         said = disagg(f"{command} {state_file} --set model.device=cuda", code=2).err
@@ -171,7 +203,9 @@ class Started:
 
     url, name, secret, doors = "http://127.0.0.1:7", "tiny", "secret", ("a door",)
 
-    def __init__(self, config: Config, say: Callable[[str], None], secret: str | None = None):
+    def __init__(
+        self, config: Config, say: Callable[[str], None], secret: str | None = None
+    ):
         self.stopped = threading.Event()
         self.stopped.set()
         self._say, self._state_file = say, config.server.state_file
@@ -205,7 +239,9 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("host", "warned"), HOSTS)
-def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, disagg, monkeypatch):
+def test_serve_says_what_it_does_and_who_may_use_it(
+    host, warned, state_file, disagg, monkeypatch
+):
     monkeypatch.setattr("disagg.server.service.Service", Started)
     said = disagg(f"serve --host {host} --state-file", state_file).err
     first, second, link, door, *warnings, last = said.splitlines()
@@ -214,10 +250,14 @@ def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, di
     assert (link, door) == ("ready: False, then True", "a door")
     assert last == "serving tiny at http://127.0.0.1:7"
     assert read_state(state_file) is None
-    assert [host in line and "without a key" in line for line in warnings] == [True] * warned
+    assert [host in line and "without a key" in line for line in warnings] == [
+        True
+    ] * warned
 
 
-def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, disagg, monkeypatch):
+def test_an_end_is_said_when_it_begins_and_when_it_is_there(
+    state_file, disagg, monkeypatch
+):
     class Interrupted(Started):
         def __exit__(self, *error: object) -> None:
             signal.raise_signal(signal.SIGINT)  # once more, as `timeout` does
@@ -295,7 +335,9 @@ def lose_a_part(model: Path) -> None:
     """Of the weights, which an index says are two files."""
     parts = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     (model / SINGLE).rename(model / parts[0])
-    (model / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}))
+    (model / INDEX).write_text(
+        json.dumps({"weight_map": dict(zip("ab", parts, strict=True))})
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,10 +345,18 @@ def lose_a_part(model: Path) -> None:
     [
         (lambda model: (model / SINGLE).unlink(), "no *.safetensors, *.bin"),
         (lose_a_part, "no model-00002-of-00002.safetensors"),
-        (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer that can be read"),
-        (lambda model: (model / "chat_template.jinja").write_bytes(b"\xff"), "jinja is no text"),
         (
-            lambda model: (model / "tokenizer_config.json").write_text('{"chat_template": 5}'),
+            lambda model: (model / "tokenizer.json").unlink(),
+            "no tokenizer that can be read",
+        ),
+        (
+            lambda model: (model / "chat_template.jinja").write_bytes(b"\xff"),
+            "jinja is no text",
+        ),
+        (
+            lambda model: (model / "tokenizer_config.json").write_text(
+                '{"chat_template": 5}'
+            ),
             "tokenizer_config.json is no text",
         ),
     ],
@@ -318,7 +368,9 @@ def test_a_model_with_a_bad_file_is_refused_before_anything_starts(
     model = save_tiny("llama", tmp_path / "model")
     spoil(model)
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
-    assert told in disagg("serve --state-file", state_file, "--model", model, code=3).err
+    assert (
+        told in disagg("serve --state-file", state_file, "--model", model, code=3).err
+    )
 
 
 @pytest.mark.parametrize("name", ["a\udcff", "a\nb", "x" * 2000])
@@ -336,14 +388,20 @@ def test_status_shows_every_worker(known, state_file, disagg):
     assert len(json.loads(disagg("status", *where, "--json").out)["workers"]) == 2
 
 
-def test_stop_asks_the_service_waits_for_its_end_and_tells(known, state_file, disagg, monkeypatch):
-    monkeypatch.setattr(RunningService, "alive", property(lambda self: not known.stopped.is_set()))
+def test_stop_asks_the_service_waits_for_its_end_and_tells(
+    known, state_file, disagg, monkeypatch
+):
+    monkeypatch.setattr(
+        RunningService, "alive", property(lambda self: not known.stopped.is_set())
+    )
     said = disagg("stop --state-file", state_file).err
     assert known.stopped.is_set()
     assert f"stopping the service at {known.url}" in said
 
 
-def test_stop_waits_for_a_service_that_ends_already(known, state_file, disagg, monkeypatch):
+def test_stop_waits_for_a_service_that_ends_already(
+    known, state_file, disagg, monkeypatch
+):
     """Its HTTP goes before the rest of it."""
     write_state(state_file, replace(service(free_port()), ready=True))
     alive = [False, True, True]
@@ -352,7 +410,9 @@ def test_stop_waits_for_a_service_that_ends_already(known, state_file, disagg, m
     assert not alive
 
 
-def test_submit_waits_for_a_service_that_starts(running, state_file, disagg, monkeypatch):
+def test_submit_waits_for_a_service_that_starts(
+    running, state_file, disagg, monkeypatch
+):
     starting = RunningService(running.url, os.getpid(), "secret")
     write_state(state_file, starting)
     become_ready = partial(write_state, state_file, replace(starting, ready=True))
@@ -361,10 +421,16 @@ def test_submit_waits_for_a_service_that_starts(running, state_file, disagg, mon
     assert f"waiting for the service at {running.url}" in said
 
 
-def test_submit_says_when_the_service_that_it_waits_for_ends(state_file, disagg, monkeypatch):
+def test_submit_says_when_the_service_that_it_waits_for_ends(
+    state_file, disagg, monkeypatch
+):
     write_state(state_file, service())
-    monkeypatch.setattr("disagg.cli.serve.time.sleep", lambda seconds: state_file.unlink())
-    assert "no service runs" in disagg("submit Once --state-file", state_file, code=8).err
+    monkeypatch.setattr(
+        "disagg.cli.serve.time.sleep", lambda seconds: state_file.unlink()
+    )
+    assert (
+        "no service runs" in disagg("submit Once --state-file", state_file, code=8).err
+    )
 
 
 def test_stop_ends_a_service_that_starts(state_file, disagg):
@@ -379,7 +445,9 @@ def test_stop_ends_a_service_that_starts(state_file, disagg):
         assert process.wait() == 0
 
 
-def test_services_of_other_names_have_state_files_of_their_own(disagg, monkeypatch, tmp_path):
+def test_services_of_other_names_have_state_files_of_their_own(
+    disagg, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("disagg.server.service.Service", Started)
     write_state(tmp_path / "disagg.json", service())
@@ -390,7 +458,10 @@ def test_services_of_other_names_have_state_files_of_their_own(disagg, monkeypat
 
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_without_a_service_there_is_nothing_to_ask(command, tmp_path, disagg):
-    assert "disagg serve" in disagg(command, "--state-file", tmp_path / "none.json", code=8).err
+    assert (
+        "disagg serve"
+        in disagg(command, "--state-file", tmp_path / "none.json", code=8).err
+    )
 
 
 def test_show_config_prints_what_config_reads(tmp_path, disagg):
@@ -404,19 +475,28 @@ def test_show_config_prints_what_config_reads(tmp_path, disagg):
 
 def test_an_empty_key_in_the_environment_is_not_taken_for_none(disagg, monkeypatch):
     monkeypatch.setenv("DISAGG_API_KEY", "")
-    assert json.loads(disagg("serve --show-config --json").out)["server"]["api_key"] == ""
+    assert (
+        json.loads(disagg("serve --show-config --json").out)["server"]["api_key"] == ""
+    )
 
 
 def test_auto_chooses_among_codecs_that_are_listed_with_their_options(disagg):
     listed = "fp8,kivi:bits=4,residual=64,0-1:raw;2-:banded:bits=3"
     flags = f"--codec auto --codecs {listed} --error-budget 0.2 --json"
     config = json.loads(disagg(f"serve --show-config {flags}").out)
-    assert config["codecs"] == ["fp8", "kivi:bits=4,residual=64", "0-1:raw;2-:banded:bits=3"]
+    assert config["codecs"] == [
+        "fp8",
+        "kivi:bits=4,residual=64",
+        "0-1:raw;2-:banded:bits=3",
+    ]
     assert (config["codec"], config["router"]["error_budget"]) == ("auto", 0.2)
     assert "none are listed" in disagg("serve --codec auto", code=2).err
 
 
 def test_a_port_that_is_taken_is_a_config_error(running, state_file, disagg):
     port = running.url.rpartition(":")[2]
-    assert "cannot listen" in disagg("serve --port", port, "--state-file", state_file, code=2).err
+    assert (
+        "cannot listen"
+        in disagg("serve --port", port, "--state-file", state_file, code=2).err
+    )
     assert threading.active_count() < 10

@@ -21,7 +21,15 @@ from disagg.cli.output import print_savings
 from disagg.errors import PeerLostError, TransferError
 from tests.cli.conftest import STATS, wait_for
 
-KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
+KEYS = [
+    "text",
+    "prompt_tokens",
+    "completion_tokens",
+    "finish_reason",
+    "ttft_ms",
+    "tpot_ms",
+    "kv",
+]
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = RunningService("http://here", 1, "")
 
@@ -49,10 +57,19 @@ SHORT = STATS | {"tokens": 5, "wire_bytes": 50_780, "resident_bytes": 49_152}
     ("kv", "first"),
     [
         ({}, "5 prompt tokens"),
-        (SHORT, "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n"),
-        ({k: v for k, v in STATS.items() if not k.endswith("_ms")}, "KV of 300 tokens, kivi"),
+        (
+            SHORT,
+            "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n",
+        ),
+        (
+            {k: v for k, v in STATS.items() if not k.endswith("_ms")},
+            "KV of 300 tokens, kivi",
+        ),
         (SHORT | {"tokens": 900}, "KV of 900 tokens, kivi"),
-        (SHORT | {"wire_bytes": 0}, "KV of 5 tokens: too few to hand off, computed whole at"),
+        (
+            SHORT | {"wire_bytes": 0},
+            "KV of 5 tokens: too few to hand off, computed whole at",
+        ),
         (STATS | {"wire_bytes": 0}, "KV of 300 tokens, kivi"),
     ],
     ids=["no-figures", "short", "no-times", "long", "whole-short", "whole-long"],
@@ -70,21 +87,36 @@ def test_the_figures_that_came_are_told_and_no_more(kv, first, capsys):
 def test_an_answer_that_the_context_ended_says_so_in_one_line(running, disagg):
     asked = "submit", "a" * 195, "--url", running.url, "--max-tokens", 100_000
     said = [line for line in disagg(*asked).out.splitlines() if "context" in line]
-    assert said == ["the model's context is full: 5 of 100000 tokens could be generated"]
+    assert said == [
+        "the model's context is full: 5 of 100000 tokens could be generated"
+    ]
 
 
 def test_json_is_one_object_with_the_promised_keys(running, disagg):
-    answer = json.loads(disagg("submit abc --max-tokens 5 --json --url", running.url).out)
+    answer = json.loads(
+        disagg("submit abc --max-tokens 5 --json --url", running.url).out
+    )
     assert list(answer) == KEYS
-    assert (answer["text"], answer["prompt_tokens"], answer["completion_tokens"]) == ("abcde", 3, 5)
+    assert (answer["text"], answer["prompt_tokens"], answer["completion_tokens"]) == (
+        "abcde",
+        3,
+        5,
+    )
     assert answer["finish_reason"] == "length"
     assert answer["kv"] == STATS
     assert answer["ttft_ms"] > 0
 
 
-def test_settings_start_a_service_of_their_own_and_say_so(known, state_file, disagg, monkeypatch):
-    monkeypatch.setattr(submit, "private_service", lambda config, body: nullcontext(known.url))
-    asked = "submit abc --max-tokens 2 --set engine.max_sequences=2 --state-file", state_file
+def test_settings_start_a_service_of_their_own_and_say_so(
+    known, state_file, disagg, monkeypatch
+):
+    monkeypatch.setattr(
+        submit, "private_service", lambda config, body: nullcontext(known.url)
+    )
+    asked = (
+        "submit abc --max-tokens 2 --set engine.max_sequences=2 --state-file",
+        state_file,
+    )
     assert f"{known.url} has others" in disagg(*asked).err
     state_file.unlink()
     assert disagg(*asked).err == ""
@@ -103,7 +135,9 @@ def test_options_reach_the_service(running, disagg):
     assert (params["seed"], params["temperature"], params["top_k"]) == (7, 0.5, 3)
 
 
-def test_a_prompt_can_come_from_a_file_or_standard_input(running, disagg, tmp_path, monkeypatch):
+def test_a_prompt_can_come_from_a_file_or_standard_input(
+    running, disagg, tmp_path, monkeypatch
+):
     path = tmp_path / "prompt.txt"
     path.write_text("four")
     monkeypatch.setattr(sys, "stdin", path.open())
@@ -134,7 +168,11 @@ BAD = {  # arguments, exit code, reason
     "key-no-latin": (["abc", "--url", "{url}", "--api-key", "日"], 2, "config"),
     "key-of-two-lines": (["abc", "--url", "{url}", "--api-key", "a\nb"], 2, "config"),
     "half-an-address": (["abc", "--url", "http://[::1"], 2, "config"),
-    "settings-of-another": (["abc", "--url", "{url}", "--set", "codec=fp8"], 2, "config"),
+    "settings-of-another": (
+        ["abc", "--url", "{url}", "--set", "codec=fp8"],
+        2,
+        "config",
+    ),
     "no-utf-8": (["abc\udcff", "--url", "{url}"], 2, "config"),
     "state-is-a-folder": (["abc", "--state-file", "/"], 2, "config"),
     "private-no-model": ([*ALONE, "--model", "/no/such/model"], 3, "model"),
@@ -147,7 +185,11 @@ BAD = {  # arguments, exit code, reason
     "private-long-stop": ([*ALONE, "--stop", "x" * 257], 4, "request"),
     "private-stop-no-utf-8": ([*ALONE, "--stop", "x\udcff"], 2, "config"),
     "private-file-no-utf-8": (["abc", "--state-file", "/tmp/x\udcff"], 2, "config"),
-    "private-small-arena": ([*ALONE, "--set", "engine.arena_bytes=2000000"], 2, "config"),
+    "private-small-arena": (
+        [*ALONE, "--set", "engine.arena_bytes=2000000"],
+        2,
+        "config",
+    ),
     "private-no-codec": ([*ALONE, "--codec", "zip"], 2, "unknown_name"),
     "private-codec-value": ([*ALONE, "--codec", "kivi:bits=3"], 2, "config"),
     "private-no-key": ([*ALONE, "--set", "engine.max=3"], 2, "unknown_name"),
@@ -162,7 +204,10 @@ def test_bad_input_has_an_exit_code_and_one_line(
     """Nothing is started for any of them: what would start a service is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     places = {"url": running.url, "empty": tmp_path / "none.json", "tiny": tiny}
-    given = ["submit", *(x.format(**places) if x.startswith("{") else x for x in arguments)]
+    given = [
+        "submit",
+        *(x.format(**places) if x.startswith("{") else x for x in arguments),
+    ]
     printed = disagg(*given, code=code)
     assert printed.out == ""
     assert printed.err.startswith("error: ")
@@ -173,7 +218,9 @@ def test_bad_input_has_an_exit_code_and_one_line(
     assert error["type"] == reason
 
 
-@pytest.mark.parametrize("said", [b'{"a": 1}', b'{"choices": [5]}', b'{"error": "x"}', b"\xff"])
+@pytest.mark.parametrize(
+    "said", [b'{"a": 1}', b'{"choices": [5]}', b'{"error": "x"}', b"\xff"]
+)
 def test_a_server_of_something_else_is_told_from_a_service(said, disagg):
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -200,7 +247,9 @@ def test_who_asks_for_https_where_there_is_none_is_told(running, disagg):
     assert "does it speak http?" in disagg("submit abc --url", url, code=8).err
 
 
-@pytest.mark.parametrize("wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]])
+@pytest.mark.parametrize(
+    "wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]]
+)
 def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, disagg):
     assert "Usage: disagg submit" in disagg("submit abc", *wrong, code=2).err
     printed = disagg("submit abc", *wrong, "--json", code=2)
@@ -209,7 +258,10 @@ def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, disagg):
 
 
 def test_an_answer_that_ends_in_an_error_has_its_exit_code(running, disagg):
-    running.router.pause_at, running.router.breaks = 2, PeerLostError("the worker is gone")
+    running.router.pause_at, running.router.breaks = (
+        2,
+        PeerLostError("the worker is gone"),
+    )
     running.router.go.set()
     assert "the worker is gone" in disagg("submit abc --url", running.url, code=8).err
 
@@ -245,7 +297,9 @@ def test_ctrl_c_while_ray_is_imported_is_not_lost(state_file, monkeypatch, disag
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["submit", "abc", "--url", "{url}", "--json"]], ids=["help", "submit"]
+    "arguments",
+    [["--help"], ["submit", "abc", "--url", "{url}", "--json"]],
+    ids=["help", "submit"],
 )
 def test_a_client_imports_nothing_heavy(arguments, running):
     code = "import sys; from disagg.cli.app import run; status = run(sys.argv[1:]); "
@@ -264,17 +318,33 @@ def test_a_client_imports_nothing_heavy(arguments, running):
         ("eval --model no/such", "error: no model 'no/such'"),
         ("eval --resume", "error: --resume goes on"),
         ("bench compare --model no/such", "error: no model 'no/such'"),
-        ("bench auto --tokens 4095", "error: 4,097 tokens of a prompt and its answer are too"),
-        ("bench compare --tokens 4081", "error: 4,097 tokens of a prompt and its answer are too"),
-        ("bench latency --tokens 4096", "error: 4,097 tokens of a prompt and its answer are too"),
+        (
+            "bench auto --tokens 4095",
+            "error: 4,097 tokens of a prompt and its answer are too",
+        ),
+        (
+            "bench compare --tokens 4081",
+            "error: 4,097 tokens of a prompt and its answer are too",
+        ),
+        (
+            "bench latency --tokens 4096",
+            "error: 4,097 tokens of a prompt and its answer are too",
+        ),
         ("fetch such", "error: unknown model to fetch 'such'"),
         ("eval --codec such", "  0.0 s  loading torch"),
         ("doctor such", "  0.0 s  loading torch"),
     ],
 )
-def test_a_command_says_what_is_wrong_or_what_it_waits_for_before_it_imports_torch(arguments, said):
+def test_a_command_says_what_is_wrong_or_what_it_waits_for_before_it_imports_torch(
+    arguments, said
+):
     code = "import sys; sys.modules['torch'] = None; from disagg.cli.app import run; "
-    command = [sys.executable, "-c", code + "sys.exit(run(sys.argv[1:]))", *arguments.split()]
+    command = [
+        sys.executable,
+        "-c",
+        code + "sys.exit(run(sys.argv[1:]))",
+        *arguments.split(),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stderr.startswith(said)
 
@@ -306,7 +376,10 @@ def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkey
     monkeypatch.setattr(client, "complete", breaking_off(answers, seeds))
     monkeypatch.setattr(client, "get", get)
     monkeypatch.setattr(client, "RETRY_S", 0.0)
-    assert client.persist(SERVICE, {"prompt": "x", "seed": None}, shown.append).text == "abcde"
+    assert (
+        client.persist(SERVICE, {"prompt": "x", "seed": None}, shown.append).text
+        == "abcde"
+    )
     assert shown == ["ab", "c", "d", "e"]
     assert len(seeds) == 4
     assert len(set(seeds)) == 1

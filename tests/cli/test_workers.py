@@ -9,7 +9,14 @@ from disagg.cli import workers
 from disagg.cli.client import RunningService, post
 from disagg.errors import AuthError, RequestError
 
-STATUS = {"model": "m", "codec": "raw", "requests": 3, "queued": 2, "moved": 1, "retried": 0}
+STATUS = {
+    "model": "m",
+    "codec": "raw",
+    "requests": 3,
+    "queued": 2,
+    "moved": 1,
+    "retried": 0,
+}
 STATUS |= {"fp16_bytes": 4000, "wire_bytes": 1000}
 GAUGES = {"engine_running": 2.0, "used_bytes": 250.0, "arena_bytes": 1000.0}
 WORKER = {"name": "d", "role": "decode", "address": "h:1", "epoch": 7, "gauges": GAUGES}
@@ -56,7 +63,10 @@ def test_status_is_one_screen(capsys):
     broken = {"name": "p", "role": "prefill", "address": "h:2", "error": "it is gone"}
     workers.draw(STATUS | {"workers": [WORKER, broken]})
     out = capsys.readouterr().out
-    assert "m · raw · 3 requests · 2 queued · 1 moved · 1,000 bytes sent, 25 % of fp16" in out
+    assert (
+        "m · raw · 3 requests · 2 queued · 1 moved · 1,000 bytes sent, 25 % of fp16"
+        in out
+    )
     for told in ("host", "25", "12,345", "avx2", "h:2", "it is gone"):
         assert told in out
 

@@ -51,7 +51,9 @@ def test_lm_eval_scores_and_generates(service, tmp_path):
 
 
 def test_guidellm_finishes_every_request(service, tmp_path):
-    backend = f"kind=openai_http,target={service.url},request_format=/v1/chat/completions"
+    backend = (
+        f"kind=openai_http,target={service.url},request_format=/v1/chat/completions"
+    )
     command = ["guidellm", "run", "--backend", backend, "--disable-progress"]
     command += ["--profile", "kind=concurrent,streams=2"]
     command += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"]
@@ -71,10 +73,19 @@ def test_vllm_router_prefills_at_one_port_and_decodes_at_another(service):
     command = ["vllm-router", "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
     command += ["--prefill", service.doors["p"], "--decode", service.doors["d"]]
     command += ["--port", str(port), "--prometheus-port", str(figures)]
-    body = {"model": "tiny", "prompt": "Call me Ishmael. " * 30, "max_tokens": 8, "temperature": 0}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as router:
+    body = {
+        "model": "tiny",
+        "prompt": "Call me Ishmael. " * 30,
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as router:
         try:
-            transport = httpx.HTTPTransport(retries=8)  # the last pauses are of half a minute
+            transport = httpx.HTTPTransport(
+                retries=8
+            )  # the last pauses are of half a minute
             with httpx.Client(transport=transport, timeout=60) as client:
                 url = f"http://127.0.0.1:{port}/v1/completions"
                 whole = client.post(url, json=body)

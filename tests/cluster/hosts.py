@@ -16,7 +16,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOLS = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "ssh", "rsync", "ss", "ps", "curl")
+TOOLS = (
+    "ip",
+    "unshare",
+    "nsenter",
+    "sshd",
+    "ssh-keygen",
+    "ssh",
+    "rsync",
+    "ss",
+    "ps",
+    "curl",
+)
 SBIN = "/usr/sbin:/sbin"
 HOME = "/run/home"  # of the user of every host, where it is a folder of the host
 
@@ -54,8 +65,15 @@ def missing() -> list[str]:
 class Host:
     """One host. `home`: its user's files, as this machine finds them; for the host it is HOME."""
 
-    def __init__(self, name: str, address: str, root: Path, keys: Path, kept: Iterable[Path]):
-        self.name, self.address, self.root, self.home = name, address, root, root / "home"
+    def __init__(
+        self, name: str, address: str, root: Path, keys: Path, kept: Iterable[Path]
+    ):
+        self.name, self.address, self.root, self.home = (
+            name,
+            address,
+            root,
+            root / "home",
+        )
         (root / "tmp").mkdir(parents=True)
         (root / "tmp").chmod(0o1777)
         self.home.mkdir()
@@ -81,7 +99,9 @@ class Host:
     @property
     def init(self) -> str:
         """The host's process 1, as this machine numbers it."""
-        return Path(f"/proc/{self.holder}/task/{self.holder}/children").read_text().strip()
+        return (
+            Path(f"/proc/{self.holder}/task/{self.holder}/children").read_text().strip()
+        )
 
     def command(self, *command: str) -> list[str]:
         """What runs a command here: with the user's home, none of our environment."""
@@ -104,7 +124,9 @@ class Host:
         found = self.run("ps", "-eo", "ppid=,args=").splitlines()
         lines = [line.split(maxsplit=1) for line in found]
         ours = ("sshd", "/usr/sbin/sshd", "cat", "ps -eo", "bash -c \nset -eu")
-        return [args for ppid, args in lines if ppid != "0" and not args.startswith(ours)]
+        return [
+            args for ppid, args in lines if ppid != "0" and not args.startswith(ours)
+        ]
 
     def close(self) -> None:
         self._holder.stdin.close()  # type: ignore[union-attr]
@@ -132,7 +154,16 @@ def joined(addresses: dict[str, str], kept: Iterable[Path]) -> Iterator[Hosts]:
         keys = folder / "keys"
         keys.mkdir()
         for name in ("user", "host"):
-            make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{keys}/{name}"]
+            make = [
+                "ssh-keygen",
+                "-q",
+                "-t",
+                "ed25519",
+                "-N",
+                "",
+                "-f",
+                f"{keys}/{name}",
+            ]
             subprocess.run(make, check=True)
         switch = stack.enter_context(
             subprocess.Popen(
@@ -145,7 +176,9 @@ def joined(addresses: dict[str, str], kept: Iterable[Path]) -> Iterator[Hosts]:
         inside(switch.pid, "ip", "link", "set", "bridge", "up")
         hosts = Hosts(keys, {})
         for name, address in addresses.items():
-            hosts.by_name[name] = host = Host(name, address, folder / name, keys, list(kept))
+            hosts.by_name[name] = host = Host(
+                name, address, folder / name, keys, list(kept)
+            )
             stack.callback(host.close)
             plug(host, switch.pid)
         yield hosts

@@ -25,9 +25,17 @@ def keep() -> ModuleType:
     [
         pytest.param([(1, "open"), (900, "open")], None, id="open"),
         pytest.param([(1, "refused"), (4, "refused"), (6, "refused")], 6, id="stopped"),
-        pytest.param([(4, "refused"), (5, "open"), (9, "refused")], None, id="started-again"),
-        pytest.param([(30, "silent"), (80, "silent"), (95, "silent")], 95, id="unreachable"),
-        pytest.param([(80, "silent"), (82, "refused"), (86, "refused")], 86, id="back-without-ray"),
+        pytest.param(
+            [(4, "refused"), (5, "open"), (9, "refused")], None, id="started-again"
+        ),
+        pytest.param(
+            [(30, "silent"), (80, "silent"), (95, "silent")], 95, id="unreachable"
+        ),
+        pytest.param(
+            [(80, "silent"), (82, "refused"), (86, "refused")],
+            86,
+            id="back-without-ray",
+        ),
     ],
 )
 def test_ray_is_gone_after_refusals_or_a_long_silence(keep, looks, gone_at):
@@ -70,7 +78,9 @@ def test_a_newer_one_replaces_the_older_and_stop_ends_its_command(tmp_path):
         subprocess.run(run, env=environment, check=True)
         second = pids(tmp_path, 2)
         assert not alive(first[0])
-        subprocess.run([sys.executable, str(SCRIPT), "stop"], env=environment, check=True)
+        subprocess.run(
+            [sys.executable, str(SCRIPT), "stop"], env=environment, check=True
+        )
         assert not alive(second[1])
 
 

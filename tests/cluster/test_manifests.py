@@ -24,7 +24,9 @@ KUBERNETES = "1.37"
 RAY_UP = ("local.yaml", "aws.yaml", "gcp.yaml")
 ROLES, NODES = {"prefill", "decode"}, ("head", "worker")
 COMMANDS = ["initialization_commands", "setup_commands"]
-COMMANDS += [f"{role}_{what}_commands" for what in ("setup", "start_ray") for role in NODES]
+COMMANDS += [
+    f"{role}_{what}_commands" for what in ("setup", "start_ray") for role in NODES
+]
 
 
 def closed(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +40,9 @@ def closed(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
 STRING = {"type": "string"}
 PARAMS = {"type": "object", "additionalProperties": STRING}
 GROUP: dict[str, Any] = {"rayStartParams": PARAMS, "template": {"type": "object"}}
-COUNTS = {name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas")}
+COUNTS = {
+    name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas")
+}
 POOL = closed("groupName", *[*COUNTS][1:], *GROUP, groupName=STRING, **COUNTS, **GROUP)
 RAY_CLUSTER = closed(
     "headGroupSpec",
@@ -76,7 +80,9 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def application() -> dict[str, Any]:
-    (found,) = yaml.safe_load(kubernetes()["RayService"]["spec"]["serveConfigV2"])["applications"]
+    (found,) = yaml.safe_load(kubernetes()["RayService"]["spec"]["serveConfigV2"])[
+        "applications"
+    ]
     return dict(found)
 
 
@@ -109,7 +115,11 @@ def test_files_that_are_copied_to_hosts_exist_or_are_built(name):
 
 @pytest.mark.parametrize("name", RAY_UP)
 def test_the_service_knows_every_setting_that_it_is_given(name):
-    lines = [line for line in ray_up(name)["head_start_ray_commands"] if "disagg serve" in line]
+    lines = [
+        line
+        for line in ray_up(name)["head_start_ray_commands"]
+        if "disagg serve" in line
+    ]
     flags = dict(re.findall(r"--set ([\w.]+)=(\S+)", lines[0]))
     assert "cluster.address" in flags
     config = load_config(FOLDER / "service.yaml", flags)
@@ -125,7 +135,10 @@ def test_the_service_knows_every_setting_in_comments():
 
 
 def test_the_application_on_kubernetes_is_one_and_knows_its_settings(monkeypatch):
-    assert application()["import_path"] == f"{serve_app.__name__}:{serve_app.build_app.__name__}"
+    assert (
+        application()["import_path"]
+        == f"{serve_app.__name__}:{serve_app.build_app.__name__}"
+    )
     cluster = serve_app.config_of(application()["args"]).cluster
     assert (cluster.address, cluster.prefill, cluster.decode) == ("auto", 1, 1)
     assert cluster.pools
@@ -139,7 +152,11 @@ def test_the_application_on_kubernetes_is_one_and_knows_its_settings(monkeypatch
 def test_kubernetes_accepts_the_network_policy_and_the_pods_of_every_group():
     kubernetes_validate.validate(kubernetes()["NetworkPolicy"], KUBERNETES, strict=True)
     for group in groups():
-        pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
+        pods = {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "template": group["template"],
+        }
         kubernetes_validate.validate(pods, KUBERNETES, strict=True)
 
 
@@ -149,19 +166,32 @@ def test_the_operator_and_ray_understand_the_ray_cluster():
     jsonschema.validate(service["spec"], RAY_SERVICE)
     names = {"name": "disagg-any", "namespace": "any"}
     cluster = {"metadata": names, "spec": service["spec"]["rayClusterConfig"]}
-    types = kuberay._derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
+    types = kuberay._derive_autoscaling_config_from_ray_cr(cluster)[
+        "available_node_types"
+    ]
     given = {name: x["resources"].items() for name, x in types.items()}
-    found = {name: {k: v for k, v in some if k in ROLES} for name, some in given.items()}
-    assert found == {"headgroup": {}, "prefill": {"prefill": 1}, "decode": {"decode": 1}}
+    found = {
+        name: {k: v for k, v in some if k in ROLES} for name, some in given.items()
+    }
+    assert found == {
+        "headgroup": {},
+        "prefill": {"prefill": 1},
+        "decode": {"decode": 1},
+    }
 
 
 def test_parts_of_the_kubernetes_manifests_name_each_other():
     policy = kubernetes()["NetworkPolicy"]["spec"]
     for group in groups():
-        assert group["template"]["metadata"]["labels"] == policy["podSelector"]["matchLabels"]
+        assert (
+            group["template"]["metadata"]["labels"]
+            == policy["podSelector"]["matchLabels"]
+        )
         ports = {port["name"] for port in container(group)["ports"]} | {6380}
         for probe in ("readinessProbe", "livenessProbe"):
-            ((_, asked),) = (x for x in container(group)[probe].items() if isinstance(x[1], dict))
+            ((_, asked),) = (
+                x for x in container(group)[probe].items() if isinstance(x[1], dict)
+            )
             assert asked["port"] in ports
 
 
@@ -170,7 +200,11 @@ def test_the_image_has_the_torch_of_the_package_and_copies_what_is_there():
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
     assert set(re.findall(r'"(torch\S+)"', text)) == {torch}
-    copied = [word for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for word in line.split()]
+    copied = [
+        word
+        for line in re.findall(r"^COPY (.*) \S+$", text, re.M)
+        for word in line.split()
+    ]
     allowed = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
     for path in copied:
         assert (REPO / path).exists()

@@ -77,7 +77,8 @@ def test_a_prompt_is_answered_on_the_head_across_two_hosts(cluster: Hosts) -> No
     answer = submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))
     assert answer["completion_tokens"] == 8
     assert {
-        name: worker["address"].partition(":")[0] for name, worker in workers(cluster).items()
+        name: worker["address"].partition(":")[0]
+        for name, worker in workers(cluster).items()
     } == {"prefill-0": ADDRESSES["prefill"], "decode-0": ADDRESSES["decode"]}
 
 
@@ -99,7 +100,9 @@ def test_bytes_on_the_wire_are_those_that_are_reported(cluster: Hosts) -> None:
         reported += submitted(said)["kv"]["wire_bytes"]
         prompts += 1
     seen = acked(prefill, pid, ADDRESSES["decode"]) - before
-    print(f"\n{prompts} prompts: {reported:,} bytes told, {seen:,} acked, x{seen / reported:.4f}")
+    print(
+        f"\n{prompts} prompts: {reported:,} bytes told, {seen:,} acked, x{seen / reported:.4f}"
+    )
     assert seen == pytest.approx(reported, rel=0.02)
 
 
@@ -111,7 +114,12 @@ def test_a_killed_service_comes_back_and_finds_its_workers(cluster: Hosts) -> No
     wait_for(lambda: healthy(cluster["head"]), 60)
     print(f"\nserves again after {time.monotonic() - since:.1f} s")
     assert {name: worker["pid"] for name, worker in workers(cluster).items()} == before
-    assert submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))["completion_tokens"] == 8
+    assert (
+        submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))[
+            "completion_tokens"
+        ]
+        == 8
+    )
 
 
 def test_a_host_whose_ray_dies_is_started_again_and_works_again(cluster: Hosts) -> None:
@@ -120,7 +128,12 @@ def test_a_host_whose_ray_dies_is_started_again_and_works_again(cluster: Hosts) 
     since = time.monotonic()
     wait_for(lambda: healthy(cluster["head"]) and decode_pids(cluster) - {before}, 180)
     print(f"\nanother decode worker after {time.monotonic() - since:.1f} s")
-    assert submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))["completion_tokens"] == 8
+    assert (
+        submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))[
+            "completion_tokens"
+        ]
+        == 8
+    )
 
 
 def test_ray_up_again_starts_everything_anew_once(cluster: Hosts) -> None:
@@ -132,7 +145,12 @@ def test_ray_up_again_starts_everything_anew_once(cluster: Hosts) -> None:
     for name in ADDRESSES:
         keepers = [line for line in cluster[name].processes() if "keep.py hold" in line]
         assert len(keepers) == 1
-    assert submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))["completion_tokens"] == 8
+    assert (
+        submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))[
+            "completion_tokens"
+        ]
+        == 8
+    )
 
 
 def test_ray_down_leaves_no_process_on_any_host(cluster: Hosts) -> None:
@@ -140,7 +158,9 @@ def test_ray_down_leaves_no_process_on_any_host(cluster: Hosts) -> None:
     on_laptop(cluster, "ray", "down", "-y", YAML)
     down_s = time.monotonic() - since
     wait_for(lambda: not any(cluster[name].processes() for name in ADDRESSES), 30)
-    print(f"\nray down: {down_s:.1f} s, nothing left after {time.monotonic() - since:.1f} s")
+    print(
+        f"\nray down: {down_s:.1f} s, nothing left after {time.monotonic() - since:.1f} s"
+    )
 
 
 def on_laptop(hosts: Hosts, *command: str) -> str:
@@ -172,7 +192,11 @@ def workers(hosts: Hosts) -> dict[str, dict[str, Any]]:
 def decode_pids(hosts: Hosts) -> set[int]:
     """Of the decode workers that answer."""
     found = workers(hosts).values()
-    return {worker["pid"] for worker in found if worker["role"] == "decode" and "pid" in worker}
+    return {
+        worker["pid"]
+        for worker in found
+        if worker["role"] == "decode" and "pid" in worker
+    }
 
 
 def healthy(host: Host) -> bool:

@@ -51,9 +51,15 @@ class Head:
 
     def actors(self) -> dict[str, str]:
         """name -> class of the workers that live."""
-        listed = self.ray("ray", "list", "actors", "--format=json", f"--address={self.dashboard}")
+        listed = self.ray(
+            "ray", "list", "actors", "--format=json", f"--address={self.dashboard}"
+        )
         found = [x for x in json.loads(listed) if x["state"] == "ALIVE"]
-        return {x["name"]: x["class_name"] for x in found if x["class_name"].endswith("Worker")}
+        return {
+            x["name"]: x["class_name"]
+            for x in found
+            if x["class_name"].endswith("Worker")
+        }
 
 
 @pytest.fixture
@@ -62,14 +68,26 @@ def head(tmp_path: Path) -> Iterator[Head]:
     head = Head(tmp_path, port, f"http://127.0.0.1:{dashboard}")
     environment = {k: v for k, v in head.environment.items() if k != "RAY_ADDRESS"}
     with ray_head(port, environment, "--num-cpus=2", f"--dashboard-port={dashboard}"):
-        wait_for(lambda: answering(RunningService(head.dashboard, 0, ""), "/api/version"))
+        wait_for(
+            lambda: answering(RunningService(head.dashboard, 0, ""), "/api/version")
+        )
         yield head
 
 
 def test_a_job_serves_with_readable_actors_and_its_runtime_env(head, tmp_path):
     state_file = tmp_path / "disagg.json"
-    job = ["job", "submit", f"--address={head.dashboard}", "--no-wait", "--submission-id=disagg"]
-    job += ["--runtime-env-json", json.dumps({"env_vars": {"DISAGG_TEST": "of the job"}}), "--"]
+    job = [
+        "job",
+        "submit",
+        f"--address={head.dashboard}",
+        "--no-wait",
+        "--submission-id=disagg",
+    ]
+    job += [
+        "--runtime-env-json",
+        json.dumps({"env_vars": {"DISAGG_TEST": "of the job"}}),
+        "--",
+    ]
     serve = [sys.executable, "-m", "disagg", "serve", "--set", "cluster.address=auto"]
     serve += ["--port=0", f"--state-file={state_file}"]
     head.ray("ray", *job, *serve)
@@ -80,16 +98,25 @@ def test_a_job_serves_with_readable_actors_and_its_runtime_env(head, tmp_path):
     for worker in get(state, "/status")["workers"]:
         environment = Path(f"/proc/{worker['pid']}/environ").read_bytes()
         assert b"DISAGG_TEST=of the job" in environment.split(b"\0")
-    assert "2.0/2.0 CPU" in head.ray("ray", "status", f"--address=127.0.0.1:{head.port}")
+    assert "2.0/2.0 CPU" in head.ray(
+        "ray", "status", f"--address=127.0.0.1:{head.port}"
+    )
     head.ray("ray", "job", "stop", "disagg", f"--address={head.dashboard}")
     wait_for(lambda: not head.actors())
 
 
 def test_ray_serve_deploys_it_and_takes_it_back(head, tmp_path):
     port = free_port()
-    app = {"name": "disagg", "import_path": "disagg.serve_app:build_app", "route_prefix": "/"}
+    app = {
+        "name": "disagg",
+        "import_path": "disagg.serve_app:build_app",
+        "route_prefix": "/",
+    }
     app["args"] = {"prefill": 1, "decode": 1, "codec": "raw"}
-    settings = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [app]}
+    settings = {
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [app],
+    }
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(settings))
     head.ray("serve", "deploy", "serve.yaml", "--address", head.dashboard)
     service = RunningService(f"http://127.0.0.1:{port}", 0, "")

@@ -29,10 +29,21 @@ LAYER = 2  # the first layer that OTT does not treat specially
 TAIL_AND_PAGE = 192  # no codec keeps more than a tail and an unfinished page
 SPECS = ("pertoken:bits=2,group=32", "kivi:bits=2,group=32,residual=0")
 SPECS += ("kivi:bits=2,group=64,residual=0", "gear-l:bits=2,backbone=kivi,group=64")
-SPECS += ("gear:bits=2,backbone=kivi,group=64", "kcvt:bits=4", "gear-l:bits=4,backbone=kcvt")
+SPECS += (
+    "gear:bits=2,backbone=kivi,group=64",
+    "kcvt:bits=4",
+    "gear-l:bits=4,backbone=kcvt",
+)
 SPECS += ("gear:bits=4,backbone=kcvt", "ott:group=128,outliers=0,aux=0,residual=0")
-SPECS += ("ott:group=128,outliers=1,aux=0,residual=0", "ott:group=128,outliers=8,aux=0,residual=0")
-SPECS += ("pertoken:bits=4,group=64", "decoquant:bits=4,block=16", "decoquant:bits=4,block=64")
+SPECS += (
+    "ott:group=128,outliers=1,aux=0,residual=0",
+    "ott:group=128,outliers=8,aux=0,residual=0",
+)
+SPECS += (
+    "pertoken:bits=4,group=64",
+    "decoquant:bits=4,block=16",
+    "decoquant:bits=4,block=64",
+)
 SPECS += ("int8", "fp8")
 
 
@@ -108,12 +119,16 @@ def stored(path: Path) -> Iterator[Source]:
     for name in sorted(x for x in arrays if x.startswith("k.")):
         layer = name.removeprefix("k.")
         title = f"{path.stem}, layer {layer}"
-        yield Source(title, arrays.get(f"q.{layer}"), arrays[name], arrays[f"v.{layer}"])
+        yield Source(
+            title, arrays.get(f"q.{layer}"), arrays[name], arrays[f"v.{layer}"]
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--text", type=Path, help="prefill the default model over this file")
+    parser.add_argument(
+        "--text", type=Path, help="prefill the default model over this file"
+    )
     parser.add_argument("--kv", type=Path, help="a safetensors file of k.L and v.L")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -124,13 +139,19 @@ def main() -> None:
         sources += stored(options.kv)
     results = [(source.name, compare(source, SPECS)) for source in sources]
     if options.json:
-        print(json.dumps({name: [asdict(x) for x in row.values()] for name, row in results}))
+        print(
+            json.dumps(
+                {name: [asdict(x) for x in row.values()] for name, row in results}
+            )
+        )
         return
     for name, row in results:
         print(name)
         for errors in row.values():
             output = "" if errors.output is None else f"{errors.output:8.4f}"
-            print(f"  {errors.spec:40} K {errors.k:7.4f}  V {errors.v:7.4f}  output {output}")
+            print(
+                f"  {errors.spec:40} K {errors.k:7.4f}  V {errors.v:7.4f}  output {output}"
+            )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def truncated(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """fp16 x with all but the first `bits` bits replaced by 100...0."""
     words = x.view(torch.int16).int() & 0xFFFF
     missing = 16 - bits
-    cut = (words >> missing << missing) | torch.where(missing > 0, 1 << (missing - 1), 0)
+    cut = (words >> missing << missing) | torch.where(
+        missing > 0, 1 << (missing - 1), 0
+    )
     return cut.short().view(torch.float16)
 
 
@@ -43,7 +45,9 @@ def test_the_planes_are_the_numbers_cut_in_three() -> None:
     k, v = found["k"][:, :256], found["v"][:, :256]
     encoded, group = encode(codec, k, v), codec.layer_group((0,), 4, 128, "float16")
     high, middle, low = (
-        encoded.blocks[0, 2, group.page.plane(name).offset :][: group.page.plane(name).nbytes]
+        encoded.blocks[0, 2, group.page.plane(name).offset :][
+            : group.page.plane(name).nbytes
+        ]
         for name in ("k_high", "k_middle", "k_low")
     )
     assert torch.equal(high.view(128, 64).T, found["k_hi8"][2, :64])
@@ -55,7 +59,9 @@ def test_the_planes_are_the_numbers_cut_in_three() -> None:
     assert torch.equal(seen_v, v.float())
 
 
-def test_values_below_the_normal_numbers_of_fp16_are_attended_within_the_bound() -> None:
+def test_values_below_the_normal_numbers_of_fp16_are_attended_within_the_bound() -> (
+    None
+):
     k, v = realistic(1, 64, 64)
     pages, q = compress(get_codec("alignedkv"), k, 1e-5 * v), torch.randn(1, 64)
     expected = exact_attention(q, *pages.reconstruct(), 0.125)
@@ -74,7 +80,9 @@ def test_what_cannot_be_asked_of_a_cache_is_refused() -> None:
     with pytest.raises(RequestError, match="no page is sealed of 40 tokens"):
         cache.bits_read(torch.zeros(2, 64))
     for width in (0, 41):
-        with pytest.raises(RequestError, match=f"{width} queries of the last of 40 tokens"):
+        with pytest.raises(
+            RequestError, match=f"{width} queries of the last of 40 tokens"
+        ):
             cache.attend(torch.zeros(2, width, 64))
 
 
@@ -88,15 +96,21 @@ def test_attention_uses_nothing_but_the_bits_that_it_reports(per_head: int) -> N
     expected = []
     for head in range(2 * per_head):
         row, kv = q[head, :, None][None, None] / 8, head // per_head
-        top_k, top_v = ((x[kv].abs().amax(0).view(torch.int16) >> 10).int() for x in (k, v))
+        top_k, top_v = (
+            (x[kv].abs().amax(0).view(torch.int16) >> 10).int() for x in (k, v)
+        )
         k_bits = levels(k_drops(row, top_k[None, None, :, None]))[0, 0, :, 0]
         seen_k = truncated(k[kv], k_bits.expand(256, -1)).float()
         p = (seen_k @ q[head] / 8).softmax(0)
         high = truncated(v[kv], torch.tensor(8).expand(256, 64)).float()
-        drops = v_drops(p[None, None, :, None], high[None, None], top_v[None, None, :, None])
+        drops = v_drops(
+            p[None, None, :, None], high[None, None], top_v[None, None, :, None]
+        )
         v_bits = levels(drops)
         seen_v = truncated(v[kv], v_bits[0, 0].expand(-1, 64)).float()
         expected.append(p @ seen_v)
         assert bits.k[0, 0, head] == pytest.approx(float(k_bits.float().mean()))
-        assert bits.v[0, 0, head] == pytest.approx(float(v_bits.float().mean()), abs=0.05)
+        assert bits.v[0, 0, head] == pytest.approx(
+            float(v_bits.float().mean()), abs=0.05
+        )
     assert relative_error(cache.attend(q), torch.stack(expected)) <= 1e-5

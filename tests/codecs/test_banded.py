@@ -12,7 +12,14 @@ from torch import Tensor
 
 from disagg.codecs import banded, codec_names, get_codec
 from disagg.codecs.banded import Banded
-from disagg.codecs.contract import LEAD_UNITS, Prompt, Queries, lead_of, squares_by_unit, sum_lead
+from disagg.codecs.contract import (
+    LEAD_UNITS,
+    Prompt,
+    Queries,
+    lead_of,
+    squares_by_unit,
+    sum_lead,
+)
 from disagg.codecs.describe import describe
 from disagg.codecs.quantized import prompt_format
 from disagg.codecs.registry import CODECS
@@ -80,7 +87,9 @@ def test_a_prompt_without_a_page_leaves_sums_for_the_first_that_decoding_seals(n
     cache.append(k[:, n:], v[:, n:])
     (run,) = cache.runs()  # all pages are of one segment
     first, end = lead_of(n)
-    squares = q[:, first:end].double().square().view(2, 3, -1, 64).sum((1, 2)) if n else 1.0
+    squares = (
+        q[:, first:end].double().square().view(2, 3, -1, 64).sum((1, 2)) if n else 1.0
+    )
     page = k[:, 64:128].half().double()
     weights = squares * (page.amax(1) - page.amin(1)).square()
     ranked = weights.gather(1, order_of(run.segments, codec, 64))
@@ -94,7 +103,9 @@ def test_pages_sealed_while_decoding_keep_the_order_of_the_first_segment():
     before = order_of(cache.runs()[0].segments, codec, 64)
     cache.append(k[:, 1200:], v[:, 1200:])
     assert [run.blocks.shape[0] for run in cache.runs()] == [8, 8, 5]
-    assert all(torch.equal(order_of(x.segments, codec, 64), before) for x in cache.runs())
+    assert all(
+        torch.equal(order_of(x.segments, codec, 64), before) for x in cache.runs()
+    )
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 5))
@@ -108,7 +119,9 @@ def test_sums_of_squares_are_the_same_in_any_chunks(chunks, seed):
     sums = sum_lead(parts, total)
     assert torch.equal(sums, Queries.of(q, 1, total).squares)
     first, end = lead_of(total)
-    assert torch.allclose(sums, q[:, first:end].double().square().sum((0, 1)), rtol=1e-4)
+    assert torch.allclose(
+        sums, q[:, first:end].double().square().sum((0, 1)), rtol=1e-4
+    )
 
 
 def test_signs_differ_by_layer_and_head_and_nothing_else():
@@ -127,14 +140,20 @@ def test_signs_differ_by_layer_and_head_and_nothing_else():
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("factor", [1.0, 3000.0, 1e-4])
 def test_no_code_is_further_off_than_the_docstring_says(bits, factor):
-    x = torch.cat([y.unflatten(1, (-1, 64)).flatten(0, 1) for y in realistic(2, 2048, 64)])
+    x = torch.cat(
+        [y.unflatten(1, (-1, 64)).flatten(0, 1) for y in realistic(2, 2048, 64)]
+    )
     x = (x * factor).half().float()
     codes, scale, zero = (y.float() for y in quantize_fitted(x, 64, bits))
     off = ((codes + zero) * scale - x).abs()
-    assert (off <= 2 ** (bits + 1) * scale + 2**-10 * x.abs().amax(1, keepdim=True)).all()
+    assert (
+        off <= 2 ** (bits + 1) * scale + 2**-10 * x.abs().amax(1, keepdim=True)
+    ).all()
 
 
-@pytest.mark.parametrize(("bits", "seen"), [(2, "66ae4965c2604cd8"), (3, "8ef4cc9e3a2ceac5")])
+@pytest.mark.parametrize(
+    ("bits", "seen"), [(2, "66ae4965c2604cd8"), (3, "8ef4cc9e3a2ceac5")]
+)
 def test_the_bytes_of_a_page_and_a_segment_are_what_they_were(bits, seen):
     with np.load(INPUTS) as arrays:
         k, v = (torch.from_numpy(arrays[x])[0, :, :256] for x in "kv")
@@ -177,7 +196,9 @@ def test_behind_a_sink_pages_are_those_of_a_prompt_that_begins_there(name):
 
 def test_layers_with_a_window_have_no_sink():
     for window, sink in ((None, 64), (300, 0)):
-        assert get_codec("banded").layer_group((0,), 1, 64, "float16", window).sink == sink
+        assert (
+            get_codec("banded").layer_group((0,), 1, 64, "float16", window).sink == sink
+        )
 
 
 def test_who_has_no_sink_says_why_and_a_spec_names_one_only_where_it_is_unusual():
@@ -195,7 +216,9 @@ def test_who_has_no_sink_says_why_and_a_spec_names_one_only_where_it_is_unusual(
 
 
 def test_ranges_of_channels_are_found_without_asking_the_host():
-    k = torch.empty(2, 640, 64, dtype=torch.float16, device="meta")  # which has no numbers to ask
+    k = torch.empty(
+        2, 640, 64, dtype=torch.float16, device="meta"
+    )  # which has no numbers to ask
     assert banded._ranges(Prompt(640, k)).shape == (2, 64)
 
 

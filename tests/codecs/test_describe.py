@@ -42,7 +42,9 @@ def test_true_stored_size_is_at_most_what_was_promised(spec: str) -> None:
 def test_the_row_says_what_a_cache_of_that_length_really_stores(spec: str) -> None:
     x = torch.randn(2, 1000, 128).half()
     stored = compress(get_codec(spec), x, x, q=x[:, -8:]).nbytes
-    assert 100 * stored / (4 * x.numel()) == pytest.approx(describe(spec, 2, 128, 1000).fp16_pct)
+    assert 100 * stored / (4 * x.numel()) == pytest.approx(
+        describe(spec, 2, 128, 1000).fp16_pct
+    )
 
 
 def test_every_registered_codec_has_a_row() -> None:
@@ -57,7 +59,11 @@ def test_every_registered_codec_has_a_row() -> None:
 @pytest.mark.parametrize("name", sorted(CODECS))
 def test_a_codec_says_in_its_docstring_what_was_measured_of_it(name: str) -> None:
     text = " ".join((type(get_codec(name)).__doc__ or "").split())
-    rows = [x for spec, x in measured_costs()["codecs"].items() if spec.split(":")[0] == name]
+    rows = [
+        x
+        for spec, x in measured_costs()["codecs"].items()
+        if spec.split(":")[0] == name
+    ]
     for row in rows:
         assert "{bits:.2f} bits, {ppl_pct:+.1f} %, KL {kl:.4f}".format(**row) in text
     assert text.count(" %, KL ") == len(rows)
@@ -66,10 +72,20 @@ def test_a_codec_says_in_its_docstring_what_was_measured_of_it(name: str) -> Non
 
 def test_the_table_of_the_docs_has_the_costs_that_were_measured() -> None:
     rows = (Path(__file__).parents[2] / "docs" / "codecs.md").read_text().splitlines()
-    table = {row.split("`")[1]: row for row in rows if row.startswith("| `") and " ± " in row}
-    assert {"fp8", "kivi:bits=4", "kivi:bits=2", "banded:bits=2", "banded:bits=3"} == set(table)
+    table = {
+        row.split("`")[1]: row for row in rows if row.startswith("| `") and " ± " in row
+    }
+    assert {
+        "fp8",
+        "kivi:bits=4",
+        "kivi:bits=2",
+        "banded:bits=2",
+        "banded:bits=3",
+    } == set(table)
     for spec, row in table.items():
         spec += ",residual=64" if spec.startswith("kivi") else ""
         cost = measured_costs()["codecs"][get_codec(spec).spec]
-        assert "| {ppl_pct:+.1f} ± {ppl_se_pct:.1f} % | {kl:.4f} |".format(**cost) in row
+        assert (
+            "| {ppl_pct:+.1f} ± {ppl_se_pct:.1f} % | {kl:.4f} |".format(**cost) in row
+        )
         assert f"| {cost['bits']:.1f} |" in row

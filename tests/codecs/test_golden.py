@@ -45,8 +45,13 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 def stored(codec: Codec, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Codes [H, n, D] and scales [P, H, ...] of K, and of V, as a codec stores them."""
-    fmt, blocks = prompt_format(codec, k.shape[2]), DenseBlocks(encode(codec, k, v).blocks)
-    k_codes, v_codes = (blocks.codes(x, torch.float32).transpose(0, 1) for x in (fmt.k, fmt.v))
+    fmt, blocks = (
+        prompt_format(codec, k.shape[2]),
+        DenseBlocks(encode(codec, k, v).blocks),
+    )
+    k_codes, v_codes = (
+        blocks.codes(x, torch.float32).transpose(0, 1) for x in (fmt.k, fmt.v)
+    )
     scales = (blocks.scales(side, torch.float32)[0] for side in (fmt.k, fmt.v))
     codes = k_codes.flatten(1, 2), v_codes.transpose(2, 3).flatten(1, 2)
     return list(zip(codes, scales, strict=True))
@@ -67,12 +72,16 @@ def unpack_reference(words: Tensor, bits: int, axis: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("bits", "differing"), [(2, 0.001), (4, 0.005)])
-def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(bits, differing):
+def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(
+    bits, differing
+):
     codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
     reference = golden(f"kivi_b{bits}_g64")
     wanted_k = unpack_reference(reference["k_code"][0], bits, 1)
     wanted_v = unpack_reference(reference["v_code"][0], bits, 2)[:, :PREFIX]
-    for (codes, _), wanted in zip(stored(codec, *inputs()), (wanted_k, wanted_v), strict=True):
+    for (codes, _), wanted in zip(
+        stored(codec, *inputs()), (wanted_k, wanted_v), strict=True
+    ):
         assert_nearly(codes, wanted, differing)
 
 
@@ -109,8 +118,12 @@ def test_gear_l_errs_as_much_as_the_function_of_its_authors():
         assert relative_error(ours, exact) == pytest.approx(error, rel=0.01)
 
 
-@pytest.mark.parametrize(("sparsity", "of_k", "of_v"), [(1 / 64, 1.3, 0.88), (3 / 64, 1.04, 0.73)])
-def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(sparsity, of_k, of_v):
+@pytest.mark.parametrize(
+    ("sparsity", "of_k", "of_v"), [(1 / 64, 1.3, 0.88), (3 / 64, 1.04, 0.73)]
+)
+def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(
+    sparsity, of_k, of_v
+):
     """The codec itself. It has one slot of 64 for a channel of K, or three; theirs are 2 % of
     all heads together, and their V has no scales of each head."""
     x = inputs()
@@ -121,7 +134,9 @@ def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(sparsi
     for ours, exact, key, ratio in zip(seen, x, keys, (of_k, of_v), strict=True):
         error = relative_error(theirs[key][0], exact)
         assert relative_error(ours, exact) == pytest.approx(ratio * error, rel=0.02)
-        assert relative_error(ours, exact) < 0.8 * relative_error(backbone[key][0], exact)
+        assert relative_error(ours, exact) < 0.8 * relative_error(
+            backbone[key][0], exact
+        )
 
 
 def test_decoquant_rebuilds_what_its_decomposition_rebuilds():
@@ -134,7 +149,9 @@ def test_decoquant_rebuilds_what_its_decomposition_rebuilds():
     seen = (codes + quantize.expand(zeros, side)) * quantize.expand(scales, side)
     ours = (seen[0, 0].unflatten(1, (-1, 16)) @ matrix[0].float()).flatten(1)
     theirs = golden("deco_n2_k_b4_j16")["recon"]
-    assert relative_error(ours, x[0]) == pytest.approx(relative_error(theirs, x[0]), rel=0.01)
+    assert relative_error(ours, x[0]) == pytest.approx(
+        relative_error(theirs, x[0]), rel=0.01
+    )
     assert relative_error(ours, theirs) < 0.15 * relative_error(theirs, x[0])
 
 
@@ -151,7 +168,9 @@ def test_fp8_codes_are_the_expected_ones_at_the_same_scale():
     k, v = inputs()
     theirs = golden("int8_fp8")
     for x, key in ((k, "k"), (v, "v")):
-        largest = theirs[f"{key}_fs"][0].float() * 448  # every page and head gets that number
+        largest = (
+            theirs[f"{key}_fs"][0].float() * 448
+        )  # every page and head gets that number
         x[:, ::64, 0] = largest.reshape(-1, 1).expand(4, -1).half()
     for (codes, _), key in zip(stored(get_codec("fp8"), k, v), "kv", strict=True):
         found = codes.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -16,7 +16,9 @@ from tests.synthetic import realistic
 def test_tokens_that_the_last_queries_look_at_are_kept() -> None:
     k, v = torch.randn(2, 2, 320, 64, generator=torch.Generator().manual_seed(0)).half()
     wanted = torch.tensor([17, 101, 140])
-    q = 40 * torch.nn.functional.normalize(k[:, wanted].float(), dim=2)  # one head for each KV head
+    q = 40 * torch.nn.functional.normalize(
+        k[:, wanted].float(), dim=2
+    )  # one head for each KV head
     cache = compress(get_codec("h2o:keep=0.25"), k, v, q=q)
     there = cache.present()
     assert there[:, wanted].all()
@@ -29,12 +31,16 @@ def test_tokens_that_the_last_queries_look_at_are_kept() -> None:
 
 def test_query_heads_of_a_kv_head_choose_together() -> None:
     k, v = torch.randn(2, 1, 128, 64, generator=torch.Generator().manual_seed(1)).half()
-    q = torch.cat([40 * torch.nn.functional.normalize(k[:, [t]].float(), dim=2) for t in (9, 33)])
+    q = torch.cat(
+        [40 * torch.nn.functional.normalize(k[:, [t]].float(), dim=2) for t in (9, 33)]
+    )
     there = compress(get_codec("h2o:keep=0.25"), k, v, q=q).present()
     assert there[0, [9, 33]].all()
 
 
-@pytest.mark.parametrize(("softmax", "times"), [(Softmax(1 / 64), 1 / 8), (Softmax(1 / 8, 1e6), 1)])
+@pytest.mark.parametrize(
+    ("softmax", "times"), [(Softmax(1 / 64), 1 / 8), (Softmax(1 / 8, 1e6), 1)]
+)
 def test_tokens_are_weighed_with_the_scale_and_cap_of_the_model(softmax, times) -> None:
     k, v = realistic(2, 320, 64)
     q = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))

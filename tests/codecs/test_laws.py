@@ -21,23 +21,41 @@ from tests.synthetic import exact_attention, realistic, relative_error
 CODECS = ["raw", "raw:dtype=bf16", "kivi:bits=2,group=64,residual=64"]
 CODECS += ["kivi:bits=2,group=32,residual=128", "kivi:bits=4,group=64,residual=64"]
 CODECS += ["kivi:bits=4,group=32,residual=0", "kivi:bits=4,group=16,residual=64"]
-CODECS += ["pertoken:bits=4,group=64", "pertoken:bits=2,group=32", "pertoken:bits=8,group=16"]
+CODECS += [
+    "pertoken:bits=4,group=64",
+    "pertoken:bits=2,group=32",
+    "pertoken:bits=8,group=16",
+]
 CODECS += ["int8", "fp8", "kcvt:bits=4", "alignedkv"]
 CODECS += ["ott:bits=2,group=128,residual=32,outliers=3,aux=32,skip_layers=0"]
 CODECS += ["ott:bits=4,group=64,residual=0,outliers=1,aux=1,skip_layers=0"]
-CODECS += ["ott:bits=2,outliers=2,skip_layers=0,rank=4", "ott", "h2o:keep=0.5", "h2o:keep=0.3"]
+CODECS += [
+    "ott:bits=2,outliers=2,skip_layers=0,rank=4",
+    "ott",
+    "h2o:keep=0.5",
+    "h2o:keep=0.3",
+]
 CODECS += ["decoquant:bits=4,block=16", "decoquant:bits=8,block=32"]
 CODECS += ["gear-l:bits=4,backbone=kcvt,rank=4,decode_rank=2"]
 CODECS += ["gear-l:bits=2,backbone=kivi,group=64", "gear:bits=4,backbone=kcvt"]
 CODECS += ["gear:bits=2,backbone=kivi,group=32,rank=4,decode_rank=4", "banded:bits=3"]
-CODECS += ["banded:bits=2", "banded:bits=2,sink=0", "kivi:bits=2,group=64,residual=64,sink=64"]
-CODECS += ["kcvt:bits=4,sink=64", "gear:bits=2,backbone=kivi,sink=64", "pertoken:bits=4,sink=64"]
+CODECS += [
+    "banded:bits=2",
+    "banded:bits=2,sink=0",
+    "kivi:bits=2,group=64,residual=64,sink=64",
+]
+CODECS += [
+    "kcvt:bits=4,sink=64",
+    "gear:bits=2,backbone=kivi,sink=64",
+    "pertoken:bits=4,sink=64",
+]
 CODECS += ["int8:sink=64"]
 QUANTIZED = [
     (spec, head_dim)
     for spec in CODECS
     for head_dim in (16, 80, 256)
-    if isinstance(get_codec(spec), QuantizedCodec) and holds(get_codec(spec).spec, head_dim)
+    if isinstance(get_codec(spec), QuantizedCodec)
+    and holds(get_codec(spec).spec, head_dim)
 ]
 SIZES = [  # tokens of a prompt and decoded, query heads for each KV head, head dim
     (1, 0, 1, 64),
@@ -63,7 +81,9 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 
 def fits(codec: Codec, head_dim: int) -> bool:
     """Whether a codec takes this head dim; where not, it must say so by a ConfigError."""
-    largest = head_dim if codec.name == "ott" else 1 << 30  # OTT's groups are at most a token
+    largest = (
+        head_dim if codec.name == "ott" else 1 << 30
+    )  # OTT's groups are at most a token
     if head_dim in (64, 128) or head_dim % min(codec_group(codec), largest) == 0:
         return True
     with pytest.raises(ConfigError, match=str(head_dim)):
@@ -82,13 +102,17 @@ def codec_group(codec: Codec) -> int:
 
 def compress_prompt(codec: Codec, k: torch.Tensor, v: torch.Tensor) -> CompressedKV:
     """With queries for those that choose by attention."""
-    queries = torch.randn(2 * k.shape[0], 1, k.shape[2], generator=torch.Generator().manual_seed(7))
+    queries = torch.randn(
+        2 * k.shape[0], 1, k.shape[2], generator=torch.Generator().manual_seed(7)
+    )
     return compress(codec, k, v, q=queries[:, : k.shape[1]].to(k.dtype))
 
 
 def stored(cache: CompressedKV) -> bytes:
     """Every byte of the cache: pages, segments and tail."""
-    runs = [x for run in cache.runs() for x in (run.blocks, run.segments) if x is not None]
+    runs = [
+        x for run in cache.runs() for x in (run.blocks, run.segments) if x is not None
+    ]
     return b"".join(x.numpy().tobytes() for x in (*runs, *cache.reconstruct()))
 
 
@@ -101,7 +125,9 @@ def test_a_spec_rebuilds_its_codec(codec):
 
 
 @pytest.mark.parametrize(("n", "more", "per_head", "head_dim"), SIZES)
-def test_attention_on_bytes_is_attention_on_what_they_rebuild(codec, n, more, per_head, head_dim):
+def test_attention_on_bytes_is_attention_on_what_they_rebuild(
+    codec, n, more, per_head, head_dim
+):
     if not fits(codec, head_dim):
         return
     k, v = realistic(2, n + more, head_dim)
@@ -126,7 +152,9 @@ def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec):
     assert cache.runs()
     generator = torch.Generator().manual_seed(4)
     q = torch.randn(6, 64, dtype=torch.float64, generator=generator)
-    wanted = exact_attention(q, *cache.reconstruct(torch.float64), 64**-0.5, cache.present())
+    wanted = exact_attention(
+        q, *cache.reconstruct(torch.float64), 64**-0.5, cache.present()
+    )
     seen = cache.attend(q)
     assert seen.dtype == torch.float64
     allowed = codec.attend_error if codec.name == "alignedkv" else 1e-12
@@ -139,10 +167,14 @@ def test_sinks_and_caps_are_one_more_term_and_another_score_under_every_codec(co
     cache, sinks = compress_prompt(codec, k, v), torch.linspace(-2, 6, 6)
     for cap in (0.0, 3.0):
         found = [cache.attend(x, Softmax(0.3, cap, sinks)) for x in (q, q.double())]
-        wanted = exact_attention(q, *cache.reconstruct(), 0.3, cache.present(), cap, sinks)
+        wanted = exact_attention(
+            q, *cache.reconstruct(), 0.3, cache.present(), cap, sinks
+        )
         reads_all = codec.name != "alignedkv"
         assert relative_error(found[0], wanted) <= codec.attend_error
-        assert relative_error(found[1], wanted) <= (1e-5 if reads_all else codec.attend_error)
+        assert relative_error(found[1], wanted) <= (
+            1e-5 if reads_all else codec.attend_error
+        )
 
 
 def test_token_by_token_append_ends_in_the_same_bytes_as_one_compress(codec):
@@ -179,17 +211,23 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
         inventory = group.inventory(n)
         for kind, ids in state.ids_by_kind().items():
             assert len(ids) == inventory[kind]
-            contents.append(LayerRecords(group, 3, arena.bytes).read(group.layout(kind), ids))
+            contents.append(
+                LayerRecords(group, 3, arena.bytes).read(group.layout(kind), ids)
+            )
     half = len(contents) // 2
     assert half
-    assert all(torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True)
+    )
 
 
 @pytest.mark.parametrize(("spec", "head_dim"), QUANTIZED)
 def test_who_writes_the_planes_of_a_page_of_codes_has_written_all_of_it(spec, head_dim):
     """Kernels leave what lies between planes as it was; they write one fp32 scale as four."""
     codec = get_codec(spec)
-    for page in filter(None, (codec.page_layout(head_dim), codec.flush_page_layout(head_dim))):
+    for page in filter(
+        None, (codec.page_layout(head_dim), codec.flush_page_layout(head_dim))
+    ):
         written = sum(16 if x.dtype == "float32" else x.nbytes for x in page.planes)
         assert written == page.block_bytes
 
@@ -205,7 +243,10 @@ def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec
     cache = compress_prompt(codec, *realistic(2, 700, 64))
     group, arena = cache.group, cache._arena.bytes
     q = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
-    whole, first = cache.attend(q), group.address(group.page, cache._state.page_ids()[0], 0)
+    whole, first = (
+        cache.attend(q),
+        group.address(group.page, cache._state.page_ids()[0], 0),
+    )
     for plane in group.page.planes:
         if plane.name in ("k_top", "v_top"):  # of AlignedKV: how much is read, not what
             continue
@@ -252,7 +293,9 @@ def test_hostile_values_stay_finite(codec):
     assert torch.isfinite(cache.attend(torch.randn(4, 64))).all()
     assert torch.isfinite(torch.stack(cache.reconstruct())).all()
     assert not seen_v[0, 9].any()
-    wide = compress_prompt(codec, k.bfloat16(), v.bfloat16())  # the tail holds what pages cannot
+    wide = compress_prompt(
+        codec, k.bfloat16(), v.bfloat16()
+    )  # the tail holds what pages cannot
     pages = slice(wide.group.sink, wide.group.sink + wide.group.sealed(256))
     assert all(torch.isfinite(seen[:, pages]).all() for seen in wide.reconstruct())
 

@@ -17,7 +17,15 @@ from disagg.codecs import get_codec
 from disagg.kernels.formats import Scale, Side
 from disagg.kernels.reference.aligned import exponents, k_drops, v_drops
 from disagg.kernels.reference.quantize import expand, quantize_side
-from tests.codecs.orderings import SPECS, Errors, Source, compare, made, prefilled, stored
+from tests.codecs.orderings import (
+    SPECS,
+    Errors,
+    Source,
+    compare,
+    made,
+    prefilled,
+    stored,
+)
 from tests.codecs.test_alignedkv import levels, truncated
 from tests.synthetic import relative_error
 
@@ -43,13 +51,18 @@ def errors(source: Source, *specs: str) -> list[Errors]:
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_k_is_quantised_better_per_channel_than_per_token(bits: int) -> None:
     for source in sources():
-        specs = f"pertoken:bits={bits},group=32", f"kivi:bits={bits},group=32,residual=0"
+        specs = (
+            f"pertoken:bits={bits},group=32",
+            f"kivi:bits={bits},group=32,residual=0",
+        )
         token, channel = errors(source, *specs)
         assert channel.k < token.k
         assert channel.v == pytest.approx(token.v)
 
 
-def test_kivi_attention_is_better_per_channel_on_content_heads_but_not_on_sink_heads() -> None:
+def test_kivi_attention_is_better_per_channel_on_content_heads_but_not_on_sink_heads() -> (
+    None
+):
     """A sink token ruins the group of K that it falls into, which is what OTT is about."""
     specs = ("pertoken:bits=2,group=32", "kivi:bits=2,group=32,residual=0")
     content = errors(made("content", 0, CONTENT, 2), *specs)
@@ -61,9 +74,13 @@ def test_kivi_attention_is_better_per_channel_on_content_heads_but_not_on_sink_h
 @pytest.mark.parametrize("bits", BACKBONES)
 def test_gear_is_better_than_gear_l_and_that_than_its_backbone(bits: int) -> None:
     backbone = BACKBONES[bits]
-    plain = f"kivi:bits={bits},group=64,residual=64" if bits == 2 else f"kcvt:bits={bits}"
+    plain = (
+        f"kivi:bits={bits},group=64,residual=64" if bits == 2 else f"kcvt:bits={bits}"
+    )
     for source in sources():
-        with_parts = [f"{x}:bits={bits},backbone={backbone}" for x in ("gear-l", "gear")]
+        with_parts = [
+            f"{x}:bits={bits},backbone={backbone}" for x in ("gear-l", "gear")
+        ]
         base, low_rank, both = errors(source, plain, *with_parts)
         assert both.k < low_rank.k < base.k
         assert both.v < low_rank.v < base.v
@@ -73,7 +90,9 @@ def test_gear_is_better_than_gear_l_and_that_than_its_backbone(bits: int) -> Non
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("kept", [1, 8])
-def test_ott_beats_kivi_on_sink_heads_once_it_keeps_the_sinks(kept: int, seed: int) -> None:
+def test_ott_beats_kivi_on_sink_heads_once_it_keeps_the_sinks(
+    kept: int, seed: int
+) -> None:
     kivi, ott = errors(
         made("sinks", seed, SINK, kept),
         "ott:group=128,outliers=0,aux=0,residual=0",  # KIVI's quantisers with OTT's groups
@@ -115,7 +134,10 @@ OF_KIVI = "bits=2,backbone=kivi,group=64"
 BETTER_FIRST = (
     (f"gear:{OF_KIVI}", f"gear-l:{OF_KIVI}", "kivi:bits=2,group=64,residual=0"),
     ("gear:bits=4,backbone=kcvt", "gear-l:bits=4,backbone=kcvt", "kcvt:bits=4"),
-    ("ott:group=128,outliers=1,aux=0,residual=0", "ott:group=128,outliers=0,aux=0,residual=0"),
+    (
+        "ott:group=128,outliers=1,aux=0,residual=0",
+        "ott:group=128,outliers=0,aux=0,residual=0",
+    ),
 )
 
 
@@ -150,13 +172,21 @@ def shares(approximate: Tensor, exact: Tensor) -> list[float]:
     return [float(x) for x in counts]
 
 
-def test_alignedkv_reads_11_to_14_bits_and_its_errors_are_spread_as_in_table_1() -> None:
+def test_alignedkv_reads_11_to_14_bits_and_its_errors_are_spread_as_in_table_1() -> (
+    None
+):
     layer = generate(0, Knobs(n=1024, group=1, num_queries=8, sink=CONTENT))
     columns = layer.q.float().transpose(1, 2)[None] / 128**0.5
-    top_k, top_v = (exponents(x.abs().amax(1))[None, :, :, None] for x in (layer.k, layer.v))
+    top_k, top_v = (
+        exponents(x.abs().amax(1))[None, :, :, None] for x in (layer.k, layer.v)
+    )
     k_bits = levels(k_drops(columns, top_k))[0].transpose(1, 2)
     q, k, thirteen = layer.q.float(), layer.k.unsqueeze(2), torch.tensor(13)
-    keys = (k, truncated(k, k_bits.unsqueeze(1)), truncated(k, thirteen))  # [H, n, 1 or queries, D]
+    keys = (
+        k,
+        truncated(k, k_bits.unsqueeze(1)),
+        truncated(k, thirteen),
+    )  # [H, n, 1 or queries, D]
     qk = [(x.float() * q.unsqueeze(1)).sum(3) for x in keys]
     assert 11 <= float(k_bits.float().mean()) <= 14
     p = (qk[0] / 128**0.5).softmax(1)

@@ -42,7 +42,11 @@ def test_pools_and_codes_are_those_of_the_paper_s_algorithm() -> None:
     there = blocks.bits(fmt.valid or 0, 128).transpose(0, 1).flatten(1)
     for side, name in ((fmt.k, "k"), (fmt.v, "v")):
         codes = blocks.codes(side, torch.float32)
-        codes = (codes if name == "k" else codes.transpose(2, 3)).transpose(0, 1).flatten(1, 2)
+        codes = (
+            (codes if name == "k" else codes.transpose(2, 3))
+            .transpose(0, 1)
+            .flatten(1, 2)
+        )
         off = (codes - found[f"{name}_code"]).abs()[there]
         assert off.max() <= 1
         assert (off > 0).float().mean() < 0.002

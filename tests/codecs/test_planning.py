@@ -14,7 +14,9 @@ SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
     ("head_dim", "group"), [(64, 64), (96, 32), (80, 16), (112, 16), (128, 64)]
 )
 @pytest.mark.parametrize("codec", ["kivi", "gear:backbone=kivi", "pertoken"])
-def test_a_default_group_is_the_largest_that_divides_the_head_dim(codec, head_dim, group):
+def test_a_default_group_is_the_largest_that_divides_the_head_dim(
+    codec, head_dim, group
+):
     plan = parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,)))
     assert f"group={group}" in plan.spec
     assert parse_plan(plan.spec, KVShape(1, 2, head_dim, "float32", (None,))) == plan
@@ -35,7 +37,11 @@ def test_an_explicit_group_that_does_not_divide_is_refused():
     ("spec", "layers", "group_of"),
     [
         ("kivi:bits=2", [(0, 1, 2, 3, 4, 5)], (0, 0, 0, 0, 0, 0)),
-        ("0-1,5:kivi:bits=4;2-4:kivi:bits=2", [(0, 1, 5), (2, 3, 4)], (0, 0, 1, 1, 1, 0)),
+        (
+            "0-1,5:kivi:bits=4;2-4:kivi:bits=2",
+            [(0, 1, 5), (2, 3, 4)],
+            (0, 0, 1, 1, 1, 0),
+        ),
         ("0:raw;1-:kivi", [(0,), (1, 2, 3, 4, 5)], (0, 1, 1, 1, 1, 1)),
     ],
 )
@@ -83,17 +89,29 @@ def test_a_plan_that_cannot_be_says_why(spec, message):
     ("spec", "error", "message"),
     [
         ("kiwi:bits=2", UnknownNameError, "unknown codec 'kiwi'; known: .*kivi.*raw"),
-        ("kivi:bit=2", UnknownNameError, "unknown option of codec kivi 'bit'; known: bits, group"),
+        (
+            "kivi:bit=2",
+            UnknownNameError,
+            "unknown option of codec kivi 'bit'; known: bits, group",
+        ),
         ("kivi:bits=3", ConfigError, "kivi:bits is 3; 2 and 4 are known"),
         ("kivi:bits=two", ConfigError, "option bits of codec kivi is 'two'; a number"),
         ("kivi:bits", ConfigError, "option 'bits' of codec kivi has no value"),
         ("kivi:bits=2,bits=4", ConfigError, "given twice"),
-        ("kivi:residual=-16", ConfigError, "kivi:residual is -16; a multiple of 16 tokens"),
+        (
+            "kivi:residual=-16",
+            ConfigError,
+            "kivi:residual is -16; a multiple of 16 tokens",
+        ),
         ("gear:sparsity=0.02", ConfigError, "a multiple of 1/64"),
         ("gear:sparsity=0", ConfigError, "1/64"),
         ("gear:sparsity=0.3", ConfigError, "1/64"),
         ("ott:rank=17", ConfigError, "ott:rank is 17; 0 to 16 is wanted"),
-        ("raw:dtype=fp8", ConfigError, "raw:dtype is 'fp8'; model, fp16, bf16 and fp32 are known"),
+        (
+            "raw:dtype=fp8",
+            ConfigError,
+            "raw:dtype is 'fp8'; model, fp16, bf16 and fp32 are known",
+        ),
     ],
 )
 def test_a_spec_that_cannot_be_says_what_would_be_right(spec, error, message):
@@ -103,7 +121,13 @@ def test_a_spec_that_cannot_be_says_what_would_be_right(spec, error, message):
 
 LONG = 3000 * "9"
 TOO_LONG = [LONG, "x" + LONG, "raw:" + LONG, "kivi:bits=" + LONG, "raw:dtype=" + LONG]
-TOO_LONG += [LONG + ":raw", f"0-{LONG}:raw", f"{LONG}:", 999 * "0:raw;", 999 * "bits=2,"]
+TOO_LONG += [
+    LONG + ":raw",
+    f"0-{LONG}:raw",
+    f"{LONG}:",
+    999 * "0:raw;",
+    999 * "bits=2,",
+]
 TOO_LONG += ["kivi:" + 999 * "bits=2,"]
 
 
@@ -116,7 +140,11 @@ def test_what_is_said_of_a_spec_is_short_however_long_it_is(spec):
 
 @pytest.mark.parametrize(
     ("head_dim", "codec"),
-    [(64, "banded:bits=3"), (128, "banded:bits=3"), (192, "kivi:bits=4,group=64,residual=64")],
+    [
+        (64, "banded:bits=3"),
+        (128, "banded:bits=3"),
+        (192, "kivi:bits=4,group=64,residual=64"),
+    ],
 )
 def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim, codec):
     shape = replace(SHAPE, head_dim=head_dim)

@@ -65,7 +65,9 @@ def make_forced(runner: Runner, **config: Any) -> tuple[Engine, ForcedRunner]:
     return make_engine(forced, **config), forced
 
 
-def collect(engine: Engine, forced: ForcedRunner, preempted: set[str] | None = None) -> list[Said]:
+def collect(
+    engine: Engine, forced: ForcedRunner, preempted: set[str] | None = None
+) -> list[Said]:
     """All tokens until nothing is left, in order; the pool must be whole and empty then.
 
     preempted: gets the requests that waited again when they had said something
@@ -79,7 +81,9 @@ def collect(engine: Engine, forced: ForcedRunner, preempted: set[str] | None = N
         assert not output.failed, output.failed
         if preempted is not None:
             preempted |= {x.rid for x in engine._scheduler.waiting if x.emitted}
-        known = len(output.tokens) - len(forced.logits)  # said once more, before the step
+        known = len(output.tokens) - len(
+            forced.logits
+        )  # said once more, before the step
         rows = [torch.empty(0)] * known + list(forced.logits)
         found += [Said(*pair) for pair in zip(output.tokens, rows, strict=True)]
     assert engine.idle

@@ -31,7 +31,9 @@ class WatchedRunner(StandIn):
         return logits
 
 
-def serve_watched(runner: Runner, prompt: Sequence[int], codec: str, max_tokens: int) -> Reference:
+def serve_watched(
+    runner: Runner, prompt: Sequence[int], codec: str, max_tokens: int
+) -> Reference:
     """The greedy continuation that an engine gives a prompt on its own, with its margins."""
     watched = WatchedRunner(runner)
     (tokens,) = serve(make_engine(watched), [prompt], codec, max_tokens)
@@ -44,5 +46,7 @@ def assert_same(found: Sequence[int], expected: Reference) -> None:
     differs = torch.tensor(list(found)) != torch.tensor(expected.tokens)
     if differs.any():
         index = int(differs.int().argmax())
-        assert expected.margins[index] < TIE, f"token {index} differs by {expected.margins[index]}"
+        assert expected.margins[index] < TIE, (
+            f"token {index} differs by {expected.margins[index]}"
+        )
         assert 2 * index >= len(found), f"a tie at token {index}: take another prompt"

@@ -131,7 +131,10 @@ def main(codecs: list[str]) -> None:
     counts.clear()
     serve(engine, [(70, 0, 80, codec) for codec in codecs])
     serve(engine, [(600 + 70 * i, 20, 40, codec) for i, codec in enumerate(codecs)])
-    serve(engine, [(9000, 0, 3, codecs[0]), (2500, 0, 30, codecs[-1]), (2500, 0, 20, codecs[-1])])
+    serve(
+        engine,
+        [(9000, 0, 3, codecs[0]), (2500, 0, 30, codecs[-1]), (2500, 0, 20, codecs[-1])],
+    )
     later = [name for key, name in compiled.items() if key not in start]
     print(json.dumps({"start": Counter(start.values()), "requests": later, **counts}))
 

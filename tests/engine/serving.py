@@ -18,7 +18,9 @@ MAX_STEPS = 5000
 class StandIn:
     """In place of a runner: as that one, but for what a subclass, or `forward`, does otherwise."""
 
-    def __init__(self, runner: Runner, forward: Callable[[Batch], Tensor] | None = None):
+    def __init__(
+        self, runner: Runner, forward: Callable[[Batch], Tensor] | None = None
+    ):
         self._runner = runner
         if forward is not None:
             self.forward = forward
@@ -41,11 +43,17 @@ class Nowhere:
 
 
 def make_engine(runner: Runner | StandIn, **config: Any) -> Engine:
-    return Engine(cast(Runner, runner), EngineConfig(**({"arena_bytes": 32 << 20} | config)))
+    return Engine(
+        cast(Runner, runner), EngineConfig(**({"arena_bytes": 32 << 20} | config))
+    )
 
 
-def request(rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **how: Any) -> Request:
-    return Request(rid, tuple(prompt), SamplingParams(max_tokens=max_tokens, **how), codec)
+def request(
+    rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **how: Any
+) -> Request:
+    return Request(
+        rid, tuple(prompt), SamplingParams(max_tokens=max_tokens, **how), codec
+    )
 
 
 def run_until_idle(engine: Engine) -> StepOutput:
@@ -80,7 +88,11 @@ def answers(output: StepOutput) -> dict[str, list[int]]:
 
 
 def serve(
-    engine: Engine, prompts: Sequence[Sequence[int]], codec: str, max_tokens: int, **how: Any
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    codec: str,
+    max_tokens: int,
+    **how: Any,
 ) -> list[list[int]]:
     """Greedy continuations of prompts that arrive together."""
     for index, prompt in enumerate(prompts):

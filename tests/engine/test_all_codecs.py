@@ -24,7 +24,9 @@ ALIKE = ["raw", KIVI, MIXED, "raw:dtype=fp16", "kivi:bits=4,group=32,residual=0"
 @pytest.mark.parametrize(
     ("codecs", "n", "tokens"), [(EIGHT, 240, 50), (ALIKE, 150, 40), (SINKS, 180, 30)]
 )
-def test_a_codec_computes_beside_others_what_it_computes_alone(runner, codecs, n, tokens):
+def test_a_codec_computes_beside_others_what_it_computes_alone(
+    runner, codecs, n, tokens
+):
     prompts = dict.fromkeys(codecs, random_prompt(n))
     together = forced_logits(runner, prompts, {x: x for x in codecs}, tokens)
     for codec, prompt in prompts.items():
@@ -35,7 +37,10 @@ def test_a_codec_computes_beside_others_what_it_computes_alone(runner, codecs, n
 @pytest.mark.parametrize(
     ("codec", "lengths", "tokens", "chunk"),
     [(x, (1, 58, 300), 16, 53) for x in codec_names()]
-    + [(x, (1, 63, 64, 130, 300), 24, 37) for x in (KIVI, MIXED, "h2o", EIGHT[5], "alignedkv")],
+    + [
+        (x, (1, 63, 64, 130, 300), 24, 37)
+        for x in (KIVI, MIXED, "h2o", EIGHT[5], "alignedkv")
+    ],
 )
 def test_logits_do_not_depend_on_batch_or_chunks(runner, codec, lengths, tokens, chunk):
     prompts = {str(n): random_prompt(n) for n in lengths}
@@ -49,11 +54,16 @@ def test_logits_do_not_depend_on_batch_or_chunks(runner, codec, lengths, tokens,
 def test_the_tolerance_tells_one_codec_from_another(runner):
     """Also from itself with one token of the prompt changed."""
     prompt = random_prompt(200)
-    changed = {"same": prompt, "token": [*prompt[:40], (prompt[40] + 1) % 250, *prompt[41:]]}
+    changed = {
+        "same": prompt,
+        "token": [*prompt[:40], (prompt[40] + 1) % 250, *prompt[41:]],
+    }
     for codec in EIGHT:
         seen = forced_logits(runner, changed, dict.fromkeys(changed, codec), 16)
         assert relative_error(seen["token"], seen["same"]) > 2 * allowed(codec)
     others = ["raw", KIVI, MIXED, *(x for x in EIGHT[2:] if x != "alignedkv")]
-    each = forced_logits(runner, dict.fromkeys(others, prompt), {x: x for x in others}, 16)
+    each = forced_logits(
+        runner, dict.fromkeys(others, prompt), {x: x for x in others}, 16
+    )
     for first, second in (*pairwise(others), ("raw", MIXED)):
         assert relative_error(each[first], each[second]) > 2 * allowed("kivi")

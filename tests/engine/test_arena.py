@@ -72,13 +72,17 @@ def test_scrub_and_resend_wait_for_no_kernels(monkeypatch):
     assert not any(stream.waited for stream in started)
 
 
-@pytest.mark.parametrize(("free", "taken"), [(75, 68), (10, 6)], ids=["alone", "beside others"])
+@pytest.mark.parametrize(
+    ("free", "taken"), [(75, 68), (10, 6)], ids=["alone", "beside others"]
+)
 def test_what_others_leave_of_a_gpu_is_not_all_taken(monkeypatch, free, taken):
     """An arena of all that was free left nothing to compute with."""
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free << 30, 80 << 30))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 4 << 30)
     info = SimpleNamespace(context_length=1024)
-    runner = SimpleNamespace(device=CUDA, shape=KVShape(1, 1, 64, "float16", (None,)), info=info)
+    runner = SimpleNamespace(
+        device=CUDA, shape=KVShape(1, 1, 64, "float16", (None,)), info=info
+    )
     assert sum(measure_memory(EngineConfig(), runner)) == taken << 30
 
 

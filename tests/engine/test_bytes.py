@@ -14,7 +14,11 @@ from disagg.model.attention import Batch
 from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 
-CODECS = ["raw", "kivi:bits=2,group=64,residual=64", "0:raw;1-:kivi:bits=4,group=32,residual=16"]
+CODECS = [
+    "raw",
+    "kivi:bits=2,group=64,residual=64",
+    "0:raw;1-:kivi:bits=4,group=32,residual=16",
+]
 CODECS += ["banded:bits=2", "0:int8:sink=64;1-:banded:bits=3,sink=0"]
 
 
@@ -27,12 +31,16 @@ class ExactRunner(StandIn):
                 rows = slice(chunk.row, chunk.row + chunk.count)
                 k, v = self.project(batch.tokens[rows], batch.positions[rows], layer)
                 chunk.workspace.observe(layer, torch.cat([k, v]), chunk.before)
-                chunk.sink(layer, *chunk.workspace.extend(layer, k, v, chunk.before), chunk)
+                chunk.sink(
+                    layer, *chunk.workspace.extend(layer, k, v, chunk.before), chunk
+                )
         return torch.zeros(len(batch.outputs), VOCAB)
 
     def project(self, tokens: Any, positions: Any, layer: int) -> tuple[Tensor, Tensor]:
         shape = self._runner.shape
-        columns = torch.arange(2 * shape.heads * shape.head_dim).view(2, shape.heads, 1, -1)
+        columns = torch.arange(2 * shape.heads * shape.head_dim).view(
+            2, shape.heads, 1, -1
+        )
         phases = torch.tensor(tokens) * 31 + torch.tensor(positions) * 17 + layer
         k, v = torch.sin(phases[:, None] * 0.37 + columns * 1.7)
         return k, v

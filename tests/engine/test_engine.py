@@ -18,7 +18,14 @@ from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from tests.engine.forced import allowed, collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
-from tests.engine.serving import Nowhere, answers, make_engine, request, run_until_idle, serve
+from tests.engine.serving import (
+    Nowhere,
+    answers,
+    make_engine,
+    request,
+    run_until_idle,
+    serve,
+)
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import CONTEXT, random_prompt
 from tests.synthetic import relative_error
@@ -52,7 +59,10 @@ def prefilled(engine: Engine) -> Prefilled:
 def test_a_ragged_batch_answers_as_unbatched_generate_does(runner):
     prompts = [random_prompt(n) for n in LENGTHS]
     reference = ReferenceModel(str(runner.info.path))
-    together, alone = serve(make_engine(runner), prompts, "raw", 40), make_engine(runner)
+    together, alone = (
+        serve(make_engine(runner), prompts, "raw", 40),
+        make_engine(runner),
+    )
     for prompt, answer in zip(prompts, together, strict=True):
         expected = reference.generate(prompt, 40)
         assert_same(answer, expected)
@@ -65,7 +75,11 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
     whole = forced_logits(runner, {"a": random_prompt(100)}, {"a": codec}, 140)["a"]
     engine, forced = make_forced(runner)
     emitted = [token_at(99 + index) for index in range(known)]
-    engine.submit(Prefill(request("again", random_prompt(100), codec, 140), emitted=tuple(emitted)))
+    engine.submit(
+        Prefill(
+            request("again", random_prompt(100), codec, 140), emitted=tuple(emitted)
+        )
+    )
     first, *tokens = collect(engine, forced)
     assert (first.token.index, first.token.token) == (known - 1, emitted[-1])
     assert [said.token.index for said in tokens] == list(range(known, 140))
@@ -74,7 +88,9 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
 
 
 @pytest.mark.parametrize("codec", [KIVI, "raw", "banded"])
-def test_an_answer_goes_on_by_another_backend_and_loses_or_repeats_none(runner, codec, monkeypatch):
+def test_an_answer_goes_on_by_another_backend_and_loses_or_repeats_none(
+    runner, codec, monkeypatch
+):
     """The reference and a path of the C library by turns; an odd number, so that each seals."""
     by_turns = ((path, library.TORCH) for path in library.paths())
     backends, compute = cycle((library.TORCH, *chain(*by_turns))), runner.forward
@@ -89,7 +105,9 @@ def test_an_answer_goes_on_by_another_backend_and_loses_or_repeats_none(runner, 
     engine.submit(Prefill(request("a", random_prompt(100), codec, 140)))
     said = collect(engine, forced)
     assert [x.token.index for x in said] == list(range(140))
-    assert relative_error(torch.stack([x.logits for x in said]), whole) <= allowed(codec)
+    assert relative_error(torch.stack([x.logits for x in said]), whole) <= allowed(
+        codec
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +115,12 @@ def test_an_answer_goes_on_by_another_backend_and_loses_or_repeats_none(runner, 
     [
         ("raw", (100, 120, 90, 110), 90, 2),
         ("kivi:bits=2,group=64,residual=128", (100, 120, 90, 110), 90, 2),
-        ("banded", (200, 120, 250, 130), 140, 4),  # pages of the prompt; or the first one decoding
+        (
+            "banded",
+            (200, 120, 250, 130),
+            140,
+            4,
+        ),  # pages of the prompt; or the first one decoding
     ],
 )
 def test_preempted_sequences_lose_nothing(runner, codec, lengths, tokens, mib):
@@ -133,7 +156,9 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
     assert last.token == said[-1]
 
 
-def test_who_lies_scattered_over_slabs_starts_again_alone_before_it_is_cut_off(runner, monkeypatch):
+def test_who_lies_scattered_over_slabs_starts_again_alone_before_it_is_cut_off(
+    runner, monkeypatch
+):
     monkeypatch.setattr(engine_module, "slab_bytes_for", lambda *_: 1 << 18)
     engine = make_engine(runner, arena_bytes=4 << 18, watermark=0.0)
     for rid, n in (("0", 340), ("1", 300), ("2", 250)):
@@ -156,7 +181,9 @@ def test_prefill_offers_every_item_once_and_holds_the_records(runner):
         for record in range(plan.groups[index].inventory(n)[kind])
     ]
     assert handoff.events[0] == "begin"
-    assert sorted(item for items in handoff.events[1:] for item in items) == sorted(expected)
+    assert sorted(item for items in handoff.events[1:] for item in items) == sorted(
+        expected
+    )
     assert plan.nbytes(n) == engine.pool.used_bytes
     assert done.encode_ms > 0
     engine.submit(Abort("a"))
@@ -174,7 +201,9 @@ def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
     assert relative_error(forced.logits[0], whole[0]) <= allowed(codec)
     engine.pool.retain([page for state in handoff.groups for page in state.ids()])
     engine.submit(Abort("p"))
-    engine.submit(Admit(request("d", prompt, codec, 60), handoff.groups, (done.first_token,)))
+    engine.submit(
+        Admit(request("d", prompt, codec, 60), handoff.groups, (done.first_token,))
+    )
     first, *tokens = collect(engine, forced)
     assert (first.token.index, first.token.token) == (0, done.first_token)
     assert [said.token.index for said in tokens] == list(range(1, 60))
@@ -184,7 +213,9 @@ def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
 
 def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner):
     engine = make_engine(runner)
-    groups = tuple(allocate_group(group, 20, engine.pool) for group in engine.plan(KIVI).groups)
+    groups = tuple(
+        allocate_group(group, 20, engine.pool) for group in engine.plan(KIVI).groups
+    )
     engine.submit(Admit(request("d", random_prompt(20), KIVI, 1), groups, (7,)))
     (token,) = run_until_idle(engine).tokens
     assert (token.index, token.token, token.finish_reason) == (0, 7, "length")
@@ -193,7 +224,9 @@ def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner)
 def test_an_end_of_text_stops_unless_it_is_ignored(runner):
     prompt = random_prompt(30)
     expected = serve_watched(runner, prompt, "raw", 20)
-    assert min(expected.margins) > TIE  # so two of it in one batch say what one alone does
+    assert (
+        min(expected.margins) > TIE
+    )  # so two of it in one batch say what one alone does
     whole = list(expected.tokens)
     stop = whole[6]
     ends = make_engine(with_eos(runner, stop))
@@ -221,7 +254,9 @@ def test_an_aborted_request_leaves_nothing_and_says_no_more(runner):
     engine = make_engine(runner, max_batch_tokens=40, max_sequences=3)
     for rid in ("decodes", "stays"):
         engine.submit(Prefill(request(rid, random_prompt(15), KIVI, 50)))
-    engine.submit(Prefill(request("prefills", random_prompt(200), KIVI, 50), Recorder()))
+    engine.submit(
+        Prefill(request("prefills", random_prompt(200), KIVI, 50), Recorder())
+    )
     engine.submit(Prefill(request("waits", random_prompt(200), KIVI, 50)))
     engine.step()
     assert (engine.load.running, engine.load.waiting) == (3, 1)

@@ -30,7 +30,9 @@ def test_requests_that_can_never_be_served_fail_at_once(runner, prompt, codec, e
 
 
 @pytest.mark.parametrize("codec", [KIVI, "raw"])
-def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refused(runner, codec):
+def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refused(
+    runner, codec
+):
     room, wanted = (exact_bytes(runner.shape, tokens) for tokens in (200, 201))
     config = {"workspace_bytes": room, "arena_bytes": 4 << 20, "watermark": 0.0}
     engine = make_engine(runner, max_batch_tokens=64, **config)
@@ -40,12 +42,16 @@ def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refus
     outputs, most = [], 0
     while not engine.idle:
         outputs.append(engine.step())
-        begun = [x.prompt_len for x in engine._scheduler.active if x.workspace is not None]
+        begun = [
+            x.prompt_len for x in engine._scheduler.active if x.workspace is not None
+        ]
         most = max(most, sum(begun))
     said = joined(outputs)
     failed = {x.rid: x.error for x in said.failed}
     assert failed.keys() == {f"long {i}" for i in range(12)}
-    assert all(isinstance(error, errors.PromptTooLongError) for error in failed.values())
+    assert all(
+        isinstance(error, errors.PromptTooLongError) for error in failed.values()
+    )
     for told in (f"needs {wanted} bytes of exact KV", f"room for {room}"):
         assert all(told in str(error) for error in failed.values())
     assert 100 < most <= 200

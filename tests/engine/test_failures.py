@@ -16,7 +16,14 @@ from disagg.kv.state import allocate_group
 from disagg.model import attention as attention_module
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
-from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle, serve
+from tests.engine.serving import (
+    Nowhere,
+    StandIn,
+    make_engine,
+    request,
+    run_until_idle,
+    serve,
+)
 from tests.model.tiny import VOCAB, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -36,7 +43,9 @@ class Breaking(Nowhere):
             raise OverflowError("int too big to convert")
 
 
-def serve_beside(runner: Runner, break_one: Callable[[Engine], None], **config: Any) -> DisaggError:
+def serve_beside(
+    runner: Runner, break_one: Callable[[Engine], None], **config: Any
+) -> DisaggError:
     """Serve good prompts beside one that breaks: the error of that; the others are answered."""
     engine, good = make_engine(runner, **config), random_prompt(70)
     engine.submit(Prefill(request("good", good, KIVI, 12)))
@@ -54,7 +63,9 @@ def serve_beside(runner: Runner, break_one: Callable[[Engine], None], **config: 
 @pytest.mark.parametrize("budget", [512, 40], ids=["whole", "in chunks"])
 def test_a_hand_off_that_breaks_ends_its_request_alone(runner, at, budget):
     def submit(engine: Engine) -> None:
-        engine.submit(Prefill(request("bad", random_prompt(BROKEN), KIVI, 4), Breaking(at)))
+        engine.submit(
+            Prefill(request("bad", random_prompt(BROKEN), KIVI, 4), Breaking(at))
+        )
 
     error = serve_beside(runner, submit, max_batch_tokens=budget)
     assert "OverflowError" in str(error)
@@ -71,7 +82,9 @@ def test_an_encoder_that_breaks_ends_its_request_alone(runner, monkeypatch):
 
     monkeypatch.setattr(engine_module, "write_prompt", write_prompt)
     prompt = random_prompt(BROKEN)
-    error = serve_beside(runner, lambda x: x.submit(Prefill(request("bad", prompt, KIVI, 4))))
+    error = serve_beside(
+        runner, lambda x: x.submit(Prefill(request("bad", prompt, KIVI, 4)))
+    )
     assert isinstance(error, CapacityError)
 
 
@@ -101,10 +114,14 @@ def test_parameters_that_cannot_be_followed_end_their_request_alone(runner):
 
 
 @pytest.mark.parametrize("emitted", [(), (VOCAB,), (1, -1)], ids=str)
-def test_a_hand_off_with_tokens_that_cannot_be_fed_is_refused_and_freed(runner, emitted):
+def test_a_hand_off_with_tokens_that_cannot_be_fed_is_refused_and_freed(
+    runner, emitted
+):
     engine = make_engine(runner)
     groups = tuple(allocate_group(x, 90, engine.pool) for x in engine.plan(KIVI).groups)
-    engine.submit(Admit(request("bad", random_prompt(90), KIVI, 4), groups, tuple(emitted)))
+    engine.submit(
+        Admit(request("bad", random_prompt(90), KIVI, 4), groups, tuple(emitted))
+    )
     (failed,) = run_until_idle(engine).failed
     assert isinstance(failed.error, RequestError)
 
@@ -128,7 +145,9 @@ class Fuse:
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("what", ["forward", "plan_step", "choose", "_advance"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_broken_step_frees_all_in_it_and_the_engine_lives(runner, monkeypatch, what, at, done):
+def test_a_broken_step_frees_all_in_it_and_the_engine_lives(
+    runner, monkeypatch, what, at, done
+):
     """The third step seals a page of the first and the second prompt."""
     engine = make_engine(stand_in := StandIn(runner))
     owners = {"forward": stand_in, "plan_step": steps_module, "choose": engine_module}
@@ -141,7 +160,9 @@ def test_a_broken_step_frees_all_in_it_and_the_engine_lives(runner, monkeypatch,
     assert len(serve(engine, [random_prompt(70)], KIVI, 5)[0]) == 5
 
 
-def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(runner, monkeypatch):
+def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(
+    runner, monkeypatch
+):
     """On a device kernels run on behind their calls, and another thread may refill free pages."""
     engine, running = make_engine(runner, max_batch_tokens=60), False
     early, late, release = set[int](), set[int](), engine.pool.release
@@ -176,7 +197,9 @@ FULL = torch.OutOfMemoryError("full"), MemoryError(), OF_DRIVER
 
 
 @pytest.mark.parametrize("error", FULL, ids=repr)
-def test_a_step_without_memory_ends_its_longest_prompt_and_no_other(runner, error, monkeypatch):
+def test_a_step_without_memory_ends_its_longest_prompt_and_no_other(
+    runner, error, monkeypatch
+):
     good, bad = random_prompt(70), random_prompt(BROKEN)
     (expected,) = serve(make_engine(runner), [good], KIVI, 12)
     attend = attention_module.attend_exact

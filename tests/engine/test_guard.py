@@ -15,11 +15,17 @@ from disagg.model.runner import Runner
 from tests.engine.serving import Nowhere, request
 from tests.model.tiny import random_prompt, save_tiny
 
-CODECS = ["raw:dtype=fp16", "fp8", *(f"kivi:bits={x},group=64,residual=64" for x in (4, 2))]
+CODECS = [
+    "raw:dtype=fp16",
+    "fp8",
+    *(f"kivi:bits={x},group=64,residual=64" for x in (4, 2)),
+]
 TWO = "0:fp8;1-:kivi:bits=2,group=64,residual=64"
 
 
-def computed(runner: Any, codecs: list[str], prompt: Any, count: int = 1) -> list[Prefilled]:
+def computed(
+    runner: Any, codecs: list[str], prompt: Any, count: int = 1
+) -> list[Prefilled]:
     """What an engine says of some prompts, one after another, the same but for their last token."""
     engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), guarded=codecs)
     found: list[Prefilled] = []
@@ -54,7 +60,9 @@ def test_it_is_the_error_of_the_heads_that_were_looked_at(runner, monkeypatch):
     codec, prompt = CODECS[3], [*random_prompt(300)[:-1], 0]
     (one,) = computed(runner, [codec], prompt)
     exact = prefill(runner, prompt)
-    outputs, wanted = (PagedKV(runner, spec, exact).attend(exact) for spec in (codec, EXACT))
+    outputs, wanted = (
+        PagedKV(runner, spec, exact).attend(exact) for spec in (codec, EXACT)
+    )
     share = outputs[0].shape[1] // parse_plan(codec, runner.shape).groups[0].heads
     off = whole = 0.0
     assert looked.call_args_list

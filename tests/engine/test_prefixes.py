@@ -67,7 +67,9 @@ def records_of(engine: Engine, prompt: tuple[int, ...], codec: str) -> list[byte
     return found
 
 
-@pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,residual=0", "banded:bits=3", "ott"])
+@pytest.mark.parametrize(
+    "codec", ["raw", "kivi:bits=2,residual=0", "banded:bits=3", "ott"]
+)
 def test_records_are_the_same_to_the_bit_where_chunks_are_cut_alike(runner, codec):
     """The chunk behind a known beginning is computed as it was: from the same exact K and V."""
     prompt = tuple(random_prompt(256))
@@ -110,7 +112,9 @@ def test_a_step_that_breaks_leaves_nothing_to_share(runner):
     engine.submit(Prefill(request("a", random_prompt(100), "raw", 2)))
     assert engine.step().failed
     assert not engine.pool.cached_pages
-    one, other = (serve(x, [random_prompt(100)], "raw", 2) for x in (engine, make_engine(runner)))
+    one, other = (
+        serve(x, [random_prompt(100)], "raw", 2) for x in (engine, make_engine(runner))
+    )
     assert one == other
 
 
@@ -135,7 +139,9 @@ class IdealLru:
         ends = range(RAW_TOKENS, len(prompt) + 1, RAW_TOKENS)
         keys = [prompt[:end] for end in ends]
         usable = keys[: (len(prompt) - 1) // RAW_TOKENS]
-        known = next((i for i, key in enumerate(usable) if key not in self.order), len(usable))
+        known = next(
+            (i for i, key in enumerate(usable) if key not in self.order), len(usable)
+        )
         for key in reversed(keys):
             self.order.pop(key, None)
             self.order[key] = None
@@ -147,7 +153,9 @@ class IdealLru:
 def test_hits_are_those_of_an_ideal_lru_of_the_same_size():
     """Conversations that grow turn by turn, more of them than there is room for."""
     load, pick = Load(arena_bytes=8 << 20), random.Random(3)
-    room = load.engine.pool.arena.nbytes * 3 // 4  # an eighth is spared, one slab or two are used
+    room = (
+        load.engine.pool.arena.nbytes * 3 // 4
+    )  # an eighth is spared, one slab or two are used
     ideal, expected, total = IdealLru(room // UNIT_BYTES), 0, 0
     chats = [[pick.randrange(4000) for _ in range(64)] for _ in range(40)]
     for number in range(400):

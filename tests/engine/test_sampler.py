@@ -29,16 +29,29 @@ def test_uniform_numbers_are_fixed_for_ever():
 @pytest.mark.parametrize("vocab", [50, 500, 5000])
 def test_of_equal_tokens_the_first_are_kept(vocab):
     said = [[0] * index for index in range(99)]
-    for params in ({"top_k": 3}, {"top_p": 2.5 / vocab}, {"top_k": 30, "top_p": 2.5 / 30}):
+    for params in (
+        {"top_k": 3},
+        {"top_p": 2.5 / vocab},
+        {"top_k": 30, "top_p": 2.5 / 30},
+    ):
         requests = [ask(temperature=1.0, **params)] * 99
-        assert {x.token for x in sample(torch.zeros(99, vocab), requests, said)} == {0, 1, 2}
+        assert {x.token for x in sample(torch.zeros(99, vocab), requests, said)} == {
+            0,
+            1,
+            2,
+        }
 
 
 @pytest.mark.parametrize("params", [{"top_k": 700}, {"top_p": 0.9}, {"min_p": 0.05}])
-def test_what_is_left_does_not_depend_on_how_many_are_looked_at_first(params, monkeypatch):
+def test_what_is_left_does_not_depend_on_how_many_are_looked_at_first(
+    params, monkeypatch
+):
     spread = torch.arange(1, 10.0)[:, None]
     logits = spread * torch.randn(9, 5000, generator=torch.Generator().manual_seed(1))
-    requests, said = [ask(temperature=1.0, **params)] * 9, [[0] * index for index in range(9)]
+    requests, said = (
+        [ask(temperature=1.0, **params)] * 9,
+        [[0] * index for index in range(9)],
+    )
     found = sample(logits, requests, said)
     monkeypatch.setattr(sampler, "LARGEST", ())
     assert sample(logits, requests, said) == found
@@ -53,7 +66,11 @@ def test_the_likeliest_token_is_left_however_high_the_temperature(cut):
 
 
 def test_log_probabilities_are_the_models_whatever_sampling_does():
-    params: dict[str, Any] = {"logprobs": 2, "temperature": 2.0, "logit_bias": [(1, 100.0)]}
+    params: dict[str, Any] = {
+        "logprobs": 2,
+        "temperature": 2.0,
+        "logit_bias": [(1, 100.0)],
+    }
     (sampled,) = sample(LOGITS, [ask(**params)], [[]])
     assert sampled.token == 1
     own, likeliest = sampled.logprobs
@@ -74,11 +91,18 @@ def test_rows_get_as_many_of_the_likeliest_as_they_want_and_others_none():
 VOCAB = 8  # few: whatever edits the logits changes who is best
 TOKENS = st.integers(0, VOCAB - 1)
 OPTIONAL = {"temperature": st.sampled_from([0.0, 1e-300, 0.3, 1.0, 5.0])}
-OPTIONAL |= {"top_k": st.integers(0, 9), "top_p": st.floats(0.01, 1), "min_p": st.floats(0, 1)}
+OPTIONAL |= {
+    "top_k": st.integers(0, 9),
+    "top_p": st.floats(0.01, 1),
+    "min_p": st.floats(0, 1),
+}
 OPTIONAL |= dict.fromkeys(("presence_penalty", "frequency_penalty"), st.floats(-2, 2))
 OPTIONAL |= {"repetition_penalty": st.floats(0.5, 2), "seed": st.integers(0, 2**63 - 1)}
 OPTIONAL |= {"logit_bias": st.lists(st.tuples(TOKENS, st.floats(-9, 9)), max_size=3)}
-OPTIONAL |= {"stop_token_ids": st.lists(TOKENS, max_size=3), "ignore_eos": st.booleans()}
+OPTIONAL |= {
+    "stop_token_ids": st.lists(TOKENS, max_size=3),
+    "ignore_eos": st.booleans(),
+}
 OPTIONAL |= dict.fromkeys(("min_tokens", "logprobs"), st.integers(0, 5))
 PARAMS = st.fixed_dictionaries({}, optional=OPTIONAL)
 WORDS = st.lists(TOKENS, max_size=8)
@@ -117,9 +141,16 @@ def plainly(logits: Tensor, request: Request, emitted: Sequence[int]) -> int:
     return max(kept)
 
 
-@given(st.lists(st.tuples(PARAMS, WORDS, WORDS), min_size=1, max_size=6), st.integers(0, 99))
-def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(rows, seed):
-    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
+@given(
+    st.lists(st.tuples(PARAMS, WORDS, WORDS), min_size=1, max_size=6),
+    st.integers(0, 99),
+)
+def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(
+    rows, seed
+):
+    logits = torch.randn(
+        len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)
+    )
     requests = [ask([*prompt, 1], **params) for params, prompt, _ in rows]
     emitted = [said for *_, said in rows]
     before = logits.clone()
@@ -149,14 +180,20 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(x, y) for x, some in WRONG.items() for y in some])
+@pytest.mark.parametrize(
+    ("name", "value"), [(x, y) for x, some in WRONG.items() for y in some]
+)
 def test_parameters_that_make_no_sense_are_refused(name, value):
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}])
-@pytest.mark.parametrize(("logit", "penalty"), [(2.0, 1e-40), (math.nan, 1.0), (math.inf, 1.0)])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}]
+)
+@pytest.mark.parametrize(
+    ("logit", "penalty"), [(2.0, 1e-40), (math.nan, 1.0), (math.inf, 1.0)]
+)
 def test_a_row_of_no_numbers_is_refused(params, logit, penalty):
     """Not a token behind the vocabulary, which would break all that decode beside it."""
     requests = [ask(**params, repetition_penalty=penalty)]

@@ -6,11 +6,18 @@ from disagg.engine.sequence import ARROWS, Request, SamplingParams, Sequence, St
 from disagg.errors import CapacityError
 from disagg.kv.pool import DecodeSlots, HostArena, Pool
 
-SHAPE = KVShape(num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None))
+SHAPE = KVShape(
+    num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None)
+)
 KIVI = "kivi:bits=2,group=64,residual=64"
 
 
-def make(arena_bytes: int = 4 << 20, tokens: int = 100, sequences: int = 8, watermark: float = 0):
+def make(
+    arena_bytes: int = 4 << 20,
+    tokens: int = 100,
+    sequences: int = 8,
+    watermark: float = 0,
+):
     pool = Pool(HostArena(bytearray(arena_bytes)), slab_bytes=1 << 18)
     return Scheduler(pool, tokens, DecodeSlots(sequences), watermark), pool
 
@@ -19,7 +26,9 @@ def sequence(
     order: int, prompt: int, codec: str = KIVI, emitted: int = 0, born: float = 0.0
 ) -> Sequence:
     request = Request(str(order), (1,) * prompt, SamplingParams(max_tokens=50), codec)
-    return Sequence(request, parse_plan(codec, SHAPE), born, order, emitted=[2] * emitted)
+    return Sequence(
+        request, parse_plan(codec, SHAPE), born, order, emitted=[2] * emitted
+    )
 
 
 def admit_all(scheduler: Scheduler) -> list[Sequence]:
@@ -156,7 +165,11 @@ def test_who_was_preempted_waits_until_the_others_have_less():
 
 def test_every_state_can_end_and_the_end_is_final():
     assert set(ARROWS) == set(Status)
-    assert all(Status.DONE in after for before, after in ARROWS.items() if before != Status.DONE)
+    assert all(
+        Status.DONE in after
+        for before, after in ARROWS.items()
+        if before != Status.DONE
+    )
     assert ARROWS[Status.DONE] == ()
     ended = sequence(0, 1)
     ended.enter(Status.DONE)

@@ -15,12 +15,16 @@ SCORED = {"logprobs": 2, "ignore_eos": True}
 @pytest.mark.parametrize("batch", [16, 512], ids=["chunks", "whole"])
 def test_every_token_of_a_prompt_is_scored_once(batch, runner):
     engine = make_engine(runner, max_batch_tokens=batch)
-    engine.submit(Prefill(request("scored", PROMPT, "raw", 3, prompt_logprobs=True, **SCORED)))
+    engine.submit(
+        Prefill(request("scored", PROMPT, "raw", 3, prompt_logprobs=True, **SCORED))
+    )
     engine.submit(Prefill(request("plain", PROMPT[:20], "raw", 3, ignore_eos=True)))
     tokens = run_until_idle(engine).tokens
     assert not any(token.logprobs for token in tokens if token.rid == "plain")
     first, *rest = [token for token in tokens if token.rid == "scored"]
-    assert len(first.logprobs) == len(PROMPT)  # all but its first, and the first of the answer
+    assert len(first.logprobs) == len(
+        PROMPT
+    )  # all but its first, and the first of the answer
     assert [len(token.logprobs) for token in rest] == [1, 1]
     text = [*PROMPT, *(token.token for token in (first, *rest))]
     known = ReferenceModel(str(runner.info.path)).logprobs(text)
@@ -28,13 +32,18 @@ def test_every_token_of_a_prompt_is_scored_once(batch, runner):
     expected = [float(known[i, token]) for i, token in enumerate(text[1:])]
     assert [own for own, _ in told] == pytest.approx(expected, abs=1e-3)
     for (_, likeliest), row in zip(told, known, strict=False):
-        assert [x for _, x in likeliest] == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+        assert [x for _, x in likeliest] == pytest.approx(
+            row.topk(2).values.tolist(), abs=1e-3
+        )
 
 
 def test_a_prompt_that_starts_again_is_scored_once(runner):
     """It loses its room while it prefills, to one that came before it."""
     asked = {"prompt_logprobs": True, **SCORED}
-    roomy, tight = make_engine(runner), make_engine(runner, arena_bytes=1 << 20, watermark=0.0)
+    roomy, tight = (
+        make_engine(runner),
+        make_engine(runner, arena_bytes=1 << 20, watermark=0.0),
+    )
     found = []
     for engine in (roomy, tight):
         for index in range(4):

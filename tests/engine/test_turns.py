@@ -42,9 +42,13 @@ class Load:
     def __post_init__(self) -> None:
         info = SimpleNamespace(eos_ids=(), context_length=1 << 20, vocab_size=VOCAB)
         info.dtype, device = "float32", torch.device("cpu")
-        runner: Any = SimpleNamespace(shape=SHAPE, info=info, device=device, forward=self.forward)
+        runner: Any = SimpleNamespace(
+            shape=SHAPE, info=info, device=device, forward=self.forward
+        )
         runner.workspace = lambda total, rooms: Workspace(1, 1, total, 64, rooms)
-        config = EngineConfig(BUDGET, max_sequences=64, arena_bytes=self.arena_bytes, watermark=0)
+        config = EngineConfig(
+            BUDGET, max_sequences=64, arena_bytes=self.arena_bytes, watermark=0
+        )
         self.engine = Engine(runner, config, clock=lambda: self.now)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -52,7 +56,9 @@ class Load:
         self.now += STEP_S
         return torch.zeros(len(batch.outputs), VOCAB)
 
-    def submit(self, name: int, length: int, max_tokens: int = 1, waited_s: float = 0.0) -> None:
+    def submit(
+        self, name: int, length: int, max_tokens: int = 1, waited_s: float = 0.0
+    ) -> None:
         self.lengths[name], self.born[name] = length, self.now
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(str(name), (name,) * length, params, "raw")
@@ -103,7 +109,9 @@ def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_lo
             if done[one] < left[one]:  # it waits, and for nobody with more to do
                 assert all(keys[x] <= keys[one] for x in done)
                 assert done.total() == BUDGET
-    for name in load.lengths:  # its submission waited for the chunk that was being computed
+    for (
+        name
+    ) in load.lengths:  # its submission waited for the chunk that was being computed
         assert steps[name] <= math.ceil(ahead[name] / BUDGET)
 
 
@@ -124,7 +132,11 @@ def test_short_prompts_without_end_hold_a_long_one_back_for_so_long_and_no_longe
             load.submit(name, 100)
     passing_s = AGEING_S * math.log2(1500 / 100)
     backlog = (6 * 100 - BUDGET) * passing_s / STEP_S  # of those who came before that
-    assert passing_s < load.now <= passing_s + (1500 + backlog) / BUDGET * STEP_S + 2 * STEP_S
+    assert (
+        passing_s
+        < load.now
+        <= passing_s + (1500 + backlog) / BUDGET * STEP_S + 2 * STEP_S
+    )
 
 
 def test_small_prompts_pass_a_large_one_that_finds_no_room_but_not_for_ever():

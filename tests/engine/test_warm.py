@@ -39,8 +39,12 @@ def runner(tiny: Path) -> Runner:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_after_the_start_all_steps_are_replayed_and_none_is_recorded(runner, mixed, monkeypatch):
-    monkeypatch.setattr("disagg.model.static.ROOM", 64)  # so that a context of 512 has three sizes
+def test_after_the_start_all_steps_are_replayed_and_none_is_recorded(
+    runner, mixed, monkeypatch
+):
+    monkeypatch.setattr(
+        "disagg.model.static.ROOM", 64
+    )  # so that a context of 512 has three sizes
     recorder, steps = EagerRecorder(), list[Batch]()
     runner.record_steps(recorder)
 
@@ -71,7 +75,9 @@ def test_a_gpu_compiles_records_and_copies_nothing_but_tables_after_the_start():
     """One copy of tables for each step that runs or is replayed, and none inside a layer."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.engine.pretended", *codec_names(), MIXED]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = Counter(json.loads(done.stdout.splitlines()[-1]))
     assert found["start"]["merge_kernel"] == 2  # its forms for few and for many units
@@ -102,17 +108,23 @@ def test_where_steps_are_recorded_a_request_names_a_listed_codec(runner):
         engine.plan("raw")
 
 
-def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reached(runner):
+def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reached(
+    runner,
+):
     recorder = EagerRecorder()
     runner.record_steps(recorder)
-    config = Config(KIVI, ["int8"], engine=EngineConfig(arena_bytes=32 << 20, max_sequences=2))
+    config = Config(
+        KIVI, ["int8"], engine=EngineConfig(arena_bytes=32 << 20, max_sequences=2)
+    )
     worker = Worker(config, Role.BOTH, "w", runner=runner)
     worker.start()
     try:
         assert set(worker.engine.listed.values()) == {KIVI, "int8"}
         assert worker.doing == "compiling and recording steps of int8, 2 of 2 codecs"
         assert recorder.recorded > 0
-        assert asyncio.run(worker.status()).info["backend"] == library.describe_backend()
+        assert (
+            asyncio.run(worker.status()).info["backend"] == library.describe_backend()
+        )
     finally:
         worker.stop(0.0)
         worker.wait()

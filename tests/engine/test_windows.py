@@ -32,7 +32,11 @@ from tests.model.tiny import random_prompt, save_tiny
 from tests.synthetic import exact_attention, relative_error
 from tests.transfer.prompts import make_pool
 
-WINDOW, PROMPT, ANSWER = 320, 1472, 40  # whole pages: a window is less than one page longer
+WINDOW, PROMPT, ANSWER = (
+    320,
+    1472,
+    40,
+)  # whole pages: a window is less than one page longer
 KIVI = "kivi:bits=4,residual=64"
 WINDOWS = tuple(None if i % 6 == 5 else 1024 for i in range(62))
 GEMMA_3_27B = KVShape(62, 16, 128, "bfloat16", WINDOWS)
@@ -40,7 +44,9 @@ GEMMA_3_27B = KVShape(62, 16, 128, "bfloat16", WINDOWS)
 
 def needed_bytes(plan: Plan, tokens: int) -> int:
     """What layers with a window hold if they are told no more than a window of tokens."""
-    parts = ((Plan((replace(x, window=None),), ()), x.window or tokens) for x in plan.groups)
+    parts = (
+        (Plan((replace(x, window=None),), ()), x.window or tokens) for x in plan.groups
+    )
     return sum(part.nbytes(min(tokens, window)) for part, window in parts)
 
 
@@ -73,10 +79,14 @@ def test_what_is_sent_and_resident_is_what_windows_need(path, codec):
     (answer,) = llm.generate([random_prompt(PROMPT)], SamplingParams(max_tokens=ANSWER))
     plan = llm._decode.plan(codec)
     assert answer.kv.resident_bytes <= 1.05 * needed_bytes(plan, PROMPT)
-    assert answer.kv.wire_bytes <= 1.05 * needed_bytes(plan, PROMPT) + 8192  # headers of frames
+    assert (
+        answer.kv.wire_bytes <= 1.05 * needed_bytes(plan, PROMPT) + 8192
+    )  # headers of frames
     assert answer.kv.fp16_bytes == 2 * 2 * 2 * 32 * (PROMPT + 2 * WINDOW)
     if codec == "raw":
-        assert_same(answer.tokens, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER))
+        assert_same(
+            answer.tokens, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER)
+        )
 
 
 @pytest.mark.parametrize("codec", ["raw", KIVI, "kcvt", "h2o"])
@@ -85,7 +95,9 @@ def test_dropping_what_no_query_sees_changes_no_answer(path, codec, monkeypatch)
     prompts = [random_prompt(n) for n in (300, 700)]
     dropping = serve(make_engine(runner, max_batch_tokens=256), prompts, codec, ANSWER)
     monkeypatch.setattr(LayerGroup, "dropped", lambda self, n: 0)
-    assert dropping == serve(make_engine(runner, max_batch_tokens=256), prompts, codec, ANSWER)
+    assert dropping == serve(
+        make_engine(runner, max_batch_tokens=256), prompts, codec, ANSWER
+    )
 
 
 def test_pages_sealed_behind_a_window_join_the_segment_that_the_first_one_began():
@@ -116,7 +128,9 @@ def test_pages_behind_the_window_are_freed_while_decoding(path):
     run_until_idle(engine)
 
 
-def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(path, monkeypatch):
+def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(
+    path, monkeypatch
+):
     engine = make_engine(Runner.load(path), max_batch_tokens=256)
     plan, run, errors = engine.plan(KIVI), StepLayers.run, list[float]()
     arena = cast(GrowingArena, SimpleNamespace(bytes=engine.arena))
@@ -134,7 +148,9 @@ def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(p
             )
             seen = slice(-min(cache.num_tokens, group.window or cache.num_tokens), None)
             k, v = (x[:, seen] for x in cache.reconstruct())
-            errors.append(relative_error(out[0], exact_attention(q[:, 0], k, v, rest[-1].scale)))
+            errors.append(
+                relative_error(out[0], exact_attention(q[:, 0], k, v, rest[-1].scale))
+            )
         return out
 
     monkeypatch.setattr(StepLayers, "run", checked)
@@ -146,19 +162,29 @@ def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(p
 def test_layers_with_windows_prefill_in_the_room_that_they_need(path):
     runner, chunk = Runner.load(path), 256
     rooms = rooms_of(parse_plan("raw", runner.shape), PROMPT, chunk)
-    assert rooms == [WINDOW + 16 + chunk, PROMPT, WINDOW + 16 + chunk]  # 16: a page of raw
+    assert rooms == [
+        WINDOW + 16 + chunk,
+        PROMPT,
+        WINDOW + 16 + chunk,
+    ]  # 16: a page of raw
     room = exact_bytes(runner.shape, sum(rooms)) // 3
     for workspace_bytes in (room, room - 1):
-        engine = make_engine(runner, max_batch_tokens=chunk, workspace_bytes=workspace_bytes)
+        engine = make_engine(
+            runner, max_batch_tokens=chunk, workspace_bytes=workspace_bytes
+        )
         engine.submit(Prefill(request("a", random_prompt(PROMPT), "raw", ANSWER)))
         outputs, held = [], [0]
         while not engine.idle:
             outputs.append(engine.step())
-            begun = [x.workspace for x in engine._scheduler.active if x.workspace is not None]
+            begun = [
+                x.workspace for x in engine._scheduler.active if x.workspace is not None
+            ]
             held += [sum(x.nbytes for x in y._layers if x is not None) for y in begun]
         if workspace_bytes == room:
             answer = [token.token for output in outputs for token in output.tokens]
-            assert_same(answer, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER))
+            assert_same(
+                answer, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER)
+            )
             assert max(held) == room
         else:
             (failed,) = outputs[0].failed
@@ -174,7 +200,10 @@ def test_a_longer_prompt_shares_what_it_sees_of_a_shorter_one(path, codec):
     llm.generate([longer[:1000]], params)
     (answer,) = llm.generate([longer], params)
     assert answer.kv.cached_bytes > 0
-    assert answer.tokens == LLM(path, codec, config=config).generate([longer], params)[0].tokens
+    assert (
+        answer.tokens
+        == LLM(path, codec, config=config).generate([longer], params)[0].tokens
+    )
 
 
 @pytest.mark.parametrize("count", range(396, 404))
@@ -189,7 +218,10 @@ def test_a_sequence_can_stop_anywhere_and_have_what_its_windows_need(path, count
 
 
 def test_a_prefix_is_known_where_its_last_window_is(path):
-    engine, prompt = make_engine(Runner.load(path), max_batch_tokens=256), random_prompt(1000)
+    engine, prompt = (
+        make_engine(Runner.load(path), max_batch_tokens=256),
+        random_prompt(1000),
+    )
     expected = serve(engine, [prompt], "raw", 8)
     of_windows, of_all = content_keys(MODEL, engine._prefixes._plan, prompt)
     known = []

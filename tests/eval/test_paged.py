@@ -25,7 +25,9 @@ def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny):
     assert torch.allclose(logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("codec", ["kivi:bits=2,residual=64", "gear:bits=2", "h2o", "banded"])
+@pytest.mark.parametrize(
+    "codec", ["kivi:bits=2,residual=64", "gear:bits=2", "h2o", "banded"]
+)
 def test_greedy_tokens_are_those_that_an_engine_says(codec, runner):
     (expected,) = serve(make_engine(runner), [ROW[:PROMPT]], codec, 16, ignore_eos=True)
     kv = PagedKV(runner, codec, prefill(runner, ROW[:PROMPT]))
@@ -37,7 +39,9 @@ def test_greedy_tokens_are_those_that_an_engine_says(codec, runner):
 
 @pytest.mark.parametrize("seals", [False, True], ids=["prompt", "streaming"])
 def test_only_streaming_seals_what_is_fed(seals, runner):
-    kv = PagedKV(runner, "kivi:bits=2,residual=64", prefill(runner, ROW[:PROMPT]), seals)
+    kv = PagedKV(
+        runner, "kivi:bits=2,residual=64", prefill(runner, ROW[:PROMPT]), seals
+    )
     (_, state), before = kv._groups[0], kv._groups[0][1].num_pages
     kv.feed(ROW[PROMPT:])
     assert kv.num_tokens == len(ROW)
@@ -48,7 +52,9 @@ def test_layers_may_have_codecs_of_their_own(runner):
     prompt = prefill(runner, ROW[:PROMPT])
     mixed = PagedKV(runner, "0:raw:dtype=model;1-:kivi:bits=2", prompt).attend(prompt)
     exact = PagedKV(runner, EXACT, prompt).attend(prompt)
-    errors = [float((a - b).norm() / b.norm()) for a, b in zip(mixed, exact, strict=True)]
+    errors = [
+        float((a - b).norm() / b.norm()) for a, b in zip(mixed, exact, strict=True)
+    ]
     assert errors[0] == 0
     assert min(errors[1:]) > 0.01
 

@@ -12,18 +12,27 @@ from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 
 FOLDER = fetched_folder("smollm2")
-HERE = pytest.mark.skipif(not FOLDER.is_dir(), reason="`disagg fetch smollm2` was not run")
+HERE = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="`disagg fetch smollm2` was not run"
+)
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600), HERE]
 
 
 def test_the_folder_is_an_ordinary_model_with_its_licence():
     info = describe_model("smollm2")
-    assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (30, 9, 3, 64)
+    assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (
+        30,
+        9,
+        3,
+        64,
+    )
     assert (info.context_length, info.vocab_size, info.eos_ids) == (8192, 49152, (2,))
     assert "Apache-2.0" in (FOLDER / "NOTICE").read_text()
     assert "Apache License" in (FOLDER / "LICENSE").read_text()
     said = [{"role": "user", "content": "hello"}]
-    chat = AutoTokenizer.from_pretrained(FOLDER).apply_chat_template(said, tokenize=False)
+    chat = AutoTokenizer.from_pretrained(FOLDER).apply_chat_template(
+        said, tokenize=False
+    )
     assert "<|im_start|>user\nhello<|im_end|>" in chat
 
 
@@ -35,7 +44,13 @@ def test_it_knows_the_capital_of_france():
 
 
 def test_codecs_keep_the_order_of_the_papers():
-    specs = ("int8", "fp8", "kivi:bits=4", "gear:bits=2,backbone=kivi", "kivi:residual=64")
+    specs = (
+        "int8",
+        "fp8",
+        "kivi:bits=4",
+        "gear:bits=2,backbone=kivi",
+        "kivi:residual=64",
+    )
     judge = Judge(EvalOptions("smollm2", specs, rows=1))
     lines = summarize([judge.measure(case) for case in judge.cases()], judge.sizes)
     losses = [line["kl"] for line in lines]

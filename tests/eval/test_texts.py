@@ -19,7 +19,9 @@ def test_rows_begin_at_evenly_spread_places():
 
 
 def test_a_text_that_is_too_short_is_refused_with_what_it_has():
-    with pytest.raises(ConfigError, match=r"40 tokens behind character 60; row 4 of 5 takes 41"):
+    with pytest.raises(
+        ConfigError, match=r"40 tokens behind character 60; row 4 of 5 takes 41"
+    ):
         cut_rows("x" * 100, BYTES, 41, 5)
 
 
@@ -31,7 +33,10 @@ def test_every_machine_has_a_text():
 
 def test_a_file_of_json_lines_is_the_text_in_it(tmp_path):
     file = tmp_path / "sums.jsonl"
-    rows = [{"question": "1 + 1?", "answer": "2", "n": 3}, {"question": "2 + 2?", "answer": "4"}]
+    rows = [
+        {"question": "1 + 1?", "answer": "2", "n": 3},
+        {"question": "2 + 2?", "answer": "4"},
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     assert read_text(str(file)) == ("sums", "1 + 1?\n2\n\n2 + 2?\n4")
     file.write_text('{"text": "one\u2028two"}\n')  # a line for Python, not for JSON
@@ -41,5 +46,7 @@ def test_a_file_of_json_lines_is_the_text_in_it(tmp_path):
 @pytest.mark.parametrize("line", ["a sentence", "[1]"])
 def test_lines_that_are_no_json_objects_are_named(line, tmp_path):
     (tmp_path / "a.jsonl").write_text(line)
-    with pytest.raises(ConfigError, match=r"a\.jsonl: a JSON object in each line is wanted"):
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl: a JSON object in each line is wanted"
+    ):
         read_text(str(tmp_path / "a.jsonl"))

@@ -25,7 +25,9 @@ INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "shr.b32": lambda a, b: a >> b,
     "prmt.b32": permute,
-    "set.eq.f16x2.f16x2": lambda a, b: (halves(a) == halves(b)).astype(np.float16).view(np.uint32),
+    "set.eq.f16x2.f16x2": lambda a, b: (
+        (halves(a) == halves(b)).astype(np.float16).view(np.uint32)
+    ),
 }
 
 
@@ -40,9 +42,13 @@ def execute(text: str, operands: list[np.ndarray]) -> np.ndarray:
         if name == ".reg":
             continue
         if name not in INSTRUCTIONS:
-            raise ValueError(f"unknown instruction {line!r}; known are {', '.join(INSTRUCTIONS)}")
+            raise ValueError(
+                f"unknown instruction {line!r}; known are {', '.join(INSTRUCTIONS)}"
+            )
         into, *sources = arguments
-        values = (registers[x] if x in registers else np.uint32(int(x, 0)) for x in sources)
+        values = (
+            registers[x] if x in registers else np.uint32(int(x, 0)) for x in sources
+        )
         registers[into] = INSTRUCTIONS[name](*values)
     return registers["$0"]
 
@@ -59,11 +65,18 @@ class Call:
 
 
 def create_inline_asm(
-    builder: Any, text: str, constraints: str, values: list[TensorHandle], types: Any, *rest: Any
+    builder: Any,
+    text: str,
+    constraints: str,
+    values: list[TensorHandle],
+    types: Any,
+    *rest: Any,
 ) -> Call:
     """As the compiler's builder: each instance takes two neighbouring items of 16 bits."""
     pure, pack = rest
-    assert (pure, pack, constraints) == (True, 2, "=r,r,r"), "two items in, two items out"
+    assert (pure, pack, constraints) == (True, 2, "=r,r,r"), (
+        "two items in, two items out"
+    )
     assert all(kind.scalar == tl.float16 for kind in types), "which are fp16"
     packed = [np.ascontiguousarray(x.data).reshape(-1).view(np.uint32) for x in values]
     found = execute(text, packed).view(np.float16)

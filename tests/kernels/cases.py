@@ -48,7 +48,11 @@ class Case:
         return replace(self, view=replace(self.view, **tables))
 
     def on(self, device: str) -> tuple[Tensor, View]:
-        moved = {name: x.to(device) for name, x in vars(self.view).items() if isinstance(x, Tensor)}
+        moved = {
+            name: x.to(device)
+            for name, x in vars(self.view).items()
+            if isinstance(x, Tensor)
+        }
         return self.q.to(device), replace(self.view, **moved)
 
 
@@ -70,19 +74,28 @@ def make_format(
     """Any format; KIVI's unless more is said."""
     page, segment = Planes(), Planes()
     sides = []
-    shapes = (("k", k_by, tokens, head_dim, group), ("v", v_by, head_dim, tokens, v_group or group))
+    shapes = (
+        ("k", k_by, tokens, head_dim, group),
+        ("v", v_by, head_dim, tokens, v_group or group),
+    )
     for name, by, rows, columns, wanted in shapes:
         shared = name == "k" and k_shared
         over = {"column": rows, "row": columns, "block": 1}[by]
         size = over if shared else min(wanted, over)
-        count = {"column": over // size * columns, "row": over // size * rows, "block": 2}[by]
+        count = {
+            "column": over // size * columns,
+            "row": over // size * rows,
+            "block": 2,
+        }[by]
         there = segment if shared else page
         places = there.take(2 * count), there.take(2 * count) if zero else None
         center = 0 if floating else -(1 << (bits - 1))
         scale = Scale(by, size, *places, center=center, shared=shared)
         side = Side(rows, columns, bits, page.take(rows * columns * bits // 8), scale)
         home = page if own else segment
-        low = LowRank(rank, page.take(2 * tokens * rank), home.take(2 * head_dim * rank), not own)
+        low = LowRank(
+            rank, page.take(2 * tokens * rank), home.take(2 * head_dim * rank), not own
+        )
         index, delta = page.take(columns * slots), page.take(2 * columns * slots)
         turn = BlockRotation(block, segment.take(2 * block * block))
         sparse = Sparse(slots, index, delta, slots % 2 == 0) if slots else None
@@ -100,15 +113,22 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
     """K in bands of 4, 2 and 0 bits (bits=2) or of 4 and 2 (bits=3), V turned, at 2 bits."""
     parts = ((4, 4), (2, 2), (0, 4)) if bits == 2 else ((4, 2), (2, 2))
     widths = [(width, head_dim // part) for width, part in parts]
-    page, lined = Planes(), head_dim - sum(columns for width, columns in widths if not width)
+    page, lined = (
+        Planes(),
+        head_dim - sum(columns for width, columns in widths if not width),
+    )
     scale, zero = page.take(2 * head_dim), page.take(2 * lined)
     sides, first = [], 0
     for width, columns in widths:
         at = page.take(T * columns * width // 8)
         places = scale + 2 * first, zero + 2 * first if width else None
-        sides.append(Side(T, columns, width, at, Scale("column", T, *places, fitted=bool(width))))
+        sides.append(
+            Side(T, columns, width, at, Scale("column", T, *places, fitted=bool(width)))
+        )
         first += columns
-    group = Scale("column", 64, *(page.take(2 * T * head_dim // 64) for _ in "sz"), fitted=True)
+    group = Scale(
+        "column", 64, *(page.take(2 * T * head_dim // 64) for _ in "sz"), fitted=True
+    )
     v = Side(head_dim, T, 2, page.take(T * head_dim // 4), group)
     turn = (
         HadamardRotation(head_dim // 8, 0)
@@ -117,7 +137,9 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
     )
     segment_bytes = 2 * head_dim + max(16, head_dim // 8)
     k, *bands = sides
-    return PageFormat(T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), turn=turn)
+    return PageFormat(
+        T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), turn=turn
+    )
 
 
 SIZES = {
@@ -141,7 +163,9 @@ def random_segment(fmt: PageFormat, heads: int, seed: int) -> Tensor:
     found = torch.zeros(heads, fmt.segment_bytes, dtype=torch.uint8)
     generator, signs = (torch.Generator().manual_seed(x) for x in (seed, 99))
     orders = [torch.randperm(fmt.head_dim, generator=generator) for _ in range(heads)]
-    bits = torch.randint(0, 256, (heads, fmt.head_dim // 8), generator=signs, dtype=torch.uint8)
+    bits = torch.randint(
+        0, 256, (heads, fmt.head_dim // 8), generator=signs, dtype=torch.uint8
+    )
     order = torch.stack(orders).short().view(torch.uint8)
     for at, x in ((fmt.turn.order, order), (fmt.turn.signs, bits)):
         found[:, at : at + x.shape[1]] = x
@@ -154,7 +178,13 @@ FORMATS = {
     "pertoken-2bit": {"head_dim": 128, "k_by": "row"},
     "kcvt": {"bits": 4, "k_shared": True, "head_dim": 80, "group": 80},
     "int8": {"bits": 8, "k_by": "row", "zero": False},
-    "fp8": {"bits": 8, "k_by": "block", "v_by": "block", "zero": False, "floating": True},
+    "fp8": {
+        "bits": 8,
+        "k_by": "block",
+        "v_by": "block",
+        "zero": False,
+        "floating": True,
+    },
     "gear-l": {"rank": 4, "head_dim": 128},
     "gear-l-shared": {"rank": 3, "bits": 4, "k_shared": True},
     "gear": {"rank": 2, "slots": 2, "group": 32},
@@ -182,7 +212,13 @@ def aligned_format(head_dim: int) -> AlignedFormat:
 
 
 def make_case(
-    fmt: Format, lengths: list[int], heads: int, width: int, m: int = 1, run: int = 2, loud=1.0
+    fmt: Format,
+    lengths: list[int],
+    heads: int,
+    width: int,
+    m: int = 1,
+    run: int = 2,
+    loud=1.0,
 ) -> Case:
     """Sequences of `lengths` tokens whose last page is full of tokens nobody sees.
 
@@ -191,19 +227,27 @@ def make_case(
     """
     k, v = random_kv(lengths, heads, fmt.head_dim, fmt.tokens)
     v[..., 3::8, 5] *= loud
-    hi = torch.tensor([[max(0, n - m + 1 + j) for j in range(m)] for n in lengths]).int()
+    hi = torch.tensor(
+        [[max(0, n - m + 1 + j) for j in range(m)] for n in lengths]
+    ).int()
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(len(lengths), m, heads * width, fmt.head_dim, generator=generator)
-    view = partial(View, lo=torch.zeros_like(hi), hi=hi, fmt=fmt, base=BASE, heads=heads)
+    view = partial(
+        View, lo=torch.zeros_like(hi), hi=hi, fmt=fmt, base=BASE, heads=heads
+    )
     if isinstance(fmt, PageFormat):
         return _code_case(fmt, q, view, k, v, lengths, run)
     if isinstance(fmt, AlignedFormat):
         k, v = k.half(), v.half()
-        blocks = torch.stack([aligned.encode(a, b, fmt) for a, b in zip(k, v, strict=True)])
+        blocks = torch.stack(
+            [aligned.encode(a, b, fmt) for a, b in zip(k, v, strict=True)]
+        )
     else:
         dtype = getattr(torch, fmt.dtype)
         k, v = k.to(dtype), v.to(dtype)
-        sides = [x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in (k, v)]
+        sides = [
+            x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in (k, v)
+        ]
         blocks = torch.cat([x.contiguous().view(torch.uint8) for x in sides], -1)
     arena, pages = place(blocks)
     _repeat_first(pages, lengths, fmt.tokens)
@@ -216,7 +260,9 @@ def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
     blocks, there = torch.stack([x for x, _ in pairs]), None
     if fmt.valid is not None:
         generator = torch.Generator().manual_seed(3)
-        shown = torch.randint(0, 2, (*blocks.shape[:3], fmt.tokens), generator=generator).bool()
+        shown = torch.randint(
+            0, 2, (*blocks.shape[:3], fmt.tokens), generator=generator
+        ).bool()
         blocks[..., fmt.valid : fmt.valid + fmt.tokens // 8] = pack_bits(shown)
         there = shown.transpose(1, 2).flatten(2)
     arena, pages = place(blocks)
@@ -234,15 +280,22 @@ def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
     return Case(q, view(**given), *exact, there)
 
 
-def _encode(k: Tensor, v: Tensor, fmt: PageFormat, run: int) -> tuple[Tensor, Tensor | None]:
+def _encode(
+    k: Tensor, v: Tensor, fmt: PageFormat, run: int
+) -> tuple[Tensor, Tensor | None]:
     """As `encode`; where a segment has to be given, each has an order of its own."""
     tokens, heads = run * fmt.tokens, k.shape[0]
     if not fmt.turn:
         return encode(k, v, fmt, Segmentation(tokens))
     parts = zip(k.split(tokens, 1), v.split(tokens, 1), strict=True)
-    cuts = (Segmentation(tokens, 0, random_segment(fmt, heads, i)) for i in range(k.shape[1]))
+    cuts = (
+        Segmentation(tokens, 0, random_segment(fmt, heads, i))
+        for i in range(k.shape[1])
+    )
     found = [encode(a, b, fmt, cut) for (a, b), cut in zip(parts, cuts, strict=False)]
-    blocks, segments = ([x for x in some if x is not None] for some in zip(*found, strict=True))
+    blocks, segments = (
+        [x for x in some if x is not None] for some in zip(*found, strict=True)
+    )
     return torch.cat(blocks), torch.cat(segments)
 
 
@@ -262,7 +315,9 @@ def append_records(arena: Tensor, records: Tensor, base: int) -> tuple[Tensor, T
     return arena, ids.int()
 
 
-def random_kv(lengths: list[int], heads: int, head_dim: int, tokens: int) -> tuple[Tensor, Tensor]:
+def random_kv(
+    lengths: list[int], heads: int, head_dim: int, tokens: int
+) -> tuple[Tensor, Tensor]:
     """Keys with a few loud channels, as models have them, and plain values."""
     count = -(-max(lengths) // tokens)
     shape = (len(lengths), heads, count * tokens, head_dim)
@@ -277,13 +332,17 @@ def place(blocks: Tensor) -> tuple[Tensor, Tensor]:
     batch, count = blocks.shape[:2]
     stride = -(-(BASE + blocks[0, 0].numel()) // ARENA_UNIT)
     generator = torch.Generator().manual_seed(batch * count)
-    pages = (torch.randperm(batch * count + 1, generator=generator)[1:] * stride + 1).int()
+    pages = (
+        torch.randperm(batch * count + 1, generator=generator)[1:] * stride + 1
+    ).int()
     arena = torch.zeros((batch * count + 2) * stride * ARENA_UNIT, dtype=torch.uint8)
     store_blocks(Target(arena, pages, BASE), blocks.flatten(0, 1))
     return arena, pages.view(batch, count)
 
 
-def exact_attention(case: Case, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
+def exact_attention(
+    case: Case, scale: float, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """o [B, M, Hq, D] and lse [B, M, Hq] in fp64 from the K and V that the pages hold."""
     k, v = case.k.double(), case.v.double()
     width = case.q.shape[2] // k.shape[1]
@@ -316,6 +375,8 @@ def assert_alike(
     (o, lse), (exact, exact_lse) = found, wanted
     seen = exact_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen)
-    assert torch.allclose(lse[seen].double(), exact_lse[seen].double(), rtol=rtol, atol=near)
+    assert torch.allclose(
+        lse[seen].double(), exact_lse[seen].double(), rtol=rtol, atol=near
+    )
     assert (o.double() - exact).norm() <= tolerance * exact.norm()
     assert not o[~seen].any()

@@ -49,11 +49,20 @@ from disagg.paged.page_tables import GroupStep, plan_step, upload
 DEVICE = torch.device("cuda:0")
 ADDRESS = 1 << 40  # of every storage: aligned, as those of torch are
 CAPABILITY = int(os.environ.get("CAPABILITY", "90"))
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # that a program on a chip can have
+SHARED_KIB = {
+    80: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    120: 99,
+}  # that a program on a chip can have
 GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # programs at most
 LAYERS, LAYER = (0, 3), 3  # the second of two, which no codec skips
 CUDA, META, DEVICE_TYPES = 1, 14, 21  # of c10::DeviceType
-UPLOADS = (torch.ops.aten._to_copy.default, torch.ops.aten.index_put_.default)  # of one number too
+UPLOADS = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.index_put_.default,
+)  # of one number too
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,9 @@ class FakeLauncher:
         self.name, self.types = metadata.name, tuple(source.signature.values())
         self.compiled.append(self.name)
 
-    def __call__(self, x: int, y: int, z: int, stream: int, ptx: str, *rest: Any) -> None:
+    def __call__(
+        self, x: int, y: int, z: int, stream: int, ptx: str, *rest: Any
+    ) -> None:
         _packed, _metadata, _enter, _leave, *arguments = rest
         given = list(flatten(self.types, tuple(arguments)))
         if "div.full" in ptx:
@@ -94,7 +105,10 @@ class FakeLauncher:
         for kind, value in given:
             assert fits(kind, value), f"{self.name}: {value} is no {kind}"
         grid = x, y, z
-        assert all(0 < n <= most for n, most in zip(grid, GRID, strict=True)), (self.name, grid)
+        assert all(0 < n <= most for n, most in zip(grid, GRID, strict=True)), (
+            self.name,
+            grid,
+        )
         self.launched.append(self.name)
 
 
@@ -116,7 +130,9 @@ class FakeDriver:
     def get_device_properties(self, _: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED_KIB[CAPABILITY] << 10}
 
-    def load_binary(self, name: str, cubin: bytes, *_: int) -> tuple[str, None, int, int, int]:
+    def load_binary(
+        self, name: str, cubin: bytes, *_: int
+    ) -> tuple[str, None, int, int, int]:
         """(module, function, registers, spilled, threads at most)."""
         assert cubin.startswith(b"\x7fELF"), f"{name} is no machine code"
         return name, None, 0, 0, 1024
@@ -133,7 +149,11 @@ class NoHost(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         for x in (*args, found):
-            if isinstance(x, Tensor) and x.device != DEVICE and (x.dim() or func in UPLOADS):
+            if (
+                isinstance(x, Tensor)
+                and x.device != DEVICE
+                and (x.dim() or func in UPLOADS)
+            ):
                 raise RuntimeError(f"{func} of a tensor on {x.device}, in a layer")
         return found
 
@@ -162,11 +182,17 @@ def pretend() -> None:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = "_ZN3c104impl26device_guard_impl_registryE"
     guards = (ctypes.c_void_p * DEVICE_TYPES).in_dll(library, registry)
-    if not guards[CUDA]:  # a torch for CPUs; the guard of meta tensors, which does nothing, will do
+    if not guards[
+        CUDA
+    ]:  # a torch for CPUs; the guard of meta tensors, which does nothing, will do
         guards[CUDA] = guards[META]
-    torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(
+        multi_processor_count=132
+    )
     torch.cuda.get_device_capability = lambda _=None: divmod(CAPABILITY, 10)
-    FakeTensor.data_ptr = lambda self: ADDRESS + self.storage_offset() * self.element_size()
+    FakeTensor.data_ptr = lambda self: (
+        ADDRESS + self.storage_offset() * self.element_size()
+    )
     triton.runtime.driver.set_active(FakeDriver())
     load, ask = CompiledKernel._init_handles, bits.takes_subnormals
 
@@ -177,7 +203,9 @@ def pretend() -> None:
     def ask_and_agree(device: torch.device, spelling: str) -> bool:
         try:
             return ask(device, spelling)
-        except DataDependentOutputException:  # the one question, asked before anything is recorded
+        except (
+            DataDependentOutputException
+        ):  # the one question, asked before anything is recorded
             return True
 
     CompiledKernel._init_handles = load_text
@@ -203,10 +231,14 @@ def follow(scenario: Scenario) -> None:
         states.append(allocate_group(group, n, arena))
         at = upload(RecordIds.of(states[i]), DEVICE)
         with NoHost():
-            write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, prompt.queries)
+            write_prompt(
+                codec, group, at, LAYER, arena.bytes, k, v, 0, n, prompt.queries
+            )
         lengths.append(n)
     for m in scenario.steps:
-        growths = [SequenceGrowth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
+        growths = [
+            SequenceGrowth(states[i], n, m, i * m) for i, n in enumerate(lengths)
+        ]
         with unset_fake_temporarily():  # plans are made of numbers on the host
             fresh = take_records(group, growths, arena)
             planned = plan_step(codec, group, growths, fresh, DEVICE)

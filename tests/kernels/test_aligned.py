@@ -28,7 +28,9 @@ def check(case: cases.Case):
 
 @pytest.mark.parametrize("at_once", [1, 2 * 4 * cases.T * 48])
 def test_sequences_and_heads_attend_alone_as_they_do_together(at_once, monkeypatch):
-    case = cases.make_case(cases.aligned_format(48), [250, 3, 130], heads=3, width=2, m=2)
+    case = cases.make_case(
+        cases.aligned_format(48), [250, 3, 130], heads=3, width=2, m=2
+    )
     (o, lse), bits = aligned.attend(case.q, case.view, 0.2)
     monkeypatch.setattr(aligned, "CHUNK_ELEMENTS", at_once)
     (o_alone, lse_alone), bits_alone = aligned.attend(case.q, case.view, 0.2)
@@ -42,7 +44,9 @@ def test_sequences_and_heads_attend_alone_as_they_do_together(at_once, monkeypat
     ("head_dim", "lengths", "heads", "width", "m"),
     [(64, [140, 1], 2, 3, 1), (80, [390], 1, 5, 1), (128, [200, 70, 0], 1, 2, 2)],
 )
-def test_attention_reads_the_bits_that_the_reference_reads(head_dim, lengths, heads, width, m):
+def test_attention_reads_the_bits_that_the_reference_reads(
+    head_dim, lengths, heads, width, m
+):
     check(cases.make_case(cases.aligned_format(head_dim), lengths, heads, width, m))
 
 
@@ -57,7 +61,9 @@ def test_units_of_work_far_below_the_others_add_nothing():
     k[0, 0, 5] = 8.0
     view = case.view
     ops.encode(k, v, view.fmt, target=Target(view.arena, view.pages[0], view.base))
-    check(cases.Case(torch.full((1, 1, 2, 64), 4.0), view, k[None].half(), v[None].half()))
+    check(
+        cases.Case(torch.full((1, 1, 2, 64), 4.0), view, k[None].half(), v[None].half())
+    )
 
 
 def test_no_more_bits_are_read_than_are_counted():
@@ -71,7 +77,9 @@ def test_no_more_bits_are_read_than_are_counted():
     block = view.arena[int(view.pages[0, 0]) * 128 + view.base :][: fmt.block_bytes]
     low = block[fmt.k_low : fmt.k_low + cases.T // 2 * 64].view(64, cases.T // 2)
     low[levels > 0] ^= 0xFF
-    middle = block[fmt.k_middle : fmt.k_middle + cases.T // 2 * 64].view(64, cases.T // 2)
+    middle = block[fmt.k_middle : fmt.k_middle + cases.T // 2 * 64].view(
+        64, cases.T // 2
+    )
     middle[levels > 1] ^= 0xFF
     assert (levels > 0).any()
     assert torch.equal(attend(case)[0][0], o)
@@ -90,4 +98,6 @@ def reference_levels(case: cases.Case) -> torch.Tensor:
     """How many planes of each channel of K are left out: [D], for one query of one head."""
     top = case.k[0, 0].half().abs().amax(0).view(torch.int16).int() >> 10
     columns = case.q[0, 0, 0, :, None][None, None] * 0.2
-    return aligned.levels_of(aligned.k_drops(columns, top[None, None, :, None]))[0, 0, :, 0]
+    return aligned.levels_of(aligned.k_drops(columns, top[None, None, :, None]))[
+        0, 0, :, 0
+    ]

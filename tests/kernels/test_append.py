@@ -37,14 +37,19 @@ SEALED = {
 }
 KINDS = ("kivi", "pertoken", "pertoken-2bit", "int8", "fp8")
 SEALED |= {name: make_format(**FORMATS[name]) for name in KINDS}
-SEALED |= {f"banded-{b}-D{dim}": banded_format(b, dim) for b, dim in ((2, 64), (3, 64), (2, 256))}
+SEALED |= {
+    f"banded-{b}-D{dim}": banded_format(b, dim)
+    for b, dim in ((2, 64), (3, 64), (2, 256))
+}
 
 
 @pytest.fixture(params=["triton", *library.PATHS])
 def append(request):
     """An append of tensors on a CPU, by either."""
 
-    def by_triton(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing=None) -> None:
+    def by_triton(
+        arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing=None
+    ) -> None:
         there = arena.to(DEVICE, copy=True)
         if sealing is not None:
             sealing = replace(sealing, rows=moved(sealing.rows))
@@ -61,7 +66,9 @@ def append(request):
 
 
 def moved(tables):
-    there = {name: x.to(DEVICE) for name, x in vars(tables).items() if isinstance(x, Tensor)}
+    there = {
+        name: x.to(DEVICE) for name, x in vars(tables).items() if isinstance(x, Tensor)
+    }
     return replace(tables, **there)
 
 
@@ -90,7 +97,10 @@ def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, given):
     x = torch.randn(2, 4, HEADS, 80) * 10.0 ** torch.randint(-8, 6, (80,))
     x[:, 0, :, :4] = torch.tensor([torch.inf, -torch.inf, -65519.9, 3.4e38])
     k, v = x.to(given)
-    pages, slots = torch.tensor([300, 0, 300, 90]).int(), torch.tensor([15, 0, 7, 2]).int()
+    pages, slots = (
+        torch.tensor([300, 0, 300, 90]).int(),
+        torch.tensor([15, 0, 7, 2]).int(),
+    )
     rows = NewRows(pages, slots, raw_format(dtype, 80), BASE)
     found, expected = (torch.zeros(500 * 128, dtype=torch.uint8) for _ in range(2))
     with library.forced(path):
@@ -115,7 +125,10 @@ def test_scattered_channels_and_ids_are_read_where_they_are(append):
     """How a model lays its K out, and a step its tables, is their own affair."""
     fmt = raw_format("float32", 64)
     found, expected = (torch.zeros(9 << 16, dtype=torch.uint8) for _ in range(2))
-    k, v = torch.randn(2, 64, 3).transpose(1, 2)[:, ::2], torch.randn(2, 2, 128)[..., ::2]
+    k, v = (
+        torch.randn(2, 64, 3).transpose(1, 2)[:, ::2],
+        torch.randn(2, 2, 128)[..., ::2],
+    )
     pages, slots = torch.tensor([[0, 3], [600, 9]]).int().unbind(1)
     for run, arena in ((append, found), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, fmt, BASE))
@@ -137,17 +150,25 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
     """
     stride, page = page_ids(fmt, raw)
     segment = page + stride
-    tails = torch.randperm(8, generator=torch.Generator().manual_seed(5)).view(2, 4) * stride
+    tails = (
+        torch.randperm(8, generator=torch.Generator().manual_seed(5)).view(2, 4)
+        * stride
+    )
     pages = torch.tensor([tails[0, 1], tails[1, 3] if own else 8 * stride])
     slots = torch.tensor([6, 15 if own else 0])
-    named = (torch.tensor(x).int() for x in ([NO_PAGE, page], [segment, segment], [0, 12]))
+    named = (
+        torch.tensor(x).int() for x in ([NO_PAGE, page], [segment, segment], [0, 12])
+    )
     sealed, segments, stretches = named
     rows = SealRows(sealed, tails.int(), segments, stretches)
     arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
     if fmt.turn:
         target = Target(arena, rows.segments[:1], SEGMENT_BASE)
         store_blocks(target, random_segment(fmt, HEADS, 4)[None])
-    whole = (x[0].to(getattr(torch, raw.dtype)) for x in random_kv([64], HEADS, raw.head_dim, 64))
+    whole = (
+        x[0].to(getattr(torch, raw.dtype))
+        for x in random_kv([64], HEADS, raw.head_dim, 64)
+    )
     k, v = (x.transpose(0, 1) for x in whole)  # [T, H, D]
     at = tails[1].int().repeat_interleave(16)
     slot = torch.arange(16).repeat(4).int()
@@ -162,7 +183,10 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
 def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tensor]:
     """What an append and the reference make of the same arena."""
     expected, k, v, pages, slots, rows = make_tail(fmt, raw, own)
-    found, sealing = expected.clone(), Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20)
+    found, sealing = (
+        expected.clone(),
+        Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20),
+    )
     for run, arena in ((append, found), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, raw, BASE), sealing)
     return found, expected
@@ -170,7 +194,8 @@ def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float16") for name in SEALED), ("kivi-4bit", "bfloat16")]
+    ("name", "dtype"),
+    [*((name, "float16") for name in SEALED), ("kivi-4bit", "bfloat16")],
 )
 def test_completed_pages_are_those_of_the_reference(name, dtype, own, append):
     fmt = SEALED[name]
@@ -178,12 +203,16 @@ def test_completed_pages_are_those_of_the_reference(name, dtype, own, append):
     raw = raw_format(dtype, fmt.head_dim)
     found, expected = append_both(append, fmt, raw, own)
     assert torch.equal(found, expected)
-    block = load_blocks(expected, torch.tensor(page_ids(fmt, raw)[1:2]), BASE, HEADS, 64)
+    block = load_blocks(
+        expected, torch.tensor(page_ids(fmt, raw)[1:2]), BASE, HEADS, 64
+    )
     assert not (block == 0x5A).all()
 
 
 @pytest.mark.parametrize("name", ["gear-l-own", "gear-own", "gear-odd-own"])
-def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(name, append):
+def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(
+    name, append
+):
     fmt = make_format(**FORMATS[name])
     assert fmt.is_sealable
     raw, decoded = raw_format("float16", fmt.head_dim), []

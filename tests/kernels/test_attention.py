@@ -33,10 +33,14 @@ class Pages:
     m: int = 1
 
 
-PAGES = {name: Pages(cases.make_format(**options)) for name, options in cases.FORMATS.items()}
+PAGES = {
+    name: Pages(cases.make_format(**options)) for name, options in cases.FORMATS.items()
+}
 PAGES |= {name: Pages(fmt, 4) for name, fmt in cases.SIZES.items()}
 BANDS = {(b, dim): cases.banded_format(b, dim) for b, dim in cases.BANDED}
-PAGES |= {f"banded-{b}-D{dim}": Pages(fmt, 3, 1 + b % 2) for (b, dim), fmt in BANDS.items()}
+PAGES |= {
+    f"banded-{b}-D{dim}": Pages(fmt, 3, 1 + b % 2) for (b, dim), fmt in BANDS.items()
+}
 PAGES |= {
     f"raw-{dtype}-D{dim}": Pages(cases.raw_format(dtype, dim), 7, 2)
     for dtype in ("float16", "bfloat16", "float32")
@@ -52,7 +56,9 @@ PAGES |= {
     }.items()
 }
 PAGES["gear-l-for-1"] = Pages(cases.make_format(**cases.FORMATS["gear-l"]), 1)
-PAGES["gear-l-shared-for-7"] = Pages(cases.make_format(**cases.FORMATS["gear-l-shared"]), 7)
+PAGES["gear-l-shared-for-7"] = Pages(
+    cases.make_format(**cases.FORMATS["gear-l-shared"]), 7
+)
 MORE = ("banded-2-D128", "raw-float16-D80")
 
 
@@ -70,10 +76,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @cache
 def case_of(name: str, small: bool) -> cases.Case:
     pages = PAGES[name]
-    return cases.make_case(pages.fmt, width=pages.width, m=pages.m, **(SMALL if small else LARGE))
+    return cases.make_case(
+        pages.fmt, width=pages.width, m=pages.m, **(SMALL if small else LARGE)
+    )
 
 
-def attend(case: cases.Case, backend: str, cap: float = 0.0, scale: float = 0.2) -> Partial:
+def attend(
+    case: cases.Case, backend: str, cap: float = 0.0, scale: float = 0.2
+) -> Partial:
     if backend == TRITON:
         q, view = case.on(cases.DEVICE)
         o, lse = merge(gpu.attend(q, [view], scale, None, cap))
@@ -97,8 +107,12 @@ def check(case: cases.Case, backend: str, cap: float = 0.0) -> None:
     else:
         assert cpu.is_served(fmt, case.q)
         coded = not raw and not fmt.k.floating
-        bounds = (library.CODE_ERRORS[backend], 2e-3, 1e-6) if coded else (1e-6, 1e-5, 1e-6)
-    cases.assert_alike(attend(case, backend, cap), cases.exact_attention(case, 0.2, cap), *bounds)
+        bounds = (
+            (library.CODE_ERRORS[backend], 2e-3, 1e-6) if coded else (1e-6, 1e-5, 1e-6)
+        )
+    cases.assert_alike(
+        attend(case, backend, cap), cases.exact_attention(case, 0.2, cap), *bounds
+    )
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -107,7 +121,8 @@ def test_pages_are_attended_as_what_they_hold(name, backend):
 
 
 @pytest.mark.parametrize(
-    ("name", "cap"), [*product((*cases.FORMATS, *MORE), (0.7,)), *product(MORE, (0.3, 50.0))]
+    ("name", "cap"),
+    [*product((*cases.FORMATS, *MORE), (0.7,)), *product(MORE, (0.3, 50.0))],
 )
 def test_scores_are_capped(name, cap, backend):
     check(case_of(name, backend == TRITON), backend, cap)
@@ -133,7 +148,10 @@ def test_queries_see_what_their_windows_show(fmt, width, backend):
 
 
 def test_long_and_short_sequences_share_the_units_of_work(backend):
-    check(cases.make_case(cases.quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4), backend)
+    check(
+        cases.make_case(cases.quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4),
+        backend,
+    )
 
 
 @pytest.mark.parametrize(("lengths", "run"), [([390, 70, 0], 3), ([130], 1)])

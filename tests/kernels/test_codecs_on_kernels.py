@@ -28,15 +28,24 @@ PAGES = {  # how far the pages of the kernels are from those of the reference, r
     "alignedkv": 0.0,
 }
 ATTENTION = ["attend_kernel", "merge_kernel"]  # in one layer, whatever tables there are
-OF_PLANES = ["attend_kernel", "plane_scores_kernel", "plane_values_kernel", "merge_kernel"]
+OF_PLANES = [
+    "attend_kernel",
+    "plane_scores_kernel",
+    "plane_values_kernel",
+    "merge_kernel",
+]
 
 
-def make_cache(spec: str, device: str, heads=3, head_dim=64) -> tuple[CompressedKV, Tensor]:
+def make_cache(
+    spec: str, device: str, heads=3, head_dim=64
+) -> tuple[CompressedKV, Tensor]:
     """A prompt and steps that seal a page; and a query [heads, head_dim]."""
     codec, tokens = get_codec(spec), get_codec(spec).page_tokens
     k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, head_dim))
     prompt = tokens + 70
-    q = torch.randn(heads, 9, head_dim, generator=torch.Generator().manual_seed(1)).to(device)
+    q = torch.randn(heads, 9, head_dim, generator=torch.Generator().manual_seed(1)).to(
+        device
+    )
     cache = compress(codec, k[:, :prompt], v[:, :prompt], layer=3, q=q[:, 1:])
     cache.append(k[:, prompt:], v[:, prompt:])
     return cache, q[:, 0]
@@ -92,7 +101,9 @@ def test_what_memory_held_before_is_never_seen(spec, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", ["banded", "kivi:bits=2", "h2o"])
-def test_wide_queries_that_share_pages_but_not_tails_are_those_of_the_reference(spec, monkeypatch):
+def test_wide_queries_that_share_pages_but_not_tails_are_those_of_the_reference(
+    spec, monkeypatch
+):
     reference, q = make_cache(spec, "cpu", 8, 256)
     expected = reference.attend(q.double())
     watch(monkeypatch)
@@ -100,14 +111,18 @@ def test_wide_queries_that_share_pages_but_not_tails_are_those_of_the_reference(
     assert relative_error(cache.attend(q).cpu(), expected) <= 1e-3
 
 
-@pytest.mark.parametrize("spec", ["raw:dtype=fp16", "kcvt", "banded", "h2o", "alignedkv"])
+@pytest.mark.parametrize(
+    "spec", ["raw:dtype=fp16", "kcvt", "banded", "h2o", "alignedkv"]
+)
 def test_caps_and_sinks_are_those_of_the_reference(spec, monkeypatch):
     cache, q = make_cache(spec, DEVICE)
     softmax = Softmax(0.3, 2.0, torch.tensor([-1.0, 2.0, 5.0], device=DEVICE))
     with library.forced(library.TORCH):
         expected = cache.attend(q, softmax)
     watch(monkeypatch)
-    assert relative_error(cache.attend(q, softmax).cpu(), expected.cpu().double()) <= 1e-3
+    assert (
+        relative_error(cache.attend(q, softmax).cpu(), expected.cpu().double()) <= 1e-3
+    )
     assert relative_error(cache.attend(q).cpu(), expected.cpu().double()) > 1e-2
 
 

@@ -65,7 +65,9 @@ def test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler():
     assert library.load() is not None, "build it: python setup.py build_ext --inplace"
 
 
-@pytest.mark.parametrize(("ci", "ends"), [("true", AssertionError), ("", pytest.skip.Exception)])
+@pytest.mark.parametrize(
+    ("ci", "ends"), [("true", AssertionError), ("", pytest.skip.Exception)]
+)
 def test_a_missing_compiler_fails_ci_and_nobody_else(ci, ends, monkeypatch):
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(shutil, "which", lambda program: None)
@@ -106,7 +108,9 @@ def test_what_no_query_sees_may_be_no_number(path):
 @pytest.mark.parametrize("width", [1, 3])
 def test_who_sees_a_key_that_is_no_number_has_no_answer(width, path):
     case = make_case(raw_format("float16", 64), [60, 40], 2, width)
-    at = (int(case.view.pages[0, 1]) * 128 + BASE) // 2 + 4 * 64  # of token 20 and head 0
+    at = (
+        int(case.view.pages[0, 1]) * 128 + BASE
+    ) // 2 + 4 * 64  # of token 20 and head 0
     case.view.arena.view(torch.float16)[at] = torch.nan
     for x in answer(case):
         assert x[0, 0, :width].isnan().all()
@@ -114,7 +118,9 @@ def test_who_sees_a_key_that_is_no_number_has_no_answer(width, path):
         assert x[1].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["kivi", "int8", "pertoken", "gear", "decoquant", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["kivi", "int8", "pertoken", "gear", "decoquant", "fp8"]
+)
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_query_that_is_no_number_has_no_answer(name, width, path):
     case = make_case(make_format(**FORMATS[name]), [130, 70], 2, width)
@@ -126,7 +132,8 @@ def test_a_query_that_is_no_number_has_no_answer(name, width, path):
 
 
 @pytest.mark.parametrize(
-    "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "banded", "raw"]
+    "name",
+    ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "banded", "raw"],
 )
 @pytest.mark.parametrize("width", [1, 3])
 def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path):
@@ -135,7 +142,9 @@ def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path
     fmt = banded_format(2, 128) if name == "banded" else raw_format("bfloat16", 64)
     case = case or make_case(fmt, [700, 90, 333], 2, 3)
     case = replace(case, q=case.q[:, :, : 2 * width])
-    hi = case.view.hi - torch.tensor([[8, 300, 0, 5, 80]])  # queries that see less, and windows
+    hi = case.view.hi - torch.tensor(
+        [[8, 300, 0, 5, 80]]
+    )  # queries that see less, and windows
     lo = torch.tensor([[0, 0, 10, 65, 1]]).expand(3, 5).int().contiguous()
     q = torch.randn(3, 5, *case.q.shape[2:], generator=torch.Generator().manual_seed(5))
     case = replace(case.seeing(lo=lo, hi=hi.clamp_min(0).int().contiguous()), q=q)
@@ -164,10 +173,14 @@ def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path
 def test_views_are_attended_in_one_call_as_if_merged(path, monkeypatch):
     pages = make_case(quant_format(4, 64, 32, 32), [130, 64], 2, 3)
     tail = make_case(raw_format("float16", 64), [40, 7], 2, 3)
-    other = make_case(make_format(v_by="row"), [70, 9], 2, 3)  # the library does not know it
+    other = make_case(
+        make_format(v_by="row"), [70, 9], 2, 3
+    )  # the library does not know it
     called = []
     call = attend.call
-    monkeypatch.setattr(attend, "call", lambda *job: (called.append(job[0]), call(*job)))
+    monkeypatch.setattr(
+        attend, "call", lambda *job: (called.append(job[0]), call(*job))
+    )
     views = [pages.view, tail.view]
     o = ops.attend(pages.q, views, Softmax(0.2))
     assert called == ["disagg_attend"]
@@ -205,7 +218,9 @@ def hostile(head_dim, n):
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1)[:, 64:] for x in (k, v)]
     yield turned[0], turned[1]
     k, v = k.clone(), v.clone()
-    for i, x in enumerate((torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9, 6e-8, -0.0)):
+    for i, x in enumerate(
+        (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9, 6e-8, -0.0)
+    ):
         k[0, i + 3, i], v[1, i + 9, i] = x, x
     k[1, :, 7], v[0, 20], v[1, 64:128] = 3.25, 0.0, v[1, 64:128] * 1e4
     k[1, :, 9] += 1000
@@ -215,8 +230,12 @@ def hostile(head_dim, n):
 
 
 def test_codes_between_two_are_rounded_as_the_reference_rounds_them(path):
-    fmt = quant_format(4, 128, 64, 64)  # in about one of a million the product's rounding tells
-    k, v = torch.randn(2, 16, 2048, 128, generator=torch.Generator().manual_seed(2)).half()
+    fmt = quant_format(
+        4, 128, 64, 64
+    )  # in about one of a million the product's rounding tells
+    k, v = torch.randn(
+        2, 16, 2048, 128, generator=torch.Generator().manual_seed(2)
+    ).half()
     blocks, _ = encoded(k, v, fmt, 64)
     assert torch.equal(blocks, bytes_of(k, v, fmt)[0])
 
@@ -250,11 +269,21 @@ def test_every_number_of_fp8_is_rounded_and_read_as_torch_does(path):
     assert torch.equal(blocks, bytes_of(every, every, fmt)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("of_tokens", [False, True], ids=["heads-first", "tokens-first"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
+@pytest.mark.parametrize(
+    "of_tokens", [False, True], ids=["heads-first", "tokens-first"]
+)
 def test_sums_of_squares_are_those_of_the_reference(of_tokens, dtype, path):
     torch.manual_seed(7)
-    for count, begun, dim in ((100, 0, 64), (7, 5, 48), (32, 15, 80), (1, 15, 16), (0, 0, 16)):
+    for count, begun, dim in (
+        (100, 0, 64),
+        (7, 5, 48),
+        (32, 15, 80),
+        (1, 15, 16),
+        (0, 0, 16),
+    ):
         sizes = torch.rand(6, count, 1) * 30 - 20  # sums below 2**33, which are exact
         q = (torch.randn(6, count, dim) * 2**sizes).to(dtype)
         q[0, 3:4, 5], q[5, 4:5, 2] = torch.nan, -torch.inf
@@ -320,18 +349,25 @@ def test_a_child_forked_while_others_attend_attends_alone(pytestconfig):
         pytest.skip("no library was built")
     # A process of its own: what other tests import, gRPC above all, has threads in children too.
     code = "from tests.kernels import test_cpu; test_cpu.fork_while_others_attend()"
-    subprocess.run([sys.executable, "-c", code], cwd=pytestconfig.rootpath, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=pytestconfig.rootpath, check=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(kind, dtype, path, monkeypatch):
+def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(
+    kind, dtype, path, monkeypatch
+):
     """As by an append and an attention, in any layer page; what no number holds saturates."""
     raw, heads, rank = raw_format(dtype, 64), 2, 1
     fmt = quant_format(4, 64, 32, 32)
     sealed = make_case(fmt, [130, 64], heads, 3).view
     tail = make_case(raw, [40, 7], heads, 3).view
-    pages, slots = torch.stack([tail.pages[0, 2], tail.pages[1, 0]]), torch.tensor([8, 7]).int()
+    pages, slots = (
+        torch.stack([tail.pages[0, 2], tail.pages[1, 0]]),
+        torch.tensor([8, 7]).int(),
+    )
     arena, shift = torch.cat([sealed.arena, tail.arena]), sealed.arena.numel() // 128
     tail = replace(tail, arena=arena, pages=tail.pages + shift, hi=tail.hi + 1)
     sealed, pages = replace(sealed, arena=arena), pages + shift
@@ -341,7 +377,10 @@ def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(kind, dtype, pat
     held, largest = getattr(torch, dtype), torch.finfo(getattr(torch, dtype)).max
     rows, views = NewRows(pages, slots, raw, BASE), [sealed, tail]
     queries = q.transpose(0, 1).float().unsqueeze(1)
-    first = [replace(x, base=BASE - rank * heads * x.fmt.block_bytes) for x in (sealed, tail, rows)]
+    first = [
+        replace(x, base=BASE - rank * heads * x.fmt.block_bytes)
+        for x in (sealed, tail, rows)
+    ]
     ready = ops.prepare(arena, first[2], first[:2], queries)
     calls = []
     call = step.call
@@ -355,7 +394,9 @@ def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(kind, dtype, pat
     append(arena, *exact, rows)
     assert torch.equal(arena, written)
     assert torch.equal(found, attend.attend(queries, views, 0.2)[0][:, 0].to(kind))
-    assert torch.equal(ready.run(rank, q, k.zero_(), v.zero_(), True, Softmax(0.2)), found)
+    assert torch.equal(
+        ready.run(rank, q, k.zero_(), v.zero_(), True, Softmax(0.2)), found
+    )
     with_sinks = Softmax(0.2, 5.0, torch.linspace(-1, 3, 6))
     expected = ops.attend(queries, views, with_sinks)[:, 0].to(kind)
     assert torch.equal(ready.run(rank, q, k, v, True, with_sinks), expected)
@@ -364,7 +405,9 @@ def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(kind, dtype, pat
 
 def test_what_points_to_a_format_keeps_it():
     view = known("kivi", (390, 70), 3).view
-    rows = NewRows(view.pages[:, 0].clone(), torch.zeros(2).int(), raw_format("float16", 64), BASE)
+    rows = NewRows(
+        view.pages[:, 0].clone(), torch.zeros(2).int(), raw_format("float16", 64), BASE
+    )
     formats = [library.format_of(x) for x in (view.fmt, rows.fmt)]
     ready = ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64))
     library.format_of.cache_clear()

@@ -46,22 +46,31 @@ GROUPS = {
     "D96-g32": {"head_dim": 96, "group": 32},
     "D256-of-two-programs": {"head_dim": 256},
 }
-BANDS = {f"banded-{b}-D{dim}": banded_format(b, dim) for b, dim in ((2, 64), (3, 128), (2, 256))}
+BANDS = {
+    f"banded-{b}-D{dim}": banded_format(b, dim)
+    for b, dim in ((2, 64), (3, 128), (2, 256))
+}
 
 
-def encode_both(fmt: PageFormat, k: Tensor, v: Tensor, seed: int = 0, tokens: int = 2048):
+def encode_both(
+    fmt: PageFormat, k: Tensor, v: Tensor, seed: int = 0, tokens: int = 2048
+):
     frozen = random_segment(fmt, k.shape[0], 0) if fmt.turn else None
     cut = Segmentation(tokens, seed, frozen)
     there = replace(cut, frozen=None if frozen is None else frozen.to(DEVICE))
     found = encode(k.to(DEVICE), v.to(DEVICE), fmt, there)
-    return [None if x is None else x.cpu() for x in found], reference.encode(k, v, fmt, cut)
+    return [None if x is None else x.cpu() for x in found], reference.encode(
+        k, v, fmt, cut
+    )
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """All sums of these are exact in fp32, and no two of a column or row are equal."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randperm(shape[1], generator=generator)[:, None] * 7
-    return ((rows + torch.arange(shape[2]) * 11) % 509 - 254).expand(shape).to(dtype) / 64
+    return ((rows + torch.arange(shape[2]) * 11) % 509 - 254).expand(shape).to(
+        dtype
+    ) / 64
 
 
 @pytest.mark.parametrize(
@@ -74,10 +83,14 @@ def test_codes_and_scales_are_those_of_the_reference(name, dtype):
     fmt = BANDS.get(name) or make_format(**(MORE | GROUPS | FORMATS)[name])
     k, v = (x[0].to(dtype) for x in random_kv([128], 2, fmt.head_dim, T))
     if fmt.turn or name in HURT:
-        for place, value in enumerate((torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9)):
+        for place, value in enumerate(
+            (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9)
+        ):
             k[0, place, place], v[-1, 9 + place, place] = value, value
         k[0, 20], v[0, 30], k[-1, 64:, 2] = 0.0, -3.25, 0.25
-    k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))  # views, as of models
+    k, v = (
+        x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)
+    )  # views, as of models
     found, expected = encode_both(fmt, k, v, 4, 64)
     assert torch.equal(found[0], expected[0])
     assert found[1] is None or torch.equal(found[1], expected[1])
@@ -87,17 +100,24 @@ def test_codes_and_scales_are_those_of_the_reference(name, dtype):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_tokens_that_leave_their_page_are_masked_and_a_mean_stands_for_them(rank):
     fmt = make_format(group=32, valid=True, bits=4, rank=rank)
-    k, v = (whole_numbers((2, 128, 64), torch.float16), whole_numbers((2, 128, 64), torch.float16))
+    k, v = (
+        whole_numbers((2, 128, 64), torch.float16),
+        whole_numbers((2, 128, 64), torch.float16),
+    )
     absent = torch.zeros(2, 128, dtype=torch.bool)
     absent[0, [0, 9, 33, 34, 127]] = True
     absent[1, 64:96] = True  # a group of which nobody is left
     k[absent] = 500.0
     cut = Segmentation()
-    found, segments = encode(*(x.to(DEVICE) for x in (k, v)), fmt, cut, absent.to(DEVICE))
+    found, segments = encode(
+        *(x.to(DEVICE) for x in (k, v)), fmt, cut, absent.to(DEVICE)
+    )
     expected, wanted = reference.encode(k, v, fmt, cut, absent)
     mask = found[..., fmt.valid : fmt.valid + T // 8].cpu()
     bits = (mask.unsqueeze(3) >> torch.arange(8)) & 1
-    assert torch.equal(bits.flatten(2).transpose(0, 1).flatten(1), (~absent).to(torch.uint8))
+    assert torch.equal(
+        bits.flatten(2).transpose(0, 1).flatten(1), (~absent).to(torch.uint8)
+    )
     owner = torch.tensor([0, 0])
     pairs = [(found.cpu(), segments), (expected, wanted)]
     decoded = [decode(x, s if s is None else s.cpu()[owner], fmt) for x, s in pairs]
@@ -122,7 +142,9 @@ def test_tokens_leave_only_pages_that_can_say_so():
 def test_every_float8_is_rounded_as_torch_rounds_it():
     fmt = make_format(**FORMATS["fp8"])
     steps = torch.arange(2 * T * 64).float() / (2 * T * 64)
-    x = (448 * 2.0 ** (-20 * steps) * (1 - 2 * (torch.arange(2 * T * 64) % 2))).view(1, 2 * T, 64)
+    x = (448 * 2.0 ** (-20 * steps) * (1 - 2 * (torch.arange(2 * T * 64) % 2))).view(
+        1, 2 * T, 64
+    )
     x[:, ::T, 0] = 448.0  # so that the scale is 1
     found, expected = encode_both(fmt, x, x.roll(1, 2))
     assert torch.equal(found[0], expected[0])
@@ -138,13 +160,23 @@ def test_outliers_are_those_of_the_reference(ends, head_dim):
     assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("name", ["gear-l", "gear-l-shared", "gear", "gear-4bit", "gear-256"])
+@pytest.mark.parametrize(
+    "name", ["gear-l", "gear-l-shared", "gear", "gear-4bit", "gear-256"]
+)
 def test_what_low_rank_pieces_add_is_what_the_reference_adds(name):
-    fmt = make_format(**(FORMATS | {"gear-256": FORMATS["gear"] | {"head_dim": 256}})[name])
-    k, v = (x[0] for x in random_kv([192], 1, fmt.head_dim, T))  # fp32: no outliers are equal
-    found, expected = encode_both(fmt, k, v, (1 << 33) + 77, 128)  # another seed: 1e-2 and more
+    fmt = make_format(
+        **(FORMATS | {"gear-256": FORMATS["gear"] | {"head_dim": 256}})[name]
+    )
+    k, v = (
+        x[0] for x in random_kv([192], 1, fmt.head_dim, T)
+    )  # fp32: no outliers are equal
+    found, expected = encode_both(
+        fmt, k, v, (1 << 33) + 77, 128
+    )  # another seed: 1e-2 and more
     owner = torch.tensor([0, 0, 1])
-    for x, y in zip(*(decode(b, s[owner], fmt) for b, s in (found, expected)), strict=True):
+    for x, y in zip(
+        *(decode(b, s[owner], fmt) for b, s in (found, expected)), strict=True
+    ):
         assert relative_error(x, y.double()) <= 1e-3
 
 
@@ -167,9 +199,13 @@ def test_the_factors_of_a_residual_with_one_loud_direction_are_a_projection():
     a, b = fit(missing.half(), fmt)
     product = a.float() @ b.float().transpose(2, 3)
     seeds = torch.arange(4).view(2, 2) % 2 * 2 + torch.arange(4).view(2, 2) // 2
-    expected = [low_rank(x.half().float(), 4, s) for x, s in zip(missing, seeds, strict=True)]
+    expected = [
+        low_rank(x.half().float(), 4, s) for x, s in zip(missing, seeds, strict=True)
+    ]
     expected = torch.stack([x @ y.transpose(1, 2) for x, y in expected])
-    left = (missing - product).norm()  # in the faint directions the reference sees rounding only
+    left = (
+        missing - product
+    ).norm()  # in the faint directions the reference sees rounding only
     assert left <= (missing - expected).norm() + 2**-10 * missing.norm()
     lengths = a.float().norm(dim=2) / 128**0.5
     assert torch.allclose(lengths, torch.ones_like(lengths), atol=2e-3)
@@ -178,14 +214,22 @@ def test_the_factors_of_a_residual_with_one_loud_direction_are_a_projection():
 def fit(missing: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
     """A [2, H, n, rank] and B [2, H, D, rank] fp16 of residuals [2, H, n, D], with seed 0."""
     _, heads, n, _ = missing.shape
-    blocks = torch.zeros(n // T, heads, fmt.block_bytes, dtype=torch.uint8, device=DEVICE)
-    segments = torch.zeros(1, heads, fmt.segment_bytes, dtype=torch.uint8, device=DEVICE)
-    encode_low_rank(missing.to(DEVICE), in_order(blocks), segments, fmt, Segmentation(n))
+    blocks = torch.zeros(
+        n // T, heads, fmt.block_bytes, dtype=torch.uint8, device=DEVICE
+    )
+    segments = torch.zeros(
+        1, heads, fmt.segment_bytes, dtype=torch.uint8, device=DEVICE
+    )
+    encode_low_rank(
+        missing.to(DEVICE), in_order(blocks), segments, fmt, Segmentation(n)
+    )
     factors = []
     for side in (fmt.k, fmt.v):
         part = slice(side.low_rank.a, side.low_rank.a + 2 * T * side.low_rank.rank)
         a = blocks[..., part].view(torch.float16).unflatten(2, (T, -1))
-        part = slice(side.low_rank.b, side.low_rank.b + 2 * fmt.head_dim * side.low_rank.rank)
+        part = slice(
+            side.low_rank.b, side.low_rank.b + 2 * fmt.head_dim * side.low_rank.rank
+        )
         b = segments[0, :, part].view(torch.float16).unflatten(1, (fmt.head_dim, -1))
         factors.append((a.transpose(0, 1).flatten(1, 2).cpu(), b.cpu()))
     return torch.stack([a for a, _ in factors]), torch.stack([b for _, b in factors])
@@ -193,7 +237,10 @@ def fit(missing: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "run"),
-    [*product(("int8", "fp8", "kcvt", "gear"), (encode, ops.encode)), ("planes", ops.encode)],
+    [
+        *product(("int8", "fp8", "kcvt", "gear"), (encode, ops.encode)),
+        ("planes", ops.encode),
+    ],
 )
 def test_pages_are_written_where_they_belong_and_nowhere_else(name, run):
     fmt = aligned_format(64) if name == "planes" else make_format(**FORMATS[name])
@@ -255,7 +302,9 @@ def test_formats_that_the_kernels_do_not_know_are_left_to_the_reference():
     assert make_format(**FORMATS["fp8"]).is_encodable
     assert not odd.is_encodable
     assert not replace(fmt, k=replace(fmt.k, low_rank=None)).is_encodable
-    assert not make_format(slots=4, k_shared=True, head_dim=80, group=80, bits=4).is_encodable
+    assert not make_format(
+        slots=4, k_shared=True, head_dim=80, group=80, bits=4
+    ).is_encodable
 
 
 @pytest.mark.parametrize("run", [encode, reference.encode])

@@ -11,7 +11,15 @@ from disagg.kernels.gpu import attend as gpu
 from disagg.kernels.gpu.combine import merge
 from disagg.kernels.reference import exact
 from disagg.kernels.view import View
-from tests.kernels.cases import BASE, DEVICE, Case, append_records, assert_alike, place, raw_format
+from tests.kernels.cases import (
+    BASE,
+    DEVICE,
+    Case,
+    append_records,
+    assert_alike,
+    place,
+    raw_format,
+)
 
 SIDE_BASE = 7 * 16
 
@@ -28,21 +36,35 @@ def dropped_format(slots: int, head_dim: int, tokens: int = 64) -> ExactFormat:
     return ExactFormat("float16", head_dim, block, 0, size, slots, tokens, positions)
 
 
-def dropped_case(fmt: ExactFormat, lengths: list[int], heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def dropped_case(
+    fmt: ExactFormat, lengths: list[int], heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """(arena, pages [B, P], tokens that each sequence covers [B]); each head chose for itself."""
     counts = [n // fmt.tokens for n in lengths]
     batch, width = len(lengths), max(counts)
     shape = (batch, width, heads, 2, fmt.slots, fmt.head_dim)
-    planes = torch.randn(shape, generator=source(fmt.slots)).half().flatten(3).view(torch.uint8)
+    planes = (
+        torch.randn(shape, generator=source(fmt.slots))
+        .half()
+        .flatten(3)
+        .view(torch.uint8)
+    )
     blocks = torch.zeros(batch, width, heads, fmt.block_bytes, dtype=torch.uint8)
     blocks[..., : planes.shape[-1]] = planes
     if fmt.positions is not None:
         for row, count in enumerate(counts):
             for head in range(heads):
                 order = torch.randperm(count * fmt.tokens, generator=source(row + head))
-                chosen = order[: count * fmt.slots].sort().values.int().view(count, fmt.slots)
+                chosen = (
+                    order[: count * fmt.slots]
+                    .sort()
+                    .values.int()
+                    .view(count, fmt.slots)
+                )
                 end = fmt.positions + 4 * fmt.slots
-                blocks[row, :count, head, fmt.positions : end] = chosen.view(torch.uint8)
+                blocks[row, :count, head, fmt.positions : end] = chosen.view(
+                    torch.uint8
+                )
     arena, pages = place(blocks)
     for row, count in enumerate(counts):
         pages[row, count:] = pages[row, 0]
@@ -64,15 +86,23 @@ def check(view: View, width: int, m: int) -> None:
     ("slots", "head_dim", "width"),
     [(32, 64, 4), (2, 64, 1), (20, 128, 3), (48, 80, 7), (64, 96, 8), (10, 256, 4)],
 )
-def test_attention_over_what_was_not_dropped_is_that_of_the_reference(slots, head_dim, width):
+def test_attention_over_what_was_not_dropped_is_that_of_the_reference(
+    slots, head_dim, width
+):
     fmt = dropped_format(slots, head_dim)
     arena, pages, covered = dropped_case(fmt, [460, 64, 0, 200], 2)
     hi = covered.int().unsqueeze(1)
-    check(View(pages, torch.zeros_like(hi), hi, fmt, arena=arena, base=BASE, heads=2), width, 1)
+    check(
+        View(pages, torch.zeros_like(hi), hi, fmt, arena=arena, base=BASE, heads=2),
+        width,
+        1,
+    )
 
 
 @pytest.mark.parametrize("slots", [16, 40, 64])
-def test_windows_and_several_queries_see_different_tokens_of_what_was_not_dropped(slots):
+def test_windows_and_several_queries_see_different_tokens_of_what_was_not_dropped(
+    slots,
+):
     fmt = dropped_format(slots, 64)
     arena, pages, covered = dropped_case(fmt, [330, 140, 64], 1)
     hi = covered.int().unsqueeze(1).expand(3, 3).contiguous()
@@ -126,7 +156,9 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "slots", "width"), KEPT)
-def test_attention_over_kept_tokens_is_that_of_the_reference(dtype, head_dim, slots, width):
+def test_attention_over_kept_tokens_is_that_of_the_reference(
+    dtype, head_dim, slots, width
+):
     used = [min(slots, x) for x in (3, 33, 0, 90)]
     arena, pages, sides, fmt = kept_case(dtype, head_dim, used, slots, 2)
     hi = torch.tensor([[700], [350], [500], [640]], dtype=torch.int32)
@@ -137,7 +169,9 @@ def test_attention_over_kept_tokens_is_that_of_the_reference(dtype, head_dim, sl
 
 def test_windows_and_several_queries_see_different_kept_tokens():
     arena, pages, sides, fmt = kept_case("float16", 64, [35, 20, 1], 35, 1)
-    hi = torch.tensor([[200, 400, 700], [0, 70, 90], [700, 700, 700]], dtype=torch.int32)
+    hi = torch.tensor(
+        [[200, 400, 700], [0, 70, 90], [700, 700, 700]], dtype=torch.int32
+    )
     lo = torch.tensor([[100, 300, 100], [0, 0, 80], [0, 699, 700]], dtype=torch.int32)
     bases = {"base": BASE, "side_base": SIDE_BASE}
     check(View(pages, lo, hi, fmt, sides=sides, arena=arena, heads=1, **bases), 5, 3)

@@ -18,7 +18,9 @@ def empty(slots: int) -> KeptSlots:
     fmt = SlotsFormat(slots, states + -(-slots // 16) * 16 + 16, 0, 4 * slots, states)
     side = torch.zeros(HEADS, fmt.block_bytes, dtype=torch.uint8, device=DEVICE)
     raw = raw_format("float16", D)
-    blocks = torch.zeros(-(-slots // 16), HEADS, raw.block_bytes, dtype=torch.uint8, device=DEVICE)
+    blocks = torch.zeros(
+        -(-slots // 16), HEADS, raw.block_bytes, dtype=torch.uint8, device=DEVICE
+    )
     return view_kept(side, blocks, fmt, raw)
 
 
@@ -41,7 +43,9 @@ class Spec:
         won = []
         for head, slots in enumerate(self.slots):
             scores = k[head].float().abs().sum(1).tolist()
-            pool = [(slot[1], i, slot) for i, slot in enumerate(slots) if slot[2] == POOL]
+            pool = [
+                (slot[1], i, slot) for i, slot in enumerate(slots) if slot[2] == POOL
+            ]
             new = [(score, self.room + i, None) for i, score in enumerate(scores)]
             best = sorted(pool + new, key=lambda x: x[:2])[:count]
             winners = sorted(i - self.room for _, i, slot in best if slot is None)
@@ -52,18 +56,24 @@ class Spec:
             for _, _, slot in pool:
                 if not any(slot is other for _, _, other in best):
                     slot[2] = RETIRED
-            slots += [[first + i, scores[i], POOL, k[head, i], v[head, i]] for i in winners]
+            slots += [
+                [first + i, scores[i], POOL, k[head, i], v[head, i]] for i in winners
+            ]
         return won
 
 
-def check(kept: KeptSlots, spec: Spec, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
+def check(
+    kept: KeptSlots, spec: Spec, k: Tensor, v: Tensor, count: int, first: int
+) -> Tensor:
     won = ops.keep_outliers(kept, k.to(DEVICE), v.to(DEVICE), count, first).cpu()
     assert won.tolist() == spec.keep(k, v, count, first)
     for head, slots in enumerate(spec.slots):
         n = len(slots)
         assert kept.positions[head, :n].tolist() == [slot[0] for slot in slots]
         assert kept.scores[head, :n].tolist() == [slot[1] for slot in slots]
-        assert kept.states[head].tolist() == [x[2] for x in slots] + [FREE] * (spec.room - n)
+        assert kept.states[head].tolist() == [x[2] for x in slots] + [FREE] * (
+            spec.room - n
+        )
         for i, slot in enumerate(slots):
             assert torch.equal(kept.k[head, i].cpu(), slot[3])
             assert torch.equal(kept.v[head, i].cpu(), slot[4])

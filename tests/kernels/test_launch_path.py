@@ -19,14 +19,23 @@ pytestmark = pytest.mark.timeout(900)  # a compiler is at work
 KERNELS = {
     name
     for file in (ROOT / "kernels" / "gpu").glob("*.py")
-    for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", file.read_text(), re.MULTILINE)
+    for name in re.findall(
+        r"^@triton\.jit.*\ndef (\w+_kernel)\(", file.read_text(), re.MULTILINE
+    )
 }
-PAIRS = {"heads": 1, "per_head": 2, "head_dim": 128}  # of columns, until more queries fill them
+PAIRS = {
+    "heads": 1,
+    "per_head": 2,
+    "head_dim": 128,
+}  # of columns, until more queries fill them
 FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "banded": {"spec": "banded", "sequences": 3},
     "banded, its first page": {"spec": "banded", "prompt": 10},
     "kivi": {"spec": "kivi:bits=4", "sequences": 3},
-    "kivi, many units": {"spec": "kivi:bits=4", "prompt": 20000},  # as the largest tables have
+    "kivi, many units": {
+        "spec": "kivi:bits=4",
+        "prompt": 20000,
+    },  # as the largest tables have
     "alignedkv": {"spec": "alignedkv", "sequences": 3},
     "kcvt, its prompt": {"spec": "kcvt", "steps": []},
     "gear-l, its prompt": {"spec": "gear-l:bits=2", "steps": []},
@@ -37,21 +46,44 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "banded, longer": {"spec": "banded", "sequences": 4, "prompt": 1000},
     "kivi, replayed": {"spec": "kivi:bits=4", "sequences": 2, "steps": [1, 8, 3]},
     "kivi of pairs": {"spec": "kivi:bits=4", "steps": [1, 16]} | PAIRS,
-    "kivi of pairs, longer": {"spec": "kivi:bits=4", "sequences": 4, "steps": [1, 3, 8]} | PAIRS,
+    "kivi of pairs, longer": {"spec": "kivi:bits=4", "sequences": 4, "steps": [1, 3, 8]}
+    | PAIRS,
     "fp8": {"spec": "fp8", "steps": [1, 16]} | PAIRS,
-    "fp8, longer": {"spec": "fp8", "sequences": 4, "prompt": 500, "steps": [1, 1, 3]} | PAIRS,
+    "fp8, longer": {"spec": "fp8", "sequences": 4, "prompt": 500, "steps": [1, 1, 3]}
+    | PAIRS,
 }
 SERVED = ["raw", "kivi", "gear-l:bits=2,backbone=kivi,group=64"]
-SERVED += ["gear:bits=2,backbone=kivi,group=64", "gear:bits=4", "int8", "fp8", "pertoken"]
-SERVED += ["banded", "banded:bits=2,sink=0", "decoquant", "ott:rank=4,outliers=20", "h2o:keep=0.25"]
+SERVED += [
+    "gear:bits=2,backbone=kivi,group=64",
+    "gear:bits=4",
+    "int8",
+    "fp8",
+    "pertoken",
+]
+SERVED += [
+    "banded",
+    "banded:bits=2,sink=0",
+    "decoquant",
+    "ott:rank=4,outliers=20",
+    "h2o:keep=0.25",
+]
 WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100}
 MANY: dict[str, dict[str, Any]] = {
-    **{f"{spec}, narrow": {"spec": spec, "sequences": 3} for spec in ("kcvt", "ott", "h2o")},
+    **{
+        f"{spec}, narrow": {"spec": spec, "sequences": 3}
+        for spec in ("kcvt", "ott", "h2o")
+    },
     **{spec: {"spec": spec} | WIDE for spec in SERVED},
     "banded, 256 channels": {"spec": "banded", "per_head": 8, "head_dim": 256},
-    "kivi, more tokens at once": {"spec": "kivi", "sequences": 2, "steps": [1, 4]} | WIDE,
+    "kivi, more tokens at once": {"spec": "kivi", "sequences": 2, "steps": [1, 4]}
+    | WIDE,
     **{
-        f"{spec} of {dtype}": {"spec": spec, "dtype": dtype, "sequences": 2, "head_dim": 80}
+        f"{spec} of {dtype}": {
+            "spec": spec,
+            "dtype": dtype,
+            "sequences": 2,
+            "head_dim": 80,
+        }
         for spec in ("raw", "int8", "alignedkv")
         for dtype in ("bfloat16", "float32")
     },
@@ -59,7 +91,11 @@ MANY: dict[str, dict[str, Any]] = {
 
 ELSEWHERE: dict[str, dict[str, Any]] = {  # what once failed on other chips than sm_90
     "89": {"spec": "alignedkv", "head_dim": 256},
-    "100": {"spec": "gear-l:bits=2,backbone=kivi,group=64", "heads": 1, "head_dim": 128},
+    "100": {
+        "spec": "gear-l:bits=2,backbone=kivi,group=64",
+        "heads": 1,
+        "head_dim": 128,
+    },
 }
 
 
@@ -68,17 +104,23 @@ def launch(
 ) -> dict[str, dict[str, Any]]:
     """What launches.py says of each."""
     chosen |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | chosen
+    environment = {
+        k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"
+    } | chosen
     asked = [json.dumps(scenario) for scenario in scenarios.values()]
     command = [sys.executable, "-m", "tests.kernels.launches", *asked]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return dict(zip(scenarios, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return launch(FEW, tmp_path_factory.mktemp("triton"), DISABLE_PTXAS_OPT="1")  # half the time
+    return launch(
+        FEW, tmp_path_factory.mktemp("triton"), DISABLE_PTXAS_OPT="1"
+    )  # half the time
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -98,7 +140,9 @@ def test_encoders_divide_as_their_reference_does(found):
 
 def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     for name, one in found.items():
-        assert not one["compiled"] or not name.endswith((", longer", ", replayed")), name
+        assert not one["compiled"] or not name.endswith((", longer", ", replayed")), (
+            name
+        )
 
 
 def test_every_step_attends_and_merges_in_a_launch_each(found):
@@ -118,5 +162,9 @@ def test_other_chips_take_what_compiles_and_fits_there(capability, tmp_path):
 
 @pytest.mark.slow
 def test_every_launch_of_every_codec_binds_and_compiles(tmp_path):
-    wrong = {name: one["error"] for name, one in launch(MANY, tmp_path).items() if one["error"]}
+    wrong = {
+        name: one["error"]
+        for name, one in launch(MANY, tmp_path).items()
+        if one["error"]
+    }
     assert not wrong

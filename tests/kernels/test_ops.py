@@ -87,7 +87,8 @@ def test_pages_that_share_segments_are_not_attended_without_them():
 
 
 @pytest.mark.parametrize(
-    "options", [{"bits": 3}, {"tokens": 62}, {"group": 48}, {"v_group": 24}, {"head_dim": 66}]
+    "options",
+    [{"bits": 3}, {"tokens": 62}, {"group": 48}, {"v_group": 24}, {"head_dim": 66}],
 )
 def test_a_format_that_does_not_divide_is_refused(options):
     with pytest.raises(ValueError, match=r"bits|words|divide"):
@@ -104,10 +105,16 @@ def test_a_format_that_does_not_divide_is_refused(options):
     ],
 )
 def test_an_append_refuses_tables_that_do_not_fit_its_rows(changes, error):
-    rows = SealRows(*(torch.full(shape, -1).int() for shape in ((2,), (2, 4), (2,), (2,))))
+    rows = SealRows(
+        *(torch.full(shape, -1).int() for shape in ((2,), (2, 4), (2,), (2,)))
+    )
     fmt = changes.pop("fmt", FMT)
     sealing = Sealing(replace(rows, **changes), fmt, cases.BASE)
-    arena, x, ids = torch.zeros(1 << 16, dtype=torch.uint8), torch.ones(2, 2, 64), rows.pages + 1
+    arena, x, ids = (
+        torch.zeros(1 << 16, dtype=torch.uint8),
+        torch.ones(2, 2, 64),
+        rows.pages + 1,
+    )
     new = NewRows(ids, ids, cases.raw_format("float32", 64), cases.BASE)
     with pytest.raises(error):
         ops.append(arena, x, x, new, sealing)

@@ -37,7 +37,9 @@ def test_units_are_what_the_sequences_show_each_tile_once(sequences, programs, s
         if owner is not None:
             assert {100 * b + int(x) for x in owner[b, start:end]} == {segment}
     shown = range(len(lo))
-    tiles = [range(lo[b] // 64, -(-hi[b] // 64)) if hi[b] > lo[b] else () for b in shown]
+    tiles = [
+        range(lo[b] // 64, -(-hi[b] // 64)) if hi[b] > lo[b] else () for b in shown
+    ]
     assert seen == [(b, i) for b in shown for i in tiles[b]]
     assert len(table) <= span.most_units(programs)
 
@@ -79,7 +81,11 @@ def test_units_are_planned_for_the_warps_that_kernels_have(spec, head_dim):
 def test_no_recorded_step_has_more_units_than_a_gpu_starts():
     nobody, segments = np.zeros(64, dtype=int), np.zeros((64, 2048))
     span = plan.Span(PAGE, nobody, nobody, 1 << 20, None, segments)
-    assert span.most_units(16) > plan.MAX_GRID == plan.most_units([span], 8, torch.device("cpu"))
+    assert (
+        span.most_units(16)
+        > plan.MAX_GRID
+        == plan.most_units([span], 8, torch.device("cpu"))
+    )
 
 
 def test_pages_that_say_their_positions_are_all_read_behind_a_window():
@@ -88,7 +94,9 @@ def test_pages_that_say_their_positions_are_all_read_behind_a_window():
 
 
 def test_nobody_to_attend_is_one_unit_without_work():
-    table, starts = plan.units_of_spans([span_of([0, 9], [0, 9])], 1, torch.device("cpu"))
+    table, starts = plan.units_of_spans(
+        [span_of([0, 9], [0, 9])], 1, torch.device("cpu")
+    )
     assert table.tolist() == [[0, 0, 0, 0, 0]]
     assert starts.tolist() == [0, 0, 0]
 
@@ -97,7 +105,9 @@ def test_nobody_to_attend_is_one_unit_without_work():
 def test_a_buffer_for_more_rows_and_pages_holds_fewer(rows):
     def most(rows: int, pages: int) -> int:
         nobody = np.zeros(rows, dtype=int)
-        return plan.Span(PAGE, nobody, nobody, 64 * pages, None, np.zeros((rows, 2))).most_units(16)
+        return plan.Span(
+            PAGE, nobody, nobody, 64 * pages, None, np.zeros((rows, 2))
+        ).most_units(16)
 
     counts = [most(rows, pages) for pages in range(1, 40)]
     assert counts == sorted(counts)

@@ -23,12 +23,18 @@ from tests.synthetic import relative_error
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_units_of_codes_of_a_tail_and_of_planes_are_one_answer(dtype):
     formats = quant_format(2, 64, 32, 32), raw_format("float32", 64), aligned_format(64)
-    lengths = [[450, 0, 70], [33, 1, 0], [0, 80, 0]]  # the last sequence is in the codes alone
+    lengths = [
+        [450, 0, 70],
+        [33, 1, 0],
+        [0, 80, 0],
+    ]  # the last sequence is in the codes alone
     cases = [make_case(fmt, n, 2, 3) for fmt, n in zip(formats, lengths, strict=True)]
     q = cases[0].q.to(getattr(torch, dtype)).to(DEVICE)
     strided = torch.cat([q, q], 3)[..., :64]  # as a fused projection gives it
     found = gpu.attend(strided, [case.on(DEVICE)[1] for case in cases], 0.2)
-    wanted = softmax.merge([exact_attention(replace(x, q=cases[0].q), 0.2) for x in cases])
+    wanted = softmax.merge(
+        [exact_attention(replace(x, q=cases[0].q), 0.2) for x in cases]
+    )
     o, _ = merge(found, q.dtype)
     assert o.dtype == q.dtype
     assert relative_error(o.cpu(), wanted) <= 4e-3
@@ -38,10 +44,16 @@ def test_units_of_codes_of_a_tail_and_of_planes_are_one_answer(dtype):
 def test_any_number_of_units_of_a_sequence_is_one_answer(units):
     generator = torch.Generator().manual_seed(units)
     o = torch.randn(units + 9, 3, 80, generator=generator)
-    lse = 9 * torch.randn(units + 9, 3, generator=generator)  # log2; 9 slots are nobody's
+    lse = 9 * torch.randn(
+        units + 9, 3, generator=generator
+    )  # log2; 9 slots are nobody's
     starts = torch.tensor([0, units], dtype=torch.int32, device=DEVICE)
     part = UnitPartials(o.to(DEVICE), lse.to(DEVICE), (1, 1, 3), starts)
     found, total = (x.cpu() for x in merge(part))
     weights = (lse[:units] * math.log(2)).softmax(0)
-    assert torch.allclose(found[0, 0], (o[:units] * weights.unsqueeze(2)).sum(0), atol=1e-5)
-    assert torch.allclose(total[0, 0], (lse[:units] * math.log(2)).logsumexp(0), atol=1e-4)
+    assert torch.allclose(
+        found[0, 0], (o[:units] * weights.unsqueeze(2)).sum(0), atol=1e-5
+    )
+    assert torch.allclose(
+        total[0, 0], (lse[:units] * math.log(2)).logsumexp(0), atol=1e-4
+    )

@@ -49,7 +49,9 @@ def test_bytes_do_not_depend_on_how_pages_are_cut_into_chunks(monkeypatch):
     fmt = cases.quant_format(2, 64, 32, 32)
     k, v = (x[0].half() for x in cases.random_kv([448], 3, 64, 64))
     whole = blocks_of(k, v, fmt)
-    single = [blocks_of(k[:, i : i + 64], v[:, i : i + 64], fmt) for i in range(0, 448, 64)]
+    single = [
+        blocks_of(k[:, i : i + 64], v[:, i : i + 64], fmt) for i in range(0, 448, 64)
+    ]
     assert torch.equal(whole, torch.cat(single))
     monkeypatch.setattr(encode, "CHUNK_ELEMENTS", 1)
     assert torch.equal(whole, blocks_of(k, v, fmt))
@@ -71,7 +73,9 @@ def test_a_stretched_scale_keeps_mean_and_energy_of_a_group(bits):
     seen = (found + zero.float()) * scale.float()
     mean = x.mean(1)
     d, e = x - mean.unsqueeze(1), seen - seen.mean(1, keepdim=True)
-    assert ((seen.mean(1) - mean).abs() <= 2**-10 * (mean.abs() + x.abs().amax(1))).all()
+    assert (
+        (seen.mean(1) - mean).abs() <= 2**-10 * (mean.abs() + x.abs().amax(1))
+    ).all()
     assert torch.allclose((d * d).sum(1), (d * e).sum(1), rtol=2e-3)
     plain, old_scale, old_zero = quantize(x, 64, bits)
     old = (plain + old_zero.float()) * old_scale.float()

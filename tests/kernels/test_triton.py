@@ -37,7 +37,9 @@ def spell(monkeypatch: pytest.MonkeyPatch, codes: str) -> None:
 
 def check(case: cases.Case) -> None:
     """Where 16 bits end, within 5e-3."""
-    cases.assert_alike(attend(case, TRITON), cases.exact_attention(case, 0.2), 5e-3, 2e-3, 1e-3)
+    cases.assert_alike(
+        attend(case, TRITON), cases.exact_attention(case, 0.2), 5e-3, 2e-3, 1e-3
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -65,7 +67,9 @@ def held(case: cases.Case, k: torch.Tensor, v: torch.Tensor) -> cases.Case:
     fmt, view = case.view.fmt, case.view
     blocks, _ = ops.encode(k, v, fmt)
     ops.store_blocks(Target(view.arena, view.pages[0], view.base), blocks)
-    exact = [x.transpose(0, 1).flatten(1, 2)[None] for x in codes.decode(blocks, None, fmt)]
+    exact = [
+        x.transpose(0, 1).flatten(1, 2)[None] for x in codes.decode(blocks, None, fmt)
+    ]
     return replace(case, k=exact[0], v=exact[1])
 
 
@@ -100,7 +104,9 @@ def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_magic_number_form_equals_exact_attention(bits, monkeypatch):
     spell(monkeypatch, MAGIC)
-    test_attention.check(cases.make_case(cases.quant_format(bits, 64, 64, 64), [130], 1, 4), TRITON)
+    test_attention.check(
+        cases.make_case(cases.quant_format(bits, 64, 64, 64), [130], 1, 4), TRITON
+    )
 
 
 @pytest.mark.skipif(cases.DEVICE == "cuda", reason="a GPU executes it itself")
@@ -142,6 +148,10 @@ def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
 def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
     codes = torch.arange(256).to(torch.uint8)
     found = torch.empty(256, device=cases.DEVICE)
-    float8_kernel[(1,)](codes.view(torch.int8).to(cases.DEVICE), found, PLAIN, num_warps=1)
+    float8_kernel[(1,)](
+        codes.view(torch.int8).to(cases.DEVICE), found, PLAIN, num_warps=1
+    )
     numbers = codes & 127 != 127  # the rest are NaN
-    assert torch.equal(found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers])
+    assert torch.equal(
+        found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers]
+    )

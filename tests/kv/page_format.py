@@ -41,7 +41,9 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, spec: str, kind: str, tokens: int, planes: list[tuple[str, str, Any]]) -> "Layout":
+    def of(
+        cls, spec: str, kind: str, tokens: int, planes: list[tuple[str, str, Any]]
+    ) -> "Layout":
         placed, end = {}, 0
         for name, dtype, shape in planes:
             placed[name] = dtype, shape, align(end)
@@ -61,7 +63,9 @@ class Layout:
         return read_plane(block, dtype, shape, offset)
 
 
-def read_plane(data: bytes, dtype: str, shape: tuple[int, int], offset: int = 0) -> Array:
+def read_plane(
+    data: bytes, dtype: str, shape: tuple[int, int], offset: int = 0
+) -> Array:
     count = shape[0] * shape[1]
     if dtype == "bfloat16":
         words = np.frombuffer(data, "<u2", count, offset).astype(np.uint32) << 16
@@ -72,7 +76,9 @@ def read_plane(data: bytes, dtype: str, shape: tuple[int, int], offset: int = 0)
 
 def raw_layout(dtype: str, head_dim: int) -> Layout:
     shape = (RAW_TOKENS, head_dim)
-    return Layout.of(f"raw:dtype={dtype}", "raw", 16, [("k", dtype, shape), ("v", dtype, shape)])
+    return Layout.of(
+        f"raw:dtype={dtype}", "raw", 16, [("k", dtype, shape), ("v", dtype, shape)]
+    )
 
 
 @dataclass(frozen=True)
@@ -97,10 +103,17 @@ class Format:
         segments = -(-sealed // self.segment.tokens) if self.segment else 0
         side = int(self.side is not None and not sealed)
         raws = -(-(n - sealed) // RAW_TOKENS)
-        return dict(zip(KINDS, (segments, sealed // self.page.tokens, side, raws), strict=True))
+        return dict(
+            zip(KINDS, (segments, sealed // self.page.tokens, side, raws), strict=True)
+        )
 
     def layouts(self) -> dict[str, Layout]:
-        found = {"page": self.page, "raw": self.raw, "segment": self.segment, "side": self.side}
+        found = {
+            "page": self.page,
+            "raw": self.raw,
+            "segment": self.segment,
+            "side": self.side,
+        }
         return {kind: layout for kind, layout in found.items() if layout}
 
 
@@ -108,7 +121,9 @@ def format_of(spec: str, head_dim: int, dtype: str) -> Format:
     name, _, rest = spec.partition(":")
     options = dict(item.split("=") for item in rest.split(","))
     if name == "raw":
-        named = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[options["dtype"]]
+        named = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[
+            options["dtype"]
+        ]
         raw = raw_layout(named, head_dim)
         return Format(name, options, head_dim, raw, raw)
     raw = raw_layout(dtype if dtype in ("float16", "bfloat16") else "float16", head_dim)
@@ -125,7 +140,10 @@ def format_of(spec: str, head_dim: int, dtype: str) -> Format:
         sink, residual = int(options.get("sink", 0)), int(options["residual"])
         page = Layout.of(spec, "page", 64, planes)
         return Format(name, options, head_dim, page, raw, sink, residual)
-    columns = [(bits, quarters * head_dim // 4) for bits, quarters in BANDS[int(options["bits"])]]
+    columns = [
+        (bits, quarters * head_dim // 4)
+        for bits, quarters in BANDS[int(options["bits"])]
+    ]
     groups = (head_dim // 64, 64)
     planes = [(f"k_codes{b}", "int16", (16, c * b // 4)) for b, c in columns if b]
     planes += [
@@ -136,7 +154,10 @@ def format_of(spec: str, head_dim: int, dtype: str) -> Format:
         ("v_zero", "float16", groups),
     ]
     shared = [("order", "int16", (1, head_dim)), ("signs", "uint8", (1, head_dim // 8))]
-    page, segment = Layout.of(spec, "page", 64, planes), Layout.of(spec, "segment", 512, shared)
+    page, segment = (
+        Layout.of(spec, "page", 64, planes),
+        Layout.of(spec, "segment", 512, shared),
+    )
     side = Layout.of(spec, "side", 0, [("squares", "float32", (1, head_dim))])
     sink = int(options.get("sink", 64))
     return Format(name, options, head_dim, page, raw, sink, 64, segment, side)
@@ -151,7 +172,9 @@ def plan_fingerprint(fmt: Format, layers: int, heads: int) -> str:
 # -- frames
 def read_frame(frame: bytes) -> tuple[int, dict[str, Any], list[bytes]]:
     """Type, header and payload in its parts; every byte checked."""
-    *known, kind, header_bytes, payload_bytes, checksum = struct.unpack_from("<4sHHQQQ", frame)
+    *known, kind, header_bytes, payload_bytes, checksum = struct.unpack_from(
+        "<4sHHQQQ", frame
+    )
     assert known == [b"dgKV", 4]
     packed, payload = frame[32 : 32 + header_bytes], frame[32 + header_bytes :]
     assert len(payload) == payload_bytes
@@ -220,7 +243,9 @@ def read_page(fmt: Format, block: bytes, segment: bytes) -> tuple[Array, Array]:
     if fmt.name == "kivi":
         bits = int(fmt.options["bits"])
         k = scaled(unpack(plane["k_codes"], bits), plane["k_scale"], plane["k_zero"])
-        return k, scaled(unpack(plane["v_codes"], bits), plane["v_scale"], plane["v_zero"]).T
+        return k, scaled(
+            unpack(plane["v_codes"], bits), plane["v_scale"], plane["v_zero"]
+        ).T
     parts, first = [], 0
     for bits, quarters in BANDS[int(fmt.options["bits"])]:
         some = slice(first, first := first + quarters * fmt.head_dim // 4)
@@ -237,12 +262,21 @@ def read_page(fmt: Format, block: bytes, segment: bytes) -> tuple[Array, Array]:
     turned = scaled(unpack(plane["v_codes"], 2), plane["v_scale"], plane["v_zero"])
     odd = [[(i & j).bit_count() % 2 for j in range(64)] for i in range(64)]
     hadamard = 1.0 - 2.0 * np.array(odd)
-    v = np.einsum("ij,bjt->bit", hadamard, turned.reshape(-1, 64, 64)).reshape(fmt.head_dim, 64) / 8
+    v = (
+        np.einsum("ij,bjt->bit", hadamard, turned.reshape(-1, 64, 64)).reshape(
+            fmt.head_dim, 64
+        )
+        / 8
+    )
     return k, (signs[:, None] * v).T
 
 
 def read_layer(
-    fmt: Format, items: Mapping[tuple[str, int, int], bytes], layer: int, heads: int, n: int
+    fmt: Format,
+    items: Mapping[tuple[str, int, int], bytes],
+    layer: int,
+    heads: int,
+    n: int,
 ) -> tuple[Array, Array]:
     """K and V [H][n][D] of one layer, in the order of tokens."""
     k, v = np.zeros((2, heads, n, fmt.head_dim))
@@ -250,7 +284,9 @@ def read_layer(
     tokens = fmt.page.tokens
 
     def block(data: bytes, layout: Layout | None, head: int) -> bytes:
-        return data[head * layout.nbytes : (head + 1) * layout.nbytes] if layout else b""
+        return (
+            data[head * layout.nbytes : (head + 1) * layout.nbytes] if layout else b""
+        )
 
     for head in range(heads):
         for page in range(counts["page"]):
@@ -282,4 +318,6 @@ def attend(q: Array, k: Array, v: Array) -> Array:
 
 def array(text: str, *shape: int) -> Array:
     """An array of a vector."""
-    return np.frombuffer(base64.b64decode(text), "<f4").reshape(shape).astype(np.float64)
+    return (
+        np.frombuffer(base64.b64decode(text), "<f4").reshape(shape).astype(np.float64)
+    )

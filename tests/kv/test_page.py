@@ -34,5 +34,7 @@ def test_a_missing_plane_is_an_error_that_lists_the_planes():
 def test_a_raw_page_holds_sixteen_tokens_of_k_then_v():
     raw = make_raw_layout("bfloat16", 80)
     places = (("k", 0), ("v", 2560))
-    assert raw.planes == tuple(Plane(name, "bfloat16", (16, 80), at) for name, at in places)
+    assert raw.planes == tuple(
+        Plane(name, "bfloat16", (16, 80), at) for name, at in places
+    )
     assert raw.block_bytes == 5120

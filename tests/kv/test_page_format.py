@@ -41,9 +41,14 @@ def test_the_page_alone_says_what_a_handoff_means(name):
         k, v = read_layer(fmt, items, layer, heads, n)
         for x, name in ((k, "k"), (v, "v")):
             expected = array(meant[name], heads, -1, dim)
-            assert np.abs(x[:, told["positions"]] - expected).max() <= 1e-6 * np.abs(expected).max()
+            assert (
+                np.abs(x[:, told["positions"]] - expected).max()
+                <= 1e-6 * np.abs(expected).max()
+            )
         output = array(meant["output"], -1, dim)
-        assert np.abs(attend(queries, k, v) - output).max() <= 1e-5 * np.abs(output).max()
+        assert (
+            np.abs(attend(queries, k, v) - output).max() <= 1e-5 * np.abs(output).max()
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +72,11 @@ def test_the_package_still_writes_these_bytes(vector):
 
 def test_the_decoder_knows_nothing_of_the_package():
     tree = ast.parse(Path(page_format.__file__).read_text())
-    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    modules += [x.name for n in ast.walk(tree) if isinstance(n, ast.Import) for x in n.names]
+    modules = [
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    ]
+    modules += [
+        x.name for n in ast.walk(tree) if isinstance(n, ast.Import) for x in n.names
+    ]
     known = {"base64", "struct", "collections.abc", "dataclasses", "hashlib", "typing"}
     assert {*modules} <= known | {"msgpack", "numpy", "xxhash"}

@@ -49,14 +49,18 @@ def test_an_allocation_that_fails_takes_nothing():
 def test_plan_fingerprint_and_size_follow_its_groups():
     plan, other = Plan((group(),), (0, 0)), Plan((group(0),), (0, 0))
     assert plan.fingerprint == Plan((group(),), (0, 0)).fingerprint
-    page, raw = (group().record(layout).nbytes for layout in (group().page, group().raw))
+    page, raw = (
+        group().record(layout).nbytes for layout in (group().page, group().raw)
+    )
     assert (plan.nbytes(128), other.nbytes(128)) == (page + 4 * raw, 2 * page)
 
 
 @pytest.mark.parametrize("window", [16, 128, 1000])
 def test_behind_a_window_a_segment_is_left_that_the_next_page_joins(window):
     """A new one would be made of what a sequence that moved has no more."""
-    some, without = (replace(group(64, segments), window=window) for segments in (True, False))
+    some, without = (
+        replace(group(64, segments), window=window) for segments in (True, False)
+    )
     for n in range(5000):
         unseen = max(0, n + 1 - window)
         assert some.dropped(n) % some.segment_tokens == 0

@@ -48,7 +48,9 @@ def test_pages_that_may_be_partly_filled_come_zeroed_unless_they_are_claimed(poo
 
 def test_what_does_not_fit_is_refused_by_size_and_takes_nothing(pool):
     for take in (pool.allocate, pool.claim):
-        with pytest.raises(CapacityError, match="25 pages of 640 bytes wanted, 24 free"):
+        with pytest.raises(
+            CapacityError, match="25 pages of 640 bytes wanted, 24 free"
+        ):
             take(ODD, 25)
         with pytest.raises(CapacityError, match="does not fit a slab of 4096"):
             take(RecordShape("huge", 4224, False), 1)
@@ -75,7 +77,10 @@ def test_what_is_kept_is_found_up_to_the_first_unknown_key_as_it_was_kept_first(
     pool.keep(b"b", [], "no pages are not kept")
     (found,) = pool.take([b"a", b"b", b"c"])
     assert (found.pages, found.note) == (tuple(pages), "a")
-    assert (pool.kept_keys(str), pool.kept_keys(int)) == ([b"a", b"c"], [])  # by their notes
+    assert (pool.kept_keys(str), pool.kept_keys(int)) == (
+        [b"a", b"c"],
+        [],
+    )  # by their notes
 
 
 def test_an_empty_slab_serves_another_shape(pool):
@@ -99,7 +104,10 @@ def read(pool: Pool, *keys: bytes) -> None:
 
 
 USES = {
-    "those least recently used go first": (lambda pool: pool.used([b"a", b"b"]), b"abd"),
+    "those least recently used go first": (
+        lambda pool: pool.used([b"a", b"b"]),
+        b"abd",
+    ),
     "of what was used together the first goes last": (
         lambda pool: pool.used([b"d", b"c", b"b", b"a"]),
         b"bcd",
@@ -110,7 +118,9 @@ USES = {
 
 
 @pytest.mark.parametrize(("use", "left"), USES.values(), ids=USES)
-@pytest.mark.parametrize(("shape", "count"), [(SMALL, 16), (ODD, 6)], ids=["own", "other"])
+@pytest.mark.parametrize(
+    ("shape", "count"), [(SMALL, 16), (ODD, 6)], ids=["own", "other"]
+)
 def test_cached_pages_make_room(pool, use, left, shape, count):
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
@@ -121,7 +131,9 @@ def test_cached_pages_make_room(pool, use, left, shape, count):
         pool.allocate(SMALL, 65)
 
 
-@pytest.mark.parametrize(("shape", "count"), [(SMALL, 49), (ODD, 20)], ids=["own", "other"])
+@pytest.mark.parametrize(
+    ("shape", "count"), [(SMALL, 49), (ODD, 20)], ids=["own", "other"]
+)
 def test_nothing_cached_goes_for_what_would_not_fit_without_it(pool, shape, count):
     pool.allocate(SMALL, 16)
     keep(pool, b"a", 16)
@@ -257,8 +269,12 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_counted_once(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.referenced_pages == len({x for pages in self.owned for x in pages})
+        assert self.pool.referenced_pages == len(
+            {x for pages in self.owned for x in pages}
+        )
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
 TestPoolMachine = PoolMachine.TestCase

@@ -37,13 +37,17 @@ os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(300)"]
 
 
 @pytest.mark.parametrize("tmp", ["/tmp", f"/tmp/{'x' * 20}"], ids=len)
-def test_a_session_that_ends_leaves_no_folder_and_no_environment(tmp, monkeypatch) -> None:
+def test_a_session_that_ends_leaves_no_folder_and_no_environment(
+    tmp, monkeypatch
+) -> None:
     """And one with a long name would leave no room for those of Ray's sockets."""
     monkeypatch.setattr(tempfile, "tempdir", tmp)
     before = dict(os.environ)
     with Session() as session:
         assert os.environ["RAY_AUTH_TOKEN"] == session.token
-        assert int(dict(os.environ)["RAY_health_check_timeout_ms"]) >= 60_000  # busy is not dead
+        assert (
+            int(dict(os.environ)["RAY_health_check_timeout_ms"]) >= 60_000
+        )  # busy is not dead
         assert session.folder.is_dir()
         assert str(session.folder.parent) == "/tmp"
         assert session.folder.stat().st_mode & 0o077 == 0
@@ -56,7 +60,9 @@ def test_a_session_that_ends_leaves_no_folder_and_no_environment(tmp, monkeypatc
     [(STAYS, "null"), (STAYS, "{}"), (HIDES, "null")],
     ids=["stays", "has only a log of it", "hides when it was seen"],
 )
-def test_what_a_killed_owner_started_is_killed_too(child: str, environment: str) -> None:
+def test_what_a_killed_owner_started_is_killed_too(
+    child: str, environment: str
+) -> None:
     command = [sys.executable, "-c", OWNER, child, environment]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pid, folder = owner.stdout.readline().split()

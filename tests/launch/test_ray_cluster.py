@@ -60,7 +60,9 @@ class FakeCluster(Cluster):
     def _load(self, role: Role, name: str) -> Actor:
         self.handles[name] = Handle()
         outcome = self.outcomes.pop(0) if self.outcomes else None
-        actor = Actor(role, name, self.handles[name], Call(outcome is not LOADING, outcome))
+        actor = Actor(
+            role, name, self.handles[name], Call(outcome is not LOADING, outcome)
+        )
         if outcome is None:
             self.loaded(actor)
         return actor
@@ -81,7 +83,10 @@ class FakeCluster(Cluster):
         """One look; what it told."""
         self.told = []
         launch.knock = lambda host, port: self.there  # type: ignore[assignment]
-        self.look(lambda up: self.told.append(f"+{up.name}"), lambda x: self.told.append(f"-{x}"))
+        self.look(
+            lambda up: self.told.append(f"+{up.name}"),
+            lambda x: self.told.append(f"-{x}"),
+        )
         return self.told
 
 
@@ -94,9 +99,13 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
             raise asked.value
         return asked.value
 
-    def wait(calls: list[Call], timeout: float | None = None) -> tuple[list[Call], list[Call]]:
+    def wait(
+        calls: list[Call], timeout: float | None = None
+    ) -> tuple[list[Call], list[Call]]:
         assert calls, "Ray refuses to wait for nothing"
-        assert timeout is not None or any(call.done for call in calls), "this would be for ever"
+        assert timeout is not None or any(call.done for call in calls), (
+            "this would be for ever"
+        )
         return [call for call in calls if call.done][:1], []
 
     monkeypatch.setattr(launch, "knock", lambda host, port: True)
@@ -173,10 +182,14 @@ def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(e
         (["prefill-0.2"], ["prefill-0.2", "prefill-0", "decode-0"], ".3"),
     ],
 )
-def test_a_front_end_takes_over_all_workers_of_its_name(there, taken, next_one, monkeypatch):
+def test_a_front_end_takes_over_all_workers_of_its_name(
+    there, taken, next_one, monkeypatch
+):
     named = [{"name": name, "namespace": "mine"} for name in there]
     named.append({"name": "decode-7", "namespace": "of another"})
-    monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
+    monkeypatch.setattr(
+        launch.ray.util, "list_named_actors", lambda all_namespaces: named
+    )
     take_kept(monkeypatch)
     flags = {"cluster.address": "any:1", "cluster.name": "mine", "cluster.prefill": 2}
     cluster = FakeCluster(config=load_config(None, flags))
@@ -188,13 +201,17 @@ def test_a_front_end_takes_over_all_workers_of_its_name(there, taken, next_one, 
 
 def test_the_next_front_end_has_as_many_workers_as_were_asked_for(monkeypatch):
     named: list[dict[str, str]] = []
-    monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
+    monkeypatch.setattr(
+        launch.ray.util, "list_named_actors", lambda all_namespaces: named
+    )
     take_kept(monkeypatch)
     config = load_config(None, {"cluster.address": "any:1"})
     first = FakeCluster(config=config)
     first.start()
     first.scale(None, 2)
-    named += [{"name": name, "namespace": "disagg"} for name in ("prefill-0", "decode-0")]
+    named += [
+        {"name": name, "namespace": "disagg"} for name in ("prefill-0", "decode-0")
+    ]
     names = [name for _, name in FakeCluster(config=config)._names()]
     assert names == ["prefill-0", "decode-0", "decode-1"]
     named.clear()
@@ -255,7 +272,9 @@ def test_more_workers_load_and_one_of_too_many_changes_what_it_does(cluster, cap
     assert cluster.handles["prefill-1.1"].assume.told == (Role.DECODE,)
     cluster.scale(None, 1)
     cluster.step()
-    left = {name for name, handle in cluster.handles.items() if handle.stop.told is not None}
+    left = {
+        name for name, handle in cluster.handles.items() if handle.stop.told is not None
+    }
     assert left == {"prefill-1.1", "decode-1.2"}
     for name in sorted(left):
         cluster.kill(name)
@@ -263,7 +282,9 @@ def test_more_workers_load_and_one_of_too_many_changes_what_it_does(cluster, cap
     assert (cluster.step(), caplog.messages) == ([], [])
 
 
-def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(caplog, monkeypatch):
+def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(
+    caplog, monkeypatch
+):
     cluster = FakeCluster(None, None, LOADING)
     cluster.start()
     for number in (2, 1):
@@ -280,7 +301,9 @@ def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(capl
         shell.stop()
 
 
-def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off(monkeypatch):
+def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off(
+    monkeypatch,
+):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     cluster = FakeCluster(None, None, *[LOADING] * 1000)
     cluster.start()
@@ -304,7 +327,9 @@ def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name(cluster
 
 
 def test_a_worker_that_leaves_when_the_next_front_end_comes_ends_without_a_word(caplog):
-    cluster = FakeCluster(None, WorkerInfo("decode-0", Role.NONE, "127.0.0.1:1", epoch=1))
+    cluster = FakeCluster(
+        None, WorkerInfo("decode-0", Role.NONE, "127.0.0.1:1", epoch=1)
+    )
     cluster.start()
     assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
     cluster.kill("decode-0")
@@ -322,7 +347,9 @@ def test_what_cannot_be_wanted_is_refused_by_name(cluster):
     with pytest.raises(ConfigError, match="0 decode"):
         cluster.scale(1, 0)
     cluster._gpus = 2
-    with pytest.raises(ConfigError, match="this host has 2 GPUs, room for 2 of 3 workers"):
+    with pytest.raises(
+        ConfigError, match="this host has 2 GPUs, room for 2 of 3 workers"
+    ):
         cluster.scale(None, 2)
     assert cluster.wanted == {"prefill": 1, "decode": 1}
     with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
@@ -333,7 +360,9 @@ def test_a_worker_that_breaks_says_what_broke_it_and_not_where():
     where = "\x1b[36mray::start()\x1b[39m (pid=7)\n  File ...\nMemoryError: 90 TiB"
     for error in (MemoryError("90 TiB"), RuntimeError("90 TiB")):
         failure = RayTaskError("start", where, error, "ray::start", 7, "1.1.1.1")
-        with pytest.raises(PeerLostError, match=rf"started: {type(error).__name__}: 90 TiB$"):
+        with pytest.raises(
+            PeerLostError, match=rf"started: {type(error).__name__}: 90 TiB$"
+        ):
             FakeCluster(failure.as_instanceof_cause()).start()
 
 
@@ -342,7 +371,9 @@ def test_a_worker_that_cannot_start_is_an_error_at_the_start():
         FakeCluster(("model", "no such model")).start()
 
 
-def test_a_lost_ray_starts_anew_with_all_workers_as_often_as_they_serve_between(cluster):
+def test_a_lost_ray_starts_anew_with_all_workers_as_often_as_they_serve_between(
+    cluster,
+):
     for i in range(1, 2 * launch.RESTARTS):
         cluster.there = False
         ups = [x for _ in range(3) for x in cluster.step()]
@@ -392,7 +423,11 @@ def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
 
 
 ON_OUR_RAY = [
-    ({"cluster.gpus": 1}, 0, "gpus is 1; this host has 0 GPUs, room for 0 of 2 workers"),
+    (
+        {"cluster.gpus": 1},
+        0,
+        "gpus is 1; this host has 0 GPUs, room for 0 of 2 workers",
+    ),
     ({"cluster.gpus": 1}, 1, "room for 1 of 2"),
     ({"cluster.gpus": 2}, 3, "room for 1 of 2"),
     ({"cluster.gpus": 0.6}, 1, "room for 1 of 2"),
@@ -405,11 +440,19 @@ ON_OUR_RAY = [
 
 
 @pytest.mark.parametrize(("flags", "gpus", "told"), ON_OUR_RAY)
-def test_workers_that_would_wait_for_ever_on_our_ray_are_refused(flags, gpus, told, monkeypatch):
-    node = {"Resources": {"CPU": 2.0, "GPU": float(gpus)}, "NodeManagerAddress": "", "NodeID": ""}
+def test_workers_that_would_wait_for_ever_on_our_ray_are_refused(
+    flags, gpus, told, monkeypatch
+):
+    node = {
+        "Resources": {"CPU": 2.0, "GPU": float(gpus)},
+        "NodeManagerAddress": "",
+        "NodeID": "",
+    }
     monkeypatch.setattr(launch.ray, "init", Mock())
     monkeypatch.setattr(launch.ray, "nodes", lambda: [node | {"NodeManagerPort": 1}])
-    monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: Mock(gcs_address="here:1"))
+    monkeypatch.setattr(
+        launch.ray, "get_runtime_context", lambda: Mock(gcs_address="here:1")
+    )
     monkeypatch.setattr(launch.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     with pytest.raises(ConfigError, match=told) if told else nullcontext():
         Cluster(load_config(None, flags), Mock(token="t", folder="")).connect()
@@ -432,10 +475,14 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("flags", "here", "threads"), SHARED)
-def test_the_cores_of_a_host_are_shared_by_workers_that_fit(flags, here, threads, monkeypatch):
+def test_the_cores_of_a_host_are_shared_by_workers_that_fit(
+    flags, here, threads, monkeypatch
+):
     """Of pools as many as fit there."""
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    engine = of_a_share(load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, here).engine
+    engine = of_a_share(
+        load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, here
+    ).engine
     assert (engine.memory_share, engine.torch_threads) == (0.4, threads)
 
 
@@ -443,12 +490,16 @@ def take_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What front ends keep in Ray stays here."""
     kept: dict[tuple[str, bytes], bytes] = {}
 
-    def put(key: bytes, value: str, overwrite: bool = True, namespace: str = "") -> None:
+    def put(
+        key: bytes, value: str, overwrite: bool = True, namespace: str = ""
+    ) -> None:
         if overwrite or (namespace, key) not in kept:
             kept[namespace, key] = value.encode()
 
     get = "_internal_kv_get"
-    monkeypatch.setattr(launch.internal_kv, get, lambda key, namespace: kept.get((namespace, key)))
+    monkeypatch.setattr(
+        launch.internal_kv, get, lambda key, namespace: kept.get((namespace, key))
+    )
     monkeypatch.setattr(launch.internal_kv, "_internal_kv_put", put)
 
 

@@ -79,21 +79,29 @@ def try_out(kind: str, folder: Path) -> tuple[str, str]:
     prompts, reference = [random_prompt(n) for n in LENGTHS], ReferenceModel(path)
     engine = make_engine(runner, max_batch_tokens=29)
     expected = [reference.generate(prompt, ANSWER) for prompt in prompts]
-    assert len({token for answer in expected for token in answer.tokens}) > 5, "too easy to say"
-    for answer, right in zip(serve(engine, prompts, "raw", ANSWER), expected, strict=True):
+    assert len({token for answer in expected for token in answer.tokens}) > 5, (
+        "too easy to say"
+    )
+    for answer, right in zip(
+        serve(engine, prompts, "raw", ANSWER), expected, strict=True
+    ):
         assert_same(answer, right)
     return shape, SERVED
 
 
 def shape_of(info: ModelInfo) -> str:
     """Two cells."""
-    windows = ", ".join("all" if window is None else str(window) for window in info.windows)
+    windows = ", ".join(
+        "all" if window is None else str(window) for window in info.windows
+    )
     return f"{info.query_heads} / {info.heads} x {info.head_dim} | {windows}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="where the page is written")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="where the page is written"
+    )
     parser.parse_args().out.write_text(table())
 
 

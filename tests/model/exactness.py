@@ -42,7 +42,10 @@ def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -
 
     started = time.perf_counter()
     asked = tell(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
-    alone = [serve(engine, [prompt], codec, max_tokens, ignore_eos=True)[0] for prompt in asked]
+    alone = [
+        serve(engine, [prompt], codec, max_tokens, ignore_eos=True)[0]
+        for prompt in asked
+    ]
     middle = time.perf_counter()
     together = serve(engine, inputs, codec, max_tokens, ignore_eos=True)
     ended = time.perf_counter()
@@ -61,7 +64,9 @@ def make_prompts(ref: str | None, text: Path | None, count: int) -> list[list[in
     """Prompts of 5 to 1500 tokens: passages of a text, or random tokens without one."""
     vocab, longest = describe_model(ref).vocab_size, LONGEST
     source = random.Random(0)
-    lengths = [SHORTEST + (longest - SHORTEST) * i // max(1, count - 1) for i in range(count)]
+    lengths = [
+        SHORTEST + (longest - SHORTEST) * i // max(1, count - 1) for i in range(count)
+    ]
     if text is None:
         return [[source.randrange(vocab) for _ in range(n)] for n in lengths]
     tokens = Tokenizer.load(ref).encode(text.read_text())
@@ -69,7 +74,9 @@ def make_prompts(ref: str | None, text: Path | None, count: int) -> list[list[in
     return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
-def compare(answers: Sequence[Sequence[int]], expected: Sequence[Reference], seconds: float) -> Row:
+def compare(
+    answers: Sequence[Sequence[int]], expected: Sequence[Reference], seconds: float
+) -> Row:
     """Count the first difference of each answer: a mismatch, or a tie of the reference.
 
     compared: tokens up to the first difference of each prompt, that one included
@@ -77,28 +84,46 @@ def compare(answers: Sequence[Sequence[int]], expected: Sequence[Reference], sec
     compared = mismatches = ties = 0
     for answer, truth in zip(answers, expected, strict=True):
         assert len(answer) == len(truth.tokens)
-        for token, right, margin in zip(answer, truth.tokens, truth.margins, strict=True):
+        for token, right, margin in zip(
+            answer, truth.tokens, truth.margins, strict=True
+        ):
             compared += 1
             if token != right:
                 mismatches += margin >= TIE
                 ties += margin < TIE
                 break
-    found = {"prompts": len(answers), "tokens": sum(map(len, answers)), "compared": compared}
-    return found | {"mismatches": mismatches, "ties": ties, "seconds": round(seconds, 2)}
+    found = {
+        "prompts": len(answers),
+        "tokens": sum(map(len, answers)),
+        "compared": compared,
+    }
+    return found | {
+        "mismatches": mismatches,
+        "ties": ties,
+        "seconds": round(seconds, 2),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder or cached name; the packaged model unless given")
+    parser.add_argument(
+        "--model", help="folder or cached name; the packaged model unless given"
+    )
     parser.add_argument("--text", type=Path, help="prompts are passages of this file")
     parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=128, help="generated for each prompt")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="generated for each prompt"
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object instead of lines"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON object here too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result = measure(arguments.model, arguments.text, arguments.prompts, arguments.tokens)
+    result = measure(
+        arguments.model, arguments.text, arguments.prompts, arguments.tokens
+    )
     record = result_of([result], "greedy, fp32, against generate")
     if arguments.out:
         write(record, arguments.out)
@@ -107,7 +132,9 @@ def main() -> None:
         return
     print("{model}, {codec}, prompts of {lengths} tokens".format(**result))
     for name in ("one_by_one", "ragged"):
-        found = "{mismatches} mismatches, {ties} ties in {compared} tokens".format(**result[name])
+        found = "{mismatches} mismatches, {ties} ties in {compared} tokens".format(
+            **result[name]
+        )
         print(f"{name}: {found}")
 
 

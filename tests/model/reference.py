@@ -23,7 +23,10 @@ class ReferenceModel:
     def __init__(self, ref: str | None = None):
         info = describe_model(ref, "float32")
         self._model = AutoModelForCausalLM.from_pretrained(
-            info.path, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+            info.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            attn_implementation="eager",
         )
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
@@ -33,10 +36,21 @@ class ReferenceModel:
 
     def generate(self, prompt: list[int], max_tokens: int) -> Reference:
         """Exactly `max_tokens` greedy tokens behind a prompt, whatever ends a text."""
-        ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.int64)
-        how = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "eos_token_id": None}
+        ids, mask = (
+            torch.tensor([prompt]),
+            torch.ones(1, len(prompt), dtype=torch.int64),
+        )
+        how = {
+            "max_new_tokens": max_tokens,
+            "min_new_tokens": max_tokens,
+            "eos_token_id": None,
+        }
         how |= {"pad_token_id": 0, "do_sample": False, "output_logits": True}
-        result = self._model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **how)
+        result = self._model.generate(
+            ids, attention_mask=mask, return_dict_in_generate=True, **how
+        )
         best = torch.cat(result.logits).float().topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
-        return Reference(tuple(result.sequences[0, len(prompt) :].tolist()), tuple(margins))
+        return Reference(
+            tuple(result.sequences[0, len(prompt) :].tolist()), tuple(margins)
+        )

@@ -20,7 +20,11 @@ TRIED += ["gpt_oss", "vaultgemma"]
 
 def row_of(kind: str) -> str:
     """What the page of models says of an architecture."""
-    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{kind}` |")]
+    (row,) = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if line.startswith(f"| `{kind}` |")
+    ]
     return row
 
 
@@ -37,7 +41,9 @@ def test_attention_that_pages_cannot_serve_is_refused_at_load(kind, tmp_path):
     assert f"refused: {' '.join(str(refused.value).split())} |" in row_of(kind)
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < MADE_WITH, reason="serves fewer")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < MADE_WITH, reason="serves fewer"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_alone_says_what_the_page_of_models_says(kind, tmp_path):
     fit, row = check_model(str(save_config(kind, tmp_path))), row_of(kind)

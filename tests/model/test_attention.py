@@ -11,7 +11,9 @@ from tests.synthetic import exact_attention
 SINKS = torch.linspace(-2, 4, 6)
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None) -> Tensor:
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None
+) -> Tensor:
     """Query by query, in double precision."""
     out = torch.empty_like(q, dtype=torch.float64)
     start, group = k.shape[1] - q.shape[1], q.shape[0] // k.shape[0]
@@ -22,15 +24,21 @@ def naive(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None)
             keys, values = k[head // group, seen], v[head // group, seen]
             sink = None if softmax.sinks is None else softmax.sinks[head : head + 1]
             how = softmax.scale, None, softmax.cap, sink
-            out[head, i] = exact_attention(q[[head], i], keys[None], values[None], *how)[0]
+            out[head, i] = exact_attention(
+                q[[head], i], keys[None], values[None], *how
+            )[0]
     return out
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 23, 100])
 @pytest.mark.parametrize("count", [1, 7, 23])
 @pytest.mark.parametrize("heads", [1, 2, 6])
-@pytest.mark.parametrize("softmax", [Softmax(0.3), Softmax(0.3, 1.5), Softmax(0.3, 0.0, SINKS)])
-def test_the_last_tokens_attend_on_what_they_may_see(softmax, window, count, heads, monkeypatch):
+@pytest.mark.parametrize(
+    "softmax", [Softmax(0.3), Softmax(0.3, 1.5), Softmax(0.3, 0.0, SINKS)]
+)
+def test_the_last_tokens_attend_on_what_they_may_see(
+    softmax, window, count, heads, monkeypatch
+):
     torch.manual_seed(0)
     monkeypatch.setattr(attention, "BLOCK_SCORES", 6 * 23 * 4)  # four queries at a time
     q = torch.randn(6, count, 20)
@@ -40,7 +48,9 @@ def test_the_last_tokens_attend_on_what_they_may_see(softmax, window, count, hea
     assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
-def test_later_chunks_make_no_mask_and_repeat_no_heads_where_flash_kernels_serve(monkeypatch):
+def test_later_chunks_make_no_mask_and_repeat_no_heads_where_flash_kernels_serve(
+    monkeypatch,
+):
     given = {}
 
     def spy(q, k, v, attn_mask, **options):
@@ -52,7 +62,11 @@ def test_later_chunks_make_no_mask_and_repeat_no_heads_where_flash_kernels_serve
     q, k = (torch.empty(heads, n, 8, device="meta") for heads, n in ((6, 7), (2, 23)))
     attention.attend_exact(q, k, k, Softmax(0.3), None)
     mask = given["mask"]
-    assert (mask.variant, mask.seq_len_q, mask.seq_len_kv) == (CausalVariant.LOWER_RIGHT, 7, 23)
+    assert (mask.variant, mask.seq_len_q, mask.seq_len_kv) == (
+        CausalVariant.LOWER_RIGHT,
+        7,
+        23,
+    )
     assert (given["heads"], given["enable_gqa"], given["is_causal"]) == (2, True, False)
 
 

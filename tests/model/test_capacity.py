@@ -15,7 +15,11 @@ from disagg.model.describe import describe_model
 from tests.model.test_describe import write
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA_8B |= {"num_hidden_layers": 32, "max_position_embeddings": 131072, "dtype": "bfloat16"}
+LLAMA_8B |= {
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
 
 
 def test_an_8b_on_80_gb_holds_hundreds_of_thousands_of_tokens(tmp_path: Path) -> None:
@@ -44,10 +48,16 @@ def test_as_many_tokens_fit_as_plans_count_and_not_one_more(tmp_path: Path) -> N
     plan = parse_plan(DEFAULT_CODEC, kv_shape(info))
     room = 3 * plan.nbytes(2048) + plan.nbytes(700)
     fitting = tokens_that_fit(plan, room, 2048)
-    assert plan.nbytes(fitting - 3 * 2048) <= plan.nbytes(700) < plan.nbytes(fitting + 1 - 3 * 2048)
+    assert (
+        plan.nbytes(fitting - 3 * 2048)
+        <= plan.nbytes(700)
+        < plan.nbytes(fitting + 1 - 3 * 2048)
+    )
 
 
-def test_workspaces_take_what_the_longest_prompt_needs_or_a_third(tmp_path: Path) -> None:
+def test_workspaces_take_what_the_longest_prompt_needs_or_a_third(
+    tmp_path: Path,
+) -> None:
     info = describe_model(write(tmp_path, **LLAMA_8B), device="cuda")
     arena, workspace = split_memory(57_600_000_000, kv_shape(info), info.context_length)
     assert workspace == 131072 * 131072
@@ -56,8 +66,12 @@ def test_workspaces_take_what_the_longest_prompt_needs_or_a_third(tmp_path: Path
     assert (arena, workspace) == (6 * 10**9, 3 * 10**9)
 
 
-def test_the_command_says_the_reason_in_one_line_and_ends_as_a_model_error(tmp_path, disagg):
-    path = write(tmp_path, layer_types=["linear_attention"] * 3, model_type="qwen3_next")
+def test_the_command_says_the_reason_in_one_line_and_ends_as_a_model_error(
+    tmp_path, disagg
+):
+    path = write(
+        tmp_path, layer_types=["linear_attention"] * 3, model_type="qwen3_next"
+    )
     (line,) = disagg("models check", path, code=ModelError.exit_code).out.splitlines()
     assert "not served: qwen3_next has layers of type linear_attention" in line
     said = disagg("models check --json", path, code=ModelError.exit_code).out
@@ -91,7 +105,8 @@ WRONG = [
     {"text_config": 3},
     {"num_attention_heads": "four"},
     STRICT,
-    STRICT | {"num_key_value_heads": "absent", "head_dim": "absent", "model_type": "qwen3"},
+    STRICT
+    | {"num_key_value_heads": "absent", "head_dim": "absent", "model_type": "qwen3"},
     {"num_attention_heads": 0},
     {"num_hidden_layers": -3},
     {"num_key_value_heads": "two"},

@@ -31,7 +31,12 @@ def write(folder: Path, **changes: Any) -> str:
 
 def test_the_sizes_of_a_llama_are_read_from_its_config(tmp_path):
     info = describe_model(write(tmp_path, eos_token_id=[7, 9]))
-    assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (3, 4, 2, 32)
+    assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (
+        3,
+        4,
+        2,
+        32,
+    )
     assert (info.context_length, info.vocab_size, info.eos_ids) == (2048, 100, (7, 9))
     assert info.windows == (None, None, None)
 
@@ -44,21 +49,34 @@ def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert describe_model(write(tmp_path, eos_token_id=7)).eos_ids == (3,)
     for none in (-1, None, [-1, 100]):  # of 100 tokens
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": none}))
+        (tmp_path / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": none})
+        )
         assert describe_model(write(tmp_path)).eos_ids == ()
 
 
 @pytest.mark.parametrize(
     ("asked", "device", "expected"),
-    [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float16", "cpu", "float16")],
+    [
+        ("auto", "cpu", "float32"),
+        ("auto", "cuda", "bfloat16"),
+        ("float16", "cpu", "float16"),
+    ],
 )
-def test_auto_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(asked, device, expected, tmp_path):
-    assert describe_model(write(tmp_path, dtype="bfloat16"), asked, device).dtype == expected
+def test_auto_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(
+    asked, device, expected, tmp_path
+):
+    assert (
+        describe_model(write(tmp_path, dtype="bfloat16"), asked, device).dtype
+        == expected
+    )
 
 
 def test_windows_follow_the_layer_types(tmp_path):
     types = ["sliding_attention", "full_attention", "sliding_attention"]
-    path = write(tmp_path, model_type="qwen3", head_dim=32, layer_types=types, sliding_window=64)
+    path = write(
+        tmp_path, model_type="qwen3", head_dim=32, layer_types=types, sliding_window=64
+    )
     assert describe_model(path).windows == (64, None, 64)
 
 
@@ -68,7 +86,9 @@ def test_a_window_without_layer_types_holds_for_every_layer(tmp_path):
 
 
 def test_what_a_config_leaves_to_its_architecture_comes_from_transformers(tmp_path):
-    path = write(tmp_path, model_type="mistral", num_key_value_heads=2)  # no window, no head dim
+    path = write(
+        tmp_path, model_type="mistral", num_key_value_heads=2
+    )  # no window, no head dim
     info = describe_model(path)
     assert info.windows == (4096, 4096, 4096)
     assert info.head_dim == 32
@@ -83,10 +103,16 @@ def test_what_a_config_leaves_to_its_architecture_comes_from_transformers(tmp_pa
         ("llama", 512, {"rope_parameters": LONG_ROPE | {ORIGINAL: 256}, ORIGINAL: 64}),
         ("qwen3", 512, {"rope_scaling": LONG_ROPE}),  # beside rope_parameters, as saved
         ("gemma3_text", 512, {"rope_parameters": {"full_attention": LONG_ROPE}}),
-        ("phi3", 512, {"rope_parameters": LONG_ROPE | {"rope_type": "su"}, ORIGINAL: 64}),
+        (
+            "phi3",
+            512,
+            {"rope_parameters": LONG_ROPE | {"rope_type": "su"}, ORIGINAL: 64},
+        ),
     ],
 )
-def test_contexts_end_where_rotary_frequencies_change(kind, max_length, in_json, tmp_path):
+def test_contexts_end_where_rotary_frequencies_change(
+    kind, max_length, in_json, tmp_path
+):
     sizes = {"hidden_size": 128, "max_position_embeddings": max_length}
     file = save_config(kind, tmp_path, **sizes) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | in_json))
@@ -171,5 +197,7 @@ def test_describing_and_tokenizing_import_neither_torch_nor_transformers(tmp_pat
         "print(info.vocab_size, info.context_length, len(ids),"
         " [x for x in ('torch', 'transformers') if x in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == f"{VOCAB} {CONTEXT} 2 []"

@@ -14,7 +14,12 @@ def test_prompts_are_of_all_lengths(tiny, tmp_path):
     text = tmp_path / "text"
     text.write_text("All happy families are alike. " * 100)
     for source in (None, text):
-        assert [len(x) for x in make_prompts(str(tiny), source, 4)] == [5, 503, 1001, 1500]
+        assert [len(x) for x in make_prompts(str(tiny), source, 4)] == [
+            5,
+            503,
+            1001,
+            1500,
+        ]
 
 
 def test_exact_kv_is_exact_one_by_one_and_together(tmp_path):

@@ -50,7 +50,9 @@ def runner(tiny: Path) -> Runner:
     return Runner.load(str(tiny))
 
 
-def logits_of(runner: Runner, codecs: dict[str, str], tokens: int = 12) -> dict[str, Tensor]:
+def logits_of(
+    runner: Runner, codecs: dict[str, str], tokens: int = 12
+) -> dict[str, Tensor]:
     prompts = {rid: random_prompt(n) for rid, n in zip(codecs, LENGTHS, strict=False)}
     return forced_logits(runner, prompts, codecs, tokens)
 
@@ -88,12 +90,16 @@ def test_plans_that_share_a_layer_group_run_eagerly_in_one_batch(runner):
 
 
 def test_padding_writes_where_the_step_writes_and_nowhere_else(runner):
-    written = [x.view(-1, 128).any(1) for x in eager_and_replayed(runner, LENGTHS, 6, "kivi")]
+    written = [
+        x.view(-1, 128).any(1) for x in eager_and_replayed(runner, LENGTHS, 6, "kivi")
+    ]
     assert written[0].any()
     assert torch.equal(*written)
 
 
-def eager_and_replayed(runner: Runner, lengths: Sequence[int], tokens: int, codec: str) -> Any:
+def eager_and_replayed(
+    runner: Runner, lengths: Sequence[int], tokens: int, codec: str
+) -> Any:
     """Arenas of engines that served three rows, in a bucket of four."""
     recorder, arenas = EagerRecorder(), []
     for given in (None, recorder):
@@ -125,7 +131,9 @@ def test_padding_sees_nothing_and_is_not_written(runner):
     assert sealed.hi[3:].tolist() == tail.hi[3:].tolist() == [[0]]
 
 
-def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> list[Batch]:
+def batches_of(
+    runner: Runner, prompts: list[int], tokens: int, codec: str
+) -> list[Batch]:
     batches: list[Batch] = []
 
     def forward(batch: Batch) -> Tensor:
@@ -137,17 +145,25 @@ def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> l
     return batches
 
 
-@pytest.mark.parametrize(("codec", "by_append"), [("int8", True), ("ott:residual=0", False)])
-def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(runner, codec, by_append):
+@pytest.mark.parametrize(
+    ("codec", "by_append"), [("int8", True), ("ott:residual=0", False)]
+)
+def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(
+    runner, codec, by_append
+):
     batches = batches_of(runner, [120], 30, codec)
     plain = [bool(static.parts_of(batch)) for batch in batches]
     seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
     both = zip(batches, seals, strict=True)
-    assert plain == [not batch.chunks and (by_append or not seal) for batch, seal in both]
+    assert plain == [
+        not batch.chunks and (by_append or not seal) for batch, seal in both
+    ]
     assert (plain[0], sum(seals)) == (False, 1)
 
 
-@pytest.mark.parametrize("codec", ["kivi:bits=2,group=64,residual=0", "gear", "alignedkv"])
+@pytest.mark.parametrize(
+    "codec", ["kivi:bits=2,group=64,residual=0", "gear", "alignedkv"]
+)
 def test_a_replayed_step_seals_what_an_eager_one_seals(runner, codec):
     lengths = (63, 50, 60)  # a page each, in different steps
     eager, replayed = eager_and_replayed(runner, lengths, 20, codec)
@@ -160,26 +176,37 @@ def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
         batches = batches_of(runner, prompts, 40, codec)
         parts = [part for batch in batches for part in static.parts_of(batch)]
         found = [static.key_of(part, static.size_of(part)) for part in parts]
-        return [(key[0], *key[2:]) for key in found]  # every engine has an arena of its own
+        return [
+            (key[0], *key[2:]) for key in found
+        ]  # every engine has an arena of its own
 
     few = keys([70, 75], "kivi")
     assert len(few) > 30
     assert len(set(few)) <= 2  # without pages and with pages
     assert not set(few) & set(keys([70, 75], "int8"))
     assert not set(few) & set(keys([70, 75, 72], "kivi"))
-    assert set(keys([70, 75, 72], "kivi")) & set(keys([70, 75, 72, 71], "kivi"))  # both four rows
+    assert set(keys([70, 75, 72], "kivi")) & set(
+        keys([70, 75, 72, 71], "kivi")
+    )  # both four rows
 
 
 def test_buckets_are_close_above_what_they_hold_and_tables_have_a_few_sizes():
     counts = (1, 2, 3, 4, 5, 9, 17, 24)
     assert [*map(static.bucket_of, counts)] == [1, 2, 4, 4, 8, 16, 24, 24]
-    assert [static.rooms(most)[-1] for most in (0, 1024, 1025, 4097)] == [1024, 1024, 4096, 16384]
+    assert [static.rooms(most)[-1] for most in (0, 1024, 1025, 4097)] == [
+        1024,
+        1024,
+        4096,
+        16384,
+    ]
 
 
 @pytest.mark.parametrize(
     ("need", "most", "room"), [(3, 9, 9), (3, 70_000, 1024), (1500, 70_000, 4096)]
 )
-def test_one_long_row_makes_no_room_for_units_of_each_row(runner, monkeypatch, need, most, room):
+def test_one_long_row_makes_no_room_for_units_of_each_row(
+    runner, monkeypatch, need, most, room
+):
     monkeypatch.setattr("disagg.model.static.room_for_units", lambda *_: most)
     (batch,) = static.parts_of(batches_of(runner, [70], 3, "kivi")[-1])
     starts = torch.tensor([0, need], dtype=torch.int32)
@@ -208,7 +235,9 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     codecs = dict.fromkeys("ab", "kivi")
     expected = logits_of(runner, codecs)
     recorder = Mock()
-    recorder.record.side_effect = RuntimeError("operation not permitted when stream is capturing")
+    recorder.record.side_effect = RuntimeError(
+        "operation not permitted when stream is capturing"
+    )
     graphs = runner.record_steps(recorder)
     assert_alike(logits_of(runner, codecs), expected)
     assert not any(graphs._found.values())
@@ -229,7 +258,9 @@ class StandInCuda:
         monkeypatch.setattr("torch.cuda.stream", nullcontext)
         monkeypatch.setattr("torch.cuda.graph", self.begin)
         monkeypatch.setattr("torch.cuda.get_sync_debug_mode", lambda: self.refuses)
-        monkeypatch.setattr("torch.cuda.set_sync_debug_mode", partial(setattr, self, "refuses"))
+        monkeypatch.setattr(
+            "torch.cuda.set_sync_debug_mode", partial(setattr, self, "refuses")
+        )
 
     def make_stream(self) -> object:
         self.streams.append(MagicMock())

@@ -18,7 +18,11 @@ class Own(nn.Linear):
 def layers(dtype=torch.float32):
     torch.manual_seed(0)
     plain, other = nn.Linear(48, 80), nn.Linear(80, 33, bias=False)
-    return nn.Sequential(plain, nn.Sequential(nn.SiLU(), other)).to(dtype).requires_grad_(False)
+    return (
+        nn.Sequential(plain, nn.Sequential(nn.SiLU(), other))
+        .to(dtype)
+        .requires_grad_(False)
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -33,17 +37,23 @@ def test_laid_weights_multiply_as_they_did(dtype, rows):
     assert isinstance(model[0], PackedLinear)
     assert isinstance(model[1][1], PackedLinear)
     scale = expected.abs().max()
-    torch.testing.assert_close(model(x) / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        model(x) / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype]
+    )
 
 
 def test_laid_weights_are_in_memory_once():
     model = layers()
     pack_linears(model)
-    assert {x.device.type for name, x in model.named_parameters() if "weight" in name} == {"meta"}
+    assert {
+        x.device.type for name, x in model.named_parameters() if "weight" in name
+    } == {"meta"}
     assert [tuple(x.shape) for x in model.parameters()] == [(80, 48), (80,), (33, 80)]
 
 
-@pytest.mark.parametrize("model", [Own(8, 8), nn.Conv1d(8, 8, 1), nn.Linear(8, 8).half()])
+@pytest.mark.parametrize(
+    "model", [Own(8, 8), nn.Conv1d(8, 8, 1), nn.Linear(8, 8).half()]
+)
 def test_other_layers_stay_as_they_are(model):
     house = nn.Sequential(model)
     pack_linears(house)

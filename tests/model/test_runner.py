@@ -38,7 +38,9 @@ def test_a_model_without_all_of_its_weights_is_refused(tiny, tmp_path):
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(
+        ModelError, match=r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj"
+    ):
         Runner.load(str(copy))
 
 
@@ -50,7 +52,9 @@ def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
         Runner.load(str(copy))
 
 
-@pytest.mark.parametrize("kind", ["mistral", "phimoe"])  # one tells attention, one only masks
+@pytest.mark.parametrize(
+    "kind", ["mistral", "phimoe"]
+)  # one tells attention, one only masks
 def test_windows_that_the_model_does_not_share_are_refused(kind, tmp_path):
     runner = Runner.load(str(save_tiny(kind, tmp_path, sliding_window=20)))
     assert runner.info.windows == (20, 20, 20)
@@ -62,8 +66,12 @@ def test_windows_that_the_model_does_not_share_are_refused(kind, tmp_path):
 def test_a_window_that_the_architecture_does_not_know_is_none(kind, tmp_path):
     path = str(save_tiny(kind, tmp_path, sliding_window=20))
     prompt = random_prompt(70)
-    (answer,) = serve(make_engine(Runner.load(path), max_batch_tokens=61), [prompt], "raw", 8)
-    said = ReferenceModel(path).logprobs([*prompt, *answer])  # a cache would have the window
+    (answer,) = serve(
+        make_engine(Runner.load(path), max_batch_tokens=61), [prompt], "raw", 8
+    )
+    said = ReferenceModel(path).logprobs(
+        [*prompt, *answer]
+    )  # a cache would have the window
     assert said[len(prompt) - 1 : -1].argmax(1).tolist() == answer
 
 
@@ -87,12 +95,16 @@ def test_models_run_in_16_bits_too(tiny):
 def test_only_wanted_rows_have_logits(tiny):
     runner = Runner.load(str(tiny))
     chunk = Chunk(0, 4, 0, runner.workspace(4), lambda *_: None)
-    logits = runner.forward(Batch([1, 2, 3, 4], [0, 1, 2, 3], [3, 1], torch.empty(0), (chunk,)))
+    logits = runner.forward(
+        Batch([1, 2, 3, 4], [0, 1, 2, 3], [3, 1], torch.empty(0), (chunk,))
+    )
     assert logits.shape == (2, runner.info.vocab_size)
     assert logits.dtype == torch.float32
 
 
-def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(tiny, monkeypatch):
+def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(
+    tiny, monkeypatch
+):
     asked = replace(describe_model(str(tiny)), dtype="bfloat16")  # as on a GPU
     monkeypatch.setattr("disagg.model.runner.describe_model", lambda *_: asked)
     for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
@@ -100,7 +112,9 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(t
         runner = Runner.load(str(tiny))
         assert runner.info.dtype == str(dtype).removeprefix("torch.")
         assert next(runner._model.parameters()).dtype == dtype
-    assert Runner.load(str(tiny), dtype="bfloat16").info.dtype == "bfloat16"  # asked for by name
+    assert (
+        Runner.load(str(tiny), dtype="bfloat16").info.dtype == "bfloat16"
+    )  # asked for by name
 
 
 @pytest.mark.parametrize(("there", "device"), [(True, "cuda"), (False, "cpu")])
@@ -121,14 +135,20 @@ def test_an_unknown_device_is_refused():
         pick_device("tpu")
 
 
-LONG = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 64}
+LONG = {
+    "short_factor": [1.5] * 8,
+    "long_factor": [3.0] * 8,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "rope"),
     [("phi3", {"rope_type": "longrope", **LONG}), ("llama", {"rope_type": "dynamic"})],
 )
-def test_a_rotary_embedding_that_may_switch_asks_for_no_position(kind, rope, tmp_path, monkeypatch):
+def test_a_rotary_embedding_that_may_switch_asks_for_no_position(
+    kind, rope, tmp_path, monkeypatch
+):
     """A GPU would wait for it in every step, so none was recorded."""
     rope = rope | {"rope_theta": 1e4, "factor": 8.0}
     path = str(save_tiny(kind, tmp_path, head_dim=16, rope_parameters=rope))

@@ -88,9 +88,13 @@ def test_an_answer_keeps_the_space_that_decoders_strip_in_front_of_a_text(tokeni
     assert tokenizer.decode(answer) == "who"
 
 
-def test_what_never_becomes_a_character_is_decoded_a_few_tokens_at_a_time(tokenizer, monkeypatch):
+def test_what_never_becomes_a_character_is_decoded_a_few_tokens_at_a_time(
+    tokenizer, monkeypatch
+):
     decode, sizes, broken = tokenizer.decode, [], tokenizer.encode("🎉")[:1]
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1]
+    )
     stream = tokenizer.detokenizer()
     text = "".join(stream.add(broken) for _ in range(500)) + stream.finish()
     assert set(text) == {"\ufffd"}
@@ -101,7 +105,9 @@ def test_what_has_no_text_is_decoded_a_few_tokens_at_a_time(monkeypatch):
     """Ends of a text, of who ignores them."""
     tokenizer, sizes = Tokenizer.load(), []
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1]
+    )
     stream, (end,) = tokenizer.detokenizer(), tokenizer.special_ids
     ids = [*tokenizer.encode("one"), *[end] * 500, *tokenizer.encode(" two ☃")]
     assert "".join(stream.add([token]) for token in ids) == "one two ☃"

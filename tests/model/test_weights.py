@@ -54,8 +54,12 @@ def opened(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_the_checkpoints_in_any_dtype(path, dtype):
-    stored = dict(load_model(describe_model(str(path), "float32"), "cpu").named_parameters())
-    for name, x in load_model(describe_model(str(path), dtype), "cpu").named_parameters():
+    stored = dict(
+        load_model(describe_model(str(path), "float32"), "cpu").named_parameters()
+    )
+    for name, x in load_model(
+        describe_model(str(path), dtype), "cpu"
+    ).named_parameters():
         assert torch.equal(x, stored[name].to(getattr(torch, dtype)))
 
 
@@ -74,7 +78,9 @@ def test_weights_are_read_once_for_all_their_fingerprints(path, opened):
     assert len(set(found)) == 1
 
 
-def test_weights_that_only_look_as_they_did_have_a_fingerprint_of_their_own(path, opened):
+def test_weights_that_only_look_as_they_did_have_a_fingerprint_of_their_own(
+    path, opened
+):
     file, before = path / "model.safetensors", fingerprint_model(path)
     data, times = bytearray(file.read_bytes()), file.stat()
     data[-1] ^= 1
@@ -84,7 +90,9 @@ def test_weights_that_only_look_as_they_did_have_a_fingerprint_of_their_own(path
     assert opened() > 1
 
 
-@pytest.mark.parametrize("damage", [b"", b"0" * 32, b"0" * 32 + b" " + b"1" * 32, b"\xff"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"0" * 32, b"0" * 32 + b" " + b"1" * 32, b"\xff"]
+)
 def test_a_damaged_note_is_none(path, opened, damage):
     before = fingerprint_model(path)
     (note,) = (user_cache() / "fingerprints").iterdir()
@@ -100,7 +108,9 @@ def test_weights_that_changed_a_moment_ago_are_read_again(path):
 
 
 @pytest.mark.model
-@pytest.mark.skipif(not fetched_folder("smollm2").is_dir(), reason="SmolLM2 is not here")
+@pytest.mark.skipif(
+    not fetched_folder("smollm2").is_dir(), reason="SmolLM2 is not here"
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_loading_takes_the_memory_of_the_weights_and_little_more(dtype):
     code = [sys.executable, "-c", LOAD.format(dtype=dtype)]

@@ -10,18 +10,33 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCAB = 260
 CONTEXT = 512
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+}
 SIZES |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 32, "max_position_embeddings": CONTEXT}
 SIZES |= {"initializer_range": 0.2}  # attention matters, and best tokens are well ahead
 SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 OWN_NAMES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
-    "opt": {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_hidden_layers": 3}
+    "opt": {
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "num_hidden_layers": 3,
+    }
     | {"num_attention_heads": 4, "max_position_embeddings": CONTEXT, "init_std": 0.2},
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     | {"num_attention_heads": 4, "max_position_embeddings": CONTEXT},
-    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 8},
+    "gptj": {
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": CONTEXT,
+        "rotary_dim": 8,
+    },
     "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
@@ -31,7 +46,11 @@ EXTRA: dict[str, dict[str, Any]] = {
     "bitnet": {"head_dim": 16},
     "cohere2": {"sliding_window": 20, "sliding_window_pattern": 2, "logit_scale": 1.0},
     "cohere2_moe": {"sliding_window": 20},
-    "dots1": {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    "dots1": {
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "exaone4": {"sliding_window": 20, "sliding_window_pattern": 2},
     "exaone_moe": {"sliding_window": 20, "moe_intermediate_size": 48, "num_experts": 4}
@@ -41,27 +60,53 @@ EXTRA: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5": {"use_bias": False},
-    "glm4_moe": {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "mistral": {"sliding_window": 20},
     "ministral": {"sliding_window": 20},
-    "mixtral": {"sliding_window": None, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "mixtral": {
+        "sliding_window": None,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
     "olmo3": {"sliding_window": 20},
     "olmoe": {"hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 2, "sliding_window": None},
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
     | {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "starcoder2": {"sliding_window": 20},
     "qwen3": {"use_sliding_window": False},
-    "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50}
+    "gemma3_text": {
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 50,
+    }
     | {"tie_word_embeddings": False},
-    "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+    "gemma2": {
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": False,
+    }
     | {"attn_logit_softcapping": 2.0},  # low enough for small models to feel it
     "vaultgemma": {"sliding_window": 20, "query_pre_attn_scalar": 32}
     | {"attn_logit_softcapping": 2.0},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 20},
 }
-GENERAL = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+GENERAL = (
+    "vocab_size",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def tiny_config(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
@@ -92,7 +137,9 @@ def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
 def byte_tokenizer() -> Tokenizer:
     """A byte-level tokenizer without merges: one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -50,7 +50,9 @@ def test_wrong_attention_is_found_and_refused_by_name(monkeypatch):
     encode, _, *attended = examine(KIVI, 1, 64, CPU)
     assert encode.sound
     assert not any(x.sound for x in attended)
-    with pytest.raises(ConfigError, match=r"attend of kivi.* by .* is not sound on cpu"):
+    with pytest.raises(
+        ConfigError, match=r"attend of kivi.* by .* is not sound on cpu"
+    ):
         check_plans([replace(PLAN, groups=PLAN.groups[1:])], 4, CPU)
 
 
@@ -58,13 +60,17 @@ def test_bytes_that_differ_from_the_reference_are_found(monkeypatch):
     if not library.paths():
         pytest.skip("the reference serves; it is what it is held against")
     true = ops.cpu_encode.seal_pages
-    monkeypatch.setattr(ops.cpu_encode, "seal_pages", lambda k, v, *rest: true(k, v * 1.01, *rest))
+    monkeypatch.setattr(
+        ops.cpu_encode, "seal_pages", lambda k, v, *rest: true(k, v * 1.01, *rest)
+    )
     assert [x.sound for x in examine(KIVI, 1, 64, CPU)] == [False, False, True, True]
 
 
 def test_a_compiler_that_fails_is_a_finding_that_says_so(monkeypatch):
     answers = [DEFAULT, RuntimeError("out of registers")]
-    monkeypatch.setattr(doctor_module, "_run", Mock(wraps=doctor_module._run, side_effect=answers))
+    monkeypatch.setattr(
+        doctor_module, "_run", Mock(wraps=doctor_module._run, side_effect=answers)
+    )
     (found,) = examine(KIVI, 1, 64, CPU)
     assert not found.sound
     assert found.failure == "RuntimeError: out of registers"

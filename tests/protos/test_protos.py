@@ -29,7 +29,9 @@ def test_the_committed_stubs_are_what_the_generator_writes(tmp_path, monkeypatch
     written = sorted((tmp_path / "disagg" / "protos" / "v1").iterdir())
     assert len(written) == 2 * len(PROTOS)
     for path in written:
-        assert (FOLDER / path.name).read_text() == path.read_text(), f"{path.name} is stale"
+        assert (FOLDER / path.name).read_text() == path.read_text(), (
+            f"{path.name} is stale"
+        )
 
 
 @pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.stem)
@@ -42,12 +44,17 @@ def test_names_follow_the_standard_of_buf(path, tmp_path):
         assert enum.value[0].name == prefix + "UNSPECIFIED"
         assert all(value.name.startswith(prefix) for value in enum.value)
     for message in file.message_type:
-        assert all(re.fullmatch(r"[a-z][a-z0-9_]*", field.name) for field in message.field)
+        assert all(
+            re.fullmatch(r"[a-z][a-z0-9_]*", field.name) for field in message.field
+        )
     used: list[str] = []
     for service in file.service:
         assert service.name.endswith("Service")
         for method in service.method:
-            for kind, name in (("Request", method.input_type), ("Response", method.output_type)):
+            for kind, name in (
+                ("Request", method.input_type),
+                ("Response", method.output_type),
+            ):
                 short = name.rsplit(".", 1)[1]
                 assert short in (method.name + kind, service.name + method.name + kind)
                 used.append(name)

@@ -9,7 +9,9 @@ CODECS = ("raw:dtype=fp16", "fp8", "kivi:bits=2,group=64,residual=64")
 
 
 def make_rows() -> list[dict]:
-    cases = product(enumerate(CODECS), (100, 333), (10.0, 0.1, 1.0), ("ready", "inline"))
+    cases = product(
+        enumerate(CODECS), (100, 333), (10.0, 0.1, 1.0), ("ready", "inline")
+    )
     return [
         {"codec": codec, "tokens": tokens, "gbps": gbps, "pages": pages}
         | {"seconds": tokens / gbps / (1 + index), "fp16_bytes": 1000 * tokens}
@@ -27,7 +29,9 @@ def test_every_codec_has_a_line_of_its_colour_in_every_panel():
         assert len({line.get_color() for line in lines}) == len(CODECS)
         assert all(list(line.get_xdata()) == [0.1, 1.0, 10.0] for line in lines)
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()][: len(CODECS)] == list(CODECS)
+    assert [text.get_text() for text in legend.get_texts()][: len(CODECS)] == list(
+        CODECS
+    )
 
 
 def test_points_where_encode_is_the_bottleneck_are_marked():
@@ -38,7 +42,9 @@ def test_points_where_encode_is_the_bottleneck_are_marked():
         assert {line.get_xdata()[0] for line in marked} == {10.0}
 
 
-@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+@pytest.mark.parametrize(
+    ("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")]
+)
 def test_the_name_of_the_file_says_its_format(name, start, tmp_path):
     draw({"rows": make_rows()}, tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)

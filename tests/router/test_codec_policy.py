@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from disagg.router.codec_policy import Candidate, CodecPolicy, choose
 
 PAIR = ("p", "d")
-NBYTES = {"raw": 1.0, "fp8": 0.5, "kivi": 0.32, "banded": 0.28}  # of what a prompt has in fp16
+NBYTES = {
+    "raw": 1.0,
+    "fp8": 0.5,
+    "kivi": 0.32,
+    "banded": 0.28,
+}  # of what a prompt has in fp16
 ERRORS = {"raw": 0.0005, "fp8": 0.062, "kivi": 0.063, "banded": 0.105}
 LISTED = [Candidate(codec, NBYTES[codec], error) for codec, error in ERRORS.items()]
 
@@ -29,7 +34,9 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("budget", "room", "timely", "wanted"), CHOSEN)
-def test_it_is_the_most_accurate_in_the_budget_with_room_and_in_time(budget, room, timely, wanted):
+def test_it_is_the_most_accurate_in_the_budget_with_room_and_in_time(
+    budget, room, timely, wanted
+):
     best, reason = choose(LISTED, budget, room, timely)
     assert (best.codec, reason) == wanted
 
@@ -40,14 +47,20 @@ def test_the_first_that_is_listed_is_taken_while_no_error_is_known():
 
 
 numbers = st.floats(0, 1)
-some = st.builds(Candidate, st.just("c"), numbers, st.one_of(numbers, st.just(math.inf)))
+some = st.builds(
+    Candidate, st.just("c"), numbers, st.one_of(numbers, st.just(math.inf))
+)
 
 
 @given(st.lists(some, min_size=1, max_size=5), numbers, numbers, numbers)
-def test_nothing_above_the_budget_or_late_while_there_is_better(candidates, budget, room, timely):
+def test_nothing_above_the_budget_or_late_while_there_is_better(
+    candidates, budget, room, timely
+):
     best, _ = choose(candidates, budget, room, timely)
     assert best in candidates
-    fitting = [x for x in candidates if x.error <= budget and x.nbytes <= min(room, timely)]
+    fitting = [
+        x for x in candidates if x.error <= budget and x.nbytes <= min(room, timely)
+    ]
     if fitting:
         assert best in fitting
         assert best.error == min(x.error for x in fitting)
@@ -64,20 +77,29 @@ def test_of_errors_the_mean_is_kept_and_of_layer_groups_the_worst():
 
 def test_without_a_link_nothing_is_late():
     choices = CodecPolicy()
-    choices.learn({"link_bytes_per_s": 1e-9, "attention_error": {"raw": [0.0]}}, ("b", "b"))
-    assert choices.choose({"raw": 9.0}, 0.1, 99, ("b", "b"), 1.0, 0.0) == ("raw", "accurate")
+    choices.learn(
+        {"link_bytes_per_s": 1e-9, "attention_error": {"raw": [0.0]}}, ("b", "b")
+    )
+    assert choices.choose({"raw": 9.0}, 0.1, 99, ("b", "b"), 1.0, 0.0) == (
+        "raw",
+        "accurate",
+    )
 
 
 def test_what_is_on_the_link_already_comes_first():
     choices = CodecPolicy()
     choices.learn({"attention_error": {x: [e] for x, e in ERRORS.items()}}, PAIR)
     choices.learn({"link_bytes_per_s": 1.0}, PAIR)
-    chosen = [choices.choose(NBYTES, 0.2, 9, PAIR, 2.0, ahead)[0] for ahead in (0.5, 0.8, 1.2)]
+    chosen = [
+        choices.choose(NBYTES, 0.2, 9, PAIR, 2.0, ahead)[0] for ahead in (0.5, 0.8, 1.2)
+    ]
     assert chosen == ["raw", "fp8", "kivi"]
     assert sum(choices.chosen.values()) == 3
 
 
-def play(fixed: str = "", requests: int = 300) -> tuple[list[str], list[bool], list[float]]:
+def play(
+    fixed: str = "", requests: int = 300
+) -> tuple[list[str], list[bool], list[float]]:
     """Prompts one after another, each 1 s of prefill, over a link of 4, 1/8 and 4 times what that
     makes: the codecs, whether deadline and budget were met, and the errors."""
     choices, noise = CodecPolicy(), random.Random(1)
@@ -88,7 +110,10 @@ def play(fixed: str = "", requests: int = 300) -> tuple[list[str], list[bool], l
         seconds = max(1.0, NBYTES[codec] / rate)
         factor = noise.uniform(0.7, 1.3)
         told = {x: [factor * error] for x, error in ERRORS.items()}
-        stats = {"link_bytes_per_s": rate, "attention_error": {} if number % 8 else told}
+        stats = {
+            "link_bytes_per_s": rate,
+            "attention_error": {} if number % 8 else told,
+        }
         choices.learn(stats, PAIR)
         codecs.append(codec)
         errors.append(factor * ERRORS[codec])

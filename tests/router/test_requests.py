@@ -17,7 +17,15 @@ from disagg.errors import (
 )
 from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
 from disagg.router.requests import MOVE_TOKENS, SPEAKS_S, Phase
-from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work, WorkerInfo
+from disagg.transfer.messages import (
+    Grant,
+    Job,
+    Load,
+    Role,
+    TokenEvent,
+    Work,
+    WorkerInfo,
+)
 from tests.router.rules import Rules
 
 GRANT = Grant(7, 1)
@@ -31,7 +39,9 @@ def job(rid: str = "r", tokens: int = 3, length: int = 4) -> Job:
 
 
 def at(job: Job, attempt: int, *emitted: int, age_s: float = 0.0) -> Job:
-    return replace(job, attempt=attempt, emitted=emitted, deadline_s=100.0 - age_s, waited_s=age_s)
+    return replace(
+        job, attempt=attempt, emitted=emitted, deadline_s=100.0 - age_s, waited_s=age_s
+    )
 
 
 def house(*names: str, **config: float) -> Rules:
@@ -69,7 +79,9 @@ def begin(dispatch: Rules, worker: str, rid: str = "r", now: float = 0.0) -> Non
 
 
 def pairs(dispatch: Rules, *rids: str) -> list[tuple[str | None, str | None]]:
-    return [(dispatch.entries[rid].prefill, dispatch.entries[rid].decode) for rid in rids]
+    return [
+        (dispatch.entries[rid].prefill, dispatch.entries[rid].decode) for rid in rids
+    ]
 
 
 def told(by: str) -> Rules:
@@ -112,15 +124,26 @@ def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
 
 def test_an_answer_that_its_first_token_ends_leaves_the_decode_worker() -> None:
     dispatch = told("p")
-    ended = [EmitToken("r", "stop"), AbortAttempt("p", "r", 1), AbortAttempt("d", "r", 1)]
+    ended = [
+        EmitToken("r", "stop"),
+        AbortAttempt("p", "r", 1),
+        AbortAttempt("d", "r", 1),
+    ]
     assert dispatch.finished("p", "r", 1, 1, "stop", 0.0) == ended
 
 
-def test_a_worker_that_talks_of_what_is_over_is_told_again_but_not_all_the_time() -> None:
+def test_a_worker_that_talks_of_what_is_over_is_told_again_but_not_all_the_time() -> (
+    None
+):
     dispatch = started()
-    assert dispatch.cancel("r", 0.0) == [AbortAttempt("p", "r", 1), AbortAttempt("d", "r", 1)]
+    assert dispatch.cancel("r", 0.0) == [
+        AbortAttempt("p", "r", 1),
+        AbortAttempt("d", "r", 1),
+    ]
     said = [dispatch.token("d", "r", 1, i, 7, i / 10) for i in range(25)]
-    assert [i for i, actions in enumerate(said) if actions == [AbortAttempt("d", "r", 1)]] == [
+    assert [
+        i for i, actions in enumerate(said) if actions == [AbortAttempt("d", "r", 1)]
+    ] == [
         10,
         20,
     ]
@@ -136,7 +159,9 @@ def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
     assert dispatch.finished("d", "r", 1, 0, "stop", 1.0) == []
 
 
-def test_a_prefill_worker_that_never_heard_that_all_has_arrived_ends_no_answer() -> None:
+def test_a_prefill_worker_that_never_heard_that_all_has_arrived_ends_no_answer() -> (
+    None
+):
     """The link broke after the commit; what the decode worker says proves that it came."""
     dispatch = started()
     dispatch.token("d", "r", 1, 0, 7, 0.0)
@@ -178,7 +203,9 @@ def moving(role: Role = Role.NONE) -> Rules:
 
 
 @pytest.mark.parametrize("role", [Role.NONE, Role.PREFILL])
-def test_a_worker_that_decodes_no_longer_gets_nothing_and_what_it_has_moves(role: Role) -> None:
+def test_a_worker_that_decodes_no_longer_gets_nothing_and_what_it_has_moves(
+    role: Role,
+) -> None:
     dispatch = decoding()
     assert leave(dispatch, "d", role) == []
     dispatch.submit(job("s"), 1.0)
@@ -201,16 +228,25 @@ def test_both_workers_of_a_move_may_say_a_token_and_it_is_delivered_once() -> No
     assert dispatch.unequal_tokens == dispatch.retries == 0
 
 
-def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_promised() -> None:
+def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_promised() -> (
+    None
+):
     dispatch = moving()
     ended = dispatch.finished("d", "r", 1, 1, "stop", 1.0)
-    assert ended == [EmitToken("r", "stop"), AbortAttempt("d", "r", 1), AbortAttempt("d2", "r", 1)]
+    assert ended == [
+        EmitToken("r", "stop"),
+        AbortAttempt("d", "r", 1),
+        AbortAttempt("d2", "r", 1),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("error", "next_one"), [(CapacityError("full"), "d2"), (LayoutError("no such plan"), "d3")]
+    ("error", "next_one"),
+    [(CapacityError("full"), "d2"), (LayoutError("no such plan"), "d3")],
 )
-def test_a_refused_sequence_decodes_on_and_asks_again(error: DisaggError, next_one: str) -> None:
+def test_a_refused_sequence_decodes_on_and_asks_again(
+    error: DisaggError, next_one: str
+) -> None:
     """Who was full is asked once more, who said anything else is not."""
     dispatch = leaving()
     join(dispatch, "d3", 1.0)
@@ -222,7 +258,9 @@ def test_a_refused_sequence_decodes_on_and_asks_again(error: DisaggError, next_o
     assert (dispatch.entries["r"].phase, dispatch.retries) == (Phase.DECODE, 0)
 
 
-def test_a_sequence_that_decoded_on_while_room_was_slow_to_come_asks_for_more_of_it() -> None:
+def test_a_sequence_that_decoded_on_while_room_was_slow_to_come_asks_for_more_of_it() -> (
+    None
+):
     dispatch = leaving()
     for index in range(1, 15):
         dispatch.token("d", "r", 1, index, 8, 1.0)
@@ -230,15 +268,23 @@ def test_a_sequence_that_decoded_on_while_room_was_slow_to_come_asks_for_more_of
     assert dispatch.granted("d2", "r", 1, GRANT) == [Reserve("d2", more)]
     for index in range(15, 15 + MOVE_TOKENS):
         dispatch.token("d", "r", 1, index, 8, 1.0)
-    assert dispatch.granted("d2", "r", 1, GRANT) == [Start("d", more, Work.MOVE, "d2", GRANT)]
+    assert dispatch.granted("d2", "r", 1, GRANT) == [
+        Start("d", more, Work.MOVE, "d2", GRANT)
+    ]
 
 
-def test_a_sequence_that_has_outgrown_its_room_decodes_on_and_asks_for_twice_as_much() -> None:
+def test_a_sequence_that_has_outgrown_its_room_decodes_on_and_asks_for_twice_as_much() -> (
+    None
+):
     dispatch = moving()
     assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [EmitToken("r", 8)]
     more = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + 2 * MOVE_TOKENS)
-    assert dispatch.refused("d", "r", 1, CapacityError("more"), 1.0) == [Reserve("d2", more)]
-    assert dispatch.granted("d2", "r", 1, GRANT) == [Start("d", more, Work.MOVE, "d2", GRANT)]
+    assert dispatch.refused("d", "r", 1, CapacityError("more"), 1.0) == [
+        Reserve("d2", more)
+    ]
+    assert dispatch.granted("d2", "r", 1, GRANT) == [
+        Start("d", more, Work.MOVE, "d2", GRANT)
+    ]
     assert (dispatch.entries["r"].phase, dispatch.retries) == (Phase.MOVE, 0)
 
 
@@ -264,7 +310,9 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
     join(dispatch, "d3", 1.0)
     again = dispatch.worker_down(broken, 1.0)
     left = {"d", "d2"} - {broken}
-    assert set(only(AbortAttempt, again)) == {AbortAttempt(x, "r", 1) for x in {"p", *left}}
+    assert set(only(AbortAttempt, again)) == {
+        AbortAttempt(x, "r", 1) for x in {"p", *left}
+    }
     (asked,) = only(Reserve, again)
     assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
 
@@ -278,7 +326,9 @@ def left(giver: str) -> Rules:
 
 
 @pytest.mark.parametrize(("giver", "taker"), [("p", "d"), ("d", "d2")])
-def test_a_worker_that_left_before_the_other_spoke_costs_nothing(giver: str, taker: str) -> None:
+def test_a_worker_that_left_before_the_other_spoke_costs_nothing(
+    giver: str, taker: str
+) -> None:
     dispatch = left(giver)
     assert dispatch.token(taker, "r", 1, 1, 8, 2.0) == [EmitToken("r", 8)]
     assert dispatch.tick(50.0) == []
@@ -288,7 +338,9 @@ def test_a_worker_that_left_before_the_other_spoke_costs_nothing(giver: str, tak
 
 
 @pytest.mark.parametrize(("giver", "taker"), [("p", "d"), ("d", "d2")])
-def test_what_never_arrives_of_a_worker_that_left_is_computed_again(giver: str, taker: str) -> None:
+def test_what_never_arrives_of_a_worker_that_left_is_computed_again(
+    giver: str, taker: str
+) -> None:
     dispatch = left(giver)
     assert dispatch.tick(1.0 + SPEAKS_S - 0.1) == []
     actions = dispatch.tick(1.0 + SPEAKS_S) + join(dispatch, f"{giver}3", 7.0)
@@ -297,7 +349,9 @@ def test_what_never_arrives_of_a_worker_that_left_is_computed_again(giver: str, 
     assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
 
 
-def test_an_error_of_who_takes_over_from_a_worker_that_left_blames_those_that_are_here() -> None:
+def test_an_error_of_who_takes_over_from_a_worker_that_left_blames_those_that_are_here() -> (
+    None
+):
     dispatch = decoding()
     leave(dispatch, "p", Role.DECODE)
     leave(dispatch)
@@ -309,7 +363,9 @@ def test_an_error_of_who_takes_over_from_a_worker_that_left_blames_those_that_ar
     assert dispatch.members["p"].failures == 1
 
 
-def test_a_prefill_worker_that_leaves_with_a_prompt_half_computed_is_not_waited_for() -> None:
+def test_a_prefill_worker_that_leaves_with_a_prompt_half_computed_is_not_waited_for() -> (
+    None
+):
     dispatch = started("p", "d", "p2")
     leave(dispatch, "p")
     assert only(Reserve, dispatch.worker_down("p", 1.0))
@@ -326,7 +382,14 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
 # -- who gets what
 def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> None:
     dispatch = house("p", "d")
-    for rid, tokens in (("long", 5000), ("a", 800), ("b", 900), ("e", 950), ("c", 999), ("d", 200)):
+    for rid, tokens in (
+        ("long", 5000),
+        ("a", 800),
+        ("b", 900),
+        ("e", 950),
+        ("c", 999),
+        ("d", 200),
+    ):
         dispatch.submit(job(rid, tokens), 0.0)
     waiting = [rid for rid, x in dispatch.entries.items() if x.phase is Phase.QUEUED]
     assert waiting == ["c"]  # a, b and e are before it; d is before all, long was alone
@@ -337,9 +400,13 @@ def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> 
 
 
 @pytest.mark.parametrize(("step_tokens", "begun"), [(2048, 8), (1024, 4), (256, 3)])
-def test_as_many_short_prompts_start_as_fill_a_step_at_once(step_tokens: int, begun: int) -> None:
+def test_as_many_short_prompts_start_as_fill_a_step_at_once(
+    step_tokens: int, begun: int
+) -> None:
     dispatch = house("d")
-    dispatch.worker_up(WorkerInfo("p", Role.PREFILL, "p", 1, step_tokens=step_tokens), 0.0)
+    dispatch.worker_up(
+        WorkerInfo("p", Role.PREFILL, "p", 1, step_tokens=step_tokens), 0.0
+    )
     for number in range(12):
         dispatch.submit(job(f"{number}", 256), 0.0)
     phases = [entry.phase for entry in dispatch.entries.values()]
@@ -383,7 +450,11 @@ def test_a_known_beginning_counts_as_the_tokens_that_it_saves() -> None:
     dispatch.submit(question("second", 1), 0.0)  # 64 tokens are left for p
     dispatch.submit(question("third", 2), 0.0)  # 64 more, or 704 at p2
     dispatch.submit(question("other", 3, shared=0, own=600), 0.0)
-    assert pairs(dispatch, "second", "third", "other") == [("p", "d"), ("p", "d"), ("p2", "d")]
+    assert pairs(dispatch, "second", "third", "other") == [
+        ("p", "d"),
+        ("p", "d"),
+        ("p2", "d"),
+    ]
     dispatch.submit(question("last", 4, own=1), 0.0)
     assert pairs(dispatch, "last") == [("p", "d")]
     computed(dispatch, "other")
@@ -404,7 +475,9 @@ def test_pages_of_a_prompt_are_worth_some_sequences_and_no_more() -> None:
     for number in range(6):
         dispatch.submit(question(f"{number}", number, shared=6400), 0.0)
         begin(dispatch, "p", f"{number}")
-    assert [where for _, where in pairs(dispatch, *map(str, range(6)))] == ["d"] * 4 + ["d2"] * 2
+    assert [where for _, where in pairs(dispatch, *map(str, range(6)))] == ["d"] * 4 + [
+        "d2"
+    ] * 2
     assert dispatch.routed["decode", "has_less_to_do"] == 1
 
 
@@ -455,12 +528,16 @@ def test_a_prompt_that_waits_long_for_prefill_holds_no_short_one_up() -> None:
     dispatch.worker_up(WorkerInfo("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)
     for number in range(4):
         dispatch.submit(job(f"{number}", 8000), 0.0)
-    dispatch.submit(job("short", 299), 12.0)  # now the fourth has the less work to wait for
+    dispatch.submit(
+        job("short", 299), 12.0
+    )  # now the fourth has the less work to wait for
     phases = [entry.phase for entry in dispatch.entries.values()]
     assert phases == [Phase.RESERVE] * 3 + [Phase.QUEUED, Phase.PREFILL]
 
 
-def test_a_full_worker_is_asked_again_as_soon_as_it_says_that_it_has_more_room() -> None:
+def test_a_full_worker_is_asked_again_as_soon_as_it_says_that_it_has_more_room() -> (
+    None
+):
     dispatch = house("p", "d")
     dispatch.load("d", Load(100, 1), 0.0)
     dispatch.submit(job(), 0.0)
@@ -496,7 +573,9 @@ def test_a_large_prompt_gets_in_though_small_ones_keep_coming() -> None:
 
 def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
     dispatch = started("p", "d", "d2")
-    dispatch.hear("p", TokenEvent("r", 1, 0, stats={"tokens": 10, "resident_bytes": 1000}), 0.0)
+    dispatch.hear(
+        "p", TokenEvent("r", 1, 0, stats={"tokens": 10, "resident_bytes": 1000}), 0.0
+    )
     dispatch.load("d", Load(3000, 5), 0.0)
     dispatch.load("d2", Load(1999, 5), 0.0)
     dispatch.submit(job("other", 1), 0.0)  # keeps d2 from being idle
@@ -506,7 +585,9 @@ def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
 
 
 # -- failures
-@pytest.mark.parametrize("error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason)
+@pytest.mark.parametrize(
+    "error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason
+)
 def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
     assert EmitToken("r", error) in started().refused("p", "r", 1, error, 0.0)
 
@@ -520,7 +601,9 @@ def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
     assert EmitToken("r", error) in dispatch.refused("d", "r", 3, error, now)
 
 
-@pytest.mark.parametrize("error", [PeerLostError("x"), CapacityError("x")], ids=lambda e: e.reason)
+@pytest.mark.parametrize(
+    "error", [PeerLostError("x"), CapacityError("x")], ids=lambda e: e.reason
+)
 def test_what_may_pass_is_tried_until_the_deadline(error: DisaggError) -> None:
     dispatch, now, failed = started(), 0.0, []
     while dispatch.entries:
@@ -580,7 +663,9 @@ def test_a_worker_that_fails_fast_gets_ever_less() -> None:
     assert tries == [0.0, 0.25, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 61.5, 91.5]
 
 
-def test_requests_go_round_a_worker_that_fails_fast_and_health_says_when_all_do() -> None:
+def test_requests_go_round_a_worker_that_fails_fast_and_health_says_when_all_do() -> (
+    None
+):
     dispatch = house("p", "d", "p2")
     now = 0.0
     for i in range(4):
@@ -590,7 +675,9 @@ def test_requests_go_round_a_worker_that_fails_fast_and_health_says_when_all_do(
         if entry.prefill == "p":
             dispatch.refused("p", f"r{i}", 1, DisaggError("a bug"), now)
         now += 0.01
-    assert {x.prefill for x in dispatch.entries.values() if x.phase is not Phase.QUEUED} == {"p2"}
+    assert {
+        x.prefill for x in dispatch.entries.values() if x.phase is not Phase.QUEUED
+    } == {"p2"}
     for _ in range(5):
         dispatch.members["p"].fails(now, now)
         assert dispatch.ready(now)
@@ -666,7 +753,9 @@ def test_deaths_of_a_worker_that_computed_others_too_cost_nothing() -> None:
     assert [x.deaths for x in dispatch.entries.values()] == [0, 0]
 
 
-def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_third() -> None:
+def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_third() -> (
+    None
+):
     dispatch = told("d")
     for i in (1, 2):
         dispatch.worker_down(f"d{i}" if i > 1 else "d", 0.0)
@@ -703,7 +792,9 @@ def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None
     room(dispatch, "new")
     dispatch.refused("p", "new", 1, CapacityError("x"), 0.0)
     assert not only(Reserve, dispatch.tick(0.5))  # r is there still
-    assert dispatch.submit(job("third"), 0.5) == []  # and nothing more comes between, short or not
+    assert (
+        dispatch.submit(job("third"), 0.5) == []
+    )  # and nothing more comes between, short or not
     actions = dispatch.finished("d", "r", 1, 1, "stop", 1.0)
     assert [x.job.rid for x in actions if isinstance(x, Reserve)] == ["new"]
 

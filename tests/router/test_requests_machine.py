@@ -5,14 +5,28 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from disagg.config import RouterConfig
 from disagg.errors import CapacityError, DisaggError, PeerLostError
 from disagg.router import requests as dispatch
 from disagg.router.actions import AbortAttempt, Action, Reserve, Start
 from disagg.router.requests import Phase
-from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work, WorkerInfo
+from disagg.transfer.messages import (
+    Grant,
+    Job,
+    Load,
+    Role,
+    TokenEvent,
+    Work,
+    WorkerInfo,
+)
 from tests.router.rules import Rules
 
 NAMES = st.data()
@@ -71,7 +85,10 @@ class Interleavings(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, Reserve):
                 self.asked.append(action)
-                emitted, known = list(action.job.emitted), self.delivered[action.job.rid]
+                emitted, known = (
+                    list(action.job.emitted),
+                    self.delivered[action.job.rid],
+                )
                 assert emitted == known or (action.job.moved and emitted == known[:-1])
             elif isinstance(action, Start):
                 self.start(action)
@@ -100,12 +117,15 @@ class Interleavings(RuleBasedStateMachine):
         """As workers do; a call that is on its way to the same worker is ended before."""
         worker, rid = self.workers[action.worker], action.rid
         self.moves = [
-            x for x in self.moves if x.job.rid != rid or action.worker not in (x.worker, x.decode)
+            x
+            for x in self.moves
+            if x.job.rid != rid or action.worker not in (x.worker, x.decode)
         ]
         self.asked = [
             x
             for x in self.asked
-            if (x.worker, x.job.rid) != (action.worker, rid) or x.job.attempt > action.attempt
+            if (x.worker, x.job.rid) != (action.worker, rid)
+            or x.job.attempt > action.attempt
         ]
         if worker.held.get(rid, action.attempt + 1) <= action.attempt:
             del worker.held[rid]
@@ -134,17 +154,23 @@ class Interleavings(RuleBasedStateMachine):
     def reply(self, asked: Reserve, lost: bool = False) -> None:
         self.asked.remove(asked)
         worker, job = self.workers.get(asked.worker), asked.job
-        error: DisaggError | None = PeerLostError("gone") if worker is None or lost else None
+        error: DisaggError | None = (
+            PeerLostError("gone") if worker is None or lost else None
+        )
         if worker is not None and not worker.load.slots:
             error = CapacityError("full")
-        kept = not (lost and job.moved)  # of that the worker hears no more: its lease ends
+        kept = not (
+            lost and job.moved
+        )  # of that the worker hears no more: its lease ends
         if worker is not None and kept and not isinstance(error, CapacityError):
             worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
         if error is None:
             grant = asked.worker, job.rid, job.attempt, Grant(1, 1)
             self.act(self.dispatch.granted(*grant))
         else:
-            said = self.dispatch.refused(asked.worker, job.rid, job.attempt, error, self.now)
+            said = self.dispatch.refused(
+                asked.worker, job.rid, job.attempt, error, self.now
+            )
             self.act(said)
 
     @precondition(lambda self: self.workers)
@@ -164,7 +190,12 @@ class Interleavings(RuleBasedStateMachine):
         if target and job and target.held.pop(start.job.rid, None):
             target.jobs[start.job.rid] = replace(job, said=len(start.job.emitted))
         elif job:
-            event = start.worker, start.job.rid, start.job.attempt, PeerLostError("gone")
+            event = (
+                start.worker,
+                start.job.rid,
+                start.job.attempt,
+                PeerLostError("gone"),
+            )
             self.act(self.dispatch.refused(*event, self.now))
 
     @precondition(lambda self: self.moves)
@@ -176,7 +207,9 @@ class Interleavings(RuleBasedStateMachine):
         self.moves.remove(start)
         error = CapacityError("it has outgrown its room")
         job = start.job
-        told = self.dispatch.refused(start.worker, job.rid, job.attempt, error, self.now)
+        told = self.dispatch.refused(
+            start.worker, job.rid, job.attempt, error, self.now
+        )
         return self.act(told)
 
     @precondition(lambda self: self.dispatch.entries)
@@ -189,7 +222,11 @@ class Interleavings(RuleBasedStateMachine):
             self.act(self.dispatch.token(*event, self.now))
 
     def busy(self) -> list[tuple[str, str]]:
-        return [(name, rid) for name, w in sorted(self.workers.items()) for rid in sorted(w.jobs)]
+        return [
+            (name, rid)
+            for name, w in sorted(self.workers.items())
+            for rid in sorted(w.jobs)
+        ]
 
     def say(self, name: str, rid: str, again: bool = False) -> None:
         job = self.workers[name].jobs[rid]
@@ -237,7 +274,9 @@ class Interleavings(RuleBasedStateMachine):
         for asked in [x for x in self.asked if x.job.moved or x.worker == name]:
             if asked in self.asked:
                 self.reply(asked)
-        for start in [x for x in self.moves if x.worker == name and then in ("moves", "ends")]:
+        for start in [
+            x for x in self.moves if x.worker == name and then in ("moves", "ends")
+        ]:
             if start in self.moves:
                 self.move(start)
         begun = any(x.phase is Phase.RESERVE and name in x.workers for x in entries)
@@ -245,7 +284,9 @@ class Interleavings(RuleBasedStateMachine):
             self.a_silent_worker_comes_back(name)
         elif then == "ends" and not (begun or worker.jobs or worker.held):
             for x in [x for x in entries if x.prefill == name]:
-                figures = TokenEvent(x.job.rid, x.job.attempt, 0, stats={"codec": "raw"})
+                figures = TokenEvent(
+                    x.job.rid, x.job.attempt, 0, stats={"codec": "raw"}
+                )
                 self.act(self.dispatch.hear(name, figures, self.now))
             retries = self.dispatch.retries
             del self.workers[name]
@@ -264,7 +305,9 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(data=NAMES)
     def a_worker_is_silent(self, data: st.DataObject) -> None:
-        self.a_silent_worker_comes_back(data.draw(st.sampled_from(sorted(self.workers))))
+        self.a_silent_worker_comes_back(
+            data.draw(st.sampled_from(sorted(self.workers)))
+        )
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES)
@@ -286,12 +329,22 @@ class Interleavings(RuleBasedStateMachine):
         entry = self.dispatch.entries[rid]
         if entry.phase in (Phase.PREFILL, Phase.DECODE, Phase.MOVE):
             worker = data.draw(st.sampled_from(entry.workers))
-            giver = entry.phase is Phase.MOVE and worker == entry.decode  # see a_sequence_moves
-            if worker in self.workers and not (giver and isinstance(error, CapacityError)):
-                self.asked = [x for x in self.asked if (x.worker, x.job.rid) != (worker, rid)]
+            giver = (
+                entry.phase is Phase.MOVE and worker == entry.decode
+            )  # see a_sequence_moves
+            if worker in self.workers and not (
+                giver and isinstance(error, CapacityError)
+            ):
+                self.asked = [
+                    x for x in self.asked if (x.worker, x.job.rid) != (worker, rid)
+                ]
                 if entry.decodes:
-                    self.workers[worker].held.pop(rid, None)  # room to move to ends with its lease
-                said = self.dispatch.refused(worker, rid, entry.job.attempt, error, self.now)
+                    self.workers[worker].held.pop(
+                        rid, None
+                    )  # room to move to ends with its lease
+                said = self.dispatch.refused(
+                    worker, rid, entry.job.attempt, error, self.now
+                )
                 self.act(said)
 
     @rule()
@@ -315,8 +368,13 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def who_runs_alone_has_nobody_beside_it(self) -> None:
-        entries = [x for x in self.dispatch.entries.values() if x.phase is not Phase.QUEUED]
-        there = {x.job.rid: {x.decode, x.target} if x.decodes else {*x.workers} for x in entries}
+        entries = [
+            x for x in self.dispatch.entries.values() if x.phase is not Phase.QUEUED
+        ]
+        there = {
+            x.job.rid: {x.decode, x.target} if x.decodes else {*x.workers}
+            for x in entries
+        }
         for entry in (x for x in entries if x.alone):
             for other in (x for x in entries if x is not entry):
                 assert not there[entry.job.rid] & there[other.job.rid] - {None}

@@ -70,13 +70,17 @@ def ask(router: Router) -> AsyncGenerator[TokenOutput]:
     return router.generate((1, 2, 3), GREEDY, KIVI)
 
 
-async def test_a_request_waits_for_workers_that_come_later_and_says_for_how_long(runners):
+async def test_a_request_waits_for_workers_that_come_later_and_says_for_how_long(
+    runners,
+):
     async with house() as home:
         asked = time.monotonic()
         asking = asyncio.create_task(anext(outputs := ask(home.router)))
         await until(lambda: home.router.waiting == 1)
         assert not home.router.ready
-        assert re.fullmatch(r"decode 0 of 1, 1 queued; for \d+ s", home.router.lacks({"decode": 1}))
+        assert re.fullmatch(
+            r"decode 0 of 1, 1 queued; for \d+ s", home.router.lacks({"decode": 1})
+        )
         seen = time.monotonic()
         await until(lambda: time.monotonic() > seen)
         waited_s = time.monotonic() - seen
@@ -126,7 +130,9 @@ async def test_a_silent_worker_is_fenced_before_it_works_again(runners, story):
         assert home.router.peers["d"].started.epoch == home.workers["d"].epoch
 
 
-async def test_a_worker_that_leaves_and_falls_silent_is_not_waited_for(runners, story, monkeypatch):
+async def test_a_worker_that_leaves_and_falls_silent_is_not_waited_for(
+    runners, story, monkeypatch
+):
     """It drops what it hands over, before it is back under its name."""
     async with paired(runners, silence_s=1.5) as home:
         prefill, _ = lines(home)
@@ -162,7 +168,9 @@ async def test_a_loop_that_was_late_is_not_a_silence_of_workers(home, story):
     await leave(asking)
 
 
-async def test_an_abort_that_was_lost_is_repeated_when_the_worker_speaks_again(home, story):
+async def test_an_abort_that_was_lost_is_repeated_when_the_worker_speaks_again(
+    home, story
+):
     """Else the worker would keep what it said of the answer for ever."""
     _, decode = lines(home)
     asking = await home.begin(story, KIVI, max_tokens=60)
@@ -200,7 +208,9 @@ async def test_a_closing_router_lets_answers_end_and_takes_no_new_ones(home, sto
 
 
 @pytest.mark.parametrize("closes", [False, True])
-async def test_an_end_waits_for_figures_unless_the_router_closes(closes, home, story, monkeypatch):
+async def test_an_end_waits_for_figures_unless_the_router_closes(
+    closes, home, story, monkeypatch
+):
     monkeypatch.setattr("disagg.router.router.RECEIPT_S", 1.0 if closes else 30.0)
     prefill, _ = lines(home)
     await until(lambda: home.router.ready)
@@ -223,7 +233,9 @@ async def test_status_tells_who_answers_and_who_does_not(home):
 
 async def test_no_more_requests_wait_than_may():
     async with house(max_queue=2) as home:
-        waiting = [asyncio.ensure_future(anext(ask(home.router))) for _ in range(2)]  # for workers
+        waiting = [
+            asyncio.ensure_future(anext(ask(home.router))) for _ in range(2)
+        ]  # for workers
         await until(lambda: home.router.waiting == 2)
         with pytest.raises(QueueFullError, match="2 requests wait, 2 may"):
             await anext(ask(home.router))

@@ -21,7 +21,9 @@ def test_nothing_larger_than_its_fp16_is_sent(codec, story):
     assert 0 < least <= 192
     cuts = enumerate((0, 15, 63))
     prompts = [(story * 2)[number : number + least + more] for number, more in cuts]
-    for completion in llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True)):
+    for completion in llm.generate(
+        prompts, SamplingParams(max_tokens=2, ignore_eos=True)
+    ):
         assert completion.kv.wire_bytes <= completion.kv.fp16_bytes
 
 
@@ -34,12 +36,16 @@ async def test_by_default_short_prompts_never_leave_the_decode_worker(runners, s
         tokens, stayed = await home.complete(story[:127], "")
         _, sent = await home.complete(story[:128], "")
         assert tokens == alone(story[:127], KIVI)
-        assert stayed.kv["wire_bytes"] == 0 < sent.kv["wire_bytes"] < sent.kv["fp16_bytes"]
+        assert (
+            stayed.kv["wire_bytes"] == 0 < sent.kv["wire_bytes"] < sent.kv["fp16_bytes"]
+        )
         counts = (await home.router.status())["d"].info["counts"]
         assert counts["computed_tokens"] == 127
 
 
-async def test_whole_and_handed_over_together_they_keep_to_the_rows(runners, story, monkeypatch):
+async def test_whole_and_handed_over_together_they_keep_to_the_rows(
+    runners, story, monkeypatch
+):
     """More rows than were recorded would be recorded while requests wait."""
     seen, build_batch = [], engine.build_batch
 
@@ -52,7 +58,9 @@ async def test_whole_and_handed_over_together_they_keep_to_the_rows(runners, sto
     async with paired(runners, config, min_tokens=None) as home:
         prompts = [story[i : i + (40 if i % 2 else 150)] for i in range(10)]
         answers = [home.complete(each, "", max_tokens=30) for each in prompts]
-        for prompt, (tokens, _) in zip(prompts, await asyncio.gather(*answers), strict=True):
+        for prompt, (tokens, _) in zip(
+            prompts, await asyncio.gather(*answers), strict=True
+        ):
             assert tokens == alone(prompt, KIVI, max_tokens=30)
         await home.empty()
         assert max(seen) == 3

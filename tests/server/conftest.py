@@ -18,7 +18,13 @@ from disagg.transfer.messages import Role, WorkerInfo, WorkerStatus
 from tests.model.tiny import byte_tokenizer
 
 KV = {"codec": "raw", "tokens": 3, "fp16_bytes": 40, "fp8_bytes": 20, "wire_bytes": 10}
-KV |= {"resident_bytes": 8, "encode_ms": 1.0, "wire_ms": 2.0, "exposed_ms": 0.5, "admit_ms": 0.1}
+KV |= {
+    "resident_bytes": 8,
+    "encode_ms": 1.0,
+    "wire_ms": 2.0,
+    "exposed_ms": 0.5,
+    "admit_ms": 0.1,
+}
 SCORE = [-0.5, [[8, -0.25]]]
 A = 64  # the token of "a"
 
@@ -34,7 +40,9 @@ def completions_of(router: Any, **served: Any) -> Completions:
     about = ServedModel(
         **{"name": "tiny", "codec": "raw", "alias": "/models/tiny"} | limits | served
     )
-    return Completions(about, Tokenizer(byte_tokenizer()), router, ChatTemplate(LINES, {}))
+    return Completions(
+        about, Tokenizer(byte_tokenizer()), router, ChatTemplate(LINES, {})
+    )
 
 
 class FakeRouter(Router):
@@ -57,11 +65,17 @@ class FakeRouter(Router):
         self.refuses: Exception | None = None
         self.kv: Mapping[str, Any] = KV
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-            self.peers[name] = WorkerConnection(WorkerInfo(name, role, f"{name}:1", 1), None)
+            self.peers[name] = WorkerConnection(
+                WorkerInfo(name, role, f"{name}:1", 1), None
+            )
         self.says: dict[str, Any] = {name: said({"jobs": 0.0}) for name in self.peers}
 
     async def generate(
-        self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str, at: Any = None
+        self,
+        prompt: tuple[int, ...],
+        params: Mapping[str, Any],
+        codec: str,
+        at: Any = None,
     ) -> AsyncGenerator[TokenOutput]:
         self.asked.append((prompt, dict(params), codec))
         scores = [SCORE] * (len(prompt) - 1) if params.get("prompt_logprobs") else []

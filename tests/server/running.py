@@ -26,12 +26,16 @@ class Running:
     def empty(self) -> None:
         """Wait until every gauge of every worker is zero, and the pools are whole."""
         loop, _ = self.service._serving.result()
-        house = House(self.service.config, self.service._router, self.service._workers.workers)
+        house = House(
+            self.service.config, self.service._router, self.service._workers.workers
+        )
         asyncio.run_coroutine_threadsafe(house.empty(), loop).result()
 
 
 @contextmanager
-def running(model: str | None, http: ServerConfig = ServerConfig(port=0)) -> Iterator[Running]:
+def running(
+    model: str | None, http: ServerConfig = ServerConfig(port=0)
+) -> Iterator[Running]:
     """Serve a model as "tiny" while inside; each of two workers loads it."""
     http = replace(http, pd_ports=0, served_model_name="tiny")
     with serving(Config("raw", model=ModelConfig(model), server=http)) as service:
@@ -57,7 +61,11 @@ def cluster_of(config: Config, session: None) -> Mock:
     for role in config.cluster.roles:
         name = f"{role}-0"
         workers[name] = Worker(config, Role(role), name, security=security)
-    cluster = Mock(security=security, links=(), workers=workers, wanted=config.cluster.roles)
+    cluster = Mock(
+        security=security, links=(), workers=workers, wanted=config.cluster.roles
+    )
     cluster.start.side_effect = lambda tell: [x.start() for x in workers.values()]
-    cluster.close.side_effect = lambda: [(x.stop(0.0), x.wait()) for x in workers.values()]
+    cluster.close.side_effect = lambda: [
+        (x.stop(0.0), x.wait()) for x in workers.values()
+    ]
     return cluster

@@ -18,7 +18,9 @@ from tests.server.visits import ask, refused, send
 KEYS = ["one", "two"]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/status", "/tokenize", "/stop", "/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/status", "/tokenize", "/stop", "/nowhere"]
+)
 @pytest.mark.parametrize(
     "given", [None, "", "Bearer", "Bearer ", "Bearer three", "one", "Bearer oné"]
 )
@@ -36,7 +38,10 @@ def test_every_key_and_the_owners_secret_are_good(key, scheme, completions):
     app = create_app(completions, "owner", keys=KEYS)
     headers = {"Authorization": f"{scheme} {key}"}
     assert send(app, "GET", "/status", headers=headers).status_code == 200
-    assert send(app, "POST", "/v1/completions", json=ask(), headers=headers).status_code == 200
+    assert (
+        send(app, "POST", "/v1/completions", json=ask(), headers=headers).status_code
+        == 200
+    )
     stopped = send(app, "POST", "/stop", headers=headers)
     assert stopped.status_code == (200 if key == "owner" else 401)
 
@@ -52,12 +57,16 @@ def test_scripts_of_allowed_pages_may_ask_and_others_may_not(completions):
     asking = {"Access-Control-Request-Method": "POST"}
     asking["Access-Control-Request-Headers"] = "authorization, content-type"
     for origin, allowed in ((page, page), (other, None)):
-        first = send(app, "OPTIONS", "/v1/completions", headers=asking | {"Origin": origin})
+        first = send(
+            app, "OPTIONS", "/v1/completions", headers=asking | {"Origin": origin}
+        )
         assert first.headers.get("access-control-allow-origin") == allowed
         assert (first.status_code == 200) == (origin == page)
         headers = {"Origin": origin, "Authorization": "Bearer one"}
         for fields in ({}, {"stream": True}):
-            answer = send(app, "POST", "/v1/completions", json=ask(**fields), headers=headers)
+            answer = send(
+                app, "POST", "/v1/completions", json=ask(**fields), headers=headers
+            )
             assert answer.status_code == 200
             assert answer.headers.get("access-control-allow-origin") == allowed
         keyless = send(app, "GET", "/v1/models", headers={"Origin": origin})
@@ -68,7 +77,10 @@ def test_scripts_of_allowed_pages_may_ask_and_others_may_not(completions):
 
 
 def test_an_empty_secret_opens_nothing(completions):
-    app, headers = create_app(completions, token=None, keys=KEYS), {"Authorization": "Bearer "}
+    app, headers = (
+        create_app(completions, token=None, keys=KEYS),
+        {"Authorization": "Bearer "},
+    )
     assert send(app, "GET", "/status", headers=headers).status_code == 401
 
 
@@ -117,7 +129,9 @@ def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tiny):
         assert get(replace(ours, token="owner"), "/status")["model"] == "tiny"
         with pytest.raises(DisaggError, match="no key of this service"):
             get(replace(ours, token=""), "/status")
-        with pytest.raises(PeerLostError, match=r"CERTIFICATE_VERIFY_FAILED.*\); SSL_CERT_FILE"):
+        with pytest.raises(
+            PeerLostError, match=r"CERTIFICATE_VERIFY_FAILED.*\); SSL_CERT_FILE"
+        ):
             get(replace(ours, certificate=None), "/status")
         with pytest.raises(PeerLostError, match=r"does it speak https\?"):
             get(replace(ours, url=service.url.replace("https", "http")), "/status")

@@ -24,12 +24,18 @@ def test_a_completion_has_the_shape_that_clients_know(app):
     choice = {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
     assert body["choices"] == [choice]
     details = body["usage"].pop("prompt_tokens_details")
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+    }
     assert details == {"cached_tokens": 0}
     assert "kv" not in body["choices"][0]
 
 
-def test_the_figures_of_the_hand_off_come_when_they_are_asked_for_and_there_are_any(app, router):
+def test_the_figures_of_the_hand_off_come_when_they_are_asked_for_and_there_are_any(
+    app, router
+):
     for router.kv in (KV, {}):
         assert post(app, kv=True).json()["choices"][0]["kv"] == router.kv
         streamed = events(post(app, kv=True, stream=True).text)
@@ -42,7 +48,10 @@ def test_a_stream_says_every_token_then_the_usage_then_done(app):
     assert response.headers["x-accel-buffering"] == "no"
     *chunks, usage = events(response.text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcd"
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [
+        None,
+        "length",
+    ]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 4
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
@@ -56,11 +65,19 @@ async def test_what_came_while_a_client_was_slow_is_one_piece():
 
     found = [each async for each in merged([stream("ab"), stream("c")])]
     both, one = ((1, None), (2, None)), ((1, None),)
-    assert found == [(0, TextDelta("ab", 2, scores=both)), (1, TextDelta("c", 1, scores=one))]
+    assert found == [
+        (0, TextDelta("ab", 2, scores=both)),
+        (1, TextDelta("c", 1, scores=one)),
+    ]
 
 
 ASKED = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.25, "presence_penalty": 1.0}
-ASKED |= {"frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2, "seed": 9}
+ASKED |= {
+    "frequency_penalty": -1.0,
+    "repetition_penalty": 1.5,
+    "min_tokens": 2,
+    "seed": 9,
+}
 ASKED |= {"stop_token_ids": [199], "ignore_eos": True}
 
 
@@ -74,7 +91,9 @@ def test_what_is_asked_reaches_the_router(ask, app, router):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("ask", "most"), [(post, 2**31 - 1), (chat, 2**31 - 1), (chat, None)])
+@pytest.mark.parametrize(
+    ("ask", "most"), [(post, 2**31 - 1), (chat, 2**31 - 1), (chat, None)]
+)
 def test_an_answer_ends_with_the_context_and_says_so(ask, most, stream, app, router):
     options = {"stream": stream, "stream_options": {"include_usage": True}}
     response = ask(app, max_tokens=most, **options)
@@ -106,8 +125,13 @@ def test_the_token_that_ends_a_text_is_not_shown(ignored, text, router):
 
 
 def test_the_body_counts_and_not_its_content_type_or_a_byte_order_mark(app):
-    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
-    said, asked = json.dumps(ask()).encode(), partial(send, app, "POST", "/v1/completions")
+    headers = {
+        "Content-Type": "application/x-www-form-urlencoded"
+    }  # what curl -d sends
+    said, asked = (
+        json.dumps(ask()).encode(),
+        partial(send, app, "POST", "/v1/completions"),
+    )
     bodies = (said, b"\xef\xbb\xbf" + said, b"prompt=abc")
     answer, marked, broken = (asked(content=body, headers=headers) for body in bodies)
     assert answer.status_code == marked.status_code == 200
@@ -138,7 +162,9 @@ def test_what_is_refused_has_a_status_and_a_request_id_and_tells_no_secret(
 
 def test_a_codec_that_workers_refuse_is_told_by_its_field(app, router):
     router.refuses = ConfigError("unknown codec 'zip'")
-    params = [post(app, **asked).json()["error"]["param"] for asked in ({}, {"codec": "zip"})]
+    params = [
+        post(app, **asked).json()["error"]["param"] for asked in ({}, {"codec": "zip"})
+    ]
     assert params == [None, "codec"]
 
 
@@ -151,7 +177,11 @@ def test_an_error_in_mid_stream_is_an_event(app, router):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/chat/completions", 405), ("POST", "/nowhere", 404), ("GET", "/stop", 405)],
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/nowhere", 404),
+        ("GET", "/stop", 405),
+    ],
 )
 def test_what_is_not_there_has_the_body_of_an_error_too(method, path, status, app):
     assert f"{method} {path}" in refused(send(app, method, path), status, "not_found")
@@ -167,8 +197,16 @@ def test_every_response_can_be_found_again_by_its_request_id(path, app):
     assert len(name({"X-Request-Id": "x" * 1000})) == 32
 
 
-SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST"}
-SCOPE |= {"http_version": "1.1", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+    "method": "POST",
+}
+SCOPE |= {
+    "http_version": "1.1",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+}
 SCOPE |= {"query_string": b"", "headers": [(b"content-type", b"application/json")]}
 
 
@@ -197,12 +235,17 @@ def test_a_client_that_leaves_takes_its_request_along(stream, app, router):
 
 def test_a_client_that_leaves_in_mid_body_is_no_failure(app):
     part = {"type": "http.request", "body": b'{"pro', "more_body": True}
-    receive, send = AsyncMock(side_effect=[part, {"type": "http.disconnect"}]), AsyncMock()
+    receive, send = (
+        AsyncMock(side_effect=[part, {"type": "http.disconnect"}]),
+        AsyncMock(),
+    )
     asyncio.run(app(SCOPE, receive, send))
     assert send.call_args_list[0].args[0]["status"] == 499
 
 
-def test_a_token_is_spelled_once_however_often_it_is_told(app, completions, monkeypatch):
+def test_a_token_is_spelled_once_however_often_it_is_told(
+    app, completions, monkeypatch
+):
     seen, decode = [], completions.tokenizer.decode
 
     def spelled(ids: list[int], special: bool = False) -> str:
@@ -216,7 +259,9 @@ def test_a_token_is_spelled_once_however_often_it_is_told(app, completions, monk
     assert sorted(map(len, seen)) == [1] * 5 + [2] * 5  # those, and one beside each
 
 
-def test_a_token_is_spelled_as_behind_others_where_a_text_loses_its_first_space(completions):
+def test_a_token_is_spelled_as_behind_others_where_a_text_loses_its_first_space(
+    completions,
+):
     tokenizer = completions.tokenizer
     tokenizer.decode = lambda ids, special: "".join(" upon" for _ in ids).lstrip()
     assert tokenizer.spell(1) == " upon"

@@ -13,7 +13,10 @@ from disagg.server.service import bind
 
 GET = b"GET /version HTTP/1.1\r\nHost: here\r\n"
 BODY = b'{"prompt": "abc", "max_tokens": 4, "stream": true}'
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
+    % len(BODY)
+)
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 

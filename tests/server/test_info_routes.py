@@ -10,14 +10,25 @@ from disagg.errors import ConfigError, PeerLostError
 from disagg.server.metrics import ServerMetrics
 from disagg.server.output_text import TextDelta
 from tests.server.conftest import KV, said
-from tests.server.visits import assert_counted, events, figures_of, get, post, refused, send
+from tests.server.visits import (
+    assert_counted,
+    events,
+    figures_of,
+    get,
+    post,
+    refused,
+    send,
+)
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/metrics"])
 def test_a_load_balancer_may_ask_for_heads_alone(path, app):
     """The server leaves the body out."""
     whole, head = get(app, path), send(app, "HEAD", path)
-    assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
+    assert (head.status_code, head.headers["content-type"]) == (
+        200,
+        whole.headers["content-type"],
+    )
 
 
 def test_ready_follows_the_workers_and_health_does_not(app, router):
@@ -31,7 +42,11 @@ def test_ready_follows_the_workers_and_health_does_not(app, router):
 
 def test_models_and_status_tell_what_is_served(app, router):
     (model,) = get(app, "/v1/models").json()["data"]
-    assert get(app, "/v1/models/tiny").json() == model == get(app, "/v1/models//models/tiny").json()
+    assert (
+        get(app, "/v1/models/tiny").json()
+        == model
+        == get(app, "/v1/models//models/tiny").json()
+    )
     assert refused(get(app, "/v1/models/gpt-4"), 404, "model", "model")
     assert get(app, "/version").json() == {"version": __version__}
     told = model["id"], model["root"], model["max_model_len"]
@@ -46,7 +61,11 @@ def test_models_and_status_tell_what_is_served(app, router):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_answer_is_counted_streamed_or_not(stream, app, router):
-    for kv in (KV, KV, KV | {"wire_bytes": 0}):  # the last one is served whole: no hand-off
+    for kv in (
+        KV,
+        KV,
+        KV | {"wire_bytes": 0},
+    ):  # the last one is served whole: no hand-off
         router.kv = kv
         post(app, stream=stream)
     wanted = {
@@ -71,16 +90,26 @@ def test_the_token_that_a_prompt_is_scored_with_neither_ends_it_nor_counts(strea
     answer = post(app, echo=True, max_tokens=0, stop="a", stream=stream)
     last = events(answer.text)[-1] if stream else answer.json()
     assert last["choices"][0]["finish_reason"] == "length"
-    found = assert_counted(app, {"vllm:request_success_total{finished_reason=length}": 1})
+    found = assert_counted(
+        app, {"vllm:request_success_total{finished_reason=length}": 1}
+    )
     assert found.get("vllm:generation_tokens_total", 0) == 0
 
 
-@pytest.mark.parametrize(("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))])
-def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums, router):
+@pytest.mark.parametrize(
+    ("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))]
+)
+def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(
+    times, sums, router
+):
     counts = ServerMetrics("tiny")
     counts.finished(times, TextDelta("", len(times) - 1, "stop"), 3)
     found = figures_of(counts.scrape([], router).decode())
-    series = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token")
+    series = (
+        "time_to_first_token",
+        "e2e_request_latency",
+        "request_time_per_output_token",
+    )
     assert tuple(found.get(f"vllm:{name}_seconds_sum", 0) for name in series) == sums
 
 
@@ -96,7 +125,9 @@ def test_a_role_that_nobody_has_any_more_has_no_gauges(router):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(stream, app, router):
+def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(
+    stream, app, router
+):
     router.refuses = ConfigError("unknown codec")
     post(app, stream=stream)
     router.refuses, router.breaks, router.pause_at = None, PeerLostError("gone"), 1
@@ -108,7 +139,9 @@ def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(stream, app,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_that_end_because_another_one_failed_are_counted_with_it(stream, app, router):
+def test_answers_that_end_because_another_one_failed_are_counted_with_it(
+    stream, app, router
+):
     router.breaks, router.pause_at = PeerLostError("gone"), 1
     router.go = SimpleNamespace(wait=asyncio.Semaphore(1).acquire)  # of one answer
     post(app, stream=stream, n=3)
@@ -138,7 +171,9 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
     held = {"used_bytes": 30, "arena_bytes": 120}
     counts = {"expired": 2, "damaged": 1, "preempted": 4}
     counts |= {"received_tokens": 40, "shared_tokens": 2}
-    router.says["p"] = said({"jobs": 7}, counts={"computed_tokens": 30, "cached_tokens": 12})
+    router.says["p"] = said(
+        {"jobs": 7}, counts={"computed_tokens": 30, "cached_tokens": 12}
+    )
     router.says["d"] = said(doing | held, counts=counts, failures={"peer_lost": 3})
     wanted = {
         "disagg_queue_requests": 5,
@@ -164,7 +199,9 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
     for _ in range(2):
         assert_counted(app, wanted)
     dispatch.routed["prefill", "knows_most"] += 1
-    router.says["d"] = said({}, epoch=2, counts=counts)  # fenced, and so still the same process
+    router.says["d"] = said(
+        {}, epoch=2, counts=counts
+    )  # fenced, and so still the same process
     rising = {"disagg_routed_total{reason=knows_most,role=prefill}": 3}
     assert_counted(app, rising | {"disagg_kv_expired_total{role=decode}": 2})
     router.says["d"] = said({}, pid=2, counts={"expired": 1})

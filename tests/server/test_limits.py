@@ -16,7 +16,12 @@ from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
 from disagg.server.app import create_app
 from disagg.server.completions import MAX_UNKNOWN
-from disagg.server.schema import NEUTRAL, ChatRequest, CompletionRequest, TokenizeRequest
+from disagg.server.schema import (
+    NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from tests.model.tiny import save_tiny
 from tests.server.conftest import FakeRouter, completions_of
 from tests.server.running import running
@@ -36,7 +41,11 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": 5}, "prompt", "a text or a list of token ids"),
         ({"prompt": [256]}, "prompt", "256 is no token id"),
         ({"prompt": [256], "echo": True}, "prompt", "prompt: 256 is no token id"),
-        ({"prompt": [-3]}, "prompt", "-3 is no token id; whole numbers from 0 to 255 are"),
+        (
+            {"prompt": [-3]},
+            "prompt",
+            "-3 is no token id; whole numbers from 0 to 255 are",
+        ),
         ({"prompt": [1, True]}, "prompt", "True is no token id"),
         ({"prompt": ["a", 5]}, "prompt", "or a list of these, is wanted; not 5"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
@@ -49,7 +58,11 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
         ({"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
-        ({"frequency_penalty": -2.1}, "frequency_penalty", "greater than or equal to -2"),
+        (
+            {"frequency_penalty": -2.1},
+            "frequency_penalty",
+            "greater than or equal to -2",
+        ),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
         ({"logit_bias": {"256": 1}}, "logit_bias", "256 is no token id"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
@@ -68,15 +81,35 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"stop": "x" * 257}, "stop", "at most 256"),
         ({"codec": "x" * 20_000}, "codec", "at most"),
         ({"model": "x" * 2000}, "model", "at most"),
-        ({"stream_options": 5}, "stream_options", "stream_options is 5: an object is wanted"),
+        (
+            {"stream_options": 5},
+            "stream_options",
+            "stream_options is 5: an object is wanted",
+        ),
         ({"stop": ["a", 5]}, "stop", "stop[1] is 5: Input should be a valid string"),
-        ({"max_tokens": []}, "max_tokens", "max_tokens is []: Input should be a valid integer"),
+        (
+            {"max_tokens": []},
+            "max_tokens",
+            "max_tokens is []: Input should be a valid integer",
+        ),
         ({"logit_bias": {"x" * 500: 1}}, "logit_bias", "logit_bias.xxx"),
         ({"echo": [[["x" * 99] * 9] * 9] * 9}, "echo", "echo is [[[...], "),
-        ({"kv_transfer_params": {"tp_size": "x"}}, "kv_transfer_params", "params.tp_size is 'x'"),
-        ({"temperature": 1e30}, "temperature", "temperature is 1e+30: Input should be less than"),
+        (
+            {"kv_transfer_params": {"tp_size": "x"}},
+            "kv_transfer_params",
+            "params.tp_size is 'x'",
+        ),
+        (
+            {"temperature": 1e30},
+            "temperature",
+            "temperature is 1e+30: Input should be less than",
+        ),
         ({"codec": ""}, "codec", "codec is ''"),
-        ({"min_tokens": 5}, "min_tokens", "min_tokens is 5; at most max_tokens, 4, is wanted"),
+        (
+            {"min_tokens": 5},
+            "min_tokens",
+            "min_tokens is 5; at most max_tokens, 4, is wanted",
+        ),
         ({"max_completion_tokens": 5}, "max_completion_tokens", "write max_tokens"),
     ],
     ids=lambda value: str(value)[:32] if isinstance(value, dict) else "",
@@ -91,7 +124,9 @@ def test_a_field_out_of_its_bounds_is_named(fields, param, says, app, router):
 
 def called(arguments):
     """A message that calls a tool."""
-    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    calls = [
+        {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    ]
     return [{"role": "assistant", "tool_calls": calls}]
 
 
@@ -99,14 +134,29 @@ def called(arguments):
     ("messages", "says"),
     [
         ([{"content": "x"}], "messages[0].role is required"),
-        ([{"role": "user", "content": 5}], "messages[0].content is 5: Input should be a valid str"),
+        (
+            [{"role": "user", "content": 5}],
+            "messages[0].content is 5: Input should be a valid str",
+        ),
         ([5], "messages[0] is 5: an object is wanted"),
         ([{"role": "user", "content": ""}] * 20_000, "at most 16384 items"),
-        ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "is no part of text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}],
+            "is no part of text",
+        ),
         ([{"role": "user"}], "messages[0].content is required of role 'user'"),
-        (called("{"), "messages[0].tool_calls[0].function.arguments is '{': Value error, EOF"),
-        (called([]), "messages[0].tool_calls[0].function.arguments is []: Input should be a valid"),
-        ([{"role": "tool", "content": None}], "messages[0].content is required of role 'tool'"),
+        (
+            called("{"),
+            "messages[0].tool_calls[0].function.arguments is '{': Value error, EOF",
+        ),
+        (
+            called([]),
+            "messages[0].tool_calls[0].function.arguments is []: Input should be a valid",
+        ),
+        (
+            [{"role": "tool", "content": None}],
+            "messages[0].content is required of role 'tool'",
+        ),
     ],
 )
 def test_a_message_that_is_wrong_is_named_with_its_place(messages, says, app):
@@ -114,17 +164,30 @@ def test_a_message_that_is_wrong_is_named_with_its_place(messages, says, app):
 
 
 def test_what_is_said_to_the_template_itself_has_the_last_word():
-    body = {"messages": [], "chat_template_kwargs": {"add_generation_prompt": False, "x": 1}}
+    body = {
+        "messages": [],
+        "chat_template_kwargs": {"add_generation_prompt": False, "x": 1},
+    }
     options = ChatRequest.read(json.dumps(body).encode()).template_options
-    assert options == {"add_generation_prompt": False, "continue_final_message": False, "x": 1}
+    assert options == {
+        "add_generation_prompt": False,
+        "continue_final_message": False,
+        "x": 1,
+    }
 
 
-NOTHING = {"content": None, "refusal": None, "tool_calls": None}  # as clients send it back
+NOTHING = {
+    "content": None,
+    "refusal": None,
+    "tool_calls": None,
+}  # as clients send it back
 
 
 @pytest.mark.parametrize("said", [{}, {"content": None}, NOTHING, {"tool_calls": []}])
 def test_an_assistant_who_says_nothing_has_no_other_field(said):
-    assert turns([{"role": "assistant", **said}]) == [{"role": "assistant", "content": ""}]
+    assert turns([{"role": "assistant", **said}]) == [
+        {"role": "assistant", "content": ""}
+    ]
 
 
 def test_a_template_is_given_the_arguments_of_a_call_and_not_their_json():
@@ -145,7 +208,9 @@ def test_who_wants_nothing_tokenised_or_two_things_hears_what_may_be(app):
         assert "a prompt or messages" in refused(response, 400, "request", "prompt")
 
 
-INFINITE = [f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinity", "NaN")]
+INFINITE = [
+    f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinity", "NaN")
+]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +219,9 @@ INFINITE = [f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinit
 def test_a_body_that_is_no_json_object_is_refused(body, app):
     content = body.encode("utf-8", "surrogatepass")
     response = send(app, "POST", "/v1/completions", content=content)
-    assert refused(response, 400, "request", "temperature" if body in INFINITE else None)
+    assert refused(
+        response, 400, "request", "temperature" if body in INFINITE else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,18 +235,25 @@ def test_a_body_that_is_no_json_object_is_refused(body, app):
     ],
     ids=["tokens", "characters", "ids", "chat-tokens", "chat-characters"],
 )
-def test_what_the_context_cannot_hold_is_too_long_by_its_field(ask, field, given, says, app):
+def test_what_the_context_cannot_hold_is_too_long_by_its_field(
+    ask, field, given, says, app
+):
     assert says in refused(ask(app, **{field: given}), 400, "prompt_too_long", field)
 
 
 def test_more_ids_than_the_context_holds_are_not_turned_into_text(app):
-    assert send(app, "POST", "/detokenize", json={"tokens": [65] * 20}).json()["prompt"] == "b" * 20
+    assert (
+        send(app, "POST", "/detokenize", json={"tokens": [65] * 20}).json()["prompt"]
+        == "b" * 20
+    )
     response = send(app, "POST", "/detokenize", json={"tokens": [65] * 1_000_000})
     message = refused(response, 400, "prompt_too_long", "tokens")
     assert message == "tokens has 1,000,000 ids; the model's context holds at most 20"
 
 
-def test_a_text_is_tokenised_beside_the_loop_and_never_if_too_long(app, completions, monkeypatch):
+def test_a_text_is_tokenised_beside_the_loop_and_never_if_too_long(
+    app, completions, monkeypatch
+):
     threads, encode = [], completions.tokenizer.encode
 
     def encoded(*given: Any) -> list[int]:
@@ -249,7 +323,9 @@ def test_null_is_the_default_wherever_openai_allows_it(app, router):
 
 @pytest.mark.parametrize("form", [CompletionRequest, ChatRequest])
 @pytest.mark.parametrize(("name", "value"), NEUTRAL.items(), ids=NEUTRAL.keys())
-def test_what_is_not_built_is_refused_unless_it_would_change_nothing(name, value, form, app):
+def test_what_is_not_built_is_refused_unless_it_would_change_nothing(
+    name, value, form, app
+):
     if name in form.model_fields:
         pytest.skip("it is built")
     ask = chat if form is ChatRequest else post
@@ -268,7 +344,10 @@ def test_the_neutral_values_of_numbers_and_switches_are_not_confused():
 def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert post(app, flavour="mint", user="me", **{"x" * 1000: 1}).status_code == 200
+            assert (
+                post(app, flavour="mint", user="me", **{"x" * 1000: 1}).status_code
+                == 200
+            )
         assert caplog.text.count("'flavour'") == 1
         assert "'user'" not in caplog.text
         assert "of a request is" in caplog.text
@@ -278,8 +357,15 @@ def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**4000),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.just(10**4000),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 ANY_OF = dict.fromkeys(("role", "content", "name"), VALUES)
@@ -290,21 +376,35 @@ NAMES = {
     "/tokenize": [*TokenizeRequest.model_fields],
     "/detokenize": ["tokens"],
 }
-GOOD = {"prompt": "abc", "messages": [{"role": "user", "content": "a"}], "tokens": [1, 2]}
+GOOD = {
+    "prompt": "abc",
+    "messages": [{"role": "user", "content": "a"}],
+    "tokens": [1, 2],
+}
 BODIES = st.sampled_from(sorted(NAMES)).flatmap(
     lambda path: st.tuples(
         st.just(path),
-        st.dictionaries(st.sampled_from(NAMES[path]) | st.text(max_size=5), VALUES, max_size=6),
+        st.dictionaries(
+            st.sampled_from(NAMES[path]) | st.text(max_size=5), VALUES, max_size=6
+        ),
         st.none() | MESSAGES,
     )
 )
 
 
-def assert_answered(ask: Callable[[str, bytes], httpx.Response], request: Request) -> None:
+def assert_answered(
+    ask: Callable[[str, bytes], httpx.Response], request: Request
+) -> None:
     """Well or badly; but by what was asked, and with a body that says so."""
     path, fields, messages = request
-    good = {name: GOOD[name] for name in ("prompt", "messages", "tokens") if name in NAMES[path]}
-    good |= {"messages": messages} if messages is not None and "messages" in good else {}
+    good = {
+        name: GOOD[name]
+        for name in ("prompt", "messages", "tokens")
+        if name in NAMES[path]
+    }
+    good |= (
+        {"messages": messages} if messages is not None and "messages" in good else {}
+    )
     try:
         body = json.dumps(good | fields)
     except ValueError:  # an integer that Python does not print
@@ -320,7 +420,9 @@ def strict() -> ASGIApp:
     """An application that fails where an engine would refuse what it is told."""
 
     class Router(FakeRouter):
-        async def generate(self, prompt: Any, params: Any, codec: str, at: Any = None) -> Any:
+        async def generate(
+            self, prompt: Any, params: Any, codec: str, at: Any = None
+        ) -> Any:
             SamplingParams(**params)
             async for output in super().generate(prompt, params, codec):
                 yield output
@@ -331,7 +433,9 @@ def strict() -> ASGIApp:
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(BODIES)
 def test_no_body_makes_the_service_fail(strict, body):
-    assert_answered(lambda path, content: send(strict, "POST", path, content=content), body)
+    assert_answered(
+        lambda path, content: send(strict, "POST", path, content=content), body
+    )
 
 
 @pytest.mark.slow
@@ -339,12 +443,19 @@ def test_no_body_makes_the_service_fail(strict, body):
 def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
     folder = save_tiny("llama", tmp_path)
     (folder / "chat_template.jinja").write_text(CHAT)
-    with running(str(folder)) as service, httpx.Client(base_url=service.url, timeout=30) as client:
+    with (
+        running(str(folder)) as service,
+        httpx.Client(base_url=service.url, timeout=30) as client,
+    ):
 
-        @settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=2000)
+        @settings(
+            suppress_health_check=list(HealthCheck), deadline=None, max_examples=2000
+        )
         @given(BODIES)
         def answer(body: Request) -> None:
-            assert_answered(lambda path, content: client.post(path, content=content), body)
+            assert_answered(
+                lambda path, content: client.post(path, content=content), body
+            )
 
         answer()
         service.empty()
@@ -353,7 +464,12 @@ def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
 
 
 def test_refusals_are_counted_by_reason_and_not_as_successes(app):
-    for fields in ({"n": 0}, {"max_tokens": 0}, {"prompt": "x" * 30}, {"model": "other"}):
+    for fields in (
+        {"n": 0},
+        {"max_tokens": 0},
+        {"prompt": "x" * 30},
+        {"model": "other"},
+    ):
         post(app, **fields)
     failed = "disagg_request_failures_total{{reason={}}}".format
     wanted = {failed("request"): 2, failed("prompt_too_long"): 1, failed("model"): 1}

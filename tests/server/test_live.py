@@ -35,10 +35,18 @@ def exported(service: Running) -> str:
 
 def names(text: str) -> set[str]:
     """The series that a text tells of, those without a value too."""
-    found = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line[:1] != "#"}
+    found = {
+        line.split("{")[0].split(" ")[0]
+        for line in text.splitlines()
+        if line[:1] != "#"
+    }
     told = re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)
     for name, kind in told:
-        found |= {f"{name}_total"} if kind == "counter" and not name.endswith("_total") else {name}
+        found |= (
+            {f"{name}_total"}
+            if kind == "counter" and not name.endswith("_total")
+            else {name}
+        )
     return found
 
 
@@ -61,15 +69,27 @@ def test_every_figure_of_the_page_is_told(service):
     assert held
     assert held <= set(re.findall(r'disagg_worker\{.*what="(\w+)"', text))
     kinds = set(re.findall(r'kv\("(\w+)"', page))
-    assert kinds <= set(re.findall(r'disagg_kv_transfer_bytes_total\{.*kind="(\w+)"', text))
+    assert kinds <= set(
+        re.findall(r'disagg_kv_transfer_bytes_total\{.*kind="(\w+)"', text)
+    )
     sources = set(re.findall(r'source\("(\w+)"\)', page))
-    assert sources <= set(re.findall(r'prompt_tokens_by_source_total\{.*source="(\w+)"', text))
+    assert sources <= set(
+        re.findall(r'prompt_tokens_by_source_total\{.*source="(\w+)"', text)
+    )
 
 
 def test_every_figure_of_the_board_is_told(service):
     board = json.loads(BOARD.read_text())
-    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    asked += [each["definition"] for each in board["templating"]["list"] if "definition" in each]
+    asked = [
+        target["expr"]
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+    ]
+    asked += [
+        each["definition"]
+        for each in board["templating"]["list"]
+        if "definition" in each
+    ]
     assert len(asked) > 10
     known = names(exported(service))
     for expression in asked:
@@ -83,9 +103,19 @@ def test_every_figure_of_the_board_is_told(service):
 def test_a_browser_shows_the_figures(service):
     command = [CHROME, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--virtual-time-budget=5000", service.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    )
     text = re.sub(r"<[^>]+>", " ", done.stdout.split("<script>")[0])
-    for shown in ("ready", "tiny", "5 tokens, answers: 1", "raw", "prefill", "decode", "15 tokens"):
+    for shown in (
+        "ready",
+        "tiny",
+        "5 tokens, answers: 1",
+        "raw",
+        "prefill",
+        "decode",
+        "15 tokens",
+    ):
         assert shown in text
     assert "NaN" not in text
     assert "<path" in done.stdout

@@ -13,7 +13,9 @@ from tests.model.reference import ReferenceModel
 from tests.model.tiny import VOCAB, save_tiny
 from tests.server.running import Running, running
 
-TEMPLATE = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+)
 TEMPLATE += "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant:{% endif %}"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0}
@@ -36,7 +38,9 @@ def service(folder: Path) -> Iterator[Running]:
 @pytest.fixture
 def client(service: Running) -> Iterator[openai.OpenAI]:
     """Nothing is left of what a test asked for."""
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as found:
+    with openai.OpenAI(
+        base_url=f"{service.url}/v1", api_key="any", max_retries=0
+    ) as found:
         yield found
     service.empty()
 
@@ -63,11 +67,17 @@ def test_the_model_is_listed_and_found(client):
 
 def test_prompts_of_every_form_have_answers_in_their_order(client, service):
     forms: list[Any] = [TEXT, ids(TEXT, service), [TEXT], [ids(TEXT, service)]]
-    answers = [client.completions.create(**GREEDY, prompt=form, max_tokens=6) for form in forms]
+    answers = [
+        client.completions.create(**GREEDY, prompt=form, max_tokens=6) for form in forms
+    ]
     assert len({answer.choices[0].text for answer in answers}) == 1
-    both = client.completions.create(**GREEDY, prompt=[TEXT, "It was"], max_tokens=6, n=2)
+    both = client.completions.create(
+        **GREEDY, prompt=[TEXT, "It was"], max_tokens=6, n=2
+    )
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in both.choices[:2]] == [answers[0].choices[0].text] * 2
+    assert [choice.text for choice in both.choices[:2]] == [
+        answers[0].choices[0].text
+    ] * 2
     assert both.usage.prompt_tokens == len(TEXT) + len("It was")
     assert both.usage.completion_tokens == 24
 
@@ -83,15 +93,30 @@ def test_choices_of_one_seed_differ_and_come_again(client):
 
 @pytest.mark.parametrize(
     ("text", "max_tokens"),
-    [(TEXT, 0), (TEXT, 1), (TEXT, 3), ("".join(chr(97 + i * i % 26) for i in range(500)), 0)],
+    [
+        (TEXT, 0),
+        (TEXT, 1),
+        (TEXT, 3),
+        ("".join(chr(97 + i * i % 26) for i in range(500)), 0),
+    ],
     ids=["none", "one", "some", "two-batches"],
 )
-def test_echo_tells_the_log_probabilities_of_the_prompt(text, max_tokens, client, service, logits):
-    asked = GREEDY | {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+def test_echo_tells_the_log_probabilities_of_the_prompt(
+    text, max_tokens, client, service, logits
+):
+    asked = GREEDY | {
+        "prompt": text,
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": max_tokens,
+    }
     answer = client.completions.create(**asked)
     (choice,), told = answer.choices, answer.choices[0].logprobs
     assert choice.text.startswith(text)
-    assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", max_tokens)
+    assert (choice.finish_reason, answer.usage.completion_tokens) == (
+        "length",
+        max_tokens,
+    )
     tokens = ids(text, service)
     known = logits(tokens)
     assert len(told.tokens) == len(told.top_logprobs) == len(tokens) + max_tokens
@@ -101,7 +126,9 @@ def test_echo_tells_the_log_probabilities_of_the_prompt(text, max_tokens, client
     best = known.max(-1).values.tolist()[:-1]
     tops = [max(top.values()) for top in told.top_logprobs[1 : len(tokens)]]
     assert tops == pytest.approx(best, abs=1e-3)
-    assert told.text_offset[: len(tokens)] == list(range(len(tokens)))  # a token is a byte
+    assert told.text_offset[: len(tokens)] == list(
+        range(len(tokens))
+    )  # a token is a byte
 
 
 def test_offsets_are_places_in_the_text_where_characters_are_several_tokens(client):
@@ -111,7 +138,13 @@ def test_offsets_are_places_in_the_text_where_characters_are_several_tokens(clie
 
 
 def test_a_streamed_answer_is_the_whole_one(client):
-    asked = GREEDY | {"prompt": TEXT, "max_tokens": 9, "logprobs": 1, "n": 2, "echo": True}
+    asked = GREEDY | {
+        "prompt": TEXT,
+        "max_tokens": 9,
+        "logprobs": 1,
+        "n": 2,
+        "echo": True,
+    }
     whole = client.completions.create(**asked)
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = [*client.completions.create(**asked, stream=True, stream_options=options)]
@@ -123,7 +156,9 @@ def test_a_streamed_answer_is_the_whole_one(client):
         assert parts[-1].finish_reason == choice.finish_reason
         told = [part.logprobs for part in parts if part.logprobs]
         assert [x for one in told for x in one.tokens] == choice.logprobs.tokens
-        assert [x for one in told for x in one.text_offset] == choice.logprobs.text_offset
+        assert [
+            x for one in told for x in one.text_offset
+        ] == choice.logprobs.text_offset
 
 
 def test_penalties_biases_and_stop_tokens_do_what_they_say(client, service):
@@ -135,8 +170,13 @@ def test_penalties_biases_and_stop_tokens_do_what_they_say(client, service):
     stopped = client.completions.create(**asked, extra_body={"stop_token_ids": [first]})
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
     later = {"stop_token_ids": [first], "min_tokens": 3}
-    assert client.completions.create(**asked, extra_body=later).usage.completion_tokens >= 3
-    one_word = client.completions.create(**asked | {"max_tokens": 20}, frequency_penalty=2.0)
+    assert (
+        client.completions.create(**asked, extra_body=later).usage.completion_tokens
+        >= 3
+    )
+    one_word = client.completions.create(
+        **asked | {"max_tokens": 20}, frequency_penalty=2.0
+    )
     assert len(set(one_word.choices[0].text)) > 5
 
 
@@ -149,9 +189,14 @@ WRITTEN = "system: Be brief.\nuser: Call me\nx\nassistant:"
 def test_a_chat_is_a_completion_of_what_the_template_writes(client, service):
     assert tokenize(service, messages=MESSAGES)["tokens"] == ids(WRITTEN, service)
     expected = client.completions.create(**GREEDY, prompt=WRITTEN, max_tokens=7)
-    answer = client.chat.completions.create(**GREEDY, messages=MESSAGES, max_completion_tokens=7)
+    answer = client.chat.completions.create(
+        **GREEDY, messages=MESSAGES, max_completion_tokens=7
+    )
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content) == ("assistant", expected.choices[0].text)
+    assert (choice.message.role, choice.message.content) == (
+        "assistant",
+        expected.choices[0].text,
+    )
     assert choice.finish_reason == "length"
     assert answer.usage.total_tokens == expected.usage.total_tokens
 
@@ -164,13 +209,26 @@ def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):
     told = [(x.index, x.delta.content, x.logprobs) for x in began]
     assert told == [(i, "", None) for i in range(3)]
     for index, choice in enumerate(whole.choices):
-        deltas = [x.delta for chunk in chunks for x in chunk.choices if x.index == index]
-        assert [delta.role for delta in deltas if delta.role] == [deltas[0].role] == ["assistant"]
-        assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+        deltas = [
+            x.delta for chunk in chunks for x in chunk.choices if x.index == index
+        ]
+        assert (
+            [delta.role for delta in deltas if delta.role]
+            == [deltas[0].role]
+            == ["assistant"]
+        )
+        assert (
+            "".join(delta.content or "" for delta in deltas) == choice.message.content
+        )
 
 
 def test_a_chat_tells_log_probabilities(client):
-    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 3}
+    asked = GREEDY | {
+        "messages": MESSAGES,
+        "max_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     (choice,) = client.chat.completions.create(**asked).choices
     assert len(choice.logprobs.content) == 3
     for token in choice.logprobs.content:
@@ -206,7 +264,10 @@ REFUSED: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
     (openai.BadRequestError, {"top_logprobs": 2}),
     (openai.NotFoundError, {"model": "gpt-4"}),
     *(
-        (openai.BadRequestError, {"messages": MESSAGES, "extra_body": {"chat_template_kwargs": x}})
+        (
+            openai.BadRequestError,
+            {"messages": MESSAGES, "extra_body": {"chat_template_kwargs": x}},
+        )
         for x in ({"messages": []}, {"self": 1}, {"chat_template": ""})
     ),
 ]
@@ -220,7 +281,9 @@ def test_what_cannot_be_answered_is_refused_by_its_name(error, fields, client):
 
 
 def test_a_stream_that_is_left_leaves_nothing(client):
-    with client.completions.create(**GREEDY, prompt=TEXT, max_tokens=400, stream=True) as stream:
+    with client.completions.create(
+        **GREEDY, prompt=TEXT, max_tokens=400, stream=True
+    ) as stream:
         assert next(iter(stream)).choices
     # the fixture waits until every gauge is zero
 
@@ -231,4 +294,6 @@ def test_every_token_of_the_vocabulary_can_be_spelled(service):
 
 
 def spelled(tokens: list[int], service: Running) -> str:
-    return httpx.post(f"{service.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+    return httpx.post(f"{service.url}/detokenize", json={"tokens": tokens}).json()[
+        "prompt"
+    ]

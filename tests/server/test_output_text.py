@@ -11,7 +11,9 @@ BYTES = Tokenizer(byte_tokenizer())
 WORDS = Tokenizer.load()  # "ab" is a token, and a snowman is several
 
 
-def shown(text: str, stops: list[str], min_tokens: int = 0, known: Tokenizer = BYTES) -> str:
+def shown(
+    text: str, stops: list[str], min_tokens: int = 0, known: Tokenizer = BYTES
+) -> str:
     stream = TextStream(known.detokenizer(), stops, min_tokens)
     pieces = []
     for token in known.encode(text, special=False):

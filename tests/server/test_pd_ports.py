@@ -23,7 +23,9 @@ from tests.server.running import Running, running
 from tests.server.visits import refused
 
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
-WANTED |= dict.fromkeys(["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"])
+WANTED |= dict.fromkeys(
+    ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"]
+)
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, " * 3
 
 
@@ -48,24 +50,39 @@ def park(service: Running, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_computed_at_one_port_and_its_answer_said_at_another(stream, service):
+def test_a_prompt_is_computed_at_one_port_and_its_answer_said_at_another(
+    stream, service
+):
     prompt = f"{stream}: {TEXT}"
     handle = park(service, prompt=prompt)
     assert (handle["do_remote_decode"], handle["do_remote_prefill"]) == (False, True)
-    assert service.doors["p"] == f"http://{handle['remote_host']}:{handle['remote_port']}"
-    fields = {"prompt": prompt, "kv_transfer_params": handle, "kv": True, "stream": stream}
-    told = complete(service.doors["d"], **fields).text.strip().removesuffix("data: [DONE]")
+    assert (
+        service.doors["p"] == f"http://{handle['remote_host']}:{handle['remote_port']}"
+    )
+    fields = {
+        "prompt": prompt,
+        "kv_transfer_params": handle,
+        "kv": True,
+        "stream": stream,
+    }
+    told = (
+        complete(service.doors["d"], **fields).text.strip().removesuffix("data: [DONE]")
+    )
     lines = told.split("data: ")[1:] if stream else [told]
     choices = [json.loads(line)["choices"][0] for line in lines]
     assert choices[-1]["kv"]["wire_bytes"] > 0
-    assert choices[-1]["kv"]["cached_tokens"] >= 64  # of what the first request had computed
+    assert (
+        choices[-1]["kv"]["cached_tokens"] >= 64
+    )  # of what the first request had computed
     alone = complete(service.url, prompt=prompt).json()["choices"][0]["text"]
     assert "".join(choice["text"] for choice in choices) == alone
 
 
 def test_a_handle_is_good_once(service):
     handle = park(service)
-    first, second = (complete(service.doors["d"], kv_transfer_params=handle) for _ in range(2))
+    first, second = (
+        complete(service.doors["d"], kv_transfer_params=handle) for _ in range(2)
+    )
     assert first.status_code == 200
     assert "consumed" in refused(second, 409, "handle", "kv_transfer_params")
 
@@ -81,10 +98,14 @@ def test_a_handle_is_good_once(service):
         ({}, {"prompt": "another prompt"}, "foreign"),
     ],
 )
-def test_a_handle_that_is_not_of_this_prompt_is_refused_as_such(change, fields, says, service):
+def test_a_handle_that_is_not_of_this_prompt_is_refused_as_such(
+    change, fields, says, service
+):
     handle = park(service)
     answer = complete(service.doors["d"], kv_transfer_params=handle | change, **fields)
-    assert f"the handle is {says}" in refused(answer, 409, "handle", "kv_transfer_params")
+    assert f"the handle is {says}" in refused(
+        answer, 409, "handle", "kv_transfer_params"
+    )
     assert complete(service.doors["d"], kv_transfer_params=handle).status_code == 200
 
 
@@ -93,15 +114,32 @@ def test_a_handle_that_is_not_of_this_prompt_is_refused_as_such(change, fields, 
     [
         ("p", {}, {}, "max_tokens is 6; 1 is wanted"),
         ("p", {}, {"max_tokens": 1, "stream": True}, "stream is true"),
-        ("p", {}, {"max_tokens": 1, "prompt": ["a", "b"]}, "of 2 prompts: one is wanted"),
-        ("p", {"do_remote_prefill": True}, {"max_tokens": 1}, "do_remote_prefill is true too"),
+        (
+            "p",
+            {},
+            {"max_tokens": 1, "prompt": ["a", "b"]},
+            "of 2 prompts: one is wanted",
+        ),
+        (
+            "p",
+            {"do_remote_prefill": True},
+            {"max_tokens": 1},
+            "do_remote_prefill is true too",
+        ),
         ("d", {}, {"max_tokens": 1}, ": a worker that prefills is wanted"),
-        ("p", {"do_remote_decode": False, "do_remote_prefill": True}, {}, "a worker that decodes"),
+        (
+            "p",
+            {"do_remote_decode": False, "do_remote_prefill": True},
+            {},
+            "a worker that decodes",
+        ),
         ("d", {"do_remote_prefill": "what"}, {}, "do_remote_prefill is 'what'"),
         ("", {}, {"max_tokens": 1}, "ports of workers take them"),
     ],
 )
-def test_what_a_port_does_not_do_is_refused_by_the_field(door, change, fields, says, service):
+def test_what_a_port_does_not_do_is_refused_by_the_field(
+    door, change, fields, says, service
+):
     url, params = service.doors.get(door, service.url), WANTED | change
     answer = complete(url, kv_transfer_params=params, **fields)
     assert says in refused(answer, 400, "request", "kv_transfer_params")
@@ -134,7 +172,8 @@ def test_a_port_is_opened_for_each_worker_where_that_is_wanted(cluster, names):
 
 
 @pytest.mark.parametrize(
-    ("host", "there"), [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"])]
+    ("host", "there"),
+    [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"])],
 )
 def test_an_address_of_either_kind_is_listened_on_as_the_url_says(host, there):
     url = urlsplit(Service(Config(server=ServerConfig(host=host, port=0))).url)
@@ -178,14 +217,18 @@ class Yard:
         self.doors = PdPorts(router, {1: "p-0", 2: "d-0"}, 10.0, lambda: self.now)
 
     def start(self, name: str, role: Role, epoch: int) -> None:
-        self.peers[name] = SimpleNamespace(name=name, started=WorkerInfo(name, role, "", epoch))
+        self.peers[name] = SimpleNamespace(
+            name=name, started=WorkerInfo(name, role, "", epoch)
+        )
 
     def park(self) -> dict[str, Any]:
         return self.doors.park("here", 1, (1, 2))
 
     def bind(self, handle: dict[str, Any]) -> tuple[str, str]:
         body = {"prompt": [1, 2], "kv_transfer_params": handle}
-        return self.doors.enter(2, CompletionRequest.read(json.dumps(body).encode()), [(1, 2)])
+        return self.doors.enter(
+            2, CompletionRequest.read(json.dumps(body).encode()), [(1, 2)]
+        )
 
 
 def test_a_handle_names_both_workers_as_they_are_now():
@@ -198,7 +241,10 @@ def test_a_handle_names_both_workers_as_they_are_now():
     [
         (lambda yard: setattr(yard, "now", 10.0), HandleError("the handle is expired")),
         (lambda yard: yard.peers.pop("p-0"), HandleError("the handle is stale")),
-        (lambda yard: yard.start("p-0", Role.PREFILL, 8), HandleError("the handle is stale")),
+        (
+            lambda yard: yard.start("p-0", Role.PREFILL, 8),
+            HandleError("the handle is stale"),
+        ),
         (lambda yard: yard.peers.pop("d-0.3"), PeerLostError("d-0 does not run")),
     ],
     ids=["expired", "gone", "anew", "nobody-behind-the-port"],

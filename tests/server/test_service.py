@@ -16,7 +16,9 @@ def test_open_streams_and_their_service_end_at_once_when_ray_is_lost_for_good():
     body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.Client(timeout=60) as client, ExitStack() as stack:
         service = stack.enter_context(serving(load_config(None, flags)))
-        request = client.build_request("POST", f"{service.url}/v1/completions", json=body)
+        request = client.build_request(
+            "POST", f"{service.url}/v1/completions", json=body
+        )
         lines = filter(None, client.send(request, stream=True).iter_lines())
         assert "text" in next(lines)
         _, on_down, on_end = service._workers.watch.call_args.args
@@ -28,4 +30,7 @@ def test_open_streams_and_their_service_end_at_once_when_ray_is_lost_for_good():
         *_, error, done = lines
     assert done == "data: [DONE]"
     said = json.loads(error.removeprefix("data: "))["error"]
-    assert (said["type"], said["message"]) == ("peer_lost", "the service is shutting down")
+    assert (said["type"], said["message"]) == (
+        "peer_lost",
+        "the service is shutting down",
+    )

@@ -24,7 +24,9 @@ def get(app: ASGIApp, path: str) -> httpx.Response:
     return send(app, "GET", path)
 
 
-def send(app: ASGIApp, method: str, path: str, raises: bool = True, **what: Any) -> httpx.Response:
+def send(
+    app: ASGIApp, method: str, path: str, raises: bool = True, **what: Any
+) -> httpx.Response:
     """The answer to one request. raises: what nobody expected ends the test."""
 
     async def run() -> httpx.Response:
@@ -42,7 +44,9 @@ def figures_of(text: str) -> dict[str, float]:
     """What Prometheus reads, by series and its labels but the model and the role "router"."""
     found = {}
     for name, labels, value in re.findall(r"^([\w:]+)(?:{(.*)})? (\S+)$", text, re.M):
-        kept = [x for x in labels.replace('"', "").split(",") if x[:11] != "model_name="]
+        kept = [
+            x for x in labels.replace('"', "").split(",") if x[:11] != "model_name="
+        ]
         told = ",".join(x for x in kept if x not in ("", "role=router"))
         found[f"{name}{{{told}}}" if told else name] = float(value)
     return found
@@ -55,7 +59,9 @@ def assert_counted(app: ASGIApp, wanted: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def refused(response: httpx.Response, status: int, reason: str, param: str | None = None) -> str:
+def refused(
+    response: httpx.Response, status: int, reason: str, param: str | None = None
+) -> str:
     """The message of an error, which is of this kind and about this field."""
     error = response.json()["error"]
     message = error.pop("message")

@@ -60,13 +60,17 @@ class Desk:
     def here(self, ticket: Ticket) -> dict[int, int]:
         return self.ledger._by_nonce[ticket.nonce].live().arrivals.here
 
-    def ask(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Attached:
+    def ask(
+        self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0
+    ) -> Attached:
         """Attach; `attach` when it has to succeed."""
         ticket = Ticket(grant.nonce, grant.epoch, gen)
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
         return self.at(now).attach(attach)
 
-    def attach(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Ticket:
+    def attach(
+        self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0
+    ) -> Ticket:
         assert not self.ask(prompt, grant, gen, now).admitted
         return Ticket(grant.nonce, grant.epoch, gen)
 
@@ -111,7 +115,9 @@ class Desk:
                 self.pool.release(list(state.ids()))
             self.at(0.0).finished(rid, admission.job.attempt)
 
-    def scrub(self, max_bytes: int = 1 << 30) -> dict[CorruptFrameError, list[tuple[str, int]]]:
+    def scrub(
+        self, max_bytes: int = 1 << 30
+    ) -> dict[CorruptFrameError, list[tuple[str, int]]]:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
         return self.at(0.0).end_scrub(scrub, scrub.verify())
 
@@ -136,7 +142,9 @@ def bend(source: random.Random, data: bytes) -> bytes:
         length = source.choice((1, 1, 2, 4, 30))
         how = source.randrange(4)
         if how == 0:
-            bent[place : place + length] = source.randbytes(min(length, len(bent) - place))
+            bent[place : place + length] = source.randbytes(
+                min(length, len(bent) - place)
+            )
         elif how == 1:
             del bent[place : place + length]
         elif how == 2:

@@ -34,7 +34,9 @@ class Peer(Desk):
     on_commit: waited for behind the commit, before the answer goes out
     """
 
-    def __init__(self, clock: Callable[[], float] | None = time.monotonic, **desk: object):
+    def __init__(
+        self, clock: Callable[[], float] | None = time.monotonic, **desk: object
+    ):
         super().__init__(clock=clock, **desk)
         self.receiver = Scripted(self)
         self.door: DirectServer | None = None
@@ -43,7 +45,9 @@ class Peer(Desk):
         self.attaches: list[Attach] = []
         self.frames: list[PageFrame] = []
         self.renewals: list[tuple[Ticket, ...]] = []
-        self.commits = self.opened = self.ended = 0  # `opened` over gRPC, `ended` anywhere
+        self.commits = self.opened = self.ended = (
+            0  # `opened` over gRPC, `ended` anywhere
+        )
         self.nbytes = 0  # of all messages, both ways
         self.channels: set[object] = set()  # on which frames came
         self.pause: Callable[[], Awaitable[object]] | None = None
@@ -88,7 +92,9 @@ class Scripted(Receiver):
     """Notes what comes, and says what its peer is told to say."""
 
     def __init__(self, peer: Peer):
-        note = lambda rid, attempt, error: peer.damaged.append((rid, attempt, error.reason))  # noqa: E731
+        note = lambda rid, attempt, error: peer.damaged.append(
+            (rid, attempt, error.reason)
+        )  # noqa: E731
         super().__init__(peer.ledger, note)
         self._peer = peer
 
@@ -96,7 +102,9 @@ class Scripted(Receiver):
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         self._peer.attaches.append(attach)
         told = self._peer.on_attach(attach)
-        return self._count(data, _bytes_of(told) if told else await super().attach(data))
+        return self._count(
+            data, _bytes_of(told) if told else await super().attach(data)
+        )
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async def noted() -> AsyncIterator[bytes]:
@@ -158,7 +166,9 @@ async def open_peer(
     peer.direct_port = peer.door.listen(HOST)
     peer.receiver.direct = lambda: (peer.direct_port, peer.door.make_key())
     tasks = [asyncio.create_task(x.run()) for x in (peer.receiver, peer.door)]
-    server, peer.address = await start_server([peer.receiver.handlers()], HOST, security)
+    server, peer.address = await start_server(
+        [peer.receiver.handlers()], HOST, security
+    )
     channel = Channel(peer.address, client or security, options)
     try:
         yield peer, channel
@@ -191,7 +201,9 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 @contextmanager
-def process(target: object, *arguments: object) -> Iterator[tuple[BaseProcess, Connection]]:
+def process(
+    target: object, *arguments: object
+) -> Iterator[tuple[BaseProcess, Connection]]:
     """Another process, and where it answers; killed at the end if it still lives."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.transfer.peer"])

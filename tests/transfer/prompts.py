@@ -19,12 +19,19 @@ MODEL = "a-model"
 EPOCH = 7
 
 
-def make_group(layers: tuple[int, ...], heads: int, segments: bool, side: bool) -> LayerGroup:
+def make_group(
+    layers: tuple[int, ...], heads: int, segments: bool, side: bool
+) -> LayerGroup:
     """Pages of 64 tokens with odd sizes, and raw pages."""
-    page = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (3, 7)), ("s", "float16", (5,))])
+    page = make_layout(
+        "toy", Kind.PAGE, 64, [("k", "uint8", (3, 7)), ("s", "float16", (5,))]
+    )
     segment = make_layout("toy", Kind.SEGMENT, 2048, [("b", "float16", (9,))])
     state = make_layout("toy", Kind.SIDE, 0, [("p", "int32", (11,))])
-    final_at, raw = FinalAt.SEGMENT if segments else FinalAt.PAGE, make_raw_layout("float16", 8)
+    final_at, raw = (
+        FinalAt.SEGMENT if segments else FinalAt.PAGE,
+        make_raw_layout("float16", 8),
+    )
     shared = segment if segments else None, state if side else None
     return LayerGroup(layers, "toy", None, heads, 8, 60, final_at, page, raw, *shared)
 
@@ -33,7 +40,9 @@ GROUPS = make_group((0, 2), 3, True, True), make_group((1,), 1, False, False)
 PLAN = Plan(groups=GROUPS, group_of=(0, 1, 0))
 OTHER_PLAN = Plan(groups=(make_group((0, 1, 2), 2, False, False),), group_of=(0, 0, 0))
 BY_PAGE = Plan((make_group((0,), 1, False, False),), (0,))
-BY_PROMPT = Plan((replace(make_group((0,), 2, True, True), final_at=FinalAt.PROMPT),), (0,))
+BY_PROMPT = Plan(
+    (replace(make_group((0,), 2, True, True), final_at=FinalAt.PROMPT),), (0,)
+)
 
 
 class SlowArena(HostArena):
@@ -87,7 +96,10 @@ class Prompt:
 
     def digests(self) -> dict[int, int]:
         """Of all items, by their places."""
-        return {i: digest(self.bytes_of(item)) for i, item in enumerate(self.checklist.items)}
+        return {
+            i: digest(self.bytes_of(item))
+            for i, item in enumerate(self.checklist.items)
+        }
 
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
         payload = tuple(self.read.read(items))
@@ -110,7 +122,9 @@ class Prompt:
 
     def equals(self, arena: Arena, states: Sequence[GroupState]) -> bool:
         """Whether the records of a receiver hold the same bytes, those that were not sent too."""
-        there, here = ([x.ids_by_kind() for x in some] for some in (states, self.states))
+        there, here = (
+            [x.ids_by_kind() for x in some] for some in (states, self.states)
+        )
         for index, group in enumerate(self.plan.groups):
             for kind, pages in here[index].items():
                 size = len(group.layers) * group.layer_bytes(group.layout(kind))
@@ -125,7 +139,9 @@ def fill(prompt: Prompt, item: Item, seed: object) -> None:
     """Other bytes for an item of a prefill worker."""
     source = random.Random(str(seed))
     spans = Addresses(prompt.checklist, prompt.states).spans(item)
-    prompt.pool.arena.write([(start, source.randbytes(nbytes)) for start, nbytes in spans])
+    prompt.pool.arena.write(
+        [(start, source.randbytes(nbytes)) for start, nbytes in spans]
+    )
 
 
 def make_prompt(
@@ -135,7 +151,9 @@ def make_prompt(
     states = [allocate_group(group, tokens, pool) for group in plan.groups]
     checklist = Manifest(plan, tokens)
     read = ArenaSource(pool.arena, checklist, states)
-    prompt = Prompt(plan, tuple(ids or [seed + 2] * tokens), pool, states, checklist, read)
+    prompt = Prompt(
+        plan, tuple(ids or [seed + 2] * tokens), pool, states, checklist, read
+    )
     for item in checklist.items:
         fill(prompt, item, (seed, item))
     return prompt

@@ -24,12 +24,15 @@ from disagg.transfer.messages import (
 from disagg.transfer.rpc import connect, start_server
 
 SAMPLING = {"temperature": 0.5, "stop": [1]}
-JOB = Job("r", 2, (1, 2, 300_000), (4,), SAMPLING, "kivi:bits=2", deadline_s=3.5, moved=9)
+JOB = Job(
+    "r", 2, (1, 2, 300_000), (4,), SAMPLING, "kivi:bits=2", deadline_s=3.5, moved=9
+)
 SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me")
 GRANT = Grant(2**64 - 1, 7)
 STEPS = [
     StepEvents(
-        (TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 1, Role.NONE)
+        (TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)),
+        Load(1 << 40, 3, 1, Role.NONE),
     ),
     StepEvents((TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3}),)),
     StepEvents((TokenEvent("s", 0, 6, error=CapacityError("no room")),)),
@@ -50,7 +53,9 @@ class Worker:
         self.steps = STEPS
         self.left = asyncio.Event()
 
-    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[StepEvents]:
+    async def events(
+        self, have: Mapping[str, int], router: str
+    ) -> AsyncIterator[StepEvents]:
         try:
             for step in self.steps:
                 yield step
@@ -105,7 +110,10 @@ async def test_a_router_that_has_much_to_catch_up_with_hears_all_of_it():
         tuple(TokenEvent(x, 0, 0, 1, logprobs=[0.5] * 500_000) for x in "abcd"), Load(7)
     )
     assert len(backlog.to_message().SerializeToString()) > 8 << 20
-    async with open_worker() as (worker, client), aclosing(client.events({}, "me")) as events:
+    async with (
+        open_worker() as (worker, client),
+        aclosing(client.events({}, "me")) as events,
+    ):
         worker.steps = [backlog]
         heard = [await anext(events) for _ in range(4)]
         assert [event.rid for step in heard for event in step.events] == [*"abcd"]

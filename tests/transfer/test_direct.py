@@ -29,7 +29,9 @@ def tls_of(papers: dict[str, bytes]) -> Security:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
-async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
+async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(
+    prompt, papers, tls
+):
     async with open_peer(DIRECT, tls_of(papers) if tls else None) as (peer, channel):
         senders = [peer.sender(prompt, channel, rid) for rid in "abc"]
         for stats in await asyncio.gather(*(hand_over(x, prompt) for x in senders)):
@@ -91,11 +93,15 @@ async def test_who_says_no_valid_hello_is_hung_up_on(hello):
         assert not peer.ended
 
 
-async def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(monkeypatch):
+async def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(
+    monkeypatch,
+):
     monkeypatch.setattr(direct, "MAX_STRANGERS", 3)
 
     async with open_peer() as (peer, _):
-        silent = [await asyncio.open_connection(HOST, peer.direct_port) for _ in range(5)]
+        silent = [
+            await asyncio.open_connection(HOST, peer.direct_port) for _ in range(5)
+        ]
         for reader, _ in silent[:2]:  # long before their time
             assert await asyncio.wait_for(reader.read(), 20.0) == b""
         await until(lambda: len(peer.door._strangers) == 3)
@@ -133,7 +139,9 @@ async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeyp
 
 # -- what may come
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
-async def test_a_worker_of_another_version_hears_it_and_gives_up(prompt, papers, tls, monkeypatch):
+async def test_a_worker_of_another_version_hears_it_and_gives_up(
+    prompt, papers, tls, monkeypatch
+):
     def other(frame: PageFrame) -> list[Buffer]:
         first, *rest = pack(frame)
         return [first[:4] + b"\x09" + first[5:], *rest]

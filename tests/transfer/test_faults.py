@@ -43,12 +43,16 @@ def serve(answer: Connection) -> None:
     asyncio.run(scene())
 
 
-def send(address: str, attach: Attach, options: ChannelOptions, answer: Connection) -> None:
+def send(
+    address: str, attach: Attach, options: ChannelOptions, answer: Connection
+) -> None:
     """A prefill worker, if it lives that long; what came of it."""
 
     async def scene() -> None:
         prompt = make_prompt(TOKENS)
-        sender = Sender(Channel(address, None, options), attach, prompt.plan, prompt.read)
+        sender = Sender(
+            Channel(address, None, options), attach, prompt.plan, prompt.read
+        )
         try:
             await hand_over(sender, prompt)
         except ReservationError as error:
@@ -84,12 +88,16 @@ def test_a_receiver_killed_at_any_point_is_a_lost_peer_within_its_silence(prompt
     source, options = random.Random(1), replace(slow, silence_s=0.15)
     for _ in range(POINTS):
         with process(serve) as (child, answer):
-            scene = push_until(prompt, *answer.recv(), options, source.randrange(9000), child.kill)
+            scene = push_until(
+                prompt, *answer.recv(), options, source.randrange(9000), child.kill
+            )
             with pytest.raises(PeerLostError):
                 asyncio.run(asyncio.wait_for(scene, 15.0))
 
 
-async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_complete(prompt, slow):
+async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_complete(
+    prompt, slow
+):
     source = random.Random(2)
 
     async with open_peer(lease_s=0.4) as (peer, _):
@@ -104,12 +112,16 @@ async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_complete
             peer.close()
 
 
-def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(prompt, slow):
+def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(
+    prompt, slow
+):
     with process(serve) as (child, answer):
 
         def freeze() -> None:
             os.kill(child.pid, signal.SIGSTOP)
-            asyncio.get_running_loop().call_later(3.0, os.kill, child.pid, signal.SIGCONT)
+            asyncio.get_running_loop().call_later(
+                3.0, os.kill, child.pid, signal.SIGCONT
+            )
 
         options = replace(slow, silence_s=10.0, stall_s=1.5)
         scene = push_until(prompt, *answer.recv(), options, 4000, freeze)
@@ -125,7 +137,9 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
             asyncio.run(asyncio.wait_for(scene, 30.0))
 
 
-async def test_a_sender_that_is_frozen_longer_than_its_lease_is_over_and_learns_it(prompt, slow):
+async def test_a_sender_that_is_frozen_longer_than_its_lease_is_over_and_learns_it(
+    prompt, slow
+):
     async with open_peer(lease_s=3.0) as (peer, _):
         attach = peer.promise(prompt)
         with process(send, peer.address, attach, slow) as (child, answer):
@@ -157,10 +171,14 @@ class Proxy:
         for writer in self._writers:
             writer.close()
 
-    async def _serve(self, here: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, here: asyncio.StreamReader, back: asyncio.StreamWriter
+    ) -> None:
         there, onward = await asyncio.open_connection(HOST, self._target)
         self._writers += [back, onward]
-        await asyncio.gather(self._pump(here, onward, True), self._pump(there, back, False))
+        await asyncio.gather(
+            self._pump(here, onward, True), self._pump(there, back, False)
+        )
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: bool
@@ -181,10 +199,14 @@ class Proxy:
 
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
 @pytest.mark.parametrize("budget", [0, 200, 3000, 12_000, 28_000])
-async def test_a_link_that_was_down_is_resumed_and_sends_only_the_rest(prompt, budget, direct):
+async def test_a_link_that_was_down_is_resumed_and_sends_only_the_rest(
+    prompt, budget, direct
+):
     options = replace(QUICK, silence_s=10.0, direct=direct)
     async with open_peer(options) as (peer, channel):
-        proxy = Proxy(peer.direct_port if direct else int(peer.address.split(":")[1]), budget)
+        proxy = Proxy(
+            peer.direct_port if direct else int(peer.address.split(":")[1]), budget
+        )
         await proxy.open()
         if direct:
             peer.direct_port = proxy.port
@@ -194,6 +216,8 @@ async def test_a_link_that_was_down_is_resumed_and_sends_only_the_rest(prompt, b
         await channel.close()
         proxy.close()
         assert proxy.struck
-        assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
+        assert (
+            stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
+        )
         peer.assert_admitted(r=prompt)
         peer.close()

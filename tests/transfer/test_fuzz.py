@@ -31,7 +31,9 @@ def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
         "attach": [attach.to_message().SerializeToString()],
         "renew": [fill(kv.RenewRequest, tickets=[ticket]).SerializeToString()],
         "commit": [frame_message(pack(commit))],
-        "push": [frame_message(pack(frame)) for frame in [*prompt.frames(ticket), commit]],
+        "push": [
+            frame_message(pack(frame)) for frame in [*prompt.frames(ticket), commit]
+        ],
     }
 
 

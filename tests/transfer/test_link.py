@@ -78,7 +78,10 @@ async def test_who_cannot_be_measured_is_a_typed_error():
     with pytest.raises(PeerLostError):
         await measure(nobody.link)
     await nobody.close()
-    async with open_peer(security=Security(token="a"), client=Security(token="b")) as (_, one):
+    async with open_peer(security=Security(token="a"), client=Security(token="b")) as (
+        _,
+        one,
+    ):
         with pytest.raises(ConfigError):
             await measure(one.link)
     server, address = await start_server([], "127.0.0.1")
@@ -112,7 +115,9 @@ def test_over_time_the_rate_is_exact_whatever_the_messages():
     assert abs(now - (sent - 64) / 1000.0) < 1e-6
 
 
-async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(monkeypatch):
+async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(
+    monkeypatch,
+):
     found = [LinkReport("127.0.0.1:1", "a modem", 90.0, rate) for rate in (35e-6, 1.0)]
     monkeypatch.setattr(channel, "measure", AsyncMock(side_effect=found))
     peers = Peers(None, TransferConfig())

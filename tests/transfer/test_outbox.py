@@ -23,7 +23,10 @@ PLENTY = 1 << 30
 
 
 def make_outbox(
-    prompt: Prompt, items: Iterable[Item] = (), credit: int = PLENTY, frame_bytes: int = FRAME
+    prompt: Prompt,
+    items: Iterable[Item] = (),
+    credit: int = PLENTY,
+    frame_bytes: int = FRAME,
 ) -> SendQueue:
     """One that was offered these items."""
     outbox = SendQueue(prompt.checklist, prompt.read, frame_bytes)
@@ -62,7 +65,9 @@ def test_items_leave_in_the_order_of_offering(prompt):
     assert outbox.commit(TICKET, 5, {}).digests == prompt.commit().digests
 
 
-def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way(prompt):
+def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way(
+    prompt,
+):
     outbox = make_outbox(prompt, prompt.checklist.layer(0), frame_bytes=1 << 20)
     layers = [[*prompt.checklist.layer(layer)] for layer in range(3)]
     assert [prompt.items_of(x) for x in beside(outbox)] == [layers[0]]
@@ -77,7 +82,9 @@ def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(300, FRAME), (300, 750), (4000, 4328)])
-def test_frames_are_as_full_as_their_size_allows_and_larger_items_travel_alone(tokens, size):
+def test_frames_are_as_full_as_their_size_allows_and_larger_items_travel_alone(
+    tokens, size
+):
     prompt = make_prompt(tokens)
     sent = list(frames(make_outbox(prompt, prompt.checklist.items, frame_bytes=size)))
     large = [frame for frame in sent if size_of(frame) > size]
@@ -108,14 +115,20 @@ def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_th
 
 @pytest.mark.parametrize("credit", [0, 802, 803, 2427, 2428, 2 * FRAME, PLENTY])
 def test_as_much_is_in_flight_as_the_credit_and_two_frames_allow(prompt, credit):
-    sizes = [size_of(frame) for frame in frames(make_outbox(prompt, prompt.checklist.items))]
+    sizes = [
+        size_of(frame) for frame in frames(make_outbox(prompt, prompt.checklist.items))
+    ]
     assert sizes[:2] == [803, 1625]
     outbox, first, last = make_outbox(prompt, prompt.checklist.items, credit), 0, 0
     for answers in (0, 1, 2, 0, 3, 1) * 3:
         while outbox.next_parcel(TICKET, 0.0):
             last += 1
-        assert outbox.bytes_in_flight == sum(sizes[first:last]) <= min(credit, 2 * FRAME)
-        assert sum(sizes[first : last + 1]) > min(credit, 2 * FRAME) or last == len(sizes)
+        assert (
+            outbox.bytes_in_flight == sum(sizes[first:last]) <= min(credit, 2 * FRAME)
+        )
+        assert sum(sizes[first : last + 1]) > min(credit, 2 * FRAME) or last == len(
+            sizes
+        )
         for _ in sizes[first:last][:answers]:
             outbox.answered()
             first += 1
@@ -127,7 +140,9 @@ def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     outbox.attached(dict(zip(first.places, first.digests, strict=True)), PLENTY)
     assert outbox.bytes_in_flight == 0
     there = prompt.items_of(first)
-    assert drain(prompt, outbox) == [x for x in prompt.checklist.items if x not in there]
+    assert drain(prompt, outbox) == [
+        x for x in prompt.checklist.items if x not in there
+    ]
 
 
 def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(prompt):
@@ -138,11 +153,15 @@ def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(pr
     assert drain(prompt, outbox) == [*prompt.checklist.items[9:]]
     figures = outbox.figures(HandoffStats("", 0, 0, 0), Ack(), 0.0)
     assert figures.cached_bytes == sum(map(prompt.checklist.nbytes, known))
-    assert outbox.commit(TICKET, 5, {}).digests == (1,) * 9 + prompt.commit().digests[9:]
+    assert (
+        outbox.commit(TICKET, 5, {}).digests == (1,) * 9 + prompt.commit().digests[9:]
+    )
 
 
 @pytest.mark.parametrize("there", ["nothing", "other digests"])
-def test_items_that_were_sent_and_are_not_there_as_they_were_are_sent_again(prompt, there):
+def test_items_that_were_sent_and_are_not_there_as_they_were_are_sent_again(
+    prompt, there
+):
     """After a new reservation, and where another computed them."""
     outbox = make_outbox(prompt, prompt.checklist.items)
     drain(prompt, outbox)
@@ -159,7 +178,10 @@ def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
 
         def read(self, items: Sequence[Item]) -> list[memoryview]:
             self.reads += 1
-            return [memoryview(bytes([self.reads]) * prompt.checklist.nbytes(x)) for x in items]
+            return [
+                memoryview(bytes([self.reads]) * prompt.checklist.nbytes(x))
+                for x in items
+            ]
 
     outbox = SendQueue(prompt.checklist, Changing(), FRAME)
     outbox.offer(prompt.checklist.items, 0.0)
@@ -172,7 +194,9 @@ def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
     assert bytes_then != bytes_now
 
 
-def test_a_receiver_that_acknowledges_or_has_what_was_never_sent_is_a_typed_error(prompt):
+def test_a_receiver_that_acknowledges_or_has_what_was_never_sent_is_a_typed_error(
+    prompt,
+):
     outbox = make_outbox(prompt)
     with pytest.raises(CorruptFrameError):
         outbox.answered()

@@ -33,7 +33,10 @@ from tests.transfer.prompts import (
 # -- what is shared
 @pytest.mark.parametrize(("tokens", "shared"), [(1200, 1000), (2300, 2110), (190, 130)])
 def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, shared):
-    first, second = make_related(tokens + 37, 1, shared), make_related(tokens, 2, shared)
+    first, second = (
+        make_related(tokens + 37, 1, shared),
+        make_related(tokens, 2, shared),
+    )
     known, desk = shared_bytes(second.checklist, shared), Desk(1 << 21)
     assert desk.give(first, "one") == first.checklist.total_bytes
     assert desk.give(second, "two") == second.checklist.total_bytes - known
@@ -124,11 +127,18 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
     """Three slabs, a page to share in each: a prompt that needs a slab for its tail."""
     prompt, pool = make_related(127 * 64 + 1, 1, 8192, BY_PAGE), make_pool(3 << 14)
     cache, (group,) = PrefixCache(pool), BY_PAGE.groups
-    pages = pool.allocate(group.record(group.page), pool.free_pages(group.record(group.page)))
-    keys, (units,) = content_keys(MODEL, BY_PAGE, prompt.ids), units_of(BY_PAGE, prompt.tokens)
+    pages = pool.allocate(
+        group.record(group.page), pool.free_pages(group.record(group.page))
+    )
+    keys, (units,) = (
+        content_keys(MODEL, BY_PAGE, prompt.ids),
+        units_of(BY_PAGE, prompt.tokens),
+    )
     scattered = pages[:: len(pages) // 3]
     for key, unit, page in zip(keys[0], units, scattered, strict=False):
-        note = CachedBlock(key, (page,), unit, prompt.checklist, prompt.commit().digests)
+        note = CachedBlock(
+            key, (page,), unit, prompt.checklist, prompt.commit().digests
+        )
         pool.keep(key, (page,), note)
     pool.release(pages)
     assert pool.cached_pages == 3
@@ -140,7 +150,9 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
 
 
 # -- bytes that change while they are kept: found, forgotten, told; and nobody gets them
-def flip(desk: Desk, prompt: Prompt, admission: Admission, item: Item, place: int = 0) -> None:
+def flip(
+    desk: Desk, prompt: Prompt, admission: Admission, item: Item, place: int = 0
+) -> None:
     """One bit of one byte of an item in the pool."""
     ((start, _),) = Addresses(prompt.checklist, admission.groups).spans(item)
     (byte,) = desk.pool.arena.read(start + place, 1)
@@ -161,7 +173,9 @@ def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
 
 @pytest.mark.parametrize("which", [0, 7, 13, -1])
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(desk, which, place):
+def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
+    desk, which, place
+):
     prompt = make_related(700, 1, 700)
     item = [x for x in prompt.checklist.items if x.kind in ("page", "segment")][which]
     desk.give(prompt, "one")
@@ -208,7 +222,9 @@ def test_a_scrub_goes_on_where_the_last_one_stopped_and_owns_what_it_reads(desk)
     assert desk.pool.cached_pages == 0
     desk.ledger.cache.end_scrub(scrub, ())
     desk.assert_nothing_held()
-    assert desk.pool.kept_keys() == kept  # what goes first when room is needed is as before
+    assert (
+        desk.pool.kept_keys() == kept
+    )  # what goes first when room is needed is as before
     assert sum(len(desk.scrub(1)) for _ in range(units)) == 1
 
 
@@ -230,7 +246,10 @@ def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk)
 
 def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     shape = KVShape(2, 2, 64, "float16", (None, 256))
-    plan, pool = parse_plan("kivi:bits=4,residual=64", shape), Pool(HostArena(bytearray(32 << 20)))
+    plan, pool = (
+        parse_plan("kivi:bits=4,residual=64", shape),
+        Pool(HostArena(bytearray(32 << 20))),
+    )
     cache, prompt = PrefixCache(pool), list(range(1500))
 
     def hold(tokens: list[int]) -> PendingHandoff:
@@ -242,18 +261,29 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
             for i, item in enumerate(unit.items(plan.groups[unit.group]))
         }
         items = holding.arrivals.checklist.items
-        assert all(seen[items[place]] == known for place, known in holding.arrivals.here.items())
+        assert all(
+            seen[items[place]] == known
+            for place, known in holding.arrivals.here.items()
+        )
         cache.keep(holding, [seen.get(item, 0) for item in items])
         return holding
 
     hold(prompt[:1000])
     longer, much_longer, shorter = (hold(prompt[:n]) for n in (1100, 1500, 500))
     sealed = plan.groups[0].sealed(1000)
-    assert longer.cached_tokens == sealed  # the window begins among what the first prompt kept
-    found = [x for x in map(longer.arrivals.checklist.item, longer.arrivals.here) if x.group == 1]
+    assert (
+        longer.cached_tokens == sealed
+    )  # the window begins among what the first prompt kept
+    found = [
+        x
+        for x in map(longer.arrivals.checklist.item, longer.arrivals.here)
+        if x.group == 1
+    ]
     pages = (sealed - plan.groups[1].dropped(1100)) // 64
     assert len(found) == pages * len(plan.groups[1].layers)
     assert much_longer.cached_tokens == plan.groups[0].sealed(1100)
-    assert shorter.cached_tokens == plan.groups[1].dropped(500)  # its last window was dropped
+    assert shorter.cached_tokens == plan.groups[1].dropped(
+        500
+    )  # its last window was dropped
     for holding in (longer, much_longer, shorter):
         assert len(holding.groups[1].page_ids()) <= 256 // 64 + 1

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from disagg.errors import CorruptFrameError, RequestError, ReservationError, VersionError
+from disagg.errors import (
+    CorruptFrameError,
+    RequestError,
+    ReservationError,
+    VersionError,
+)
 from disagg.kv.page import Item
 from disagg.kv.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
@@ -24,7 +29,9 @@ class Booth(Peer):
     def __init__(self, **desk: object):
         super().__init__(clock=None, **desk)
 
-    async def take_over(self, prompt: Prompt, ticket: Ticket, direct: bool = False) -> Attached:
+    async def take_over(
+        self, prompt: Prompt, ticket: Ticket, direct: bool = False
+    ) -> Attached:
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens, direct)
         data = await self.receiver.attach(attach.to_message().SerializeToString())
         return Attached.from_message(kv.AttachResponse.FromString(data))
@@ -37,7 +44,9 @@ class Booth(Peer):
                 yield message
 
         replies = self.receiver.push(each())
-        return [Credit.from_message(kv.PushResponse.FromString(x)) async for x in replies]
+        return [
+            Credit.from_message(kv.PushResponse.FromString(x)) async for x in replies
+        ]
 
     async def commit(self, commit: Commit) -> Ack:
         data = await self.receiver.commit(message(commit))
@@ -68,7 +77,9 @@ def test_the_methods_of_the_proto_are_served_by_their_names(booth):
 
 
 # -- frames of one channel
-async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(prompt, booth):
+async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(
+    prompt, booth
+):
     gone, old, live = [booth.begin(prompt, rid=rid) for rid in ("gone", "old", "live")]
     booth.ledger.abort("gone", 0, "client gone")
     held = booth.reserve(prompt, rid="held")
@@ -78,9 +89,15 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
     frames = {
         "dead nonce": (prompt.frames(gone)[0], "aborted"),
         "old gen": (prompt.frames(old)[0], "reservation"),
-        "never attached": (prompt.frames(Ticket(held.nonce, EPOCH, 0))[0], "reservation"),
+        "never attached": (
+            prompt.frames(Ticket(held.nonce, EPOCH, 0))[0],
+            "reservation",
+        ),
         "unknown nonce": (replace(first, ticket=Ticket(1, EPOCH, 1)), "reservation"),
-        "other epoch": (replace(first, ticket=replace(live, epoch=EPOCH + 1)), "reservation"),
+        "other epoch": (
+            replace(first, ticket=replace(live, epoch=EPOCH + 1)),
+            "reservation",
+        ),
         "foreign sizes": (cut, "layout"),
         "corrupt payload": (corrupt(first), "corrupt_frame"),
     }
@@ -92,26 +109,35 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
     assert credits[len(frames) :] == [Credit(live.nonce, 1)] * len(prompt.frames(live))
     counted = {"reservation": 4, "aborted": 1, "layout": 1, "corrupt_frame": 1}
     assert booth.receiver.failures == counted
-    assert booth.ledger.gauges()["streams"] == 1  # the channel is over, `old` was not on it
+    assert (
+        booth.ledger.gauges()["streams"] == 1
+    )  # the channel is over, `old` was not on it
     assert isinstance(await booth.commit(prompt.commit(live)), Ack)
 
 
 OTHER_VERSION = b"dgKV\x09"
 BROKEN = {
     "a cut frame": (lambda data: data[:-1], CorruptFrameError),
-    "another version": (lambda data: data.replace(b"dgKV\x04", OTHER_VERSION), VersionError),
+    "another version": (
+        lambda data: data.replace(b"dgKV\x04", OTHER_VERSION),
+        VersionError,
+    ),
 }
 
 
 @pytest.mark.parametrize(("breaking", "error"), BROKEN.values(), ids=BROKEN)
-async def test_what_is_no_frame_ends_a_channel_and_breaks_all_on_it(prompt, booth, breaking, error):
+async def test_what_is_no_frame_ends_a_channel_and_breaks_all_on_it(
+    prompt, booth, breaking, error
+):
     ticket = booth.begin(prompt)
     first, second, *_ = pages(prompt, ticket)
     with pytest.raises(error):
         await booth.stream([first, breaking(second)])
     assert booth.ledger.gauges() == {"reservations": 1, "streams": 0, "running": 0}
     again = replace(ticket, gen=2)
-    assert len((await booth.take_over(prompt, again)).have) == len(prompt.frames(again)[0].places)
+    assert len((await booth.take_over(prompt, again)).have) == len(
+        prompt.frames(again)[0].places
+    )
     await booth.stream(pages(prompt, again))
     assert isinstance(await booth.commit(prompt.commit(again)), Ack)
 
@@ -141,7 +167,9 @@ async def test_who_asks_for_a_direct_channel_is_told_where(prompt, booth):
 
 
 # -- what happens by itself
-async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(prompt, booth):
+async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(
+    prompt, booth
+):
     kept, lost = booth.begin(prompt, rid="kept"), booth.begin(prompt, rid="lost")
     timers = asyncio.create_task(booth.receiver.run())
     booth.now += 6.0

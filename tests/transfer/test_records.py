@@ -63,7 +63,9 @@ def test_nothing_larger_than_its_fp16_is_ever_sent_by_a_lossy_codec(name):
     plan = parse_plan(name, KVShape(2, 2, 64, "float32", (None, None)))
     for tokens in (*range(1, 520), 2047, 2048, 2049, 2112, 2240, 4200):
         sums = name == "banded" and not plan.groups[0].sealed(tokens)
-        assert Manifest(plan, tokens).total_bytes <= 2 * (tokens + sums) * 2 * 2 * 64 * 2
+        assert (
+            Manifest(plan, tokens).total_bytes <= 2 * (tokens + sums) * 2 * 2 * 64 * 2
+        )
 
 
 def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last():
@@ -71,7 +73,9 @@ def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last()
     prompt.checklist.match(prompt.states)
     (state, *_) = [x for x in prompt.states if len(x.runs) > 1]
     first, last = state.runs[0], state.runs[-1]
-    state.runs.append(Run(last.layout, first.segment, 4096, array("i", [last.pages.pop()])))
+    state.runs.append(
+        Run(last.layout, first.segment, 4096, array("i", [last.pages.pop()]))
+    )
     with pytest.raises(TransferError, match="sealed while decoding"):
         prompt.checklist.match(prompt.states)
 
@@ -79,7 +83,10 @@ def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last()
 def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     prompt = make_prompt(300)
     arena = SlowArena(prompt.pool.arena.read(0, prompt.pool.arena.nbytes))
-    source, items = ArenaSource(arena, prompt.checklist, prompt.states), prompt.checklist.items
+    source, items = (
+        ArenaSource(arena, prompt.checklist, prompt.states),
+        prompt.checklist.items,
+    )
     expected = [bytes(prompt.bytes_of(item)) for item in items]
     wait = source.stage(items[:-2])
     arena.zero([(0, arena.nbytes // 2)])
@@ -95,7 +102,10 @@ def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
     """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
     addresses = Addresses(prompt.checklist, prompt.states)
-    arrivals, place = ReceivedItems(prompt.checklist, addresses, {}), prompt.checklist.place
+    arrivals, place = (
+        ReceivedItems(prompt.checklist, addresses, {}),
+        prompt.checklist.place,
+    )
     whole, rows = (Item(Kind.RAW, 0, 2, record) for record in (6, 7))
     frame = prompt.frame(TICKET, [whole, rows])
     assert len(arrivals.absent(frame)[0]) == 2
@@ -114,22 +124,32 @@ def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
 def test_the_units_of_a_prompt_are_its_pages_and_segments_each_once(plan, tokens):
     units = itertools.chain.from_iterable(units_of(plan, tokens))
     items = [item for unit in units for item in unit.items(plan.groups[unit.group])]
-    wanted = {x for x in Manifest(plan, tokens).items if x.kind in (Kind.PAGE, Kind.SEGMENT)}
+    wanted = {
+        x for x in Manifest(plan, tokens).items if x.kind in (Kind.PAGE, Kind.SEGMENT)
+    }
     assert len(items) == len(wanted)
     assert set(items) == wanted
 
 
 @pytest.mark.parametrize(
     ("plan", "ends"),
-    [(BY_PAGE, [64 * i for i in range(1, 36)]), (BY_SEGMENT, [2048, 2240]), (BY_PROMPT, [])],
+    [
+        (BY_PAGE, [64 * i for i in range(1, 36)]),
+        (BY_SEGMENT, [2048, 2240]),
+        (BY_PROMPT, []),
+    ],
 )
-def test_a_unit_ends_where_its_bytes_are_final_and_what_hangs_on_a_whole_prompt_is_none(plan, ends):
+def test_a_unit_ends_where_its_bytes_are_final_and_what_hangs_on_a_whole_prompt_is_none(
+    plan, ends
+):
     (units,) = units_of(plan, 2300)
     assert [unit.end for unit in units] == ends
 
 
 @pytest.mark.parametrize(("plan", "common"), [(BY_PAGE, 15), (BY_SEGMENT, 0)])
-def test_prompts_with_a_common_beginning_have_the_keys_of_what_is_final_in_it(plan, common):
+def test_prompts_with_a_common_beginning_have_the_keys_of_what_is_final_in_it(
+    plan, common
+):
     (first,) = content_keys(MODEL, plan, TOKENS[:2500])
     (second,) = content_keys(MODEL, plan, TOKENS[:1000] + [5] * 1200)
     assert first[:common] == second[:common]
@@ -137,7 +157,9 @@ def test_prompts_with_a_common_beginning_have_the_keys_of_what_is_final_in_it(pl
 
 
 def test_segments_are_named_alike_only_where_both_prompts_fill_them():
-    (long,), (short,) = (content_keys(MODEL, BY_SEGMENT, TOKENS[:n]) for n in (4500, 2300))
+    (long,), (short,) = (
+        content_keys(MODEL, BY_SEGMENT, TOKENS[:n]) for n in (4500, 2300)
+    )
     assert long[0] == short[0]
     assert long[1] != short[1]
 
@@ -160,7 +182,9 @@ def test_a_sink_is_a_unit_of_its_own():
     assert [unit.end for unit in units] == [64, 128, 192, 256]
     assert units[0].records() == [(Kind.RAW, i) for i in range(4)]
     assert not units_of(plan, 63)[0]
-    (first,), (second,) = (content_keys(MODEL, plan, TOKENS[:70] + x) for x in ([1] * 300, [2] * 9))
+    (first,), (second,) = (
+        content_keys(MODEL, plan, TOKENS[:70] + x) for x in ([1] * 300, [2] * 9)
+    )
     assert first[0] == second[0]
 
 
@@ -173,16 +197,22 @@ def test_pages_are_named_alike_only_where_all_that_they_depend_on_is_alike(sink)
         return content_keys(MODEL, plan, prompt)[0][bool(sink) :]
 
     assert keys(2000)[:3] == keys(2500)[:3] == keys(2500, 2400)[:3]
-    assert not {*keys(2000)} & {*keys(2000, 570)}  # a token that helps to order the channels
+    assert not {*keys(2000)} & {
+        *keys(2000, 570)
+    }  # a token that helps to order the channels
     assert keys(600) == keys(601)
     assert not {*keys(500)} & {*keys(501)}  # the last token does too
-    assert (keys(600)[0] == keys(2000)[0]) == (sink == 0)  # else its first unit has fewer pages
+    assert (keys(600)[0] == keys(2000)[0]) == (
+        sink == 0
+    )  # else its first unit has fewer pages
     assert all(len({*keys(n)}) == len(keys(n)) for n in (500, 650, 700, 2000))
 
 
 def test_groups_are_named_each_by_its_own_layout_whatever_the_rest_of_the_plan():
     both = content_keys(MODEL, PLAN, TOKENS[:300])
-    assert content_keys(MODEL, Plan((PLAN.groups[1],), (0,)), TOKENS[:300]) == (both[1],)
+    assert content_keys(MODEL, Plan((PLAN.groups[1],), (0,)), TOKENS[:300]) == (
+        both[1],
+    )
 
 
 def test_keys_are_the_same_everywhere():

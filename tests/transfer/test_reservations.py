@@ -17,12 +17,21 @@ from disagg.transfer import reservations
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.wire import Ticket
 from tests.transfer.desk import SMALL, Desk
-from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, make_related
+from tests.transfer.prompts import (
+    BY_PAGE,
+    EPOCH,
+    MODEL,
+    PLAN,
+    make_prompt,
+    make_related,
+)
 
 
 # -- a whole hand-off, and its commit
 @pytest.mark.parametrize("tokens", [1, 5, 63, 124, 300, 2108])
-def test_reserving_touches_only_what_is_never_sent_and_all_is_written_before_admission(tokens):
+def test_reserving_touches_only_what_is_never_sent_and_all_is_written_before_admission(
+    tokens,
+):
     desk, prompt = Desk(clock=count(0.0, 0.001).__next__), make_prompt(tokens)
     arena = desk.pool.arena
     arena.write([(0, b"\xa5" * arena.nbytes)])
@@ -31,14 +40,18 @@ def test_reserving_touches_only_what_is_never_sent_and_all_is_written_before_adm
     assert arena.nbytes - untouched < 2 * 2 * 3 * 16 * 2 * 8 * 2
     desk.push(prompt, ticket)
     ack = desk.ledger.commit(prompt.commit(ticket))
-    assert ack.verify_ms == pytest.approx(prompt.checklist.num_items)  # a look at the clock each
+    assert ack.verify_ms == pytest.approx(
+        prompt.checklist.num_items
+    )  # a look at the clock each
     assert prompt.equals(arena, desk.admitted().groups)
 
 
 @pytest.mark.parametrize(
     "refusal", [errors.LayoutError("no such sampler"), OverflowError("too large")]
 )
-def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(desk, prompt, refusal):
+def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(
+    desk, prompt, refusal
+):
     desk.admit, ticket = Mock(side_effect=refusal), desk.begin(prompt)
     desk.push(prompt, ticket)
     for error in (type(refusal), errors.AbortedError):
@@ -58,7 +71,9 @@ def test_a_commit_of_another_prompt_is_refused(desk, prompt):
     assert not desk.engine
 
 
-def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(desk, prompt):
+def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(
+    desk, prompt
+):
     ticket, deep = desk.begin(prompt), []
     desk.push(prompt, ticket)
     for _ in range(2000):
@@ -76,7 +91,11 @@ def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, 
     assert second != first
     assert desk.pool.referenced_pages == pages
     desk.attach(make_prompt(moved), second)
-    for change in ({"prompt": prompt.ids[1:]}, {"codec": "other"}, {"moved": moved + 1}):
+    for change in (
+        {"prompt": prompt.ids[1:]},
+        {"codec": "other"},
+        {"moved": moved + 1},
+    ):
         with pytest.raises(errors.ReservationError, match="another prompt"):
             desk.reserve(prompt, **{"moved": moved} | change)
 
@@ -85,7 +104,10 @@ WRONG_JOBS = {
     "an epoch that is over": ({"epoch": EPOCH - 1}, errors.ReservationError),
     "an epoch to come": ({"epoch": EPOCH + 1}, errors.ReservationError),
     "no tokens": ({"prompt": ()}, errors.RequestError),
-    "more tokens than the pool holds": ({"prompt": (1,) * 200_000}, errors.PromptTooLongError),
+    "more tokens than the pool holds": (
+        {"prompt": (1,) * 200_000},
+        errors.PromptTooLongError,
+    ),
     "no name": ({"rid": ""}, errors.RequestError),
     "a name without end": ({"rid": "x" * 300}, errors.RequestError),
     "a codec spec without end": ({"codec": "x" * 5000}, errors.RequestError),
@@ -140,7 +162,9 @@ def test_what_is_shared_with_others_does_not_count_as_room_wanted():
     desk.reserve(prompt, rid="two")
 
 
-def test_reservations_and_running_sequences_together_stay_within_the_limit(desk, prompt):
+def test_reservations_and_running_sequences_together_stay_within_the_limit(
+    desk, prompt
+):
     desk = Desk(rows=DecodeSlots(2))
     desk.give(prompt, "one")
     desk.reserve(prompt, rid="two")
@@ -151,7 +175,9 @@ def test_reservations_and_running_sequences_together_stay_within_the_limit(desk,
     desk.reserve(prompt, rid="three")
 
 
-def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none(desk, prompt):
+def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none(
+    desk, prompt
+):
     desk.give(prompt, "one")
     longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys()
     ids = longer.ids[: prompt.tokens]
@@ -164,11 +190,15 @@ def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none
 
 
 @pytest.mark.parametrize("broken", ["claim", "take", "used"])
-def test_an_error_of_any_type_while_records_are_taken_leaks_none(prompt, monkeypatch, broken):
+def test_an_error_of_any_type_while_records_are_taken_leaks_none(
+    prompt, monkeypatch, broken
+):
     desk, shared = Desk(), make_related(300, 1, 256)
     desk.give(shared, "one")
     with monkeypatch.context() as patch:
-        patch.setattr(desk.pool, broken, Mock(side_effect=OverflowError("nobody expected it")))
+        patch.setattr(
+            desk.pool, broken, Mock(side_effect=OverflowError("nobody expected it"))
+        )
         with pytest.raises(OverflowError):
             desk.reserve(shared, rid="two")
     desk.free()
@@ -189,7 +219,10 @@ def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prom
     attached = desk.at(0.0).attach(right)
     with pytest.raises(errors.ReservationError, match="stream 2 of"):
         desk.store(prompt.frames(replace(right.ticket, gen=2))[0])
-    assert (attached.lease_s, attached.credit) == (10.0, 2 * prompt.checklist.frame_bytes)
+    assert (attached.lease_s, attached.credit) == (
+        10.0,
+        2 * prompt.checklist.frame_bytes,
+    )
 
 
 def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
@@ -204,7 +237,9 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     desk.store(prompt.frame(other, items))
 
 
-def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_aborted(desk, prompt):
+def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_aborted(
+    desk, prompt
+):
     desk.reserve(prompt)
     desk.reserve(prompt, attempt=2)
     with pytest.raises(errors.ReservationError, match="comes after attempt 2"):
@@ -224,7 +259,9 @@ def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_abort
         desk.reserve(prompt, attempt=3)
 
 
-def test_aborts_are_forgotten_after_a_while_and_where_there_are_too_many(desk, prompt, monkeypatch):
+def test_aborts_are_forgotten_after_a_while_and_where_there_are_too_many(
+    desk, prompt, monkeypatch
+):
     monkeypatch.setattr(reservations, "MAX_TOMBSTONES", 3)
     for now, rid in enumerate("abcad"):
         desk.at(float(now)).abort(rid, 0, "client gone")
@@ -272,8 +309,12 @@ def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, pro
     assert desk.ledger.counts["expired"] == 1
     desk.at(32.0).expire()  # just over
     desk.assert_nothing_held()
-    attach = Attach(replace(tickets["none"], gen=2), MODEL, prompt.plan.fingerprint, 300)
-    with pytest.raises(errors.ReservationError, match="expired: no sign of life") as late:
+    attach = Attach(
+        replace(tickets["none"], gen=2), MODEL, prompt.plan.fingerprint, 300
+    )
+    with pytest.raises(
+        errors.ReservationError, match="expired: no sign of life"
+    ) as late:
         desk.at(41.0).attach(attach)
     assert late.type is not errors.AbortedError
 

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 
-from disagg.errors import CapacityError, CorruptFrameError, ReservationError, TransferError
+from disagg.errors import (
+    CapacityError,
+    CorruptFrameError,
+    ReservationError,
+    TransferError,
+)
 from disagg.kv.pool import DecodeSlots
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
@@ -30,7 +35,10 @@ PROMPTS = {
 RID, CHANNEL = st.sampled_from(RIDS), st.sampled_from(["one", "two"])
 HOW = st.sampled_from(["whole", "corrupt", "foreign"])
 WHAT = st.sampled_from(["wait", "wait", "wait", "abort", "lease", "fence", "forget"])
-LATER, WAITS = st.sampled_from([0, 0, 1, 1, -1]), st.sampled_from([False, False, False, True])
+LATER, WAITS = (
+    st.sampled_from([0, 0, 1, 1, -1]),
+    st.sampled_from([False, False, False, True]),
+)
 LIVE = {State.HELD, State.ATTACHED, State.BROKEN}
 LEASE_S = 10.0
 MAX_SEQUENCES = 2
@@ -42,7 +50,11 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        terms = {"lease_s": LEASE_S, "rows": DecodeSlots(MAX_SEQUENCES), "watermark_bytes": 1 << 13}
+        terms = {
+            "lease_s": LEASE_S,
+            "rows": DecodeSlots(MAX_SEQUENCES),
+            "watermark_bytes": 1 << 13,
+        }
         self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **terms)
         self.desk.admit, self.desk.drop = self.admit, self.drop
         self.pool, self.ledger = self.desk.pool, self.desk.ledger
@@ -52,10 +64,14 @@ class Machine(stateful.RuleBasedStateMachine):
         self.prompts: dict[Key, Prompt] = {}
         self.grants: dict[int, tuple[Grant, Key]] = {}
         self.gens: dict[int, int] = {}  # by nonce: the last attachment
-        self.have: dict[int, dict[int, int]] = {}  # by nonce: what an attachment was told, by place
+        self.have: dict[
+            int, dict[int, int]
+        ] = {}  # by nonce: what an attachment was told, by place
         self.tickets: list[tuple[Ticket, Key]] = []
         self.engine: dict[Key, Admission] = {}
-        self.acks: dict[int, tuple[object, Ack]] = {}  # by nonce: to which digests and first token
+        self.acks: dict[
+            int, tuple[object, Ack]
+        ] = {}  # by nonce: to which digests and first token
         self.gone: set[Key] = set()  # aborted by the router, or superseded
 
     # -- what a router and a sender do
@@ -129,7 +145,9 @@ class Machine(stateful.RuleBasedStateMachine):
             assert named == (self.gens[frame.ticket.nonce], self.epoch)
             assert bound in (None, channel)
             assert reservation.channel == channel
-            assert not {start // 128 for start, _ in pieces} & reservation.holding.shared
+            assert (
+                not {start // 128 for start, _ in pieces} & reservation.holding.shared
+            )
             written(pieces)
 
         written = self.pool.arena.write
@@ -143,14 +161,18 @@ class Machine(stateful.RuleBasedStateMachine):
         return True
 
     @stateful.precondition(lambda self: self.tickets)
-    @stateful.rule(data=st.data(), then_commit=st.booleans(), spoilt=st.booleans(), channel=CHANNEL)
+    @stateful.rule(
+        data=st.data(), then_commit=st.booleans(), spoilt=st.booleans(), channel=CHANNEL
+    )
     def everything(
         self, data: st.DataObject, then_commit: bool, spoilt: bool, channel: str
     ) -> None:
         """All that the receiver did not say it has; a bit of one item flips the first time."""
         ticket, key = data.draw(st.sampled_from(self.tickets))
         prompt, have = self.prompts[key], self.have[ticket.nonce]
-        items = [x for place, x in enumerate(prompt.checklist.items) if place not in have]
+        items = [
+            x for place, x in enumerate(prompt.checklist.items) if place not in have
+        ]
         if spoilt and items:
             self.write(corrupt(prompt.frame(ticket, items[-1:])), channel)
         for item in data.draw(st.permutations(items)):
@@ -166,8 +188,13 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def send_commit(self, ticket: Ticket, key: Key, first_token: int = 5) -> None:
         """With the digests of the receiver for what it had at the beginning."""
-        commit, have = self.prompts[key].commit(ticket, first_token), self.have[ticket.nonce]
-        digests = tuple(have.get(place, seen) for place, seen in enumerate(commit.digests))
+        commit, have = (
+            self.prompts[key].commit(ticket, first_token),
+            self.have[ticket.nonce],
+        )
+        digests = tuple(
+            have.get(place, seen) for place, seen in enumerate(commit.digests)
+        )
         commit, said = replace(commit, digests=digests), (digests, first_token)
         self.ledger.expire()
         state = self.state_of(ticket.nonce) if ticket.epoch == self.epoch else None
@@ -268,7 +295,9 @@ class Machine(stateful.RuleBasedStateMachine):
         for key, admission in self.engine.items():
             prompt = self.prompts[key]
             read = ArenaSource(self.pool.arena, prompt.checklist, admission.groups)
-            assert replace(prompt, read=read).commit().digests == admission.commit.digests
+            assert (
+                replace(prompt, read=read).commit().digests == admission.commit.digests
+            )
 
     @stateful.invariant()
     def every_page_is_owned_once(self) -> None:

@@ -11,7 +11,13 @@ from unittest.mock import AsyncMock
 import grpc
 import pytest
 
-from disagg.errors import CapacityError, ConfigError, DisaggError, PeerLostError, WireError
+from disagg.errors import (
+    CapacityError,
+    ConfigError,
+    DisaggError,
+    PeerLostError,
+    WireError,
+)
 from disagg.transfer import rpc
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.security import Security
@@ -92,7 +98,9 @@ async def ask(link: rpc.Link, method: str, data: bytes) -> bytes:
 
 
 # -- errors
-def failure(code: grpc.StatusCode, *trailing: tuple[str, object]) -> grpc.aio.AioRpcError:
+def failure(
+    code: grpc.StatusCode, *trailing: tuple[str, object]
+) -> grpc.aio.AioRpcError:
     metadata = grpc.aio.Metadata(*trailing)
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details="because")
 
@@ -177,7 +185,9 @@ SECRET = Security(token="a secret")
 
 
 @pytest.mark.parametrize("method", ["One", "Many", "Both"])
-@pytest.mark.parametrize("client", [None, Security(token="a guess")], ids=["none", "wrong"])
+@pytest.mark.parametrize(
+    "client", [None, Security(token="a guess")], ids=["none", "wrong"]
+)
 async def test_without_the_shared_token_no_message_of_any_call_is_read(method, client):
     async with open_service(SECRET, client) as (service, link):
         with pytest.raises(ConfigError, match="token"):

@@ -8,7 +8,13 @@ import pytest
 
 from disagg.config import SecurityConfig
 from disagg.errors import ConfigError
-from disagg.transfer.security import Authority, Security, load_security, protected, tls_context
+from disagg.transfer.security import (
+    Authority,
+    Security,
+    load_security,
+    protected,
+    tls_context,
+)
 
 
 @pytest.fixture
@@ -37,8 +43,14 @@ WRONG = {
         {"ca": None, "certificate": None},
         r"TLS needs security\.ca, security\.certificate too",
     ),
-    "no absolute path": ({"token_file": "token"}, r"security\.token_file is 'token'; an absolute"),
-    "no such file": ({"key": "/none"}, r"cannot read security\.key /none: No such file"),
+    "no absolute path": (
+        {"token_file": "token"},
+        r"security\.token_file is 'token'; an absolute",
+    ),
+    "no such file": (
+        {"key": "/none"},
+        r"cannot read security\.key /none: No such file",
+    ),
 }
 
 
@@ -59,16 +71,22 @@ def test_without_papers_there_is_no_tls():
     assert tls_context(Security("s"), False) is tls_context(Security("s"), True) is None
 
 
-@pytest.mark.parametrize("ca", [b"no PEM", b"\xff\xfe", b""], ids=["text", "bytes", "nothing"])
+@pytest.mark.parametrize(
+    "ca", [b"no PEM", b"\xff\xfe", b""], ids=["text", "bytes", "nothing"]
+)
 def test_an_authority_is_pem(ca):
     with pytest.raises(ConfigError, match="authority"):
         tls_context(Security(ca=ca), server=False)
 
 
 @pytest.mark.parametrize("key", ["foreign.key", "locked.key", "peer"])
-def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(papers, key):
+def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
+    papers, key
+):
     lock = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
-    locked = subprocess.run(lock, input=papers["peer.key"], check=True, capture_output=True)
+    locked = subprocess.run(
+        lock, input=papers["peer.key"], check=True, capture_output=True
+    )
     papers = papers | {"locked.key": locked.stdout}
     security = Security(None, papers["ca"], papers["peer"], papers[key])
     with pytest.raises(ConfigError, match="certificate and key"):
@@ -78,7 +96,9 @@ def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(pap
 def test_an_authority_gives_what_files_do_not(files):
     authority = Authority.make()
     assert protected(SecurityConfig(), None, "127.0.0.1") == Security()
-    assert protected(SecurityConfig(), Authority("t"), "127.0.0.1") == Security(token="t")
+    assert protected(SecurityConfig(), Authority("t"), "127.0.0.1") == Security(
+        token="t"
+    )
     made = protected(SecurityConfig(), authority, "127.0.0.1")
     assert (made.token, made.tls) == (authority.token, True)
     token_file = {"token_file": files.pop("token_file")}

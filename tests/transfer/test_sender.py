@@ -36,7 +36,9 @@ async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
             commit = peer.engine[rid].commit
             assert (commit.first_token, commit.extras) == (42, {"ids": [1, 2]})
             assert stats.wire_bytes == peer.nbytes
-            assert stats.payload_bytes + stats.cached_bytes == prompt.checklist.total_bytes
+            assert (
+                stats.payload_bytes + stats.cached_bytes == prompt.checklist.total_bytes
+            )
             most = 300 * len(peer.frames) + 40 * len(prompt.checklist.items)
             assert 0 < stats.wire_bytes - stats.payload_bytes < most
             assert stats.attaches == 1
@@ -46,11 +48,15 @@ async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
         peer.close()
 
 
-async def test_a_link_that_nobody_measured_is_measured_before_its_first_frame(prompt, monkeypatch):
+async def test_a_link_that_nobody_measured_is_measured_before_its_first_frame(
+    prompt, monkeypatch
+):
     """Workers that came later had frames of 2 MiB, behind which a ping of gRPC was too late."""
     async with open_peer(ChannelOptions()) as (peer, channel):
         slow = LinkReport(peer.address, "a modem", 90.0, 35e-6)
-        monkeypatch.setattr("disagg.transfer.channel.measure", AsyncMock(return_value=slow))
+        monkeypatch.setattr(
+            "disagg.transfer.channel.measure", AsyncMock(return_value=slow)
+        )
         await hand_over(peer.sender(prompt, channel), prompt)
         assert len(peer.frames) > 1
         assert max(sum(map(len, frame.payload)) for frame in peer.frames) < 14_000
@@ -76,7 +82,9 @@ async def test_a_receiver_that_lost_what_it_took_ends_the_hand_off(prompt):
     async with open_peer() as (peer, channel):
         taken = lambda ticket: Credit(ticket.nonce, ticket.gen)  # noqa: E731
         peer.on_frame = lambda frame: taken(frame.ticket) if 3 in frame.places else None
-        with pytest.raises(errors.TransferError, match="items of the commit never came"):
+        with pytest.raises(
+            errors.TransferError, match="items of the commit never came"
+        ):
             await hand_over(peer.sender(prompt, channel), prompt)
         assert len(peer.attaches) == 1
 
@@ -101,12 +109,18 @@ FINAL = {
     "superseded": ("on_attach", errors.ReservationError("superseded"), "superseded"),
     "another plan": ("on_attach", errors.LayoutError("plan b"), "plan b"),
     "a bug": ("on_attach", KeyError("oops"), "has logged why"),
-    "by the engine": ("admit", errors.CapacityError("the engine is stopping"), "stopping"),
+    "by the engine": (
+        "admit",
+        errors.CapacityError("the engine is stopping"),
+        "stopping",
+    ),
 }
 
 
 @pytest.mark.parametrize(("call", "error", "words"), FINAL.values(), ids=FINAL)
-async def test_an_attachment_or_a_commit_that_is_refused_is_final(prompt, call, error, words):
+async def test_an_attachment_or_a_commit_that_is_refused_is_final(
+    prompt, call, error, words
+):
     async with open_peer() as (peer, channel):
         setattr(peer, call, Mock(side_effect=error))
         with pytest.raises(errors.DisaggError, match=words) as caught:
@@ -126,15 +140,25 @@ async def test_the_deadline_ends_a_hand_off(prompt):
 
 @pytest.mark.parametrize(
     ("times", "error"),
-    [(2, errors.CorruptFrameError), (3, errors.CorruptFrameError), (1, errors.ReservationError)],
+    [
+        (2, errors.CorruptFrameError),
+        (3, errors.CorruptFrameError),
+        (1, errors.ReservationError),
+    ],
     ids=["twice", "three times", "once, for good"],
 )
-async def test_a_frame_that_is_corrupt_there_is_sent_again_until_the_third(prompt, times, error):
+async def test_a_frame_that_is_corrupt_there_is_sent_again_until_the_third(
+    prompt, times, error
+):
     async with open_peer() as (peer, channel):
 
         def drop(frame: PageFrame) -> Credit | None:
             ticket, refused = frame.ticket, len(peer.frames) <= times
-            return Credit(ticket.nonce, ticket.gen, error("a bit flipped")) if refused else None
+            return (
+                Credit(ticket.nonce, ticket.gen, error("a bit flipped"))
+                if refused
+                else None
+            )
 
         peer.on_frame = drop
         running = hand_over(peer.sender(prompt, channel), prompt)
@@ -151,7 +175,9 @@ async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
     huge = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (2 << 20,))])
     plan = replace(OTHER_PLAN, groups=(replace(OTHER_PLAN.groups[0], page=huge),))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 130)
-    with pytest.raises(errors.LayoutError, match="an item of a prompt of 130 tokens takes"):
+    with pytest.raises(
+        errors.LayoutError, match="an item of a prompt of 130 tokens takes"
+    ):
         Sender(Channel("127.0.0.1:1"), attach, plan, None)
 
 
@@ -160,11 +186,18 @@ async def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
     """Llama 3.1 70B, 32K tokens: no item and no commit is too large."""
     plan = parse_plan(codec, KVShape(80, 8, 128, "float16", (None,) * 80))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 32768)
-    assert Sender(Channel("127.0.0.1:1"), attach, plan, None).outbox.frame_bytes == FRAME_BYTES
+    assert (
+        Sender(Channel("127.0.0.1:1"), attach, plan, None).outbox.frame_bytes
+        == FRAME_BYTES
+    )
 
 
-@pytest.mark.parametrize("when", ["before", "while attaching", "between two attachments"])
-async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(prompt, when):
+@pytest.mark.parametrize(
+    "when", ["before", "while attaching", "between two attachments"]
+)
+async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(
+    prompt, when
+):
     """One that came while no attachment was open was lost: the hand-off waited for its deadline."""
     async with open_peer() as (peer, channel):
         sender = peer.sender(prompt, channel, deadline_s=3.0)
@@ -190,7 +223,9 @@ async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(p
 
 # -- a channel that breaks
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
-async def test_a_bug_at_the_receiver_breaks_the_stream_and_hand_offs_are_resumed(prompt, direct):
+async def test_a_bug_at_the_receiver_breaks_the_stream_and_hand_offs_are_resumed(
+    prompt, direct
+):
     async with open_peer(replace(QUICK, direct=direct)) as (peer, channel):
 
         def fail(frame: PageFrame) -> None:
@@ -200,7 +235,9 @@ async def test_a_bug_at_the_receiver_breaks_the_stream_and_hand_offs_are_resumed
         peer.on_frame = fail
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         running = [asyncio.create_task(sender.run()) for sender in senders]
-        await until(lambda: all(sender.outbox.credit for sender in senders))  # both are attached
+        await until(
+            lambda: all(sender.outbox.credit for sender in senders)
+        )  # both are attached
         for sender in senders:
             offer_all(sender, prompt)
         several = await asyncio.gather(*running)
@@ -223,7 +260,10 @@ async def test_a_receiver_that_breaks_every_stream_is_a_lost_peer(prompt):
 
 
 async def test_a_peer_that_attaches_and_takes_no_frame_is_lost(prompt):
-    async with open_peer(replace(QUICK, silence_s=0.25, stall_s=0.5)) as (peer, channel):
+    async with open_peer(replace(QUICK, silence_s=0.25, stall_s=0.5)) as (
+        peer,
+        channel,
+    ):
         peer.pause = asyncio.Future
         with pytest.raises(errors.PeerLostError):
             await hand_over(peer.sender(prompt, channel, deadline_s=10.0), prompt)
@@ -293,7 +333,9 @@ async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
 
 
 # -- leases, by a clock of the peer that stands still
-async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_are_over(prompt):
+async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_are_over(
+    prompt,
+):
     """Meanwhile one frame takes longer than a lease."""
     async with open_peer(clock=None, lease_s=0.3) as (peer, channel):
         slow = asyncio.Event()
@@ -313,7 +355,9 @@ async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_ar
         assert (await second).attaches == 1
 
 
-async def test_a_failed_renewal_breaks_the_channel_and_all_attach_anew(prompt, monkeypatch, caplog):
+async def test_a_failed_renewal_breaks_the_channel_and_all_attach_anew(
+    prompt, monkeypatch, caplog
+):
     async with open_peer(clock=None, lease_s=0.3) as (peer, channel):
         sender = peer.sender(prompt, channel)
         running = asyncio.create_task(sender.run())
@@ -334,10 +378,17 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_links_close_when_idle_and_with_their_channel_and_leak_nothing(prompt, monkeypatch):
-    quick = [*rpc.CLIENT_OPTIONS, ("grpc.client_idle_timeout_ms", 1000)]  # the least that there is
+async def test_links_close_when_idle_and_with_their_channel_and_leak_nothing(
+    prompt, monkeypatch
+):
+    quick = [
+        *rpc.CLIENT_OPTIONS,
+        ("grpc.client_idle_timeout_ms", 1000),
+    ]  # the least that there is
     async with open_peer() as (peer, channel):
-        await hand_over(peer.sender(prompt, channel), prompt)  # what gRPC keeps, it has now
+        await hand_over(
+            peer.sender(prompt, channel), prompt
+        )  # what gRPC keeps, it has now
         before = open_files()
         with monkeypatch.context() as patch:
             patch.setattr(rpc, "CLIENT_OPTIONS", quick)
@@ -362,7 +413,9 @@ async def test_the_channel_to_a_worker_that_is_gone_is_closed(prompt):
         await hand_over(sender, prompt)
         del sender
         gc.collect()
-        assert peers.get(peer.address) is gone(), "the next hand-off finds its stream open"
+        assert peers.get(peer.address) is gone(), (
+            "the next hand-off finds its stream open"
+        )
 
     def closed() -> bool:
         gc.collect()

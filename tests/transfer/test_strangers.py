@@ -65,7 +65,11 @@ def peak_bytes(pid: int) -> int:
 
 async def bytes_per_s(address: str) -> float:
     """Messages as large as frames, two at a time, for a while."""
-    link, message, sent = connect(address, SECRET), frame_message([bytes(FRAME_BYTES)]), 0
+    link, message, sent = (
+        connect(address, SECRET),
+        frame_message([bytes(FRAME_BYTES)]),
+        0,
+    )
     began = time.monotonic()
     while (seconds := time.monotonic() - began) < SECONDS:
         both = (link.call(f"/{KV_SERVICE}/Probe", message, 5.0) for _ in range(2))

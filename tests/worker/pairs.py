@@ -37,7 +37,9 @@ class House:
 
     def add(self, name: str, role: Role, runner: Runner) -> Worker:
         """Start a worker and tell the router."""
-        worker = Worker(self.config, role, name, security=Security(token=TOKEN), runner=runner)
+        worker = Worker(
+            self.config, role, name, security=Security(token=TOKEN), runner=runner
+        )
         self.workers[name] = worker
         started = worker.start()
         link = connect(started.address, Security(token=TOKEN))
@@ -67,20 +69,27 @@ class House:
     ) -> asyncio.Task[tuple[list[int], TokenOutput]]:
         """An answer of which so many tokens have come: the second is of its decode worker."""
         said: list[int] = []
-        outputs = self.router.generate(prompt, GREEDY | {"max_tokens": max_tokens}, codec)
+        outputs = self.router.generate(
+            prompt, GREEDY | {"max_tokens": max_tokens}, codec
+        )
         asking = asyncio.create_task(collect(outputs, said))
         await until(lambda: len(said) >= heard or asking.done())
         return asking
 
     async def gauges(self) -> dict[str, Mapping[str, float]]:
-        return {name: (await worker.status()).gauges for name, worker in self.workers.items()}
+        return {
+            name: (await worker.status()).gauges
+            for name, worker in self.workers.items()
+        }
 
     async def empty(self, within_s: float = 30) -> None:
         """Every gauge of every worker is zero, soon, and the pools are whole."""
 
         def nothing() -> bool:
             seen = self.seen.values()
-            return not any(x for each in seen for name, x in each.items() if name not in IDLE)
+            return not any(
+                x for each in seen for name, x in each.items() if name not in IDLE
+            )
 
         self.seen = await self.gauges()
         async with asyncio.timeout(within_s):
@@ -93,7 +102,10 @@ class House:
 
 @asynccontextmanager
 async def house(
-    config: Config | None = None, min_tokens: int | None = 0, limit_s: float = 90, **router: float
+    config: Config | None = None,
+    min_tokens: int | None = 0,
+    limit_s: float = 90,
+    **router: float,
 ) -> AsyncIterator[House]:
     """Nobody home yet; everybody leaves at the end. Short prompts are handed off too."""
     config = config or Config()
@@ -112,7 +124,10 @@ async def house(
 
 @asynccontextmanager
 async def paired(
-    runners: list[Runner], config: Config | None = None, min_tokens: int | None = 0, **router: float
+    runners: list[Runner],
+    config: Config | None = None,
+    min_tokens: int | None = 0,
+    **router: float,
 ) -> AsyncIterator[House]:
     """A prefill worker "p" and a decode worker "d"; at the end nobody holds anything."""
     async with house(config, min_tokens, **router) as found:
@@ -123,7 +138,9 @@ async def paired(
 
 async def on_loop(worker: Worker, call: Coroutine[Any, Any, Any]) -> Any:
     """What a call gives on the loop of a worker."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, worker._loop))
+    return await asyncio.wrap_future(
+        asyncio.run_coroutine_threadsafe(call, worker._loop)
+    )
 
 
 def alone(prompt: Prompt, codec: str, max_tokens: int = 12) -> list[int]:

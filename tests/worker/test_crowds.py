@@ -10,7 +10,9 @@ from disagg.config import Config
 from tests.worker.pairs import GREEDY, KIVI, House, Prompt, house, paired
 
 
-async def ask(home: House, prompt: Prompt, tokens: int, leaves_at: int | None) -> list[int]:
+async def ask(
+    home: House, prompt: Prompt, tokens: int, leaves_at: int | None
+) -> list[int]:
     """An answer, as far as its client stays."""
     said: list[int] = []
     params = GREEDY | {"max_tokens": tokens}
@@ -29,8 +31,13 @@ async def crowd(
     """Half of the clients leave at any time; nothing cut off is told to be whole."""
     pick = random.Random(seed)
     leaving = set(pick.sample(range(len(prompts)), len(prompts) // 2))
-    ends = [pick.randrange(tokens) if x in leaving else None for x in range(len(prompts))]
-    calls = [ask(home, prompt, tokens, end) for prompt, end in zip(prompts, ends, strict=True)]
+    ends = [
+        pick.randrange(tokens) if x in leaving else None for x in range(len(prompts))
+    ]
+    calls = [
+        ask(home, prompt, tokens, end)
+        for prompt, end in zip(prompts, ends, strict=True)
+    ]
     answers = await asyncio.gather(*calls)
     wanted = [tokens if end is None else end for end in ends]
     assert [len(said) for said in answers] == wanted
@@ -50,4 +57,6 @@ async def test_four_crowds_of_150_long_prompts_come_and_go(runners, story):
         home.pair(runners)
         long = (story * 20)[:1200]
         for seed in range(4):
-            await crowd(home, [long[x : x + 1000] for x in range(150)], 4, seed, within_s=1)
+            await crowd(
+                home, [long[x : x + 1000] for x in range(150)], 4, seed, within_s=1
+            )

@@ -48,10 +48,15 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     story = (story * 3)[:tokens]
     if windowed:
         folder = str(save_tiny("mistral", tmp_path))
-        runners, story = [Runner.load(folder) for _ in range(3)], tuple(random_prompt(tokens))
+        runners, story = (
+            [Runner.load(folder) for _ in range(3)],
+            tuple(random_prompt(tokens)),
+        )
     early, begin = list[set[Kind]](), MigrationHandoff.begin
 
-    def begins(self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]) -> None:
+    def begins(
+        self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]
+    ) -> None:
         begin(self, plan, groups)
         early.append({item.kind for item in self._offered})
 
@@ -67,7 +72,9 @@ async def test_a_worker_that_leaves_takes_no_token_along(
             home.router.died("d")
             assert (await asking)[0] == expected
             assert leaving.decode.counts["moved"] == 1
-            assert home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
+            assert (
+                home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
+            )
             await home.empty()
             assert not leaving.engine.pool.referenced_pages
     assert left == came
@@ -75,7 +82,9 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
 
 
-async def test_a_sequence_that_outgrows_its_room_moves_as_well(home, runners, story, monkeypatch):
+async def test_a_sequence_that_outgrows_its_room_moves_as_well(
+    home, runners, story, monkeypatch
+):
     monkeypatch.setattr(dispatch, "MOVE_TOKENS", 1)
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)
@@ -88,7 +97,9 @@ async def test_a_sequence_that_outgrows_its_room_moves_as_well(home, runners, st
 
 
 @pytest.mark.parametrize("breaks", ["the codec", "the link"])
-async def test_what_cannot_move_is_computed_elsewhere(breaks, home, runners, story, monkeypatch):
+async def test_what_cannot_move_is_computed_elsewhere(
+    breaks, home, runners, story, monkeypatch
+):
     """GEAR seals other pages while it decodes than it makes of a prompt."""
     codec = "gear" if breaks == "the codec" else KIVI
     expected, _ = await home.complete(story, codec, max_tokens=LONG)
@@ -107,7 +118,8 @@ async def test_what_cannot_move_is_computed_elsewhere(breaks, home, runners, sto
 
 
 @pytest.mark.parametrize(
-    ("part", "error"), [("take_stash", CapacityError("no room")), ("build_batch", MemoryError())]
+    ("part", "error"),
+    [("take_stash", CapacityError("no room")), ("build_batch", MemoryError())],
 )
 async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     part, error, home, runners, story, monkeypatch
@@ -129,7 +141,9 @@ async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     assert home.router.dispatch.retries == 1
 
 
-async def test_a_worker_that_ends_before_all_has_moved_says_so(home, runners, story, monkeypatch):
+async def test_a_worker_that_ends_before_all_has_moved_says_so(
+    home, runners, story, monkeypatch
+):
     """So that the router waits for nobody."""
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)
@@ -144,7 +158,9 @@ async def test_a_worker_that_ends_before_all_has_moved_says_so(home, runners, st
     assert (await asking)[0] == expected
 
 
-async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(home, runners, story):
+async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(
+    home, runners, story
+):
     asking = await home.begin(story, KIVI, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])
     source = home.workers["d"]
@@ -156,7 +172,9 @@ async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(home, ru
     source.decode.way.step([Moved("given-up#1/d", (1,))])  # a step was on its way
 
 
-async def test_a_sequence_that_ended_before_it_was_to_move_is_not_computed_again(home, story):
+async def test_a_sequence_that_ended_before_it_was_to_move_is_not_computed_again(
+    home, story
+):
     """A router that lags behind asks for it, and hears its last tokens then."""
     asking = await home.begin(story, KIVI, HEARD, LONG)
     worker = home.workers["d"]
@@ -182,7 +200,9 @@ async def test_a_move_that_is_given_up_before_it_begins_frees_its_sequence(home,
         decode.move(Submit(replace(job, moved=job.tokens + LONG), Work.MOVE, 0))
         decode.drop(job.rid, job.attempt, "the router is gone")
 
-    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(give_up(), home.workers["d"]._loop))
+    await asyncio.wrap_future(
+        asyncio.run_coroutine_threadsafe(give_up(), home.workers["d"]._loop)
+    )
     await until(lambda: not decode._moves)
     await until(lambda: home.workers["d"].engine._scheduler.find(name) is None)
     await leave(asking)

@@ -21,9 +21,17 @@ SHARED = 1000
 
 @pytest.mark.parametrize(
     "codec",
-    [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32", "banded", f"{KIVI},sink=64"],
+    [
+        KIVI,
+        "raw",
+        "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32",
+        "banded",
+        f"{KIVI},sink=64",
+    ],
 )
-async def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(codec, home, story):
+async def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(
+    codec, home, story
+):
     beginning = (story * 6)[:SHARED]
     first, second = beginning + story[40:130], beginning + story[7:190]
     _, one = await home.complete(first, codec)
@@ -45,10 +53,15 @@ def scrubs_are_asked_for(monkeypatch):
 
 
 @pytest.mark.usefixtures("scrubs_are_asked_for")
-async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(home, story):
+async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(
+    home, story
+):
     """The router hears of the damage, and the next attempt replays what the client has."""
     expected, _ = await home.complete(story, KIVI, max_tokens=150)
-    asking, decode = await home.begin(story, KIVI, heard=5, max_tokens=150), home.workers["d"]
+    asking, decode = (
+        await home.begin(story, KIVI, heard=5, max_tokens=150),
+        home.workers["d"],
+    )
     await on_loop(decode, alter_and_scrub(decode))
     assert (await asking)[0] == expected
     assert decode.receiver.reservations.counts["damaged"] == 1
@@ -74,7 +87,9 @@ async def test_sharing_can_be_turned_off(runners, story):
         assert (await home.gauges())["d"]["cached_pages"] == 0
 
 
-async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(home, story):
+async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(
+    home, story
+):
     (first, one), (second, two) = [await home.complete(story, KIVI) for _ in range(2)]
     assert first == second
     known = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
@@ -133,7 +148,9 @@ async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkey
 
 
 @pytest.mark.usefixtures("attached_first")
-async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(home, story, monkeypatch):
+async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(
+    home, story, monkeypatch
+):
     """The receiver, attached to again, has no more what it said it had."""
     expected, _ = await home.complete(story, KIVI)
     finish, missed = Sender.finish, list[Item]()

@@ -42,8 +42,12 @@ from tests.worker.pairs import KIVI, alone, house, paired
 LAYERS = 6
 
 
-@pytest.mark.parametrize("codec", [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32"])
-async def test_a_prompt_goes_through_as_in_one_process_and_leaves_nothing(codec, home, story):
+@pytest.mark.parametrize(
+    "codec", [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32"]
+)
+async def test_a_prompt_goes_through_as_in_one_process_and_leaves_nothing(
+    codec, home, story
+):
     tokens, last = await home.complete(story, codec, max_tokens=32)
     assert tokens == alone(story, codec, 32)
     assert last.finish_reason == "length"
@@ -57,15 +61,25 @@ async def test_a_prompt_goes_through_as_in_one_process_and_leaves_nothing(codec,
     assert (kv["resident_bytes"], kv["attaches"]) == (plan.nbytes(len(story)), 1)
 
 
-async def test_a_worker_of_both_roles_hands_nothing_over_and_computes_nothing_twice(runners, story):
+async def test_a_worker_of_both_roles_hands_nothing_over_and_computes_nothing_twice(
+    runners, story
+):
     async with house() as home:
         home.add("w", Role.BOTH, runners[0])
-        (tokens, one), (again, two) = [await home.complete(story, KIVI) for _ in range(2)]
+        (tokens, one), (again, two) = [
+            await home.complete(story, KIVI) for _ in range(2)
+        ]
         assert tokens == again
-        assert (len(tokens), one.kv["tokens"], one.kv["cached_tokens"]) == (12, len(story), 0)
+        assert (len(tokens), one.kv["tokens"], one.kv["cached_tokens"]) == (
+            12,
+            len(story),
+            0,
+        )
         assert one.kv["wire_bytes"] == two.kv["wire_bytes"] == 0
         assert two.kv["cached_tokens"] > len(story) - 17
-        async with aclosing(home.router.generate(story, {"max_tokens": 9}, KIVI)) as outputs:
+        async with aclosing(
+            home.router.generate(story, {"max_tokens": 9}, KIVI)
+        ) as outputs:
             first = await anext(outputs)  # who stops here has its figures
             assert first.kv["cached_tokens"] == two.kv["cached_tokens"]
         await home.empty()
@@ -85,7 +99,9 @@ async def test_an_answer_of_one_token_ships_nothing(home, runners, story, monkey
     tokens, last = await home.complete(story, KIVI, ignore_eos=False)
     assert (tokens, last.finish_reason) == ([first], "stop")
     await home.empty()
-    assert home.workers["d"].engine.pool.gauges()["cached_pages"] == 0  # nothing committed
+    assert (
+        home.workers["d"].engine.pool.gauges()["cached_pages"] == 0
+    )  # nothing committed
 
 
 async def test_a_worker_says_what_its_links_can_do(home, story):
@@ -102,7 +118,9 @@ async def test_a_worker_says_what_its_links_can_do(home, story):
     assert (await decode.status()).info["links"] == []
 
 
-async def test_a_worker_that_holds_nothing_fits_as_many_tokens_as_it_said_at_the_start(home):
+async def test_a_worker_that_holds_nothing_fits_as_many_tokens_as_it_said_at_the_start(
+    home,
+):
     for worker in home.workers.values():
         assert (await worker.status()).info["tokens_fit"] == worker.started.room > 0
 
@@ -122,11 +140,15 @@ async def test_where_no_c_library_was_built_the_reference_serves_and_all_say_so_
 
 
 async def test_frames_may_go_over_a_socket_of_their_own(runners, story):
-    async with paired(runners, Config(transfer=TransferConfig(channel="direct"))) as home:
+    async with paired(
+        runners, Config(transfer=TransferConfig(channel="direct"))
+    ) as home:
         assert (await home.complete(story, KIVI))[0] == alone(story, KIVI)
 
 
-async def test_only_the_thread_of_the_engine_computes_with_several(runners, monkeypatch):
+async def test_only_the_thread_of_the_engine_computes_with_several(
+    runners, monkeypatch
+):
     seen, run, before = [], Engine.run, torch.get_num_threads()
 
     def counted(*given: Any) -> None:
@@ -134,7 +156,9 @@ async def test_only_the_thread_of_the_engine_computes_with_several(runners, monk
         run(*given)
 
     monkeypatch.setattr(Engine, "run", counted)
-    async with paired(runners, Config(KIVI, engine=EngineConfig(torch_threads=before + 1))):
+    async with paired(
+        runners, Config(KIVI, engine=EngineConfig(torch_threads=before + 1))
+    ):
         pass
     assert seen == [before + 1] * 2
     assert torch.get_num_threads() == before
@@ -160,7 +184,9 @@ assert len(gc.get_objects()) < 50_000
 async def test_pages_of_a_device_go_by_way_of_the_host(runners, story, monkeypatch):
     """A CPU stands for the device: its arena is only reached by copies."""
 
-    def on_device(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool, Tensor]:
+    def on_device(
+        nbytes: int, slab_bytes: int, device: torch.device
+    ) -> tuple[Pool, Tensor]:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return Pool(DeviceArena(tensor), slab_bytes), tensor
 
@@ -174,7 +200,9 @@ async def test_pages_of_a_device_go_by_way_of_the_host(runners, story, monkeypat
     assert end.kv["wire_bytes"] == pytest.approx(last.kv["wire_bytes"], rel=0.01)
 
 
-async def test_what_left_is_freed_without_the_garbage_collector(home, story, monkeypatch):
+async def test_what_left_is_freed_without_the_garbage_collector(
+    home, story, monkeypatch
+):
     """Its collections stop every thread, the longer the more items prompts had."""
     begin, left = OutgoingHandoff.begin, list[ref[OutgoingHandoff]]()
 
@@ -193,7 +221,9 @@ async def test_what_left_is_freed_without_the_garbage_collector(home, story, mon
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-async def test_pages_leave_before_the_last_layer_or_when_done(overlap, runners, story, monkeypatch):
+async def test_pages_leave_before_the_last_layer_or_when_done(
+    overlap, runners, story, monkeypatch
+):
     """With overlap the engine waits before the last layer until some are at the other worker."""
     order, arrived = list[str](), threading.Event()
     offer, store = OutgoingHandoff.offer, Reservations.store
@@ -211,14 +241,18 @@ async def test_pages_leave_before_the_last_layer_or_when_done(overlap, runners, 
 
     monkeypatch.setattr(OutgoingHandoff, "offer", offered)
     monkeypatch.setattr(Reservations, "store", stored)
-    async with paired(runners, Config(transfer=TransferConfig(overlap=overlap))) as home:
+    async with paired(
+        runners, Config(transfer=TransferConfig(overlap=overlap))
+    ) as home:
         assert len((await home.complete(story, KIVI))[0]) == 12
     assert order.count("offer") >= LAYERS
     assert (order.index("write") == order.count("offer")) == (not overlap)
 
 
 @pytest.mark.parametrize("one_call", [False, True])
-async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, story, monkeypatch):
+async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
+    one_call, home, story, monkeypatch
+):
     """The digest of every layer page of KIVI: as encoded, as committed, as stored, as attended.
 
     one_call: by one call of the C library for each layer, from what that call is told
@@ -231,7 +265,9 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, 
     encode, views_of = ops.encode, layers.views_of
     run, admit = LayerCalls.run, DecodeSide.admit
 
-    def encoding(*args: Any, target: Target | None = None) -> tuple[Tensor, Tensor | None]:
+    def encoding(
+        *args: Any, target: Target | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         blocks, _ = encode(*args)
         encoded.update(digest(page.numpy().tobytes()) for page in blocks)
         return encode(*args, target=target)
@@ -239,7 +275,11 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, 
     def attending(*args: Any) -> list[View]:
         found = views_of(*args)
         for view in found:
-            for page in view.pages.flatten().tolist() if isinstance(view.fmt, PageFormat) else ():
+            for page in (
+                view.pages.flatten().tolist()
+                if isinstance(view.fmt, PageFormat)
+                else ()
+            ):
                 start = page * ARENA_UNIT + view.base
                 block = view.arena[start : start + view.heads * view.fmt.block_bytes]
                 attended.add(digest(block.numpy().tobytes()))
@@ -247,7 +287,10 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, 
 
     def calling(self: LayerCalls, rank: int, *args: Any) -> Tensor:
         table = self._tables[0]  # of pages; the other one is of the tail
-        nbytes = self._job.attention.heads * library.FormatC.from_address(table.format).block_bytes
+        nbytes = (
+            self._job.attention.heads
+            * library.FormatC.from_address(table.format).block_bytes
+        )
         start = table.arena + table.base + rank * nbytes
         for page in (ctypes.c_int32 * table.num_pages).from_address(table.pages):
             attended.add(digest(ctypes.string_at(start + page * ARENA_UNIT, nbytes)))

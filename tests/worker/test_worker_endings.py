@@ -25,7 +25,9 @@ from tests.worker.pairs import GREEDY, KIVI, House, alone, house, leave, on_loop
 
 
 @pytest.fixture
-def offering(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+def offering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[threading.Event, threading.Event]:
     """The engine has offered pages and waits: set when it does, and what it waits for."""
     reached, go, offer = threading.Event(), threading.Event(), OutgoingHandoff.offer
 
@@ -38,7 +40,9 @@ def offering(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threadin
     return reached, go
 
 
-async def test_leaving_while_the_prompt_is_computed_frees_both_sides(offering, home, story):
+async def test_leaving_while_the_prompt_is_computed_frees_both_sides(
+    offering, home, story
+):
     reached, go = offering
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
@@ -46,7 +50,9 @@ async def test_leaving_while_the_prompt_is_computed_frees_both_sides(offering, h
     go.set()
 
 
-async def test_a_hand_off_given_up_while_its_pages_came_is_no_failure(offering, home, story):
+async def test_a_hand_off_given_up_while_its_pages_came_is_no_failure(
+    offering, home, story
+):
     reached, go = offering
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
@@ -73,7 +79,10 @@ async def test_a_worker_that_dies_costs_no_token(victim, heard, home, runners, s
 async def test_a_fenced_worker_drops_what_it_decodes(home, story):
     decode = home.workers["d"]
     asking = await home.begin(story, KIVI)
-    assert await outcome(decode, decode.fence(decode.epoch + 2, home.router.id)) == "reservation"
+    assert (
+        await outcome(decode, decode.fence(decode.epoch + 2, home.router.id))
+        == "reservation"
+    )
     assert await outcome(decode, decode.fence(decode.epoch + 1, "other")) == "config"
     assert decode.decode.attempts
     await outcome(decode, decode.fence(decode.epoch + 1, home.router.id))
@@ -88,7 +97,9 @@ async def test_a_fence_drops_an_attempt_that_waited_for_the_one_before_it(home, 
     async def fence_between() -> set[tuple[str, int]]:
         first = Submit(Job("r", 1, story), Work.PREFILL, worker.epoch, "127.0.0.1:1")
         await worker.submit(first)
-        second = asyncio.create_task(worker.submit(replace(first, job=Job("r", 2, story))))
+        second = asyncio.create_task(
+            worker.submit(replace(first, job=Job("r", 2, story)))
+        )
         await asyncio.sleep(0)
         await worker.fence(worker.epoch + 1, home.router.id)
         await second
@@ -134,10 +145,15 @@ def cut_off(home: House) -> None:
         peer.task.cancel()
 
 
-async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(runners, story):
+async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(
+    runners, story
+):
     """A hand-off may be complete a moment after the router fell silent; nobody would hear it."""
     async with house(Config(transfer=TransferConfig(lease_s=0.05))) as home:
-        worker, sampling = home.add("d", Role.DECODE, runners[1]), GREEDY | {"max_tokens": 2000}
+        worker, sampling = (
+            home.add("d", Role.DECODE, runners[1]),
+            GREEDY | {"max_tokens": 2000},
+        )
         await until(lambda: worker._events.followed)
         cut_off(home)
         await until(lambda: not worker._events.followed)
@@ -147,23 +163,34 @@ async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(runners
             assert await outcome(worker, worker.submit(submit)) == ""
             await until(lambda: not worker.decode.attempts)
             steps = worker.events({}, home.router.id)
-            assert isinstance((await on_loop(worker, anext(steps))).events[-1].error, PeerLostError)
+            assert isinstance(
+                (await on_loop(worker, anext(steps))).events[-1].error, PeerLostError
+            )
             await outcome(worker, steps.aclose())
 
 
 async def test_what_a_worker_is_given_before_any_router_came_goes_on(runners, story):
     async with house(Config(transfer=TransferConfig(lease_s=0.05))) as home:
-        worker = home.workers["d"] = Worker(home.config, Role.DECODE, "d", runner=runners[1])
+        worker = home.workers["d"] = Worker(
+            home.config, Role.DECODE, "d", runner=runners[1]
+        )
         worker.start()
         job = Job("r", 1, story, sampling=GREEDY | {"max_tokens": 300})
-        assert await outcome(worker, worker.submit(Submit(job, Work.LOCAL, worker.epoch))) == ""
+        assert (
+            await outcome(worker, worker.submit(Submit(job, Work.LOCAL, worker.epoch)))
+            == ""
+        )
         await until(lambda: not worker.decode.attempts)
         steps = worker.events({}, "")
-        assert (await on_loop(worker, anext(steps))).events[-1].finish_reason == "length"
+        assert (await on_loop(worker, anext(steps))).events[
+            -1
+        ].finish_reason == "length"
         await outcome(worker, steps.aclose())
 
 
-async def test_an_engine_that_breaks_ends_its_worker_by_name(runners, story, monkeypatch):
+async def test_an_engine_that_breaks_ends_its_worker_by_name(
+    runners, story, monkeypatch
+):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     async with paired(runners, deadline_s=0.5) as home:
         broken = Mock(side_effect=RuntimeError("the engine broke"))
@@ -175,7 +202,9 @@ async def test_an_engine_that_breaks_ends_its_worker_by_name(runners, story, mon
             await until(lambda: worker.wait(0.0))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a clock stood still"), None], ids=["error", "end"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a clock stood still"), None], ids=["error", "end"]
+)
 async def test_a_supervised_task_that_ends_ends_its_worker(error, runners, monkeypatch):
     """Nothing that ends leases or frees what is orphaned may stop unnoticed."""
     go = threading.Event()
@@ -193,15 +222,22 @@ async def test_a_supervised_task_that_ends_ends_its_worker(error, runners, monke
         await until(lambda: worker._events.followed)
         go.set()
         del home.workers["d"]
-        with pytest.raises(RuntimeError, match="a clock stood still" if error else "has ended"):
+        with pytest.raises(
+            RuntimeError, match="a clock stood still" if error else "has ended"
+        ):
             await until(lambda: worker.wait(0.0))
 
 
 @pytest.mark.parametrize(
     ("side", "error"),
-    [("send", OverflowError("Integer value out of range")), ("admit", KeyError("codec"))],
+    [
+        ("send", OverflowError("Integer value out of range")),
+        ("admit", KeyError("codec")),
+    ],
 )
-async def test_what_nobody_foresaw_ends_one_request_alone(side, error, home, story, monkeypatch):
+async def test_what_nobody_foresaw_ends_one_request_alone(
+    side, error, home, story, monkeypatch
+):
     """Whatever type an error has, the sequence that the engine holds for the hand-off is freed."""
     rules = home.workers["d"].receiver.reservations
     target, name = (sender, "pack") if side == "send" else (rules, "_on_admit")

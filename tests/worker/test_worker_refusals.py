@@ -35,7 +35,9 @@ async def test_a_codec_that_cannot_be_is_refused_by_name(codec, error, home, sto
         await home.complete(story, codec)
 
 
-async def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(runners, story, caplog):
+async def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(
+    runners, story, caplog
+):
     async with paired(runners, deadline_s=1e6) as home:
         engine = home.workers["p"].engine
         plans = engine.plan
@@ -63,18 +65,34 @@ async def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(runners, story
         ((1, 2), {"max_tokens": 2**64}, errors.RequestError, "max_tokens"),
         ((1, 2), {"seed": 2**64}, errors.RequestError, "seed"),
     ],
-    ids=["too-long", "no-such-token", "no-such-value", "no-such-sampling", "top-k", "max", "seed"],
+    ids=[
+        "too-long",
+        "no-such-token",
+        "no-such-value",
+        "no-such-sampling",
+        "top-k",
+        "max",
+        "seed",
+    ],
 )
-async def test_a_request_that_cannot_be_is_refused_by_name(prompt, params, error, words, home):
+async def test_a_request_that_cannot_be_is_refused_by_name(
+    prompt, params, error, words, home
+):
     with pytest.raises(error, match=words):
         await home.complete(prompt, KIVI, **params)
 
 
-def test_an_arena_that_holds_no_prompt_of_a_listed_codec_is_refused_at_the_start(runners):
+def test_an_arena_that_holds_no_prompt_of_a_listed_codec_is_refused_at_the_start(
+    runners,
+):
     config = Config("raw", [KIVI], engine=EngineConfig(arena_bytes=1 << 20))
-    with pytest.raises(errors.ConfigError, match=f"arena_bytes is {1 << 20}; kivi.* {2 << 20}$"):
+    with pytest.raises(
+        errors.ConfigError, match=f"arena_bytes is {1 << 20}; kivi.* {2 << 20}$"
+    ):
         Worker(config, Role.DECODE, "w", runner=runners[0])
-    with pytest.raises(errors.ConfigError, match=f"arena_bytes is {1 << 20}; kivi.* {2 << 20}$"):
+    with pytest.raises(
+        errors.ConfigError, match=f"arena_bytes is {1 << 20}; kivi.* {2 << 20}$"
+    ):
         LLM(codec=KIVI, config=config.engine)
 
 
@@ -82,7 +100,9 @@ async def test_prompts_wait_for_room_at_the_decode_worker(runners, story):
     """Four prompts for a decode worker that holds one or two at a time: all are answered."""
     small = EngineConfig(arena_bytes=4 << 20, watermark=0.0)
     async with paired(runners, Config(engine=small)) as home:
-        answers = await asyncio.gather(*(home.complete(story * 3, KIVI) for _ in range(4)))
+        answers = await asyncio.gather(
+            *(home.complete(story * 3, KIVI) for _ in range(4))
+        )
         assert len({tuple(tokens) for tokens, _ in answers}) == 1
 
 
@@ -119,6 +139,8 @@ def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
     side = DecodeSide(None, None, EventLog(), on_done=None)
     job = Job("r", 1, (1, 2), moved=4 if name == "emitted" else 0)
     with pytest.raises(errors.CorruptFrameError, match=name):
-        side.admit(Admission(job, (), Commit(Ticket(0, 0, 0), 2, "", (), 7, {name: value})))
+        side.admit(
+            Admission(job, (), Commit(Ticket(0, 0, 0), 2, "", (), 7, {name: value}))
+        )
     assert not side.events.kept
     assert not side.attempts
