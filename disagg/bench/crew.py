@@ -81,7 +81,7 @@ BEFORE, AFTER, ANSWER = (
     5,
     120,
 )  # tokens: until it is told to move, after it moved, of all
-MOVE_NOTES = "milliseconds, medians; the model is the packaged one, on the CPU with one thread a worker"
+MOVE_NOTES = "milliseconds, medians; packaged model, CPU, one thread a worker"
 
 
 # -- workers

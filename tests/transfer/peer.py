@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.direct import DirectServer
@@ -92,9 +93,9 @@ class Scripted(Receiver):
     """Notes what comes, and says what its peer is told to say."""
 
     def __init__(self, peer: Peer):
-        note = lambda rid, attempt, error: peer.damaged.append(
-            (rid, attempt, error.reason)
-        )  # noqa: E731
+        def note(rid: str, attempt: int, error: DisaggError) -> None:
+            peer.damaged.append((rid, attempt, error.reason))
+
         super().__init__(peer.ledger, note)
         self._peer = peer
 
