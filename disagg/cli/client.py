@@ -275,4 +275,5 @@ def _events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
         if data == "[DONE]":
             return
         if data and not data.startswith(":"):
-            yield _object(data, f"the answer was cut short: {data[:80]!r} is no event")
+            problem = f"{data[:80]!r} is no event of an answer; is it a disagg service?"
+            yield _object(data, problem)

@@ -26,7 +26,7 @@ def codecs(
     tokens: int = Option(2048, min=1, help="Length of the prompt."),
     as_json: options.Json = False,
 ) -> None:
-    """List codecs: options, page, and size relative to fp16, tail included."""
+    """List codecs: options, page, and size relative to fp16."""
     from disagg.codecs.describe import describe, describe_all, measured_costs
     from disagg.codecs.registry import codec_names
 

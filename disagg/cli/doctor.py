@@ -32,7 +32,7 @@ def doctor(
     head_dim: HeadDim = 128,
     as_json: options.Json = False,
 ) -> None:
-    """Compare every kernel of every codec with its reference, and give a verdict."""
+    """Compare every kernel with its reference."""
     with stages() as report:
         report("loading torch and the codecs")
         from disagg.codecs.registry import codec_names, get_codec

@@ -53,7 +53,7 @@ def evaluate(
     ),
     as_json: options.Json = False,
 ) -> None:
-    """Measure what codecs cost in quality: perplexity, KL, top-1 and bytes, against exact KV."""
+    """Measure what codecs cost in quality."""
     from disagg.eval.texts import PYTHON
 
     texts = tuple(text or (PYTHON,))

@@ -125,8 +125,8 @@ def stages(is_live: bool = True) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     with Progress(
         SpinnerColumn(),
-        description,
         TimeElapsedColumn(),
+        description,
         console=console,
         transient=True,
     ) as progress:

@@ -206,7 +206,7 @@ def open_access_warnings(config: Config) -> list[str]:
 
 
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
-    """Stop the running service; returns when all of its processes have ended."""
+    """Stop the running service and wait for its end."""
     state = running(state_file)
     if state.ready:
         with suppress(PeerLostError):  # it is ending already, and HTTP goes first

@@ -47,7 +47,7 @@ def submit(
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Continue a prompt at --url, at the running service, or at a private one."""
+    """Continue a prompt, at the running or a private service."""
     prompt = read_prompt(text)
     request = {"prompt": prompt}
     if chat:

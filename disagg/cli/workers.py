@@ -48,7 +48,7 @@ def status(
 def scale(
     counts: Counts, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
-    """Change the number of workers of each role; running sequences move."""
+    """Change the number of workers; sequences move."""
     body = parse_counts(counts)
     state = running(state_file)
     answer = client.post(state, "/scale", body)
@@ -77,7 +77,7 @@ def parse_counts(counts: list[str]) -> dict[str, int]:
 def drain(
     name: Name, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
-    """Replace a worker: it leaves once its replacement serves, and its sequences move."""
+    """Replace a worker; its sequences move."""
     state = running(state_file)
     answer = client.post(state, f"/workers/{quote(name, safe='')}/drain")
     if as_json:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.cli.doctor import verdict
 from disagg.kernels.cpu import library
 from disagg.paged import doctor as room
 
@@ -60,3 +61,13 @@ def test_without_the_library_the_reference_serves_and_that_is_said(disagg, monke
 
 def test_a_codec_nobody_knows_is_an_error(disagg):
     assert "unknown codec 'zip'" in disagg("doctor zip", code=2).err
+
+
+def test_the_last_line_is_a_verdict():
+    sound = room.Finding("raw", "attend", "torch", error=1e-3, bound=1e-2)
+    wrong = replace(sound, kernel="append", error=1.0)
+
+    assert verdict([sound]) == "sound: 1 of 1 kernels within their bounds"
+    assert verdict([sound, wrong]) == (
+        "NOT SOUND: 1 of 2 kernels within their bounds; wrong: raw append"
+    )

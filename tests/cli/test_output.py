@@ -46,3 +46,16 @@ def test_a_closed_stream_is_one_that_nobody_reads(closed):
         ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
     )
     assert done.returncode == 0 + 1 + 2
+
+
+@pytest.mark.parametrize(("is_live", "owner"), [(False, True), (True, False)])
+def test_a_command_in_the_background_overwrites_nothing(
+    is_live, owner, monkeypatch, capsys
+):
+    """Its spinner would move the cursor over the answer of another command."""
+    monkeypatch.setattr("disagg.cli.output._owns_terminal", lambda: owner)
+
+    with stages(is_live) as report:
+        report("loading")
+
+    assert "\033" not in capsys.readouterr().err

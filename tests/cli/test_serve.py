@@ -311,10 +311,12 @@ def test_a_terminal_gets_one_line_that_changes(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("disagg.cli.output._owns_terminal", lambda: True)
     with stages() as say:
         say(f"loading [tiny] {'and more ' * 9}")
-    assert "loading [tiny]" in terminal.getvalue()
-    assert "0:00:00" in terminal.getvalue().partition("loading")[2]
+    before, label, _ = terminal.getvalue().partition("loading [tiny]")
+    assert label
+    assert "0:00:00" in before
 
 
 def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
@@ -381,10 +383,10 @@ def test_a_name_that_no_answer_can_carry_is_refused(name):
 
 def test_status_shows_every_worker(known, state_file, disagg):
     where = "--state-file", state_file
-    told = disagg("status", *where).out
-    assert "prefill" in told
-    assert told.endswith("decode: 1 there, 2 wanted; more load, or wait for a place\n")
-    assert "prefill:" not in told
+    printed = disagg("status", *where).out
+    assert "prefill" in printed
+    assert printed.endswith("decode: 1 of 2; more load, or wait for a place\n")
+    assert "prefill:" not in printed
     assert len(json.loads(disagg("status", *where, "--json").out)["workers"]) == 2
 
 
@@ -500,3 +502,13 @@ def test_a_port_that_is_taken_is_a_config_error(running, state_file, disagg):
         in disagg("serve --port", port, "--state-file", state_file, code=2).err
     )
     assert threading.active_count() < 10
+
+
+def test_the_model_may_be_named_without_a_flag_but_not_twice(disagg):
+    flags = "serve small --dtype bfloat16 --prefill 2 --decode 3 --show-config --json"
+
+    config = json.loads(disagg(flags).out)
+
+    assert config["model"] == {"name": "small", "dtype": "bfloat16", "device": "auto"}
+    assert (config["cluster"]["prefill"], config["cluster"]["decode"]) == (2, 3)
+    assert "give one of them" in disagg("serve small --model large", code=2).err

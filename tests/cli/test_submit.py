@@ -47,8 +47,8 @@ def test_the_continuation_goes_to_stdout_and_a_table_follows(running, disagg):
 def test_what_was_known_there_before_is_told(running, disagg):
     running.router.kv = STATS | {"cached_bytes": 500}
     lines = disagg("submit abc --url", running.url).out.splitlines()
-    told = [line.split() for line in lines if "known there" in line]
-    assert told == [["known", "there", "before", "500", "12.5", "25.0"]]
+    row = [line.split() for line in lines if "cached there" in line]
+    assert row == [["cached", "there", "before", "500", "12.5", "25.0"]]
 
 
 SHORT = STATS | {"tokens": 5, "wire_bytes": 50_780, "resident_bytes": 49_152}
@@ -234,7 +234,7 @@ def test_a_server_of_something_else_is_told_from_a_service(said, disagg):
             self.do_GET()
 
     with HTTPServer(("127.0.0.1", 0), Other) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         for command in ("submit Once", "status"):
             err = disagg(f"{command} --url", url, code=8).err

@@ -74,10 +74,13 @@ def test_status_is_one_screen(capsys):
 
 def test_watching_looks_again_and_again(known, monkeypatch):
     monkeypatch.setattr(workers, "PAUSE_S", 0.0)
-    found = list(islice(workers.looks(RunningService(known.url, 0, ""), again=True), 3))
-    assert [x["model"] for x in found] == ["tiny"] * 3
+    service = RunningService(known.url, 0, "")
+
+    reports = list(islice(workers.reports(service, repeat=True), 3))
+
+    assert [report["model"] for report in reports] == ["tiny"] * 3
 
 
 def test_only_a_terminal_is_cleared(disagg, monkeypatch):
-    monkeypatch.setattr(workers, "looks", lambda *_: [STATUS | {"workers": [WORKER]}])
+    monkeypatch.setattr(workers, "reports", lambda *_: [STATUS | {"workers": [WORKER]}])
     assert "\033" not in disagg("status --watch --url http://there").out
