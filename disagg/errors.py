@@ -187,6 +187,11 @@ def all_errors(root: type[DisaggError] = DisaggError) -> dict[str, type[DisaggEr
     return found
 
 
+def reason_of(error: Exception) -> str:
+    """The word by which a failure is counted; "internal" for an exception of somebody else."""
+    return error.reason if isinstance(error, DisaggError) else DisaggError.reason
+
+
 def error_from(reason: str, message: str) -> DisaggError:
     """The exception that a peer named by `reason`; an unknown reason becomes a DisaggError."""
     return all_errors().get(reason, DisaggError)(message)

@@ -186,7 +186,7 @@ def print_start(service: "Service", config: Config, as_json: bool) -> None:
     """Where it listens, and what its owner should know."""
     if as_json:
         print_json({"url": service.url, "pid": os.getpid()})
-    for line in (*service.links, *service.doors, *open_access_warnings(config)):
+    for line in (*service.links, *service.pd_addresses, *open_access_warnings(config)):
         tell(line)
     tell(f"serving {service.name} at {service.url}")
 

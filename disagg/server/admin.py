@@ -11,26 +11,26 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from disagg.errors import AuthError
-from disagg.server.access import bears
+from disagg.server.auth import has_key
 from disagg.server.schema import refusal
 
 
 class WorkerPool(Protocol):
-    """Whoever has the workers. Calls may block; ConfigError for what cannot be."""
+    """The owner of the workers. Calls may block; ConfigError for what cannot be done."""
 
     @property
     def wanted(self) -> Mapping[str, int]:
-        """How many workers of each role there shall be."""
+        """The target number of workers of each role."""
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
-        """So many of each role, soon; None: as many as now."""
+        """Scale each role to this count, in the background; None keeps the current one."""
 
     def drain(self, name: str) -> None:
-        """One leaves when another one has taken its place."""
+        """Replace a worker; it leaves once another one has taken its place."""
 
 
-class Wanted(BaseModel):
-    """How many workers are wanted."""
+class ScaleRequest(BaseModel):
+    """The target number of workers of each role; None keeps the current one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,36 +39,37 @@ class Wanted(BaseModel):
 
 
 def admin_routes(
-    token: str, on_stop: Callable[[], None], staff: WorkerPool | None
+    token: str, on_stop: Callable[[], None], worker_pool: WorkerPool | None
 ) -> APIRouter:
-    """The routes, for whoever carries the token."""
+    """The routes, for requests that carry the token."""
 
-    def is_owner(http: Request) -> None:
-        if not bears(http.headers.get("authorization", "").encode(), [token]):
+    def check_owner(http: Request) -> None:
+        authorization = http.headers.get("authorization", "").encode()
+        if not has_key(authorization, [token]):
             raise AuthError("the token of the service is missing or wrong")
 
-    routes = APIRouter(dependencies=[Depends(is_owner)])
+    routes = APIRouter(dependencies=[Depends(check_owner)])
 
     @routes.post("/stop")
     async def stop() -> dict[str, bool]:
         on_stop()
         return {"stopping": True}
 
-    if staff is None:
+    if worker_pool is None:
         return routes
 
     @routes.post("/scale")
-    async def scale(http: Request) -> Wanted:
+    async def scale(http: Request) -> ScaleRequest:
         try:
-            wanted = Wanted.model_validate_json(await http.body())
+            target = ScaleRequest.model_validate_json(await http.body())
         except ValidationError as error:
             raise refusal(error) from error
-        await asyncio.to_thread(staff.scale, wanted.prefill, wanted.decode)
-        return wanted
+        await asyncio.to_thread(worker_pool.scale, target.prefill, target.decode)
+        return target
 
     @routes.post("/workers/{name:path}/drain")
     async def drain(name: str) -> dict[str, str]:
-        await asyncio.to_thread(staff.drain, name)
+        await asyncio.to_thread(worker_pool.drain, name)
         return {"leaves": name}
 
     return routes

@@ -1,12 +1,12 @@
-"""HTTP: routes, statuses, and clients that leave. What an answer is made of is `reply.py`.
+"""HTTP: routes, statuses, and clients that leave. `responses.py` has the bodies.
 
-POST /v1/completions · /v1/chat/completions; views.py and admin.py have the rest
+POST /v1/completions · /v1/chat/completions; info_routes.py and admin.py have the other routes
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -16,20 +16,27 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from disagg.errors import CancelledError, DisaggError
-from disagg.server.access import AuthMiddleware
 from disagg.server.admin import WorkerPool, admin_routes
-from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
+from disagg.server.auth import AuthMiddleware
 from disagg.server.completions import Completions
-from disagg.server.info_routes import add_tokens, add_views
-from disagg.server.reply import Answers, Reply
+from disagg.server.info_routes import add_info_routes, add_tokenizer_routes
+from disagg.server.responses import (
+    ChatChoices,
+    ChoicesType,
+    CompletionChoices,
+    GenerationResponse,
+    error_body,
+)
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 RETRY_AFTER_S = "1"
-AT_ONCE = {
+STREAM_HEADERS = {
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}  # nginx would gather events
-MAX_PATH_SHOWN = 100
+    "X-Accel-Buffering": "no",  # nginx would gather events
+}
+MAX_PATH_CHARS = 100  # of a path, in an error
+
+T = TypeVar("T")
 
 
 def create_app(
@@ -37,67 +44,78 @@ def create_app(
     token: str | None = None,
     on_stop: Callable[[], None] = lambda: None,
     keys: Collection[str] = (),
-    staff: WorkerPool | None = None,
+    worker_pool: WorkerPool | None = None,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
     """The application.
 
-    token: the secret of its owner, for POST /stop, and /scale and others where there is `staff`,
-           who has the workers; None: there are no such routes
-    keys:  of clients; the owner's secret is as good as one. None: everybody is served
-    origins: whose pages browsers let read the answers; "*": of all
+    token: the owner's secret, for POST /stop, and for /scale and others if there is a
+           `worker_pool`; None: there are no such routes
+    keys:  of clients; the owner's secret is as good as one. None: no request needs a key
+    origins: whose pages may read responses in a browser; "*": all
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
-    add_views(app, completions, staff)
-    add_tokens(app, completions)
+    _add_generation_routes(app, completions)
+    add_info_routes(app, completions, worker_pool)
+    add_tokenizer_routes(app, completions)
     if token is not None:
-        app.include_router(admin_routes(token, on_stop, staff))
+        app.include_router(admin_routes(token, on_stop, worker_pool))
 
-    async def answer(
-        http: Request, form: type[GenerationRequest], answer: Answers
+    accepted_keys = list(keys)
+    if keys and token:
+        accepted_keys.append(token)
+    guarded = AuthMiddleware(app, accepted_keys)
+    if not origins:
+        return guarded
+    # outermost: browsers send a preflight request first, without a key
+    return CORSMiddleware(
+        guarded,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )
+
+
+def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
+    async def respond(
+        http: Request, body_type: type[GenerationRequest], choices_type: ChoicesType
     ) -> Response:
-        host, port = http.scope.get("server") or ("", 0)  # where it came in
-        # of any content type
-        request, prompts = await completions.prepare(form, http.stream(), port)
-        reply = Reply(completions, request, prompts, answer)
+        host, port = http.scope.get("server") or ("", 0)  # the address it came in at
+        # whatever its content type is
+        request, prompts = await completions.prepare(body_type, http.stream(), port)
+        response = GenerationResponse(completions, request, prompts, choices_type)
         if request.stream:
-            first = await _unless_left(http, reply.begin())
-            return StreamingResponse(
-                reply.events(first), 200, AT_ONCE, "text/event-stream"
-            )
-        whole = await _unless_left(http, reply.whole())
+            first = await _unless_client_leaves(http, response.first())
+            events = response.events(first)
+            return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
+        body = await _unless_client_leaves(http, response.whole())
         if request.kv_transfer_params.do_remote_decode:
-            parked = completions.doors.park(host, port, prompts[0].tokens)
-            whole |= {"kv_transfer_params": parked}
-        return JSONResponse(whole)
+            handle = completions.pd_ports.park(host, port, prompts[0].tokens)
+            body["kv_transfer_params"] = handle
+        return JSONResponse(body)
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
-        return await answer(http, CompletionRequest, CompletionAnswer)
+        return await respond(http, CompletionRequest, CompletionChoices)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        return await answer(http, ChatRequest, ChatAnswer)
-
-    guarded = AuthMiddleware(app, [*keys, *([token] if token else [])] if keys else ())
-    if not origins:
-        return guarded
-    every, shown = (
-        ["*"],
-        ["x-request-id"],
-    )  # outside: browsers ask first, and show no key then
-    return CORSMiddleware(guarded, origins, every, every, expose_headers=shown)
+        return await respond(http, ChatRequest, ChatChoices)
 
 
-async def _unless_left(http: Request, work: Any) -> Any:
-    """The result of `work`; CancelledError, with the work cancelled, if the client goes first."""
+async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; if the client leaves first, it is cancelled: CancelledError."""
 
-    async def left() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
+    async def disconnected() -> None:
+        while True:
+            message = await http.receive()
+            if message["type"] == "http.disconnect":
+                return
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -111,28 +129,28 @@ async def _unless_left(http: Request, work: Any) -> Any:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Whatever goes wrong has the body that the `openai` client reads."""
+    """Every failure has the body that the `openai` client reads."""
 
     @app.exception_handler(DisaggError)
-    async def refused(request: Request, error: DisaggError) -> Response:
-        headers = (
-            {"Retry-After": RETRY_AFTER_S} if error.http_status in (429, 503) else None
-        )
+    async def refused(http: Request, error: DisaggError) -> Response:
+        headers = None
+        if error.http_status in (429, 503):
+            headers = {"Retry-After": RETRY_AFTER_S}
         body = error_body(str(error), error.reason, error.http_status, error.param)
         return JSONResponse(body, error.http_status, headers)
 
     @app.exception_handler(HTTPException)
-    async def missing(http: Request, error: HTTPException) -> Response:
-        path = http.url.path[:MAX_PATH_SHOWN]
+    async def no_such_route(http: Request, error: HTTPException) -> Response:
+        path = http.url.path[:MAX_PATH_CHARS]
         message = f"{error.detail}: {http.method} {path} is nothing this service does"
         body = error_body(message, "not_found", error.status_code)
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(ClientDisconnect)
-    async def left(http: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CancelledError.http_status)  # nobody reads it
+    async def client_left(http: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CancelledError.http_status)  # which nobody reads
 
     @app.exception_handler(Exception)
-    async def broken(http: Request, error: Exception) -> Response:
+    async def failed(http: Request, error: Exception) -> Response:
         message = "the service failed; its log says why"
         return JSONResponse(error_body(message, "internal", 500), 500)

@@ -1,4 +1,4 @@
-"""From the body of a request to pieces of text: checks, tokens, stop strings, figures. No HTTP."""
+"""From the body of a request to text deltas: checks, tokens, stop strings, metrics. No HTTP."""
 
 import asyncio
 import logging
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from disagg.config import Config
-from disagg.engine.sequence import SamplingParams
 from disagg.errors import (
     CancelledError,
     ConfigError,
     DisaggError,
     ModelError,
     RequestError,
+    reason_of,
 )
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
@@ -24,8 +24,8 @@ from disagg.model.tokenizer import Tokenizer
 from disagg.router.router import Router, TokenOutput
 from disagg.server import limits
 from disagg.server.metrics import ServerMetrics
-from disagg.server.output_text import TextDelta, TextStream
-from disagg.server.pd_ports import ANYWHERE, PdPorts
+from disagg.server.output_text import Score, TextDelta, TextStream
+from disagg.server.pd_ports import ANY_WORKERS, PdPorts
 from disagg.server.schema import (
     Body,
     ChatRequest,
@@ -34,25 +34,25 @@ from disagg.server.schema import (
     GenerationRequest,
 )
 
-FIGURES_S = 1.0  # how long an answer that a stop string ended waits for its figures
-MAX_UNKNOWN = (
-    100  # names of unknown fields that are remembered, so that each is told once
+KV_TIMEOUT_S = (
+    1.0  # an answer that a stop string ended waits this long for its hand-off figures
 )
-MAX_SHOWN = 64  # characters of such a name
+MAX_UNKNOWN_FIELDS = 100  # names that are remembered, so that each is warned of once
+MAX_FIELD_CHARS = 64  # of such a name
 
-Form = TypeVar("Form", bound=Body)
-Asked = TypeVar("Asked", bound=GenerationRequest)
+BodyT = TypeVar("BodyT", bound=Body)
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served: the name clients use, the limits of the model, the usual codec.
+    """What is served: the name that clients use, the limits of the model, the default codec.
 
     longest_token:  characters of the longest token
-    alias:          another name that is taken for the model: where it was loaded from
-    eos_ids:        tokens that end an answer, and have no text
+    alias:          another name that clients may use: where the model was loaded from
+    eos_ids:        tokens that end an answer; they have no text
     max_body_bytes: of a request
     """
 
@@ -68,14 +68,65 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """Token ids, and the text that they stand for where it is to be echoed.
+    """Token ids of a prompt.
 
-    at: the prefill and the decode worker that are wanted for it; "": any
+    text:    its text, if the response echoes it
+    workers: the prefill and the decode worker that shall serve it; "": any
     """
 
     tokens: tuple[int, ...]
     text: str = ""
-    at: tuple[str, str] = ANYWHERE
+    workers: tuple[str, str] = ANY_WORKERS
+
+
+@dataclass
+class _Answer:
+    """One answer while it is generated.
+
+    times: of its arrival, then of each token; seconds of a monotonic clock
+    """
+
+    request: GenerationRequest
+    prompt: TokenizedPrompt
+    codec: str
+    text: TextStream
+    times: list[float]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.times) - 1
+
+    def add(self, output: TokenOutput) -> TextDelta:
+        """The text that one output adds, including the prompt's if the request wants an echo."""
+        token = output.token
+        delta = self._end(output) if token is None else self._token(token, output)
+        if isinstance(self.request, CompletionRequest) and self.request.echo:
+            return _with_echo(self.request, self.prompt, output, delta)
+        return delta
+
+    def _token(self, token: int, output: TokenOutput) -> TextDelta:
+        self.times.append(time.monotonic())
+        text = self.text.add(token)
+        scores: tuple[Score, ...] = ()
+        if output.logprobs:
+            scores = ((token, output.logprobs[-1]),)
+        return TextDelta(
+            text,
+            num_tokens=self.num_tokens,
+            finish_reason="stop" if self.text.stopped else None,
+            kv=output.kv,
+            scores=scores,
+        )
+
+    def _end(self, output: TokenOutput) -> TextDelta:
+        # the answer may end in half a character, whose replacement may complete a stop string
+        text = self.text.finish()
+        return TextDelta(
+            text,
+            num_tokens=self.num_tokens,
+            finish_reason="stop" if self.text.stopped else output.finish_reason,
+            kv=output.kv,
+        )
 
 
 class Completions:
@@ -87,28 +138,25 @@ class Completions:
         tokenizer: Tokenizer,
         router: Router,
         chat: ChatTemplate | None = None,
-        doors: PdPorts | None = None,
+        pd_ports: PdPorts | None = None,
     ):
         self.served = served
         self.router = router
-        self.counts = ServerMetrics(served.name)
-        self.doors = doors or PdPorts(router, {}, 0.0)
+        self.metrics = ServerMetrics(served.name)
+        self.pd_ports = pd_ports or PdPorts(router, {}, 0.0)
         self.tokenizer = tokenizer
         self._chat = chat
-        self._one_long_text = (
-            asyncio.Lock()
-        )  # each takes memory of many times its length
-        self._unknown: set[str] = set()
+        # tokenising a long text takes memory of many times its length
+        self._long_text_lock = asyncio.Lock()
+        self._unknown_fields: set[str] = set()
 
     @classmethod
     def load(
         cls, config: Config, name: str, router: Router, ports: Mapping[int, str]
     ) -> Self:
         """For the model of a config, by the name that clients use. ports: see `PdPorts`."""
-        model, info = (
-            config.model.name,
-            describe_model(config.model.name, config.model.dtype),
-        )
+        model = config.model.name
+        info = describe_model(model, config.model.dtype)
         tokenizer = Tokenizer.load(model)
         served = ServedModel(
             name,
@@ -120,100 +168,100 @@ class Completions:
             eos_ids=info.eos_ids,
             max_body_bytes=config.server.max_body_bytes,
         )
-        doors = PdPorts(router, ports, config.transfer.lease_s)
-        return cls(served, tokenizer, router, ChatTemplate.load(model), doors)
+        pd_ports = PdPorts(router, ports, config.transfer.lease_s)
+        return cls(served, tokenizer, router, ChatTemplate.load(model), pd_ports)
 
-    async def read(self, form: type[Form], body: AsyncIterable[bytes]) -> Form:
-        """A request from the pieces of a body; RequestError and its kinds, or ModelError."""
-        whole = await limits.read_body(body, self.served.max_body_bytes)
-        request = form.read(whole)
-        self._warn(request.unknown)
-        self.check_model(
-            request.model or None
-        )  # some clients write "", which vLLM takes too
+    async def read(self, body_type: type[BodyT], chunks: AsyncIterable[bytes]) -> BodyT:
+        """A request from the chunks of its body; RequestError and its kinds, or ModelError."""
+        body = await limits.read_body(chunks, self.served.max_body_bytes)
+        request = body_type.read(body)
+        self._warn_unknown(request.unknown)
+        # some clients send "", which vLLM accepts too
+        self.check_model(request.model or None)
         return request
 
     def check_model(self, name: str | None) -> None:
-        """ModelError unless this is the model that is served, or nobody said."""
+        """ModelError unless the name is that of the served model, or None."""
         if name not in (None, self.served.name, self.served.alias):
-            other = f"model {name!r} is not served here; {self.served.name!r} is"
-            raise ModelError(other, "model")
+            raise ModelError(
+                f"model {name!r} is not served here; {self.served.name!r} is", "model"
+            )
 
     async def prepare(
-        self, form: type[Asked], body: AsyncIterable[bytes], port: int = 0
-    ) -> tuple[Asked, list[TokenizedPrompt]]:
-        """A request and its prompts as token ids, from the pieces of a body that came by a port.
+        self,
+        body_type: type[RequestT],
+        chunks: AsyncIterable[bytes],
+        port: int = 0,
+    ) -> tuple[RequestT, list[TokenizedPrompt]]:
+        """A request and its prompts as token ids, from the chunks of a body received at a port.
 
         Raises RequestError and its kinds, or ModelError, for what cannot be served.
         """
         try:
-            request, field = await self.read(form, body), "prompt"
-            if isinstance(request, ChatRequest):
-                field = "messages"
-                prompts = [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
-            else:
-                assert isinstance(request, CompletionRequest)
-                prompts = [
-                    await self._prompt(request, prompt) for prompt in request.prompt
-                ]
-            limits.check_choices(len(prompts) * request.n)
-            for prompt in prompts:
-                limits.check_prompt(
-                    len(prompt.tokens), self.served.context_length, field
-                )
-                limits.check_ids(prompt.tokens, self.served.vocab_size, field)
-                limits.check_scores(len(prompt.tokens), request.sampling(1))
-            limits.check_ids(
-                request.stop_token_ids, self.served.vocab_size, "stop_token_ids"
+            request = await self.read(body_type, chunks)
+            prompts = await self._tokenized(request)
+            self._check(request, prompts)
+            workers = self.pd_ports.enter(
+                port, request, [prompt.tokens for prompt in prompts]
             )
-            limits.check_ids(request.logit_bias, self.served.vocab_size, "logit_bias")
-            at = self.doors.enter(port, request, [prompt.tokens for prompt in prompts])
-            return request, [replace(prompt, at=at) for prompt in prompts]
         except DisaggError as error:
-            self.counts.failed(error.reason)
+            self.metrics.failed(error.reason)
             raise
+        return request, [replace(prompt, workers=workers) for prompt in prompts]
+
+    async def _tokenized(self, request: GenerationRequest) -> list[TokenizedPrompt]:
+        if isinstance(request, ChatRequest):
+            return [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
+        assert isinstance(request, CompletionRequest)
+        return [await self._prompt(request, prompt) for prompt in request.prompt]
+
+    def _check(
+        self, request: GenerationRequest, prompts: list[TokenizedPrompt]
+    ) -> None:
+        """RequestError for prompts, token ids and counts beyond the limits."""
+        served = self.served
+        field_name = "messages" if isinstance(request, ChatRequest) else "prompt"
+        limits.check_choices(len(prompts) * request.n)
+        for prompt in prompts:
+            num_tokens = len(prompt.tokens)
+            limits.check_prompt(num_tokens, served.context_length, field_name)
+            limits.check_ids(prompt.tokens, served.vocab_size, field_name)
+            limits.check_scores(num_tokens, request.sampling(1))
+        limits.check_ids(request.stop_token_ids, served.vocab_size, "stop_token_ids")
+        limits.check_ids(request.logit_bias, served.vocab_size, "logit_bias")
 
     async def stream(
         self, request: GenerationRequest, prompt: TokenizedPrompt, sibling: int = 0
     ) -> AsyncGenerator[TextDelta]:
-        """An answer, piece by piece. Leaving the iteration cancels the request on every worker.
+        """One answer as text deltas. Leaving the iteration cancels the request on every worker.
 
-        It ends with the model's context, wherever `max_tokens` is.
-        sibling: which of `n` answers to the same prompt it is
+        It ends with the model's context, whatever `max_tokens` is.
+        sibling: which of the `n` answers to the same prompt it is
         """
-        times = [time.monotonic()]
-        failure: str | None = (
-            CancelledError.reason
-        )  # unless it ends in one of the ways below
+        failure: str | None = CancelledError.reason  # unless it ends in another way
+        answer = self._begin(request, prompt)
         params = self._params(request, len(prompt.tokens), sibling)
-        hidden = SamplingParams(**params).ends(self.served.eos_ids)
-        decoder = self.tokenizer.detokenizer(prompt.tokens)
-        text = TextStream(decoder, request.stop, request.min_tokens, hidden)
-        codec = request.codec or self.served.codec
-        outputs = self.router.generate(prompt.tokens, params, codec, prompt.at)
+        outputs = self.router.generate(
+            prompt.tokens, params, answer.codec, prompt.workers
+        )
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    piece = _shown(
-                        request, prompt, output, self._piece(text, output, times)
-                    )
+                    delta = answer.add(output)
                     if output.token is not None:
-                        if len(times) == 2:
-                            self.counts.began(len(prompt.tokens), output.waited_s)
-                        if piece.num_tokens:
-                            self.counts.said()
-                    if piece.finish_reason is not None:
-                        piece = replace(piece, kv=piece.kv or await _figures(outputs))
-                        own = codec != self.served.codec
-                        self.counts.finished(times, piece, len(prompt.tokens), own)
-                        failure = None
-                    yield piece
-                    if piece.finish_reason is not None:
-                        return
+                        self._count_token(answer, output, delta)
+                    if delta.finish_reason is None:
+                        yield delta
+                        continue
+                    if not delta.kv:
+                        delta = replace(delta, kv=await _late_kv(outputs))
+                    self._count_end(answer, delta)
+                    failure = None
+                    yield delta
+                    return
         except asyncio.CancelledError as error:
-            failure = failure and (
-                str(error) or failure
-            )  # of another answer to this request
+            if failure is not None and str(error):
+                failure = str(error)  # the reason of another answer to this request
             raise
         except Exception as error:
             failure = reason_of(error)
@@ -222,10 +270,37 @@ class Completions:
             raise
         finally:
             if failure is not None:
-                self.counts.failed(failure)
+                self.metrics.failed(failure)
+
+    def _begin(self, request: GenerationRequest, prompt: TokenizedPrompt) -> _Answer:
+        arrived = time.monotonic()
+        text = TextStream(
+            self.tokenizer.detokenizer(prompt.tokens),
+            stops=request.stop,
+            min_tokens=request.min_tokens,
+            hidden=request.end_tokens(self.served.eos_ids),
+        )
+        codec = request.codec or self.served.codec
+        return _Answer(request, prompt, codec, text, times=[arrived])
+
+    def _count_token(
+        self, answer: _Answer, output: TokenOutput, delta: TextDelta
+    ) -> None:
+        if answer.num_tokens == 1:
+            self.metrics.began(len(answer.prompt.tokens), output.waited_s)
+        if delta.num_tokens:  # none where the client only wants the prompt's scores
+            self.metrics.token()
+
+    def _count_end(self, answer: _Answer, last: TextDelta) -> None:
+        self.metrics.finished(
+            answer.times,
+            last,
+            prompt_tokens=len(answer.prompt.tokens),
+            client_codec=answer.codec != self.served.codec,
+        )
 
     async def text_of(self, tokens: list[Any], field: str = "tokens") -> str:
-        """The text of the token ids of a field; RequestError where there are other things in it.
+        """The text of the token ids of a field; RequestError where it holds anything else.
 
         PromptTooLongError for too many: decoding holds Python's lock, on whatever thread it runs.
         """
@@ -238,60 +313,63 @@ class Completions:
     ) -> list[int]:
         """Token ids of the text of a field.
 
-        special: with the special tokens that the model wants around it
+        special: with the special tokens that the model expects around a text
         """
-        served, encode = self.served, self.tokenizer.encode
+        served = self.served
         limits.check_text(len(text), served.context_length, served.longest_token, field)
-        async with (
-            self._one_long_text if len(text) > limits.LONG_TEXT_CHARS else nullcontext()
-        ):
-            return await asyncio.to_thread(encode, text, special) if text else []
+        if not text:
+            return []
+        is_long = len(text) > limits.LONG_TEXT_CHARS
+        async with self._long_text_lock if is_long else nullcontext():
+            return await asyncio.to_thread(self.tokenizer.encode, text, special)
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation, as the template of the model writes it."""
+        """Token ids of a conversation, written by the model's chat template."""
         if self._chat is None:
-            none = f"{self.served.name!r} has no chat template; /v1/completions takes prompts"
-            raise RequestError(none, "messages")
+            raise RequestError(
+                f"{self.served.name!r} has no chat template; /v1/completions takes prompts",
+                "messages",
+            )
         if not conversation.messages:
-            raise RequestError("messages: at least one is wanted", "messages")
+            raise RequestError("messages: expected at least one", "messages")
         options = conversation.template_options
         text = await asyncio.to_thread(self._chat.render, conversation.turns, **options)
-        return await self.tokens_of(
-            text, bool(conversation.add_special_tokens), "messages"
-        )
+        special = bool(conversation.add_special_tokens)
+        return await self.tokens_of(text, special, "messages")
 
     async def status(self) -> dict[str, Any]:
-        """What is served, and what every worker says of itself."""
+        """What is served, the router's summary, and the state of every worker."""
         answers = await self.router.status()
-        workers: list[dict[str, Any]] = []
+        workers = []
         for name, peer in self.router.peers.items():
-            answer = answers.get(name)
-            started = peer.started
-            worker = {
+            worker: dict[str, Any] = {
                 "name": name,
-                "role": started.role.value,
-                "address": started.address,
+                "role": peer.started.role.value,
+                "address": peer.started.address,
             }
+            answer = answers.get(name)
             if answer is None or isinstance(answer, DisaggError):
-                workers.append(worker | {"error": str(answer)})
+                worker["error"] = str(answer)
             else:
-                said = {
-                    "epoch": answer.epoch,
-                    "gauges": dict(answer.gauges),
-                    **answer.info,
-                }
-                workers.append(worker | said)
-        served = {"model": self.served.name, "codec": self.served.codec}
-        return served | self.router.summary() | {"workers": workers}
+                worker["epoch"] = answer.epoch
+                worker["gauges"] = dict(answer.gauges)
+                worker.update(answer.info)
+            workers.append(worker)
+        return {
+            "model": self.served.name,
+            "codec": self.served.codec,
+            **self.router.summary(),
+            "workers": workers,
+        }
 
     async def scrape(self) -> bytes:
-        """What Prometheus reads: figures of the requests, and the gauges of every worker."""
-        return self.counts.scrape((await self.status())["workers"], self.router)
+        """What Prometheus reads: the requests' counts, and the gauges of every worker."""
+        status = await self.status()
+        return self.metrics.scrape(status["workers"], self.router)
 
     async def _prompt(
         self, request: CompletionRequest, prompt: str | list[Any]
     ) -> TokenizedPrompt:
-        """The tokens of a prompt, its text where it is wanted."""
         if isinstance(prompt, str):
             tokens = await self.tokens_of(prompt, request.add_special_tokens)
             return TokenizedPrompt(tuple(tokens), prompt)
@@ -299,70 +377,59 @@ class Completions:
         return TokenizedPrompt(tuple(prompt), text)
 
     def _params(
-        self, request: GenerationRequest, tokens: int, sibling: int
+        self, request: GenerationRequest, prompt_tokens: int, sibling: int
     ) -> dict[str, Any]:
-        """What the engine is told. Siblings differ by their seeds."""
-        seed = (
-            secrets.randbelow(limits.MAX_SEED) if request.seed is None else request.seed
-        )
-        told = request.sampling(self.served.context_length - tokens)
-        return told | {"seed": (seed + sibling) % limits.MAX_SEED}
+        """What the engine needs to sample. Siblings differ by their seeds."""
+        params = request.sampling(self.served.context_length - prompt_tokens)
+        seed = request.seed
+        if seed is None:
+            seed = secrets.randbelow(limits.MAX_SEED)
+        params["seed"] = (seed + sibling) % limits.MAX_SEED
+        return params
 
-    def _piece(
-        self, text: TextStream, output: TokenOutput, times: list[float]
-    ) -> TextDelta:
-        """The text of one output; `times` collects when each token came."""
-        if output.token is not None:
-            times.append(time.monotonic())
-            shown = text.add(output.token)
-            reason = "stop" if text.stopped else None
-            scores = ((output.token, output.logprobs[-1]),) if output.logprobs else ()
-            return TextDelta(shown, len(times) - 1, reason, output.kv, scores)
-        shown = (
-            text.finish()
-        )  # where it ends in half a character, a stop string may come of that
-        reason = "stop" if text.stopped else output.finish_reason
-        return TextDelta(shown, len(times) - 1, reason, output.kv)
-
-    def _warn(self, names: list[str]) -> None:
-        """Tell of fields that nobody knows: of each once, and not of endlessly many."""
+    def _warn_unknown(self, names: list[str]) -> None:
+        """Warn of unknown fields, of each once and of a bounded number."""
         for name in names:
-            shown = name[:MAX_SHOWN]
-            if shown not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
-                self._unknown.add(shown)
-                log.warning("field %r of a request is unknown and ignored", shown)
+            short = name[:MAX_FIELD_CHARS]
+            is_new = short not in self._unknown_fields
+            if is_new and len(self._unknown_fields) < MAX_UNKNOWN_FIELDS:
+                self._unknown_fields.add(short)
+                log.warning("field %r of a request is unknown and ignored", short)
 
 
-def _shown(
-    request: GenerationRequest,
+def _with_echo(
+    request: CompletionRequest,
     prompt: TokenizedPrompt,
     output: TokenOutput,
-    piece: TextDelta,
+    delta: TextDelta,
 ) -> TextDelta:
-    """A piece as `echo` wants it: before the first comes the prompt; 0 tokens are no answer."""
-    if not isinstance(request, CompletionRequest) or not request.echo:
-        return piece
+    """A delta of an echo: the prompt precedes the first token; max_tokens=0 hides that token."""
     if request.max_tokens == 0:
-        ends = (
-            piece.finish_reason and "length"
-        )  # whatever the token is that nobody sees
-        piece = replace(piece, text="", num_tokens=0, scores=(), finish_reason=ends)
-    if output.token is None or piece.num_tokens > 1:
-        return piece
-    told: list[Any] = [None, *output.logprobs][:-1]
-    scores = tuple(zip(prompt.tokens, told, strict=True)) if told else ()
-    return replace(piece, text=prompt.text + piece.text, scores=scores + piece.scores)
+        delta = replace(
+            delta,
+            text="",
+            num_tokens=0,
+            scores=(),
+            finish_reason="length" if delta.finish_reason else None,
+        )
+    if output.token is None or delta.num_tokens > 1:
+        return delta
+    prompt_scores: tuple[Score, ...] = ()
+    if output.logprobs:
+        # those of the prompt, then that of the first token, which `delta` has
+        logprobs = [None, *output.logprobs[:-1]]
+        prompt_scores = tuple(zip(prompt.tokens, logprobs, strict=True))
+    return replace(
+        delta,
+        text=prompt.text + delta.text,
+        scores=prompt_scores + delta.scores,
+    )
 
 
-def reason_of(error: Exception) -> str:
-    """The word by which a failure is counted."""
-    return error.reason if isinstance(error, DisaggError) else DisaggError.reason
-
-
-async def _figures(outputs: AsyncGenerator[TokenOutput]) -> Mapping[str, Any]:
-    """What the hand-off cost, for an answer that a stop string ended before the figures came."""
+async def _late_kv(outputs: AsyncGenerator[TokenOutput]) -> Mapping[str, Any]:
+    """The hand-off's figures, for an answer that a stop string ended before they arrived."""
     with suppress(TimeoutError, DisaggError):
-        async with asyncio.timeout(FIGURES_S):
+        async with asyncio.timeout(KV_TIMEOUT_S):
             async for output in outputs:
                 if output.kv:
                     return output.kv

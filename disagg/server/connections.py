@@ -1,4 +1,4 @@
-"""Connections of clients: uvicorn, and the end of those on which a request does not go on."""
+"""Connections of clients: uvicorn, and a timeout for requests that stop arriving."""
 
 import asyncio
 
@@ -14,35 +14,37 @@ GRACE_S = 2  # for answers on their way when the service stops
 class Connection(H11Protocol):
     """HTTP/1.1 on a connection that is closed once its client was silent for too long.
 
-    uvicorn itself bounds the time between two requests; here the same time bounds a pause within
-    one. A client that waits for its answer may be silent. Of h11, since httptools bounds no header.
+    uvicorn itself limits the time between two requests; here the same limit applies to a pause
+    within one. A client that waits for its response may be silent. This uses h11, because httptools
+    does not limit headers.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._wait()
+        self._start_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait()  # the next request may have begun before
+        self._start_timer()  # the next request may have begun before
 
-    def _wait(self) -> None:
-        """Set uvicorn's timer, which the next piece of a request unsets."""
+    def _start_timer(self) -> None:
+        """Start uvicorn's timer, which the next bytes of a request stop."""
         cycle = self.cycle
-        answers = (
+        is_responding = (
             cycle is not None and not cycle.more_body and not cycle.response_complete
         )
-        if not answers and self.timeout_keep_alive_task is None:
-            late = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
-            self.timeout_keep_alive_task = late
+        if not is_responding and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.transport.close
+            )
 
 
 def http_server(app: ASGIApp, config: ServerConfig) -> uvicorn.Server:
-    """A server of the application, for the sockets that it is given."""
+    """A server of the application; its `serve` takes the sockets."""
     options = uvicorn.Config(
         app,
         http=Connection,
@@ -51,7 +53,7 @@ def http_server(app: ASGIApp, config: ServerConfig) -> uvicorn.Server:
         lifespan="off",
         ssl_certfile=config.tls_certificate,
         ssl_keyfile=config.tls_key,
-        timeout_keep_alive=config.silence_s,  # type: ignore[arg-type]  # of whole seconds or not
+        timeout_keep_alive=config.silence_s,  # type: ignore[arg-type]  # it takes fractions too
         timeout_graceful_shutdown=GRACE_S,
     )
     return uvicorn.Server(options)

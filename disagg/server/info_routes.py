@@ -1,4 +1,4 @@
-"""What the service tells of itself: models, health, figures, tokens, and the live page."""
+"""Models, health, status, metrics, the live page, and the tokenizer."""
 
 import asyncio
 import time
@@ -16,87 +16,95 @@ from disagg.server.completions import Completions
 from disagg.server.schema import DetokenizeRequest, TokenizeRequest
 
 LIVE_PAGE = Path(__file__).parent / "live.html"
+METRICS_TYPE = "text/plain; version=0.0.4"
 
 
-def add_views(
-    app: FastAPI, completions: Completions, staff: WorkerPool | None = None
+def add_info_routes(
+    app: FastAPI, completions: Completions, worker_pool: WorkerPool | None = None
 ) -> None:
     """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
-    served, router = completions.served, completions.router
-    model = {"id": served.name, "object": "model", "created": int(time.time())}
-    model |= {"owned_by": "disagg", "root": served.alias or DEFAULT_MODEL.name}
-    model |= {"max_model_len": served.context_length}
-    read = partial(
-        app.api_route, methods=["GET", "HEAD"]
-    )  # load balancers ask for heads
+    served = completions.served
+    router = completions.router
+    model = {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "disagg",
+        "root": served.alias or DEFAULT_MODEL.name,
+        "max_model_len": served.context_length,
+    }
+    # load balancers send HEAD requests
+    get_route = partial(app.api_route, methods=["GET", "HEAD"])
 
-    @read("/")
+    @get_route("/")
     async def live() -> Response:
         return FileResponse(LIVE_PAGE)
 
-    @read("/health")
+    @get_route("/health")
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
-    @read("/ready")
+    @get_route("/ready")
     async def ready() -> Response:
         if router.ready:
             return JSONResponse({"status": "ok"})
-        lacks = router.lacks({} if staff is None else staff.wanted)
-        return JSONResponse({"status": "starting", "lacks": lacks}, 503)
+        target = {} if worker_pool is None else worker_pool.wanted
+        return JSONResponse({"status": "starting", "lacks": router.lacks(target)}, 503)
 
-    @read("/version")
+    @get_route("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @read("/v1/models")
+    @get_route("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @read("/v1/models/{name:path}")
+    @get_route("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         if not name:
             return await models()
         completions.check_model(name)
         return JSONResponse(model)
 
-    @read("/status")
+    @get_route("/status")
     async def status() -> Response:
-        wanted = {} if staff is None else {"wanted": staff.wanted}
-        return JSONResponse(await completions.status() | wanted)
+        body = await completions.status()
+        if worker_pool is not None:
+            body["wanted"] = worker_pool.wanted
+        return JSONResponse(body)
 
-    @read("/metrics")
+    @get_route("/metrics")
     async def metrics() -> Response:
-        return Response(
-            await completions.scrape(), media_type="text/plain; version=0.0.4"
-        )
+        return Response(await completions.scrape(), media_type=METRICS_TYPE)
 
 
-def add_tokens(app: FastAPI, completions: Completions) -> None:
-    """POST /tokenize · /detokenize: as vLLM has them."""
+def add_tokenizer_routes(app: FastAPI, completions: Completions) -> None:
+    """POST /tokenize · /detokenize, the same as vLLM's."""
+    tokenizer = completions.tokenizer
 
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
         request = await completions.read(TokenizeRequest, http.stream())
         if (request.prompt is None) == (not request.messages):
-            raise RequestError(
-                "a prompt or messages are wanted, and not both", "prompt"
-            )
+            raise RequestError("expected a prompt or messages, and not both", "prompt")
         if request.prompt is None:
             tokens = await completions.chat_tokens(request)
         else:
             special = request.add_special_tokens is not False
             tokens = await completions.tokens_of(request.prompt, special)
-        texts = None
+        token_strs = None
         if request.return_token_strs:
-            texts = await asyncio.to_thread(
-                lambda: [*map(completions.tokenizer.spell, tokens)]
+            token_strs = await asyncio.to_thread(
+                lambda: [tokenizer.spell(token) for token in tokens]
             )
-        told = {
-            "count": len(tokens),
-            "max_model_len": completions.served.context_length,
-        }
-        return JSONResponse(told | {"tokens": tokens, "token_strs": texts})
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": completions.served.context_length,
+                "tokens": tokens,
+                "token_strs": token_strs,
+            }
+        )
 
     @app.post("/detokenize")
     async def detokenize(http: Request) -> Response:

@@ -1,6 +1,6 @@
 """How much a client may send: a body, a prompt, stop strings, numbers. No HTTP, no schema.
 
-Everything here is cheap and comes before what is not: a body is counted while it arrives, a text
+Every check here is cheap and precedes work that is not: a body is counted while it arrives, a text
 is measured before it becomes tokens.
 """
 
@@ -11,28 +11,27 @@ from typing import Any
 from disagg.errors import PromptTooLongError, RequestError, TooLargeError
 
 MAX_STOPS = 16
-MAX_STOP_CHARS = 256  # every token is compared with all begins of all stop strings
+MAX_STOP_CHARS = 256  # each token is compared with all prefixes of all stop strings
 MAX_COUNT = 2**31 - 1  # of tokens, or of choices among them
 MAX_CHOICES = 128  # answers to one request: prompts times n
 MAX_NAMED = 1024  # tokens that a request names, and fields of its own
-MAX_MESSAGES = (
-    1 << 14
-)  # of a conversation: millions of empty ones stop the loop for seconds
-MAX_LOGPROBS = 20  # of the likeliest tokens, beside that of a token itself
-MAX_SCORES = 100_000  # log-probabilities of one prompt: they come in one message
-MAX_SEED = 2**63  # seeds are of 64 bits, as in OpenAI's schema
-MAX_TEMPERATURE = 2.0**63  # less than this, as the engine wants
+# of a conversation: millions of empty ones block the event loop for seconds
+MAX_MESSAGES = 1 << 14
+MAX_LOGPROBS = 20  # of the likeliest tokens, besides that of the token itself
+MAX_SCORES = 100_000  # log-probabilities of one prompt: they are sent in one message
+MAX_SEED = 2**63  # seeds have 64 bits, as in OpenAI's schema
+MAX_TEMPERATURE = 2.0**63  # exclusive, the same as the engine's
 MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
-MAX_SHOWN_CHARS = 60  # of what a client sent, in what we say of it
-LONG_TEXT_CHARS = 64 << 10  # texts above are tokenised one at a time
+MAX_SHOWN_CHARS = 60  # of a client's value, in an error message
+LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenised one at a time
 
 _short = reprlib.Repr()
 _short.maxlevel = 2
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
-    """The pieces of a body as one; TooLargeError as soon as they are more than `max_bytes`."""
+    """The chunks of a body as one; TooLargeError as soon as they exceed `max_bytes`."""
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > max_bytes:
@@ -44,26 +43,26 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
 
 
 def shown(value: Any) -> str:
-    """What a client sent, in one line of an error: where it is long its beginning."""
+    """A client's value in one line of an error message; of a long one, the beginning."""
     text = _short.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def check_text(chars: int, context_length: int, longest_token: int, field: str) -> None:
     """PromptTooLongError for a text of a field that cannot fit, whatever its tokens are."""
-    most = context_length * longest_token
-    if chars > most:
+    max_chars = context_length * longest_token
+    if chars > max_chars:
         raise PromptTooLongError(
             f"the prompt is too long: it has {chars:,} characters; the model's context of "
-            f"{context_length} tokens holds at most {most:,}",
+            f"{context_length} tokens holds at most {max_chars:,}",
             field,
         )
 
 
 def check_prompt(tokens: int, context_length: int, field: str = "prompt") -> None:
-    """RequestError for an empty prompt, PromptTooLongError for one with no room behind it."""
+    """RequestError for an empty prompt, PromptTooLongError for one that leaves no room."""
     if tokens == 0:
-        raise RequestError("the prompt is empty; at least one token is wanted", field)
+        raise RequestError("the prompt is empty; expected at least one token", field)
     if tokens >= context_length:
         raise PromptTooLongError(
             f"the prompt is too long: it has {tokens} tokens; the model's context of "
@@ -75,28 +74,38 @@ def check_prompt(tokens: int, context_length: int, field: str = "prompt") -> Non
 def check_length(tokens: int, context_length: int, field: str) -> None:
     """PromptTooLongError for a list of more token ids than any text of the model has."""
     if tokens > context_length:
-        told = f"{field} has {tokens:,} ids; the model's context holds at most {context_length:,}"
-        raise PromptTooLongError(told, field)
+        raise PromptTooLongError(
+            f"{field} has {tokens:,} ids; the model's context holds at most {context_length:,}",
+            field,
+        )
 
 
 def check_ids(ids: Iterable[Any], vocab_size: int, field: str) -> None:
     """RequestError for a field that holds anything but token ids of the model."""
-    for each in ids:
-        if type(each) is not int or not 0 <= each < vocab_size:
-            known = f"whole numbers from 0 to {vocab_size - 1} are"
-            raise RequestError(f"{field}: {shown(each)} is no token id; {known}", field)
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{field}: {shown(token)} is no token id; "
+                f"whole numbers from 0 to {vocab_size - 1} are",
+                field,
+            )
 
 
 def check_choices(count: int) -> None:
     """RequestError for more answers than one request may have."""
     if count > MAX_CHOICES:
-        told = f"{count} answers are wanted, n of each prompt; at most {MAX_CHOICES} are given"
-        raise RequestError(told, "n")
+        raise RequestError(
+            f"the request asks for {count} answers, n of each prompt; "
+            f"expected at most {MAX_CHOICES}",
+            "n",
+        )
 
 
 def check_scores(tokens: int, sampling: Mapping[str, Any]) -> None:
     """RequestError for a prompt with more log-probabilities than one message carries."""
     count = tokens * (1 + sampling.get("logprobs", 0))
     if sampling.get("prompt_logprobs") and count > MAX_SCORES:
-        told = f"logprobs: {count:,} of one prompt are wanted; at most {MAX_SCORES:,} are given"
-        raise RequestError(told, "logprobs")
+        raise RequestError(
+            f"logprobs: the prompt would have {count:,}; expected at most {MAX_SCORES:,}",
+            "logprobs",
+        )

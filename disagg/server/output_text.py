@@ -1,4 +1,4 @@
-"""From tokens to the text a client sees: whole characters, and nothing behind a stop string."""
+"""From tokens to the text that a client sees: whole characters, and nothing after a stop string."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,17 +6,18 @@ from typing import Any
 
 from disagg.model.tokenizer import Detokenizer
 
-# a token, its log-probability, and the likeliest tokens in its place with theirs; None for the
-# first token of a prompt, of which nobody says how likely it is
-Score = tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]
+# of a token, and of the likeliest tokens in its place: (token, log-probability)
+LogProbs = tuple[float, Sequence[tuple[int, float]]]
+# a token with its log-probabilities; the first token of a prompt has none
+Score = tuple[int, LogProbs | None]
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Some more text; the last piece says why it ended and what the hand-off cost.
+    """New text of a choice. The last delta says why it ended and what the hand-off cost.
 
-    num_tokens: of the answer so far
-    scores:     tokens with their log-probabilities, where those are wanted
+    num_tokens: of the answer up to here
+    scores:     tokens with their log-probabilities, if the request asks for them
     """
 
     text: str
@@ -25,17 +26,19 @@ class TextDelta:
     kv: Mapping[str, Any] = field(default_factory=dict)
     scores: tuple[Score, ...] = ()
 
-    def before(self, more: "TextDelta") -> "TextDelta":
-        """Both as one."""
+    def joined(self, later: "TextDelta") -> "TextDelta":
+        """This delta and the one after it, as one."""
         return replace(
-            more, text=self.text + more.text, scores=self.scores + more.scores
+            later,
+            text=self.text + later.text,
+            scores=self.scores + later.scores,
         )
 
 
 class TextStream:
-    """One answer. Text that may be the begin of a stop string is held back until that is clear.
+    """The text of one answer. Text that may begin a stop string is held back until that is clear.
 
-    min_tokens: stop strings that end in the text of so many tokens end nothing, as in vLLM
+    min_tokens: stop strings that end within this many tokens are ignored, as in vLLM
     hidden:     tokens that have no text
     """
 
@@ -49,40 +52,57 @@ class TextStream:
         self.stopped = False
         self._decoder = decoder
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
-        self._early = min_tokens
+        self._held_back = ""
+        self._tokens_to_go = min_tokens
         self._hidden = hidden
 
     def add(self, token: int) -> str:
-        """The text to show after one more token; `stopped` tells that a stop string was found."""
+        """The text to show after one more token; sets `stopped` at a stop string."""
         text = "" if token in self._hidden else self._decoder.add([token])
-        shown = self._show(text)
-        self._early -= 1
-        return shown
+        visible = self._release(text)
+        self._tokens_to_go -= 1
+        return visible
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """The text that was held back; no token follows."""
         if self.stopped:
             return ""
-        shown = self._show(self._decoder.finish())
-        rest, self._held = "" if self.stopped else self._held, ""
-        return shown + rest
+        visible = self._release(self._decoder.finish())
+        if not self.stopped:
+            visible += self._held_back
+            self._held_back = ""
+        return visible
 
-    def _show(self, text: str) -> str:
+    def _release(self, new_text: str) -> str:
         if self.stopped:
             return ""
-        known, text = len(self._held), self._held + text
-        new = [(stop, max(0, known + 1 - len(stop))) for stop in self._stops]
-        ends = [at for stop, start in new if (at := text.find(stop, start)) >= 0]
-        if ends and self._early <= 0:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        text = self._held_back + new_text
+        if self._tokens_to_go <= 0:
+            end = self._stop_position(text)
+            if end is not None:
+                self.stopped = True
+                self._held_back = ""
+                return text[:end]
+        overlaps = (_overlap(text, stop) for stop in self._stops)
+        visible_chars = len(text) - max(overlaps, default=0)
+        self._held_back = text[visible_chars:]
+        return text[:visible_chars]
+
+    def _stop_position(self, text: str) -> int | None:
+        """Where the first stop string begins that ends in the new part of the text."""
+        positions = []
+        for stop in self._stops:
+            first = max(0, len(self._held_back) + 1 - len(stop))
+            position = text.find(stop, first)
+            if position >= 0:
+                positions.append(position)
+        return min(positions, default=None)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the begin of `stop`."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+    """How many characters at the end of `text` begin `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    for size in range(longest, 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,90 +1,104 @@
-"""What clients say: OpenAI's dialects of completions and chat, vLLM's additions and ours.
+"""Request bodies: OpenAI's completions and chats, with vLLM's additions and ours.
 
-Ours: `codec` (a spec or plan for this request) and `kv` (true: the answer carries the figures of
-the hand-off). A null means the default. A field that OpenAI or vLLM know, that would change the
-answer and that is not built here is refused by its name.
+Ours: `codec` (a spec or plan for this request) and `kv` (true: the response carries the hand-off's
+figures). A null means the default. A field that OpenAI or vLLM know, that would change the answer
+and that is not supported here is refused by its name.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from disagg.errors import RequestError
 from disagg.server import limits
 
-# not built: what is said of each is the only value that is taken, besides null
+# fields that are not supported, by the only value, besides null, that is accepted
+NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
+    (
+        None,
+        """
+        allowed_token_ids audio cache_salt chat_template documents function_call
+        guided_choice guided_grammar guided_json guided_regex logprob_token_ids
+        max_completion_tokens messages mm_processor_kwargs prompt prompt_embeds
+        prompt_logprobs reasoning_effort repetition_detection structured_outputs
+        truncate_prompt_tokens verbosity web_search_options
+        """,
+    ),
+    (
+        False,
+        """
+        echo include_stop_str_in_output return_token_ids return_tokens_as_token_ids
+        use_beam_search watermarking
+        """,
+    ),
+    (True, "skip_special_tokens spaces_between_special_tokens"),
+    (-1, "thinking_token_budget"),
+    (0, "top_logprobs"),
+    (1, "best_of length_penalty"),
+    ("", "suffix"),
+    ("none", "tool_choice"),
+    ([], "bad_words functions logits_processors tools"),
+    (["text"], "modalities"),
+    ({}, "ec_transfer_params vllm_xargs"),
+    ({"type": "text"}, "response_format"),
+)
 NEUTRAL: Mapping[str, Any] = {
-    name: value
-    for value, names in (
-        (
-            None,
-            "allowed_token_ids audio cache_salt chat_template documents function_call",
-        ),
-        (
-            None,
-            "guided_choice guided_grammar guided_json guided_regex logprob_token_ids",
-        ),
-        (
-            None,
-            "max_completion_tokens messages mm_processor_kwargs prompt prompt_embeds",
-        ),
-        (
-            None,
-            "prompt_logprobs reasoning_effort repetition_detection structured_outputs",
-        ),
-        (None, "truncate_prompt_tokens verbosity web_search_options"),
-        (
-            False,
-            "echo include_stop_str_in_output return_token_ids return_tokens_as_token_ids",
-        ),
-        (False, "use_beam_search watermarking"),
-        (True, "skip_special_tokens spaces_between_special_tokens"),
-        (-1, "thinking_token_budget"),
-        (0, "top_logprobs"),
-        (1, "best_of length_penalty"),
-        ("", "suffix"),
-        ("none", "tool_choice"),
-        ([], "bad_words functions logits_processors tools"),
-        (["text"], "modalities"),
-        ({}, "ec_transfer_params vllm_xargs"),
-        ({"type": "text"}, "response_format"),
-    )
-    for name in names.split()
+    name: value for value, names in NEUTRAL_FIELDS for name in names.split()
 }
 INSTEAD = {
     "max_completion_tokens": "write max_tokens",
     "reasoning_effort": "if the model's template knows it, it goes into chat_template_kwargs",
 }
-# known, and the answer is the same whatever they are
-HARMLESS = (
-    "include_reasoning metadata parallel_tool_calls prediction priority prompt_cache_key "
-    "prompt_cache_retention request_id safety_identifier service_tier session_id store "
-    "stream_interval user"
-)
+# accepted with any value: none of them changes the answer
+HARMLESS = {
+    "include_reasoning",
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "session_id",
+    "store",
+    "stream_interval",
+    "user",
+}
 BOM = b"\xef\xbb\xbf"  # some editors write it before UTF-8
-# what an engine is told as the client said it
-SAMPLED = (
-    "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty "
-    "stop_token_ids ignore_eos"
+# fields that go to the engine unchanged
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
 )
 
 
-def many_prompts(value: Any) -> list[Any]:
-    """One prompt or a list of them, as a list: each a text or token ids."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], str | list):
-        value = [value]
-    for each in value:
-        if not isinstance(each, str | list):
-            wanted = "a text or a list of token ids, or a list of these, is wanted"
-            raise RequestError(f"prompt: {wanted}; not {limits.shown(each)}", "prompt")
-    return value
+def prompt_list(value: Any) -> list[Any]:
+    """A prompt or a list of prompts, as a list; each is a text or token ids."""
+    is_list = isinstance(value, list) and value and isinstance(value[0], str | list)
+    prompts = value if is_list else [value]
+    for prompt in prompts:
+        if not isinstance(prompt, str | list):
+            raise RequestError(
+                "prompt: expected a text or a list of token ids, or a list of these; "
+                f"not {limits.shown(prompt)}",
+                "prompt",
+            )
+    return prompts
 
 
-def one_text(value: Any) -> Any:
-    """The content of a message as one text; RequestError for parts that are no text."""
+def message_text(value: Any) -> Any:
+    """The content of a message as one text; RequestError for parts that are not text."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -96,22 +110,27 @@ def one_text(value: Any) -> Any:
     return "\n".join(part["text"] for part in value)
 
 
-def as_object(value: Any) -> Any:
-    """JSON as what it says: templates write it as JSON again."""
+def json_object(value: Any) -> Any:
+    """Arguments of a call, parsed if they are JSON text: templates write them as JSON again."""
     return from_json(value or "{}") if isinstance(value, str | None) else value
+
+
+def string_list(value: Any) -> Any:
+    """One string as a list."""
+    return [value] if isinstance(value, str) else value
 
 
 StopString = Annotated[str, Field(max_length=limits.MAX_STOP_CHARS)]
 Stops = Annotated[
     list[StopString],
     Field(max_length=limits.MAX_STOPS),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    BeforeValidator(string_list),
 ]
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
-Likeliest = Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)]
 Name = Annotated[str, Field(max_length=limits.MAX_NAME_CHARS)]
 
 
@@ -124,21 +143,20 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, body: bytes | bytearray) -> Self:
-        """From JSON; RequestError that names the field where there is something wrong."""
+        """Parse JSON; RequestError that names the wrong field."""
         try:
-            found = from_json(body.removeprefix(BOM))
+            fields = from_json(body.removeprefix(BOM))
         except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(fields, dict):
             raise RequestError("the body is JSON, but no object")
-        if len(found) > limits.MAX_NAMED:
+        if len(fields) > limits.MAX_NAMED:
             raise RequestError(
-                f"the body has {len(found)} fields; {limits.MAX_NAMED} are read"
+                f"the body has {len(fields)} fields; {limits.MAX_NAMED} are read"
             )
+        fields = {name: value for name, value in fields.items() if value is not None}
         try:
-            request = cls.model_validate(
-                {k: v for k, v in found.items() if v is not None}
-            )
+            request = cls.model_validate(fields)
         except ValidationError as error:
             raise refusal(error) from error
         request._check_extras()
@@ -146,22 +164,27 @@ class Body(BaseModel):
 
     @property
     def unknown(self) -> list[str]:
-        """The fields that nobody knows."""
-        known = {*NEUTRAL, *HARMLESS.split()}
-        return [name for name in self.model_extra or {} if name not in known]
+        """Fields that neither OpenAI nor vLLM nor this service has."""
+        return [
+            name
+            for name in self.model_extra or {}
+            if name not in NEUTRAL and name not in HARMLESS
+        ]
 
     def _check_extras(self) -> None:
         for name, value in (self.model_extra or {}).items():
             if name in NEUTRAL and not _same(value, NEUTRAL[name]):
                 instead = INSTEAD.get(name, "leave it out")
-                refused = f"{name}={limits.shown(value)} is not supported; {instead}"
-                raise RequestError(refused, name)
+                raise RequestError(
+                    f"{name}={limits.shown(value)} is not supported; {instead}", name
+                )
 
 
 class StreamOptions(BaseModel):
-    """`include_usage`: one more chunk at the end, without choices, with the usage.
+    """What a stream says of its usage.
 
-    continuous_usage_stats: every chunk has the usage so far
+    include_usage:          in one more chunk at the end, without choices
+    continuous_usage_stats: in every chunk, up to there
     """
 
     include_usage: bool | None = False
@@ -169,7 +192,7 @@ class StreamOptions(BaseModel):
 
 
 class TransferParams(BaseModel):
-    """vLLM's `kv_transfer_params`: who has the KV of a prompt, or that somebody will want it."""
+    """vLLM's `kv_transfer_params`: which worker has the KV of a prompt, or keeps it for another."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -182,7 +205,7 @@ class TransferParams(BaseModel):
 
 
 class GenerationRequest(Body, ABC):
-    """What both dialects have."""
+    """The fields that completions and chats share."""
 
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
     max_tokens: Count | None = None
@@ -208,43 +231,55 @@ class GenerationRequest(Body, ABC):
     kv_transfer_params: TransferParams = TransferParams()
 
     @property
-    def wanted(self) -> int | None:
-        """How many tokens are wanted; None: as many as the context holds."""
+    def max_answer_tokens(self) -> int | None:
+        """How many tokens to generate; None: as many as the context holds."""
         return self.max_tokens
 
     @property
     @abstractmethod
-    def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told with each; None: no log-probabilities."""
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens come with each; None: no log-probabilities."""
+
+    def end_tokens(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end an answer, for a model that ends its texts with `eos_ids`."""
+        if self.ignore_eos:
+            return frozenset(self.stop_token_ids)
+        return frozenset((*self.stop_token_ids, *eos_ids))
 
     def sampling(self, room: int) -> dict[str, Any]:
-        """What the engine is told of the request, but for its seed; for `room` tokens at most."""
-        if self.wanted is not None and self.min_tokens > self.wanted:
-            least = f"min_tokens is {self.min_tokens}; at most max_tokens, {self.wanted}, is wanted"
-            raise RequestError(least, "min_tokens")
-        most = room if self.wanted is None else min(room, max(1, self.wanted))
-        told = {name: getattr(self, name) for name in SAMPLED.split()}
-        told |= {"max_tokens": most, "min_tokens": min(self.min_tokens, most)}
-        told |= {"top_k": max(0, self.top_k)}
-        told |= {"logit_bias": list(self.logit_bias.items())}
-        return told | ({} if self.likeliest is None else {"logprobs": self.likeliest})
+        """The engine's sampling parameters, except the seed, for `room` tokens at most."""
+        limit = self.max_answer_tokens
+        if limit is not None and self.min_tokens > limit:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; expected at most max_tokens, {limit}",
+                "min_tokens",
+            )
+        max_tokens = room if limit is None else min(room, max(1, limit))
+        params = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        params["max_tokens"] = max_tokens
+        params["min_tokens"] = min(self.min_tokens, max_tokens)
+        params["top_k"] = max(0, self.top_k)
+        params["logit_bias"] = list(self.logit_bias.items())
+        if self.num_logprobs is not None:
+            params["logprobs"] = self.num_logprobs
+        return params
 
 
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
-        list[Any], BeforeValidator(many_prompts), Field(max_length=limits.MAX_CHOICES)
+        list[Any], BeforeValidator(prompt_list), Field(max_length=limits.MAX_CHOICES)
     ]
     max_tokens: int = Field(
-        16, ge=0, le=limits.MAX_COUNT, description="0: with echo alone"
+        16, ge=0, le=limits.MAX_COUNT, description="0: only with echo"
     )
-    logprobs: Likeliest | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     def sampling(self, room: int) -> dict[str, Any]:
@@ -252,22 +287,22 @@ class CompletionRequest(GenerationRequest):
             raise RequestError(
                 "max_tokens: 0 tokens are an answer with echo alone", "max_tokens"
             )
-        scored = (
-            {"prompt_logprobs": True} if self.echo and self.logprobs is not None else {}
-        )
-        return super().sampling(room) | scored
+        params = super().sampling(room)
+        if self.echo and self.logprobs is not None:
+            params["prompt_logprobs"] = True
+        return params
 
 
 class Part(BaseModel):
-    """Of a conversation; templates may know more of it."""
+    """Part of a conversation; templates may know more fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class FunctionCall(Part):
-    """What an assistant called, and with what."""
+    """The function that an assistant called, and its arguments."""
 
-    arguments: Annotated[dict[str, Any], BeforeValidator(as_object)] = {}
+    arguments: Annotated[dict[str, Any], BeforeValidator(json_object)] = {}
 
 
 class ToolCall(Part):
@@ -280,20 +315,20 @@ class ChatMessage(Part):
     """One message."""
 
     role: Name
-    content: Annotated[str | None, BeforeValidator(one_text)] = None
+    content: Annotated[str | None, BeforeValidator(message_text)] = None
     tool_calls: list[ToolCall] | None = None
 
     @property
-    def turn(self) -> dict[str, Any]:
-        """As templates know it: they ask whether a field is there, and count the calls."""
-        turn = {"content": ""} | self.model_dump(exclude_unset=True, exclude_none=True)
+    def for_template(self) -> dict[str, Any]:
+        """The fields that were sent; templates ask whether a field exists, and count the calls."""
+        message = self.model_dump(exclude_unset=True, exclude_none=True)
         if not self.tool_calls:
-            turn.pop("tool_calls", None)
-        return turn
+            message.pop("tool_calls", None)
+        return {"content": "", **message}
 
 
 class Conversation(Body):
-    """Messages, and how the template of the model shall write them."""
+    """Messages, and options for the model's chat template."""
 
     messages: list[ChatMessage] = Field([], max_length=limits.MAX_MESSAGES)
     add_generation_prompt: bool = True
@@ -303,19 +338,24 @@ class Conversation(Body):
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages as templates know them; an assistant's may be without content."""
+        """The messages for the template; only an assistant's may have no content."""
         for index, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
-                told = f"messages[{index}].content is required of role {limits.shown(message.role)}"
-                raise RequestError(told, "messages")
-        return [message.turn for message in self.messages]
+                role = limits.shown(message.role)
+                raise RequestError(
+                    f"messages[{index}].content is required of role {role}", "messages"
+                )
+        return [message.for_template for message in self.messages]
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What is said to the template beside them; `chat_template_kwargs` has the last word."""
-        goes_on = self.continue_final_message
-        begins = {"add_generation_prompt": self.add_generation_prompt and not goes_on}
-        return begins | {"continue_final_message": goes_on} | self.chat_template_kwargs
+        """Arguments of the template besides the messages; `chat_template_kwargs` wins."""
+        continues = self.continue_final_message
+        return {
+            "add_generation_prompt": self.add_generation_prompt and not continues,
+            "continue_final_message": continues,
+            **self.chat_template_kwargs,
+        }
 
 
 class ChatRequest(GenerationRequest, Conversation):
@@ -323,14 +363,14 @@ class ChatRequest(GenerationRequest, Conversation):
 
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Likeliest = 0
+    top_logprobs: NumLogprobs = 0
 
     @property
-    def wanted(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs without logprobs=true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
@@ -350,20 +390,29 @@ class DetokenizeRequest(Body):
 
 
 def refusal(error: ValidationError) -> RequestError:
-    """The first of what is wrong: where, the value seen, what would be right."""
+    """The first error: where, the value, and what is expected."""
     first = error.errors(include_url=False, include_context=False)[0]
-    steps = [
-        f"[{x}]" if isinstance(x, int) else f".{x}"
-        for x in first["loc"]
-        if x != "[key]"
-    ]
-    path = "".join(steps).removeprefix(".")[: limits.MAX_SHOWN_CHARS] or "the body"
     param = str(first["loc"][0]) if first["loc"] else None
+    path = _path(first)
     if first["type"] == "missing":
         return RequestError(f"{path} is required", param)
-    told = first["msg"] if first["type"] != "model_type" else "an object is wanted"
-    return RequestError(f"{path} is {limits.shown(first['input'])}: {told}", param)
+    message = first["msg"]
+    if first["type"] == "model_type":
+        message = "expected an object"
+    return RequestError(f"{path} is {limits.shown(first['input'])}: {message}", param)
+
+
+def _path(error: ErrorDetails) -> str:
+    """Where a value stands in the body, such as "messages[0].role"."""
+    path = ""
+    for step in error["loc"]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step != "[key]":
+            path += f".{step}"
+    return path.removeprefix(".")[: limits.MAX_SHOWN_CHARS] or "the body"
 
 
 def _same(value: Any, neutral: Any) -> bool:
+    """Equal, where 0 is not False and 1 is not True."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -58,7 +58,7 @@ def running() -> Iterator[Running]:
     staff, router = FakeStaff(), FakeRouter()
     router.kv = STATS
     completions = completions_of(router, context_length=200, longest_token=10)
-    app = create_app(completions, "secret", stopped.set, staff=staff)
+    app = create_app(completions, "secret", stopped.set, worker_pool=staff)
     config = uvicorn.Config(
         app, log_level="error", lifespan="off", timeout_graceful_shutdown=1
     )

@@ -13,7 +13,7 @@ from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
 from disagg.server.app import create_app
 from disagg.server.output_text import TextDelta
-from disagg.server.reply import merged
+from disagg.server.responses import merged
 from tests.server.conftest import KV, A, completions_of
 from tests.server.visits import ask, assert_counted, chat, events, post, refused, send
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
 from disagg.server.app import create_app
-from disagg.server.completions import MAX_UNKNOWN
+from disagg.server.completions import MAX_UNKNOWN_FIELDS
 from disagg.server.schema import (
     NEUTRAL,
     ChatRequest,
@@ -47,10 +47,10 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
             "-3 is no token id; whole numbers from 0 to 255 are",
         ),
         ({"prompt": [1, True]}, "prompt", "True is no token id"),
-        ({"prompt": ["a", 5]}, "prompt", "or a list of these, is wanted; not 5"),
+        ({"prompt": ["a", 5]}, "prompt", "or a list of these; not 5"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
-        ({"prompt": ["a"] * 64, "n": 3}, "n", "192 answers are wanted"),
+        ({"prompt": ["a"] * 64, "n": 3}, "n", "the request asks for 192 answers"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"max_tokens": 0}, "max_tokens", "with echo alone"),
@@ -84,7 +84,7 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         (
             {"stream_options": 5},
             "stream_options",
-            "stream_options is 5: an object is wanted",
+            "stream_options is 5: expected an object",
         ),
         ({"stop": ["a", 5]}, "stop", "stop[1] is 5: Input should be a valid string"),
         (
@@ -108,7 +108,7 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         (
             {"min_tokens": 5},
             "min_tokens",
-            "min_tokens is 5; at most max_tokens, 4, is wanted",
+            "min_tokens is 5; expected at most max_tokens, 4",
         ),
         ({"max_completion_tokens": 5}, "max_completion_tokens", "write max_tokens"),
     ],
@@ -138,7 +138,7 @@ def called(arguments):
             [{"role": "user", "content": 5}],
             "messages[0].content is 5: Input should be a valid str",
         ),
-        ([5], "messages[0] is 5: an object is wanted"),
+        ([5], "messages[0] is 5: expected an object"),
         ([{"role": "user", "content": ""}] * 20_000, "at most 16384 items"),
         (
             [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}],
@@ -352,8 +352,8 @@ def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
         assert "'user'" not in caplog.text
         assert "of a request is" in caplog.text
         assert max(map(len, caplog.messages)) < 200
-        post(app, **{f"field{index}": 1 for index in range(2 * MAX_UNKNOWN)})
-    assert len(caplog.messages) == MAX_UNKNOWN
+        post(app, **{f"field{index}": 1 for index in range(2 * MAX_UNKNOWN_FIELDS)})
+    assert len(caplog.messages) == MAX_UNKNOWN_FIELDS
 
 
 VALUES = st.recursive(

@@ -15,9 +15,9 @@ import pytest
 
 from disagg.config import ClusterConfig, Config, ServerConfig, TransferConfig
 from disagg.errors import ConfigError, HandleError, PeerLostError
-from disagg.server.pd_ports import MOST_HANDLES, PdPorts
+from disagg.server.pd_ports import MAX_HANDLES, PdPorts
 from disagg.server.schema import CompletionRequest
-from disagg.server.service import Service, bind, check_ports, open_doors
+from disagg.server.service import Service, bind, check_ports, open_pd_ports
 from disagg.transfer.messages import Role, WorkerInfo
 from tests.server.running import Running, running
 from tests.server.visits import refused
@@ -112,13 +112,13 @@ def test_a_handle_that_is_not_of_this_prompt_is_refused_as_such(
 @pytest.mark.parametrize(
     ("door", "change", "fields", "says"),
     [
-        ("p", {}, {}, "max_tokens is 6; 1 is wanted"),
+        ("p", {}, {}, "max_tokens is 6; expected 1"),
         ("p", {}, {"max_tokens": 1, "stream": True}, "stream is true"),
         (
             "p",
             {},
             {"max_tokens": 1, "prompt": ["a", "b"]},
-            "of 2 prompts: one is wanted",
+            "of 2 prompts; expected one",
         ),
         (
             "p",
@@ -126,7 +126,7 @@ def test_a_handle_that_is_not_of_this_prompt_is_refused_as_such(
             {"max_tokens": 1},
             "do_remote_prefill is true too",
         ),
-        ("d", {}, {"max_tokens": 1}, ": a worker that prefills is wanted"),
+        ("d", {}, {"max_tokens": 1}, "; expected a worker that prefills"),
         (
             "p",
             {"do_remote_decode": False, "do_remote_prefill": True},
@@ -159,14 +159,14 @@ def test_a_plain_request_is_served_at_any_port(door, service):
     ],
 )
 def test_a_port_is_opened_for_each_worker_where_that_is_wanted(cluster, names):
-    assert open_doors(Config(cluster=cluster)) == {}
-    doors = open_doors(Config(cluster=cluster, server=ServerConfig(pd_ports=0)))
+    assert open_pd_ports(Config(cluster=cluster)) == {}
+    doors = open_pd_ports(Config(cluster=cluster, server=ServerConfig(pd_ports=0)))
     with ExitStack() as stack:
         ports = {stack.enter_context(door).getsockname()[1] for door in doors.values()}
         assert (list(doors), len(ports)) == (names, len(names))
         taken = Config(cluster=cluster, server=ServerConfig(pd_ports=min(ports)))
         with pytest.raises(ConfigError, match="cannot listen"):
-            open_doors(taken)
+            open_pd_ports(taken)
     with pytest.raises(ConfigError, match=r"server\.host is ''"):
         bind("", 0)
 
@@ -186,7 +186,7 @@ def test_workers_with_ports_of_their_own_stay_as_many_as_they_are():
     service = Service(Config(server=ServerConfig(port=0, pd_ports=0)))
     with pytest.raises(ConfigError, match="as many as their ports"):
         service.scale(2, None)
-    for listening in (service._socket, *service._doors.values()):
+    for listening in (service._socket, *service._pd_sockets.values()):
         listening.close()
 
 
@@ -259,7 +259,7 @@ def test_a_handle_that_is_not_good_any_more_says_why(happens, error):
 
 def test_the_oldest_handles_are_forgotten():
     yard = Yard()
-    first, *_, last = [yard.park() for _ in range(MOST_HANDLES + 1)]
+    first, *_, last = [yard.park() for _ in range(MAX_HANDLES + 1)]
     with pytest.raises(HandleError, match="the handle is unknown"):
         yard.bind(first)
     assert yard.bind(last)

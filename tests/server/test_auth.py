@@ -10,7 +10,7 @@ from disagg.cli.client import complete, get
 from disagg.cli.state_file import RunningService
 from disagg.config import ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
-from disagg.server.access import check_tls, read_keys
+from disagg.server.auth import check_tls, read_keys
 from disagg.server.app import create_app
 from tests.papers import make_papers
 from tests.server.running import running
