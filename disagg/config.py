@@ -1,18 +1,18 @@
-"""Every default value, one frozen dataclass per room; and how a file and flags change them.
+"""Every default value, one frozen dataclass per room, and how a file and flags override them.
 
     defaults here  <  a YAML file (`--config`)  <  flags (`--codec`, `--set engine.max_sequences=8`)
 
-A key that nobody knows is an error that lists the known ones. Knows no room: rooms take what they
-need from here.
+An unknown key is an error that lists the known ones. This module imports no room; rooms read their
+settings from here.
 """
 
 import contextlib
 import dataclasses
+import math
 import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import ge, le
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,38 +21,41 @@ from disagg.errors import ConfigError, UnknownNameError
 T = TypeVar("T")
 
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
-AUTO = "auto"  # what who leaves the codec to the service calls it
+AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
 MAX_WORKERS = 1024  # of a role
 
 
-def at_least(least: float, *, default: Any, most: float | None = None) -> Any:
-    """A field whose value, if it is not None, is neither below `least` nor above `most`."""
+def at_least(least: float, *, default: Any, most: float = math.inf) -> Any:
+    """A field whose value, unless it is None, is from `least` to `most`."""
     return field(default=default, metadata={"least": least, "most": most})
 
 
 def one_of(*names: str) -> Any:
-    """A field whose value is one of these; the first by default."""
+    """A field whose value is one of these names; the first is the default."""
     return field(default=names[0], metadata={"names": names})
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """ConfigError for a value that cannot be, with the key as a user would write it."""
+    """Checks its fields: ConfigError for a wrong value, with the key as a user would write it."""
 
     def __post_init__(self) -> None:
         room = type(self).__name__.removesuffix("Config").lower()
         for each in dataclasses.fields(self):
+            key = f"{room}.{each.name}"
             value = getattr(self, each.name)
-            for end, fits in (("least", ge), ("most", le)):
-                bound: Any = each.metadata.get(end)
-                if None not in (bound, value) and not fits(value, bound):
-                    wanted = f"at {end} {bound} is wanted"
-                    raise ConfigError(
-                        f"config key {room}.{each.name} is {value!r}; {wanted}"
-                    )
-            if value not in (names := each.metadata.get("names", [value])):
-                raise UnknownNameError.of(f"{room}.{each.name}", str(value), names)
+            if "least" in each.metadata and value is not None:
+                _check_bounds(key, value, **each.metadata)
+            if "names" in each.metadata and value not in each.metadata["names"]:
+                raise UnknownNameError.of(key, str(value), each.metadata["names"])
+
+
+def _check_bounds(key: str, value: float, least: float, most: float) -> None:
+    if not value >= least:  # which NaN is not either
+        raise ConfigError(f"config key {key} is {value!r}; expected at least {least}")
+    if value > most:
+        raise ConfigError(f"config key {key} is {value!r}; expected at most {most}")
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,16 @@ class ModelConfig(Bounded):
 class EngineConfig(Bounded):
     """How one worker computes.
 
-    max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks;
-                      a shorter one, and who decodes on the same worker, waits for one of them
+    max_batch_tokens: tokens of one step, including those of prompts. Longer prompts are computed in
+                      chunks; a shorter prompt, or a decode on the same worker, waits for one chunk
     max_sequences:    rows of a decode batch
     arena_bytes:      size of the arena that holds the pages; None: by memory_share
-    workspace_bytes:  exact KV of prompts while they prefill, at most; None: by memory_share
+    workspace_bytes:  limit for the exact KV of prompts during prefill; None: by memory_share
     memory_share:     of an accelerator, for weights, arena and workspaces; on a CPU the arena has
                       256 MiB, and workspaces this share of an eighth of the memory
-    watermark:        share of the arena that is kept free for sequences that grow
-    prefix_cache:     what a prompt shares with earlier ones is not computed again
-    torch_threads:    None: the cores of the host shared among its workers
+    watermark:        share of the arena that stays free for sequences that grow
+    prefix_cache:     the prefix that a prompt shares with earlier ones is not computed again
+    torch_threads:    None: the cores of the host, divided among its workers
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
@@ -102,14 +105,14 @@ class TransferConfig(Bounded):
     """How a prompt is handed off.
 
     lease_s:     a reservation ends this long after its sender's last sign of life
-    frame_bytes: where frames are cut; smaller ones for slow links
-    link_mbps:   pace of the sender in megabits per second; None: as fast as it goes
+    frame_bytes: maximum size of a frame; use smaller frames on slow links
+    link_mbps:   pace of the sender in megabits per second; None: as fast as it can
     burst_bytes: what a paced sender may send at once
     overlap:     pages leave while later layers compute; False, for comparison: only afterwards
-    dedup:       pages that the decode worker has of other prompts are not sent again
-    min_disagg_tokens: shorter prompts are computed whole where they decode; None: those of which
-                 not fewer bytes would be sent than their KV has in fp16; a plan of which that is
-                 true at any length, such as raw, sends them all
+    dedup:       pages that the decode worker has from other prompts are not sent again
+    min_disagg_tokens: shorter prompts are computed on the decode worker; None: those whose hand-off
+                 would be no smaller than their KV in fp16. If a plan, such as raw, is never
+                 smaller, all its prompts are handed off
     channel:     frames over "grpc", or "direct" over a socket that gRPC negotiated
     """
 
@@ -129,12 +132,12 @@ class TransferConfig(Bounded):
 class RouterConfig(Bounded):
     """How requests are kept alive.
 
-    deadline_s:   a request of which no token comes for so long is given up
-    max_attempts: workers that may die under one request before it is refused
-    silence_s:    a worker that does not answer for so long counts as dead
+    deadline_s:   a request that produces no token for this long fails
+    max_attempts: workers that may die while they run a request before it fails
+    silence_s:    a worker that does not answer for this long counts as dead
     max_queue:    requests that may wait for workers; more are refused
-    error_budget: relative, of attention outputs, where a request leaves its codec to the service
-    first_decode_s: until its second token, the first that decode says, such a request aims at
+    error_budget: for codec auto: the relative error of attention outputs that is acceptable
+    first_decode_s: for codec auto: the target time to the second token, the first one decoded
     """
 
     deadline_s: float = at_least(0.001, default=300.0)
@@ -149,18 +152,18 @@ class RouterConfig(Bounded):
 class ClusterConfig(Bounded):
     """Where the workers run.
 
-    address: "local" starts a private Ray; else that of a cluster, "host:port", or "auto": the one
-             that Ray itself would join, of RAY_ADDRESS or of this host
-    name:    of the service among others on a cluster, Ray's namespace
+    address: "local" starts a private Ray; "host:port" joins a cluster; "auto" joins the one that
+             Ray itself would choose, by RAY_ADDRESS or on this host
+    name:    of the service among others on a cluster: Ray's namespace
     prefill, decode: how many workers of each role
     colocated: `prefill` workers that do both, and no others: nothing is handed off
-    pools:   workers run only on nodes with a Ray resource named as their role, one for each unit;
+    pools:   workers run only on nodes with a Ray resource named after their role, one per unit;
              they wait for such nodes, and an autoscaler starts them
-    gpus:    of each worker; None: those that Ray has at the start, shared equally
-    ports:   where workers listen, [first, last], on every host; None: on any free ones
-    runtime_env: of the workers, as Ray takes it: {env_vars: {HF_HOME: /models}}
-    orphan_s: workers exit so long after the last router left
-    grace_s:  how long a stopping worker may finish what it has
+    gpus:    of each worker; None: those that Ray has at the start, divided equally
+    ports:   where workers listen, [first, last], on every host; None: on any free ports
+    runtime_env: of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
+    orphan_s: workers exit this long after the last router left
+    grace_s:  how long a stopping worker may finish its requests
     detach:   a service that ends leaves its workers on a cluster to the next, for orphan_s
     """
 
@@ -180,22 +183,28 @@ class ClusterConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"[\w-]+", self.name):
-            wanted = "letters, digits, - and _ are wanted"
-            raise ConfigError(f"config key cluster.name is {self.name!r}; {wanted}")
-        match self.ports:
-            case None:
-                pass
-            case [int(first), int(last)] if 0 < first <= last < 1 << 16:
-                pass
-            case ports:
-                wanted = "the first and the last port are wanted: [20000, 20099]"
-                raise ConfigError(f"config key cluster.ports is {ports!r}; {wanted}")
+            raise ConfigError(
+                f"config key cluster.name is {self.name!r}; expected letters, digits, - and _"
+            )
+        if self.ports is not None and not _is_port_range(self.ports):
+            raise ConfigError(
+                f"config key cluster.ports is {self.ports!r}; "
+                "expected the first and the last port: [20000, 20099]"
+            )
 
     @property
     def roles(self) -> dict[str, int]:
         """How many workers of each role there are."""
-        apart = {"prefill": self.prefill, "decode": self.decode}
-        return {"both": self.prefill} if self.colocated else apart
+        if self.colocated:
+            return {"both": self.prefill}
+        return {"prefill": self.prefill, "decode": self.decode}
+
+
+def _is_port_range(ports: Any) -> bool:
+    match ports:
+        case [int(first), int(last)]:
+            return 0 < first <= last < 1 << 16
+    return False
 
 
 @dataclass(frozen=True)
@@ -203,16 +212,17 @@ class ServerConfig(Bounded):
     """Where clients find the service, and what they may send.
 
     port:              0: any free one
-    pd_ports:          the first of one port for each worker, for routers of vLLM; 0: any free ones
-    state_file:        where the service says where it is; None: in a folder of the user's own
+    pd_ports:          the first of a range with one port per worker, for vLLM's routers; 0: any
+                       free ones
+    state_file:        tells other commands where the service is; None: in a folder of this user
     served_model_name: what clients call the model; None: its name, or that of its folder
     max_body_bytes:    longer requests are refused while they arrive
-    silence_s:         a connection is closed when nothing came for so long, in a request or after
-                       one; while its client waits for an answer it stays
-    api_key:           what clients have to show, each as "Authorization: Bearer KEY"
-    api_key_file:      a file with more of them, one in a line; it is read at the start
+    silence_s:         a connection is closed if nothing arrives for this long, within a request or
+                       after one; while its client waits for a response it stays open
+    api_key:           that clients have to send, as "Authorization: Bearer KEY"
+    api_key_file:      a file with more keys, one per line; it is read at the start
     tls_certificate, tls_key: PEM files; together: HTTPS
-    allowed_origins:   of pages whose scripts may ask, ["https://chat.example"]; ["*"]: of all
+    allowed_origins:   of pages that may send requests, ["https://chat.example"]; ["*"]: all
     """
 
     host: str = "127.0.0.1"
@@ -231,13 +241,13 @@ class ServerConfig(Bounded):
 
 @dataclass(frozen=True)
 class SecurityConfig(Bounded):
-    """Who may speak on the plane between workers. Files, read on each host by its processes.
+    """Authentication and TLS between workers. Files are read on each host by its processes.
 
-    plane:       what a cluster has at least, made by the service where no file gives it: "tls" with
-                 a token, or "token" without encryption
+    plane:       the minimum on a cluster, created by the service where no files configure it: "tls"
+                 with a token, or "token" without encryption
     token_file:  the shared secret that every call carries
-    certificate: PEM of this host, with its `key`; `ca` is the authority of all. Together: TLS,
-                 in which both sides show their certificates
+    certificate: PEM of this host, with its `key`; `ca` is the common authority. Together: TLS in
+                 which both sides present their certificates
     """
 
     plane: str = one_of("tls", "token")
@@ -249,12 +259,12 @@ class SecurityConfig(Bounded):
 
 @dataclass(frozen=True)
 class Config:
-    """All of it.
+    """All settings.
 
     codec:  a spec for every layer, a plan "0-1:kivi:bits=4;2-:kivi:bits=2", or "auto": the service
             chooses for each request among `codecs`
-    codecs: others that requests may name where a worker compiles them at its start: on a GPU; and
-            what "auto" chooses from
+    codecs: others that requests may name on a GPU, where workers compile them at their start; and
+            those that "auto" chooses from
     """
 
     codec: str = DEFAULT_CODEC
@@ -269,10 +279,14 @@ class Config:
 
     @property
     def listed(self) -> list[str]:
-        """Every codec that is named, the one of who names none first; ConfigError without any."""
-        if found := [x for x in dict.fromkeys((self.codec, *self.codecs)) if x != AUTO]:
-            return found
-        raise ConfigError('codec "auto" chooses among `codecs`, and none are listed')
+        """Every codec that is named, the default first; ConfigError for codec auto alone."""
+        specs = dict.fromkeys((self.codec, *self.codecs))
+        specs.pop(AUTO, None)
+        if not specs:
+            raise ConfigError(
+                'codec "auto" chooses among `codecs`, and none are listed'
+            )
+        return list(specs)
 
 
 def load_config(
@@ -280,32 +294,30 @@ def load_config(
 ) -> Config:
     """Defaults, changed by a YAML file, changed by flags such as {"server.port": 9000}.
 
-    A flag that is None was not given. A string is read as YAML where a number is wanted. Raises
-    UnknownNameError for a key nobody knows, ConfigError for a file or value that cannot be.
+    A flag that is None changes nothing. A string is parsed if the key holds another type. Raises
+    UnknownNameError for an unknown key, ConfigError for an unusable file or value.
     """
     config = Config()
     if path is not None:
         config = replace_keys(config, _read_yaml(Path(path)))
     for key, value in (flags or {}).items():
         if value is not None:
-            *rooms, name = key.split(".")
-            nested: Mapping[str, Any] = {name: value}
-            for room in reversed(rooms):
-                nested = {room: nested}
+            nested: Any = value
+            for name in reversed(key.split(".")):
+                nested = {name: nested}
             config = replace_keys(config, nested)
     return config
 
 
-def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
-    """A copy of a config dataclass with some keys changed, nested ones too."""
+def replace_keys(config: T, changes: Mapping[str, Any], prefix: str = "") -> T:
+    """A copy of a config dataclass with some keys changed, including nested ones."""
     hints = get_type_hints(type(config))
     changed: dict[str, Any] = {}
     for key, value in changes.items():
-        name = f"{where}{key}"
+        name = f"{prefix}{key}"
         if key not in hints:
-            raise UnknownNameError.of(
-                "config key", name, [f"{where}{known}" for known in hints]
-            )
+            known_keys = [f"{prefix}{hint}" for hint in hints]
+            raise UnknownNameError.of("config key", name, known_keys)
         old = getattr(config, key)
         if not dataclasses.is_dataclass(old):
             changed[key] = _fit(name, value, hints[key])
@@ -320,30 +332,35 @@ def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        found = _parse_yaml(f"file {path}", path.read_text("utf-8"))
+        content = _parse_yaml(f"file {path}", path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read config file {path}: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path} is not YAML: {error}") from error
-    if found is None:
+    if content is None:
         return {}
-    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+    is_map = isinstance(content, Mapping)
+    if not is_map or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"config file {path} holds no map of keys")
-    return found
+    return content
 
 
 def _parse_yaml(name: str, text: str) -> Any:
-    import yaml  # here, because only those who need it pay for the import
+    import yaml  # here, so that other commands do not pay for the import
 
-    class Loader(yaml.SafeLoader):  # of whose keys the last one counts, without a word
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that occurs twice, where YAML takes the last one silently."""
+
         def construct_mapping(
             self, node: yaml.MappingNode, deep: bool = False
         ) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-                raise ConfigError(f"config {name} has the key {twice[0]!r} twice")
+            earlier_keys = []
+            for key, _ in node.value:
+                if key.value in earlier_keys:
+                    raise ConfigError(f"config {name} has the key {key.value!r} twice")
+                earlier_keys.append(key.value)
             return super().construct_mapping(node, deep)
 
     try:
@@ -353,25 +370,37 @@ def _parse_yaml(name: str, text: str) -> Any:
 
 
 def _fit(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type a key wants; text from a flag is parsed."""
-    union = get_origin(hint) in (Union, types.UnionType)
-    kinds = [
-        k for k in (get_args(hint) if union else (hint,)) if k is not types.NoneType
-    ]
-    if union and (value is None or value == "null"):
+    """`value` as the type of a key; text, which may come from a flag, is parsed."""
+    kind, is_optional = _type_of(hint)
+    if is_optional and value in (None, "null"):
         return None
-    (kind,) = (get_origin(k) or k for k in kinds)
-    if isinstance(value, str) and kind is bool:
-        value = {"true": True, "false": False}.get(value.lower(), value)
-    elif isinstance(value, str) and kind in (list, dict):
-        value = _parse_yaml(f"key {name}", value)
-    elif isinstance(value, str) and kind is not str:
-        with contextlib.suppress(ValueError):  # reported below, with what was given
-            value = kind(value)
+    if isinstance(value, str):
+        value = _parse(name, value, kind)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise ConfigError(f"config key {name} is {value!r}; {kind.__name__} is wanted")
-    if hint == list[str] and (wrong := [x for x in value if type(x) is not str]):
-        raise ConfigError(f"config key {name} has {wrong[0]!r}; str is wanted")
+        raise ConfigError(f"config key {name} is {value!r}; expected {kind.__name__}")
+    if hint == list[str]:
+        for item in value:
+            if type(item) is not str:
+                raise ConfigError(f"config key {name} has {item!r}; expected str")
     return value
+
+
+def _type_of(hint: Any) -> tuple[type, bool]:
+    """The type of a key, without its parameters, and whether it may be None as well."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return get_origin(hint) or hint, False
+    (kind,) = (member for member in get_args(hint) if member is not types.NoneType)
+    return get_origin(kind) or kind, True
+
+
+def _parse(name: str, text: str, kind: type) -> Any:
+    """Text as a value of a type, or the text itself if it is not one."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind in (list, dict):
+        return _parse_yaml(f"key {name}", text)
+    with contextlib.suppress(ValueError):
+        return kind(text)
+    return text

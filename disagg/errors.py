@@ -2,20 +2,20 @@
 
 DisaggError
 ├── ConfigError                 an option, spec or file that cannot be used
-│   ├── UnknownNameError        a codec, option or key nobody knows; lists the known ones
+│   ├── UnknownNameError        an unknown codec, option or key; lists the known ones
 │   ├── AuthError               a key that is missing or wrong
-│   └── ModelError              a model that is missing or that we cannot serve
+│   └── ModelError              a model that is missing or cannot be served
 ├── RequestError                a request that can never succeed as written
-│   ├── TooLargeError           a body of more bytes than are read
+│   ├── TooLargeError           a body longer than the limit
 │   ├── PromptTooLongError      more tokens than the context or the pool can hold
-│   ├── HandleError             a handle of a prompt that another worker has, and that is not good
+│   ├── HandleError             an unusable handle of a prompt that another worker has
 │   └── CancelledError          the client left, or pressed Ctrl-C
 ├── LayoutError                 bytes that belong to another layout, model or plan
 ├── WireError                   bytes from a peer that are not what they claim
 │   ├── CorruptFrameError       a checksum or digest does not match, or a frame is cut short
 │   └── VersionError            a frame of another format version
-├── CapacityError               no room now; later there may be
-│   └── QueueFullError          as many requests wait as may
+├── CapacityError               no room now; there may be later
+│   └── QueueFullError          too many requests wait already
 └── TransferError               a hand-off that did not complete
     ├── ReservationError        a reservation that is unknown or expired
     │   └── AbortedError        one that was given up, or superseded: nothing failed
@@ -29,13 +29,13 @@ Messages say what was wrong, the value seen, and what would be right.
 from collections.abc import Iterable
 from typing import ClassVar, Self
 
-MAX_QUOTED_CHARS = 100  # of what somebody wrote, in an error
+MAX_QUOTED_CHARS = 100  # of a user's text, in an error message
 
 
 class DisaggError(Exception):
-    """The root. `reason` is the stable word by which peers, logs and metrics name the error.
+    """The root. `reason` is the stable name of the error for peers, logs and metrics.
 
-    param: the field of a client's request that it is about, if it is about one
+    param: the field of a client's request that caused it, if one did
     """
 
     reason: ClassVar[str] = "internal"
@@ -56,7 +56,7 @@ class ConfigError(DisaggError):
 
 
 class UnknownNameError(ConfigError):
-    """A name of something that there is not; the message lists the known ones."""
+    """A name that does not exist; the message lists those that do."""
 
     reason = "unknown_name"
 
@@ -171,24 +171,22 @@ class DeadlineError(TransferError):
 
 
 def quoted(text: str) -> str:
-    """What somebody wrote, as an error repeats it: where it is long, its beginning."""
-    return (
-        repr(text)
-        if len(text) <= MAX_QUOTED_CHARS
-        else f"{text[:MAX_QUOTED_CHARS]!r}..."
-    )
+    """A user's text, for an error message; of a long one, the beginning."""
+    if len(text) <= MAX_QUOTED_CHARS:
+        return repr(text)
+    return f"{text[:MAX_QUOTED_CHARS]!r}..."
 
 
 def all_errors(root: type[DisaggError] = DisaggError) -> dict[str, type[DisaggError]]:
-    """Every error class by its `reason`: how a peer's named error becomes an exception again."""
-    found = {root.reason: root}
+    """Every error class by its `reason`."""
+    by_reason = {root.reason: root}
     for error in root.__subclasses__():
-        found |= all_errors(error)
-    return found
+        by_reason.update(all_errors(error))
+    return by_reason
 
 
 def reason_of(error: Exception) -> str:
-    """The word by which a failure is counted; "internal" for an exception of somebody else."""
+    """The name under which a failure is counted; "internal" for any other exception."""
     return error.reason if isinstance(error, DisaggError) else DisaggError.reason
 
 
