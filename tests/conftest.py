@@ -1,11 +1,8 @@
-"""Shared by all tests: what runs beside what, coroutines, one torch thread, Triton, a model."""
+"""Shared by all tests: which files run side by side, one torch thread, Triton, a model."""
 
-import asyncio
-import inspect
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,12 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)  # the suite shares its cores
-# a busy machine is no failure, and no two runs try the same, those of CI included
+# no deadline: a busy machine is no failure; derandomized: every run tries the same examples
 settings.register_profile("untimed", deadline=None, derandomize=False)
 settings.load_profile("untimed")
 
-SERIAL = {  # never beside each other: what starts Ray, makes namespaces or builds in the checkout
+# files that never run side by side: they start Ray, create namespaces or build in the checkout
+SERIAL = {
     "tests/bench/test_crew.py",
     "tests/bench/test_child.py",
     "tests/cli/test_cluster.py",
@@ -30,7 +28,8 @@ SERIAL = {  # never beside each other: what starts Ray, makes namespaces or buil
     "tests/cluster/test_ray_users.py",
     "tests/test_packaging.py",
 }
-LONG = {  # begun early, so that no process is left alone with one at the end
+# files that start early, so that no process is left alone with one at the end
+LONG = {
     "tests/bench/test_machine_code.py",
     "tests/engine/test_all_codecs.py",
     "tests/engine/test_engine.py",
@@ -39,7 +38,7 @@ LONG = {  # begun early, so that no process is left alone with one at the end
 
 
 def scope_of(nodeid: str) -> str:
-    """A file is one process's, with its fixtures and caches; all of SERIAL is one process's too."""
+    """One process runs all tests of a scope: a file, with its fixtures and caches, or SERIAL."""
     file = nodeid.partition("::")[0]
     return "serial" if file in SERIAL else file
 
@@ -49,37 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ray") and scope_of(item.nodeid) != "serial":
             raise pytest.UsageError(f"{item.nodeid} needs Ray; name its file in SERIAL")
-    items.sort(
-        key=lambda item: (
-            (scope := scope_of(item.nodeid)) != "serial" and scope not in LONG
-        )
-    )
 
+    def starts_late(item: pytest.Item) -> bool:
+        scope = scope_of(item.nodeid)
+        return scope != "serial" and scope not in LONG
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs on a loop of its own, inside what it is given to enter."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            given = {
-                name: pyfuncitem.funcargs[name]
-                for name in pyfuncitem._fixtureinfo.argnames
-            }
-            for name, value in given.items():
-                if isinstance(value, AbstractAsyncContextManager):
-                    given[name] = await stack.enter_async_context(value)
-            await pyfuncitem.obj(**given)
-
-    asyncio.run(run())
-    return True
+    items.sort(key=starts_late)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`. Marks of xdist_group are lost with pytest 9.2 and xdist 3.8 (2026-11)."""
+    """With `-n`: scopes by hand, since pytest 9.2 and xdist 3.8 lose xdist_group (2026-11)."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -92,26 +71,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A folder for state files: no test meets the service that its user runs."""
+    """A folder for state files, so that no test meets a service that the user runs."""
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
 def disagg(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """What a command says, once it has ended with the code; its first words may be one string."""
+    """Runs a command, expects its exit code, and returns its output.
+
+    The first argument may hold several words.
+    """
     from disagg.cli.app import run
 
-    def said(words: str, *more: object, code: int = 0) -> Any:
-        assert run([*words.split(), *map(str, more)]) == code
+    def output_of(words: str, *arguments: object, code: int = 0) -> Any:
+        exit_code = run([*words.split(), *map(str, arguments)])
+        assert exit_code == code
         return capsys.readouterr()
 
-    return said
+    return output_of
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random llama with a tokenizer of bytes, saved."""
-    from tests.model.tiny import save_tiny  # transformers: not every run needs it
+    from tests.model.tiny import save_tiny  # imports transformers, which few runs need
 
     return save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64)
 

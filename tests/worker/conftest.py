@@ -1,6 +1,6 @@
 """The packaged model three times: an engine has a model of its own."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -20,9 +20,10 @@ def runners() -> list[Runner]:
 
 
 @pytest.fixture
-def home(runners: list[Runner]) -> AbstractAsyncContextManager[House]:
-    """Two workers and their router, for a test that is a coroutine."""
-    return paired(runners)
+async def home(runners: list[Runner]) -> AsyncIterator[House]:
+    """Two workers and their router, on the loop of the test."""
+    async with paired(runners) as house:
+        yield house
 
 
 @pytest.fixture(scope="session")
