@@ -25,6 +25,10 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
 ROUTER = "router"
+# a label is kept for ever: further codecs of clients, and long ones, are counted by their family
+MAX_CLIENT_CODECS = 32
+MAX_CODEC_CHARS = 200
+MAX_CODEC_LABELS = 32  # specs of clients; further ones are counted by their family
 # a worker's gauge: the name of its series, and its help
 GAUGES = {
     "engine_running": ("vllm:num_requests_running", "Sequences in the batch"),
@@ -53,6 +57,7 @@ class ServerMetrics:
     def __init__(self, model: str):
         self._registry = CollectorRegistry()
         self._model = model
+        self._client_codecs: set[str] = set()  # specs that are labels
         self._totals: dict[tuple[Any, ...], int] = {}  # of workers, when last read
         self._create_request_series()
         self._create_handoff_series()
@@ -187,8 +192,7 @@ class ServerMetrics:
         """An answer is complete; `last` has its size and the figures of its hand-off, if any.
 
         times: of its arrival, then of each token; seconds of any monotonic clock
-        client_codec: the client chose the codec. Only its family is a label then: a label is kept
-                      for ever, and clients could invent any number of specs
+        client_codec: the client chose the codec, and could invent any number of specs
         """
         arrived = times[0]
         first_token = times[1] if len(times) > 1 else arrived
@@ -208,7 +212,7 @@ class ServerMetrics:
             self._handed_off(last.kv, client_codec)
 
     def _handed_off(self, kv: Mapping[str, Any], client_codec: bool) -> None:
-        codec = family(kv["codec"]) if client_codec else kv["codec"]
+        codec = self._client_label(kv["codec"]) if client_codec else kv["codec"]
         for kind in KINDS:
             nbytes = kv.get(f"{kind}_bytes", 0)
             self._of(self._kv_bytes, kind=kind, codec=codec).inc(nbytes)
@@ -216,6 +220,15 @@ class ServerMetrics:
             phase_s = 1e-3 * kv.get(f"{phase}_ms", 0.0)
             self._of(self._phases, phase=phase).observe(phase_s)
         self._of(self._exposed).observe(1e-3 * kv.get("exposed_ms", 0.0))
+
+    def _client_label(self, spec: str) -> str:
+        if spec in self._client_codecs:
+            return spec
+        is_full = len(self._client_codecs) >= MAX_CLIENT_CODECS
+        if is_full or len(spec) > MAX_CODEC_CHARS:
+            return family(spec)
+        self._client_codecs.add(spec)
+        return spec
 
     # -- workers
 
