@@ -223,6 +223,8 @@ class ServerConfig(Bounded):
     api_key_file:      a file with more keys, one per line; it is read at the start
     tls_certificate, tls_key: PEM files; together: HTTPS
     allowed_origins:   of pages that may send requests, ["https://chat.example"]; ["*"]: all
+    log_level:         "info", "debug", "warning" or "error"
+    log_format:        "text", or "json": one object per line
     """
 
     host: str = "127.0.0.1"
@@ -237,6 +239,8 @@ class ServerConfig(Bounded):
     tls_certificate: str | None = None
     tls_key: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
+    log_level: str = one_of("info", "debug", "warning", "error")
+    log_format: str = one_of("text", "json")
 
 
 @dataclass(frozen=True)
@@ -381,10 +385,14 @@ def _fit(name: str, value: Any, hint: Any) -> Any:
     if type(value) is not kind:
         raise ConfigError(f"config key {name} is {value!r}; expected {kind.__name__}")
     if hint == list[str]:
-        for item in value:
-            if type(item) is not str:
-                raise ConfigError(f"config key {name} has {item!r}; expected str")
+        _check_strings(name, value)
     return value
+
+
+def _check_strings(name: str, items: Any) -> None:
+    for item in items:
+        if type(item) is not str:
+            raise ConfigError(f"config key {name} has {item!r}; expected str")
 
 
 def _type_of(hint: Any) -> tuple[type, bool]:

@@ -20,6 +20,7 @@ DisaggError
     ├── ReservationError        a reservation that is unknown or expired
     │   └── AbortedError        one that was given up, or superseded: nothing failed
     ├── PeerLostError           the other side is gone or does not answer
+    │   └── StoppingError       the service is shutting down; another one may take the request
     └── DeadlineError           the work did not end in the time it was given
 
 Each class says how it looks from outside: a gRPC status name, an HTTP status, an exit code.
@@ -162,6 +163,10 @@ class PeerLostError(TransferError):
     reason = "peer_lost"
     grpc_status = "UNAVAILABLE"
     http_status = 503
+
+
+class StoppingError(PeerLostError):
+    reason = "stopping"
 
 
 class DeadlineError(TransferError):

@@ -23,8 +23,8 @@ from disagg.config import RouterConfig
 from disagg.errors import (
     ConfigError,
     DisaggError,
-    PeerLostError,
     QueueFullError,
+    StoppingError,
     WireError,
 )
 from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
@@ -133,7 +133,7 @@ class Router:
         Use it with `contextlib.aclosing`, so that leaving is noticed at once.
         """
         if self._closing:
-            raise PeerLostError("the service is shutting down")
+            raise StoppingError("the service is shutting down")
         if self.waiting >= (most := self.config.max_queue):
             raise QueueFullError(
                 f"{self.waiting} requests wait, {most} may; try again later"
@@ -225,7 +225,7 @@ class Router:
             if rid not in self.dispatch.entries:
                 continue  # it has ended, and only waits for its figures
             self._act(self.dispatch.cancel(rid, self._clock()))
-            client.inbox.put_nowait(PeerLostError("the service is shutting down"))
+            client.inbox.put_nowait(StoppingError("the service is shutting down"))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.silence_s)
         tasks = [

@@ -20,6 +20,7 @@ from disagg.server.admin import WorkerPool, admin_routes
 from disagg.server.auth import AuthMiddleware
 from disagg.server.completions import Completions
 from disagg.server.info_routes import add_info_routes, add_tokenizer_routes
+from disagg.server.log import RequestLog
 from disagg.server.responses import (
     ChatChoices,
     ChoicesType,
@@ -46,6 +47,7 @@ def create_app(
     keys: Collection[str] = (),
     worker_pool: WorkerPool | None = None,
     origins: Sequence[str] = (),
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
     """The application.
 
@@ -53,11 +55,12 @@ def create_app(
            `worker_pool`; None: there are no such routes
     keys:  of clients; the owner's secret is as good as one. None: no request needs a key
     origins: whose pages may read responses in a browser; "*": all
+    is_stopping: whether the service ends; then it is not ready
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_generation_routes(app, completions)
-    add_info_routes(app, completions, worker_pool)
+    add_info_routes(app, completions, worker_pool, is_stopping)
     add_tokenizer_routes(app, completions)
     if token is not None:
         app.include_router(admin_routes(token, on_stop, worker_pool))
@@ -65,17 +68,17 @@ def create_app(
     accepted_keys = list(keys)
     if keys and token:
         accepted_keys.append(token)
-    guarded = AuthMiddleware(app, accepted_keys)
-    if not origins:
-        return guarded
-    # outermost: browsers send a preflight request first, without a key
-    return CORSMiddleware(
-        guarded,
-        allow_origins=origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id"],
-    )
+    stack: ASGIApp = AuthMiddleware(app, accepted_keys)
+    if origins:
+        # outside: browsers send a preflight request first, without a key
+        stack = CORSMiddleware(
+            stack,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return RequestLog(stack)
 
 
 def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
@@ -86,6 +89,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
         # whatever its content type is
         request, prompts = await completions.prepare(body_type, http.stream(), port)
         response = GenerationResponse(completions, request, prompts, choices_type)
+        http.state.log_fields = response.log_fields
         if request.stream:
             first = await _unless_client_leaves(http, response.first())
             events = response.events(first)
@@ -133,6 +137,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(DisaggError)
     async def refused(http: Request, error: DisaggError) -> Response:
+        if not hasattr(http.state, "log_fields"):  # else it knows the error
+            http.state.log_fields = lambda: {"error": error.reason}
         headers = None
         if error.http_status in (429, 503):
             headers = {"Retry-After": RETRY_AFTER_S}

@@ -48,6 +48,7 @@ def http_server(app: ASGIApp, config: ServerConfig) -> uvicorn.Server:
     options = uvicorn.Config(
         app,
         http=Connection,
+        log_config=None,  # its lines go where ours go
         log_level="warning",
         access_log=False,
         lifespan="off",

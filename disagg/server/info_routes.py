@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,10 @@ METRICS_TYPE = "text/plain; version=0.0.4"
 
 
 def add_info_routes(
-    app: FastAPI, completions: Completions, worker_pool: WorkerPool | None = None
+    app: FastAPI,
+    completions: Completions,
+    worker_pool: WorkerPool | None = None,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
     """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
     served = completions.served
@@ -46,6 +50,8 @@ def add_info_routes(
 
     @get_route("/ready")
     async def ready() -> Response:
+        if is_stopping():
+            return JSONResponse({"status": "stopping"}, 503)
         if router.ready:
             return JSONResponse({"status": "ok"})
         target = {} if worker_pool is None else worker_pool.wanted

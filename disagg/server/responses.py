@@ -175,6 +175,8 @@ class GenerationResponse:
         ]
         self._deltas = merged(streams)
         self._last: dict[int, TextDelta] = {}  # by choice
+        self._codec = request.codec or completions.served.codec
+        self._outcome: str | None = CancelledError.reason  # None: it is complete
         self._head = {
             "id": f"{choices_type.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -183,7 +185,11 @@ class GenerationResponse:
 
     async def first(self) -> tuple[int, TextDelta]:
         """The first delta; an error that precedes it can still choose the HTTP status."""
-        return await anext(self._deltas)
+        try:
+            return await anext(self._deltas)
+        except Exception as error:
+            self._outcome = reason_of(error)
+            raise
 
     async def events(self, first: tuple[int, TextDelta]) -> AsyncIterator[str]:
         """Server-sent events. The last one is "[DONE]"; an error in mid-stream is an event too."""
@@ -200,10 +206,12 @@ class GenerationResponse:
                         yield self._chunk_event(self._with_kv(choice, delta))
                     indexed = await anext(self._deltas, None)
         except DisaggError as error:
+            self._outcome = error.reason
             yield event(
                 error_body(str(error), error.reason, error.http_status, error.param)
             )
         else:
+            self._outcome = None
             if self._request.stream_options.include_usage:
                 yield event(
                     {**self._chunk_head(), "choices": [], "usage": self._usage()}
@@ -213,9 +221,14 @@ class GenerationResponse:
     async def whole(self) -> dict[str, Any]:
         """The response as one body."""
         deltas: dict[int, list[TextDelta]] = {}
-        async with aclosing(self._deltas):
-            async for index, delta in self._deltas:
-                deltas.setdefault(index, []).append(delta)
+        try:
+            async with aclosing(self._deltas):
+                async for index, delta in self._deltas:
+                    deltas.setdefault(index, []).append(delta)
+        except Exception as error:
+            self._outcome = reason_of(error)
+            raise
+        self._outcome = None
 
         choices = []
         for index, parts in sorted(deltas.items()):
@@ -232,6 +245,19 @@ class GenerationResponse:
             "object": self._choices.whole_object,
             "choices": choices,
             "usage": self._usage(),
+        }
+
+    def log_fields(self) -> dict[str, Any]:
+        """What the log says of a finished request."""
+        usage = self._usage()
+        # "auto" leaves the choice to the router, which says it with the hand-off
+        kvs = [delta.kv for delta in self._last.values()]
+        codecs = {kv["codec"] for kv in kvs if "codec" in kv}
+        return {
+            "prompt_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "codec": ",".join(sorted(codecs)) or self._codec,
+            "error": self._outcome,
         }
 
     def _chunk_event(self, choice: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ ray-watch      deaths and replacements, passed on to the loop
 """
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
@@ -25,6 +26,7 @@ from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
 from disagg.server.auth import check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
+from disagg.server.log import fields
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     import uvicorn
 
     from disagg.launch.ray_cluster import Cluster
+
+log = logging.getLogger(__name__)
 
 LOCAL = "local"
 # addresses that mean all interfaces, and how this host reaches itself then
@@ -60,6 +64,7 @@ class Service:
         self.name = served_name(config)
         self.secret = secret or secrets.token_hex(16)
         self.stopped = threading.Event()
+        self._is_draining = False
         self.links: list[str] = []  # each worker's room and its links, in words
         self._say = say
 
@@ -168,10 +173,12 @@ class Service:
                 "serve without --pd-ports to scale"
             )
         self._started_workers().scale(prefill, decode)
+        log.info("scale", extra=fields(**self.wanted))
 
     def drain(self, name: str) -> None:
         """Replace a worker; it leaves once another one has its place, and no request is lost."""
         self._started_workers().drain(name)
+        log.info("drain", extra=fields(worker=name))
 
     def _started_workers(self) -> "Cluster":
         if self._workers is None:
@@ -204,6 +211,7 @@ class Service:
             keys=self._keys,
             worker_pool=self,
             origins=config.server.allowed_origins,
+            is_stopping=self._is_stopping,
         )
         server = http_server(app, config.server)
         self._serving.set_result((asyncio.get_running_loop(), server))
@@ -211,7 +219,13 @@ class Service:
         for link in self._links.values():
             await link.close()
 
+    def _is_stopping(self) -> bool:
+        return self._is_draining or self.stopped.is_set()
+
     def _add(self, started: WorkerInfo) -> None:
+        log.info(
+            "worker serves", extra=fields(worker=started.name, address=started.address)
+        )
         link = connect(started.address, self._security)
         self._links[started.name] = link
         self._router.add(WorkerConnection(started, WorkerClient(link)))
@@ -235,6 +249,10 @@ class Service:
 
     def _drain(self) -> None:
         """Let answers end within the grace period if there are workers, then cancel the rest."""
+        self._is_draining = (
+            True  # from here on /ready says so; then requests are refused
+        )
+        log.info("stopping", extra=fields(grace_s=self.config.cluster.grace_s))
         loop, _ = self._serving.result()
         grace_s = 0.0 if self._failure else self.config.cluster.grace_s
         closing = self._router.close(grace_s)

@@ -10,8 +10,8 @@ from disagg.cli.client import complete, get
 from disagg.cli.state_file import RunningService
 from disagg.config import ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
-from disagg.server.auth import check_tls, read_keys
 from disagg.server.app import create_app
+from disagg.server.auth import check_tls, read_keys
 from tests.papers import make_papers
 from tests.server.running import running
 from tests.server.visits import ask, refused, send

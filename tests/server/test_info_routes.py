@@ -1,13 +1,15 @@
 """What the service tells of itself, and who may stop it."""
 
 import asyncio
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from disagg import __version__
 from disagg.errors import ConfigError, PeerLostError
-from disagg.server.metrics import ServerMetrics
+from disagg.server.app import create_app
+from disagg.server.metrics import MAX_CLIENT_CODECS, ServerMetrics
 from disagg.server.output_text import TextDelta
 from tests.server.conftest import KV, said
 from tests.server.visits import (
@@ -37,6 +39,14 @@ def test_ready_follows_the_workers_and_health_does_not(app, router):
     response = get(app, "/ready")
     told = {"status": "starting", "lacks": "decode 0 of 1; for 3 s"}
     assert (response.status_code, response.json()) == (503, told)
+    assert get(app, "/health").status_code == 200
+
+
+def test_a_service_that_ends_is_not_ready_but_healthy(completions):
+    app = create_app(completions, is_stopping=lambda: True)
+
+    response = get(app, "/ready")
+    assert (response.status_code, response.json()) == (503, {"status": "stopping"})
     assert get(app, "/health").status_code == 200
 
 
@@ -149,17 +159,39 @@ def test_answers_that_end_because_another_one_failed_are_counted_with_it(
     assert not any("reason=cancelled" in name for name in found)
 
 
-def test_clients_cannot_make_labels_without_end(app, router):
-    for group in range(20):
-        for codec in (f"kivi:bits=2,group={group}", f"0-{group}:kivi;{group + 1}-:raw"):
-            router.kv = KV | {"codec": codec}
-            post(app, codec=codec)
+def codec_labels(app) -> set[str]:
+    """The codecs whose bytes are counted."""
+    text = get(app, "/metrics").text
+    return set(re.findall(r'disagg_kv_transfer_bytes_total{codec="([^"]*)"', text))
+
+
+def test_bytes_are_counted_by_full_spec(app, router):
+    for codec in ("banded:bits=2", "banded:bits=3"):
+        router.kv = KV | {"codec": codec}
+        post(app, codec=codec)
+
+    assert codec_labels(app) == {"banded:bits=2", "banded:bits=3"}
+
+
+def test_clients_cannot_create_labels_without_end(app, router):
+    specs = [f"kivi:bits=2,group={group}" for group in range(MAX_CLIENT_CODECS)]
+    more = [f"kivi:bits=4,group={group}" for group in range(20)]
+    plans = [f"0-{last}:kivi;{last + 1}-:raw" for last in range(20)]
+    for codec in (*specs, *more, *plans, *specs):
+        router.kv = KV | {"codec": codec}
+        post(app, codec=codec)
     router.kv = KV | {"codec": "raw:dtype=fp16"}
     post(app)
-    wire = "disagg_kv_transfer_bytes_total{{codec={},kind=wire}}".format
-    found = figures_of(get(app, "/metrics").text)
-    there = {name for name in found if "_bytes_total" in name and "kind=wire" in name}
-    assert there == {*map(wire, ("kivi", "plan", "raw:dtype=fp16"))}
+
+    assert codec_labels(app) == {*specs, "kivi", "plan", "raw:dtype=fp16"}
+
+
+def test_a_long_plan_of_a_client_is_counted_as_plan(app, router):
+    plan = ";".join(f"{layer}:kivi:bits=2" for layer in range(100))
+    router.kv = KV | {"codec": plan}
+    post(app, codec=plan)
+
+    assert codec_labels(app) == {"plan"}
 
 
 def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, router):
