@@ -11,6 +11,7 @@ end that was killed: the next one finds them by name, and in Ray what they were 
 import json
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -213,7 +214,11 @@ class Cluster:
                     continue
                 on_down(actor.name)
                 if not actor.leaves:
-                    log.warning("%s ended; another one starts", actor.name)
+                    log.warning(
+                        "%s ended%s; another one starts",
+                        actor.name,
+                        death_of(actor.call),
+                    )
             except DisaggError as error:
                 if not actor.leaves:
                     log.error("%s did not start: %s; trying again", actor.name, error)
@@ -466,6 +471,26 @@ class Cluster:
             for x, lines in zip(asked, found, strict=True)
             for line in lines
         ]
+
+
+def death_of(call: "ray.ObjectRef") -> str:
+    """How the process of a call that is done ended, for the log; "" if the call returned.
+
+    Ray knows no exit code or signal: a kill, a crash and the kernel's out-of-memory killer look
+    alike to it.
+    """
+    try:
+        ray.get(call, timeout=0)
+    except RayError as error:
+        text = str(error)
+        pid = re.search(r"^\s*pid: (\d+)", text, re.M)
+        host = re.search(r"^\s*ip: (\S+)", text, re.M)
+        exit_type = re.search(r"exit type: (\w+)", text)
+        if not (pid and host and exit_type):
+            return f": {text.strip().rpartition(chr(10))[2]}"
+        process = f"process {pid[1]} at {host[1]}"
+        return f": its {process} was killed or crashed (Ray: {exit_type[1]})"
+    return ""
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -135,6 +135,33 @@ def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(caplog):
     assert [cluster.step(), cluster.step()] == [["-decode-0.1"], ["+decode-0.2"]]
 
 
+RAY_MESSAGE = """The actor died unexpectedly before finishing this task.
+\tclass_name: DecodeWorker
+\tpid: 31213
+\tip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit
+detail: Worker unexpectedly exits with a connection error code 2."""
+
+
+class DiedError(RayActorError):
+    """Ray's error of a dead process, with its text as Ray 2.60 writes it."""
+
+    def __str__(self) -> str:
+        return RAY_MESSAGE
+
+
+def test_the_log_says_which_process_died(cluster, caplog):
+    cluster.handles["decode-0"].watch.value = DiedError()
+    cluster.kill("decode-0")
+    cluster.step()
+
+    (message,) = caplog.messages
+    assert message == (
+        "decode-0 ended: its process 31213 at 192.0.2.2 was killed or crashed "
+        "(Ray: SYSTEM_ERROR); another one starts"
+    )
+
+
 def test_what_takes_workers_long_is_told_once_while_they_load():
     cluster = FakeCluster(LOADING, LOADING)
     seen, news = [], iter(["", "kernels", "kernels", "steps"])
