@@ -19,7 +19,11 @@ from disagg.errors import CancelledError, DisaggError
 from disagg.server.admin import WorkerPool, admin_routes
 from disagg.server.auth import AuthMiddleware
 from disagg.server.completions import Completions
-from disagg.server.info_routes import add_info_routes, add_tokenizer_routes
+from disagg.server.info_routes import (
+    add_info_routes,
+    add_model_routes,
+    add_tokenizer_routes,
+)
 from disagg.server.log import RequestLog
 from disagg.server.responses import (
     ChatChoices,
@@ -61,6 +65,7 @@ def create_app(
     _add_errors(app)
     _add_generation_routes(app, completions)
     add_info_routes(app, completions, worker_pool, is_stopping)
+    add_model_routes(app, completions)
     add_tokenizer_routes(app, completions)
     if token is not None:
         app.include_router(admin_routes(token, on_stop, worker_pool))

@@ -17,6 +17,7 @@ from disagg.server.completions import Completions
 from disagg.server.schema import DetokenizeRequest, TokenizeRequest
 
 LIVE_PAGE = Path(__file__).parent / "live.html"
+GET = ["GET", "HEAD"]  # load balancers send HEAD requests
 METRICS_TYPE = "text/plain; version=0.0.4"
 
 
@@ -26,19 +27,9 @@ def add_info_routes(
     worker_pool: WorkerPool | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
-    served = completions.served
+    """GET / · /health · /ready · /version · /status · /metrics."""
     router = completions.router
-    model = {
-        "id": served.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "disagg",
-        "root": served.alias or DEFAULT_MODEL.name,
-        "max_model_len": served.context_length,
-    }
-    # load balancers send HEAD requests
-    get_route = partial(app.api_route, methods=["GET", "HEAD"])
+    get_route = partial(app.api_route, methods=GET)
 
     @get_route("/")
     async def live() -> Response:
@@ -61,17 +52,6 @@ def add_info_routes(
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @get_route("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
-
-    @get_route("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        if not name:
-            return await models()
-        completions.check_model(name)
-        return JSONResponse(model)
-
     @get_route("/status")
     async def status() -> Response:
         body = await completions.status()
@@ -82,6 +62,31 @@ def add_info_routes(
     @get_route("/metrics")
     async def metrics() -> Response:
         return Response(await completions.scrape(), media_type=METRICS_TYPE)
+
+
+def add_model_routes(app: FastAPI, completions: Completions) -> None:
+    """GET /v1/models · /v1/models/{id}."""
+    served = completions.served
+    model = {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "disagg",
+        "root": served.alias or DEFAULT_MODEL.name,
+        "max_model_len": served.context_length,
+    }
+    get_route = partial(app.api_route, methods=GET)
+
+    @get_route("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @get_route("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        if not name:
+            return await models()
+        completions.check_model(name)
+        return JSONResponse(model)
 
 
 def add_tokenizer_routes(app: FastAPI, completions: Completions) -> None:
