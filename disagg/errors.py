@@ -62,8 +62,10 @@ class UnknownNameError(ConfigError):
     reason = "unknown_name"
 
     @classmethod
-    def of(cls, what: str, name: str, known: Iterable[str]) -> Self:
-        return cls(f"unknown {what} {quoted(name)}; known: {', '.join(sorted(known))}")
+    def of(cls, what: str, name: str, known_names: Iterable[str]) -> Self:
+        return cls(
+            f"unknown {what} {quoted(name)}; known: {', '.join(sorted(known_names))}"
+        )
 
 
 class AuthError(ConfigError):

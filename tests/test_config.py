@@ -37,7 +37,7 @@ def test_what_is_shown_can_be_loaded_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "known"),
+    ("flags", "known_names"),
     [
         ({"codex": "raw"}, "codec, codecs, engine"),
         ({"server.prot": 1}, "server.max_body_bytes, server.pd_ports, server.port"),
@@ -45,8 +45,8 @@ def test_what_is_shown_can_be_loaded_again(tmp_path):
     ],
     ids=["top", "nested", "value"],
 )
-def test_an_unknown_name_lists_the_known_ones(flags, known):
-    with pytest.raises(UnknownNameError, match=known):
+def test_an_unknown_name_lists_the_known_ones(flags, known_names):
+    with pytest.raises(UnknownNameError, match=known_names):
         load_config(None, flags)
 
 

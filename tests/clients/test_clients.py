@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Running]:
-    with running(None) as found:
-        yield found
+    with running(None) as service:
+        yield service
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
@@ -38,9 +38,11 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 def test_lm_eval_scores_and_generates(service, tmp_path):
     """Its default mode: token ids in, `echo` with log-probabilities for what it scores."""
-    told = f"model=tiny,base_url={service.url}/v1/completions,tokenizer={DEFAULT_MODEL}"
+    model_args = (
+        f"model=tiny,base_url={service.url}/v1/completions,tokenizer={DEFAULT_MODEL}"
+    )
     tasks = "disagg_choose,disagg_continue"
-    command = ["lm_eval", "--model", "local-completions", "--model_args", told]
+    command = ["lm_eval", "--model", "local-completions", "--model_args", model_args]
     command += ["--include_path", str(HERE / "tasks"), "--tasks", tasks]
     run(*command, "--output_path", str(tmp_path))
     (file,) = tmp_path.rglob("results_*.json")
@@ -108,10 +110,10 @@ def test_the_npm_client_lists_completes_and_chats(service, tmp_path):
         pytest.skip("no `openai` among the global packages of npm")
     (tmp_path / "node_modules").symlink_to(folder)
     script = shutil.copy(HERE / "openai.mjs", tmp_path)
-    told = json.loads(run("node", script, service.url))
-    assert told["models"] == ["tiny"]
-    assert (told["completion"]["total_tokens"], told["logprobs"]) == (10, 5)
-    assert told["text"]
-    assert told["usage"]["completion_tokens"] == 5
-    assert told["missing"] == [404, "not_found"]
+    answers = json.loads(run("node", script, service.url))
+    assert answers["models"] == ["tiny"]
+    assert (answers["completion"]["total_tokens"], answers["logprobs"]) == (10, 5)
+    assert answers["text"]
+    assert answers["usage"]["completion_tokens"] == 5
+    assert answers["missing"] == [404, "not_found"]
     service.empty()

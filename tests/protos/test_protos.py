@@ -1,6 +1,7 @@
 """The interface files: committed stubs are those of today's .proto, and the style is buf's."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,17 @@ PROTOS = sorted(FOLDER.glob("*.proto"))
 
 
 def describe(path: Path, out: Path) -> FileDescriptorProto:
+    """The descriptor of a .proto file, with its comments."""
     protoc = pytest.importorskip("grpc_tools.protoc")
     target = out / "descriptor"
-    flags = ["--include_source_info", f"--descriptor_set_out={target}"]
-    here = f"-Idisagg/protos={ROOT / 'protos' / 'disagg'}"
-    assert protoc.main(["protoc", here, *flags, f"disagg/protos/v1/{path.name}"]) == 0
+    arguments = [
+        "protoc",
+        f"-Idisagg/protos={ROOT / 'protos' / 'disagg'}",
+        "--include_source_info",
+        f"--descriptor_set_out={target}",
+        f"disagg/protos/v1/{path.name}",
+    ]
+    assert protoc.main(arguments) == 0
     return FileDescriptorSet.FromString(target.read_bytes()).file[0]
 
 
@@ -34,45 +41,78 @@ def test_the_committed_stubs_are_what_the_generator_writes(tmp_path, monkeypatch
         )
 
 
-@pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.stem)
+all_files = pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.stem)
+
+
+@all_files
 def test_names_follow_the_standard_of_buf(path, tmp_path):
     file = describe(path, tmp_path)
-    assert file.package == ".".join(path.relative_to(ROOT / "protos").parent.parts)
+
+    folder = path.relative_to(ROOT / "protos").parent
+    assert file.package == ".".join(folder.parts)
     assert re.fullmatch(r"[a-z_]+", path.stem)
     for enum in file.enum_type:
         prefix = re.sub(r"(?<!^)([A-Z])", r"_\1", enum.name).upper() + "_"
         assert enum.value[0].name == prefix + "UNSPECIFIED"
-        assert all(value.name.startswith(prefix) for value in enum.value)
+        for value in enum.value:
+            assert value.name.startswith(prefix)
     for message in file.message_type:
-        assert all(
-            re.fullmatch(r"[a-z][a-z0-9_]*", field.name) for field in message.field
-        )
-    used: list[str] = []
+        for field in message.field:
+            assert re.fullmatch(r"[a-z][a-z0-9_]*", field.name)
+
+
+@all_files
+def test_every_method_has_messages_of_its_own(path, tmp_path):
+    file = describe(path, tmp_path)
+
+    types: list[str] = []
     for service in file.service:
         assert service.name.endswith("Service")
         for method in service.method:
-            for kind, name in (
-                ("Request", method.input_type),
-                ("Response", method.output_type),
-            ):
-                short = name.rsplit(".", 1)[1]
-                assert short in (method.name + kind, service.name + method.name + kind)
-                used.append(name)
-    assert len(used) == len(set(used))
+            types += [method.input_type, method.output_type]
+            check_type(service.name, method.name, method.input_type, "Request")
+            check_type(service.name, method.name, method.output_type, "Response")
+    assert len(types) == len(set(types))
 
 
-@pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.stem)
+def check_type(service: str, method: str, type_name: str, kind: str) -> None:
+    short_name = type_name.rsplit(".", 1)[1]
+    assert short_name in (method + kind, service + method + kind)
+
+
+@all_files
 def test_everything_has_a_comment(path, tmp_path):
     file = describe(path, tmp_path)
-    places = file.source_code_info.location
-    commented = {tuple(place.path) for place in places if place.leading_comments}
-    expected: list[tuple[int, ...]] = []
+
+    locations = file.source_code_info.location
+    commented = {tuple(place.path) for place in locations if place.leading_comments}
+    places = [*message_places(file), *enum_places(file), *service_places(file)]
+    assert [place for place in places if place not in commented] == []
+
+
+Place = tuple[int, ...]  # a path of field numbers in descriptor.proto
+
+
+def message_places(file: FileDescriptorProto) -> Iterator[Place]:
     for i, message in enumerate(file.message_type):
-        expected += [(4, i), *((4, i, 2, j) for j in range(len(message.field)))]
+        yield (4, i)
+        for j in range(len(message.field)):
+            yield (4, i, 2, j)
+        # an optional field has a oneof whose name begins with "_"
         declared = [x for x in message.oneof_decl if not x.name.startswith("_")]
-        expected += [(4, i, 8, j) for j in range(len(declared))]
+        for j in range(len(declared)):
+            yield (4, i, 8, j)
+
+
+def enum_places(file: FileDescriptorProto) -> Iterator[Place]:
     for i, enum in enumerate(file.enum_type):
-        expected += [(5, i), *((5, i, 2, j) for j in range(len(enum.value)))]
+        yield (5, i)
+        for j in range(len(enum.value)):
+            yield (5, i, 2, j)
+
+
+def service_places(file: FileDescriptorProto) -> Iterator[Place]:
     for i, service in enumerate(file.service):
-        expected += [(6, i), *((6, i, 2, j) for j in range(len(service.method)))]
-    assert [place for place in expected if place not in commented] == []
+        yield (6, i)
+        for j in range(len(service.method)):
+            yield (6, i, 2, j)

@@ -99,7 +99,7 @@ class FakeRouter(Router):
         finally:
             self.running -= 1
 
-    def lacks(self, wanted: Mapping[str, int]) -> str:
+    def lacks(self, target: Mapping[str, int]) -> str:
         return "decode 0 of 1; for 3 s"
 
     async def status(self) -> dict[str, Any]:

@@ -63,9 +63,9 @@ async def test_what_came_while_a_client_was_slow_is_one_piece():
         for count, letter in enumerate(text, 1):
             yield TextDelta(letter, count, scores=((count, None),))
 
-    found = [each async for each in merged([stream("ab"), stream("c")])]
+    deltas = [each async for each in merged([stream("ab"), stream("c")])]
     both, one = ((1, None), (2, None)), ((1, None),)
-    assert found == [
+    assert deltas == [
         (0, TextDelta("ab", 2, scores=both)),
         (1, TextDelta("c", 1, scores=one)),
     ]
@@ -97,9 +97,9 @@ def test_what_is_asked_reaches_the_router(ask, app, router):
 def test_an_answer_ends_with_the_context_and_says_so(ask, most, stream, app, router):
     options = {"stream": stream, "stream_options": {"include_usage": True}}
     response = ask(app, max_tokens=most, **options)
-    found = events(response.text)[-2:] if stream else [response.json()] * 2
-    assert found[0]["choices"][0]["finish_reason"] == "length"
-    assert found[1]["usage"]["total_tokens"] == 20
+    bodies = events(response.text)[-2:] if stream else [response.json()] * 2
+    assert bodies[0]["choices"][0]["finish_reason"] == "length"
+    assert bodies[1]["usage"]["total_tokens"] == 20
     ((prompt, params, _),) = router.asked
     assert params["max_tokens"] == 20 - len(prompt)
 
@@ -128,12 +128,14 @@ def test_the_body_counts_and_not_its_content_type_or_a_byte_order_mark(app):
     headers = {
         "Content-Type": "application/x-www-form-urlencoded"
     }  # what curl -d sends
-    said, asked = (
+    body, post_body = (
         json.dumps(ask()).encode(),
         partial(send, app, "POST", "/v1/completions"),
     )
-    bodies = (said, b"\xef\xbb\xbf" + said, b"prompt=abc")
-    answer, marked, broken = (asked(content=body, headers=headers) for body in bodies)
+    bodies = (body, b"\xef\xbb\xbf" + body, b"prompt=abc")
+    answer, marked, broken = (
+        post_body(content=body, headers=headers) for body in bodies
+    )
     assert answer.status_code == marked.status_code == 200
     assert "JSON" in refused(broken, 400, "request")
 
@@ -163,7 +165,8 @@ def test_what_is_refused_has_a_status_and_a_request_id_and_tells_no_secret(
 def test_a_codec_that_workers_refuse_is_told_by_its_field(app, router):
     router.refuses = ConfigError("unknown codec 'zip'")
     params = [
-        post(app, **asked).json()["error"]["param"] for asked in ({}, {"codec": "zip"})
+        post(app, **fields).json()["error"]["param"]
+        for fields in ({}, {"codec": "zip"})
     ]
     assert params == [None, "codec"]
 
@@ -246,17 +249,17 @@ def test_a_client_that_leaves_in_mid_body_is_no_failure(app):
 def test_a_token_is_spelled_once_however_often_it_is_told(
     app, completions, monkeypatch
 ):
-    seen, decode = [], completions.tokenizer.decode
+    decoded, decode = [], completions.tokenizer.decode
 
     def spelled(ids: list[int], special: bool = False) -> str:
-        seen.extend([ids] if special else ())  # else it is of the text of the answer
+        decoded.extend([ids] if special else ())  # else it is of the text of the answer
         return decode(ids, special)
 
     monkeypatch.setattr(completions.tokenizer, "decode", spelled)
     answer = chat(app, logprobs=True, top_logprobs=2, n=8).json()
-    told = answer["choices"][7]["logprobs"]["content"]
-    assert [token["token"] for token in told] == ["a", "b", "c", "d"]
-    assert sorted(map(len, seen)) == [1] * 5 + [2] * 5  # those, and one beside each
+    content = answer["choices"][7]["logprobs"]["content"]
+    assert [token["token"] for token in content] == ["a", "b", "c", "d"]
+    assert sorted(map(len, decoded)) == [1] * 5 + [2] * 5  # those, and one beside each
 
 
 def test_a_token_is_spelled_as_behind_others_where_a_text_loses_its_first_space(

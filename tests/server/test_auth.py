@@ -23,10 +23,11 @@ KEYS = ["one", "two"]
     "path", ["/v1/models", "/status", "/tokenize", "/stop", "/nowhere"]
 )
 @pytest.mark.parametrize(
-    "given", [None, "", "Bearer", "Bearer ", "Bearer three", "one", "Bearer oné"]
+    "authorization",
+    [None, "", "Bearer", "Bearer ", "Bearer three", "one", "Bearer oné"],
 )
-def test_without_a_key_nothing_is_said(given, path, completions):
-    headers = {} if given is None else {"Authorization": given.encode()}
+def test_without_a_key_nothing_is_said(authorization, path, completions):
+    headers = {} if authorization is None else {"Authorization": authorization.encode()}
     app = create_app(completions, "owner", keys=KEYS)
     response = send(app, "GET", path, headers=headers)
     assert refused(response, 401, "auth")
@@ -73,8 +74,10 @@ def test_scripts_of_allowed_pages_may_ask_and_others_may_not(completions):
         keyless = send(app, "GET", "/v1/models", headers={"Origin": origin})
         assert refused(keyless, 401, "auth")  # whose reason a page may read
         assert keyless.headers.get("access-control-allow-origin") == allowed
-    told = send(create_app(completions), "GET", "/v1/models", headers={"Origin": page})
-    assert "access-control-allow-origin" not in told.headers
+    response = send(
+        create_app(completions), "GET", "/v1/models", headers={"Origin": page}
+    )
+    assert "access-control-allow-origin" not in response.headers
 
 
 def test_an_empty_secret_opens_nothing(completions):
@@ -88,8 +91,8 @@ def test_an_empty_secret_opens_nothing(completions):
 def test_keys_are_those_of_the_flag_and_of_the_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text("two\n\n  three \n")
-    found = read_keys(ServerConfig(api_key="one", api_key_file=str(file)))
-    assert found == {"one", "two", "three"}
+    keys = read_keys(ServerConfig(api_key="one", api_key_file=str(file)))
+    assert keys == {"one", "two", "three"}
     assert read_keys(ServerConfig()) == frozenset()
     file.write_text("\ufeffone\n")
     assert read_keys(ServerConfig(api_key_file=str(file))) == {"one"}

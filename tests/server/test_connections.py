@@ -34,13 +34,13 @@ async def serving(app: ASGIApp) -> AsyncIterator[int]:
         await run
 
 
-async def say(port: int, said: bytes) -> Streams:
+async def send(port: int, data: bytes) -> Streams:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(said)
+    writer.write(data)
     return reader, writer
 
 
-SAID = [
+SILENT_AFTER = [
     (b"", 0),
     (GET, 0),
     (POST + BODY[:-1], 0),
@@ -51,14 +51,14 @@ SAID = [
 
 
 @pytest.mark.parametrize(
-    ("said", "answers"),
-    SAID,
+    ("data", "answers"),
+    SILENT_AFTER,
     ids=["nothing", "header", "body", "whole", "second-header", "second-body"],
 )
-def test_a_connection_is_closed_whose_client_says_no_more(said, answers, app):
+def test_a_connection_is_closed_whose_client_says_no_more(data, answers, app):
     async def scene() -> bytes:
         async with serving(app) as port:
-            reader, _writer = await say(port, said)
+            reader, _writer = await send(port, data)
             return await reader.read()
 
     assert asyncio.run(scene()).count(b"HTTP/1.1 200") == answers
@@ -69,9 +69,9 @@ def test_who_waits_for_an_answer_may_be_silent(app, router):
 
     async def scene() -> None:
         async with serving(app) as port:
-            waiting, _writer = await say(port, POST + BODY)
+            waiting, _writer = await send(port, POST + BODY)
             await waiting.readuntil(b"data: ")
-            other, _other_writer = await say(port, GET)
+            other, _other_writer = await send(port, GET)
             await other.read()  # closed: as long was the first one silent
             router.go.set()
             await waiting.readuntil(b"[DONE]")

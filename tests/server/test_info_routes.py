@@ -37,8 +37,8 @@ def test_ready_follows_the_workers_and_health_does_not(app, router):
     assert get(app, "/ready").status_code == 200
     router.ready = False
     response = get(app, "/ready")
-    told = {"status": "starting", "lacks": "decode 0 of 1; for 3 s"}
-    assert (response.status_code, response.json()) == (503, told)
+    expected = {"status": "starting", "lacks": "decode 0 of 1; for 3 s"}
+    assert (response.status_code, response.json()) == (503, expected)
     assert get(app, "/health").status_code == 200
 
 
@@ -59,8 +59,8 @@ def test_models_and_status_tell_what_is_served(app, router):
     )
     assert refused(get(app, "/v1/models/gpt-4"), 404, "model", "model")
     assert get(app, "/version").json() == {"version": __version__}
-    told = model["id"], model["root"], model["max_model_len"]
-    assert told == ("tiny", "/models/tiny", 20)
+    shown = model["id"], model["root"], model["max_model_len"]
+    assert shown == ("tiny", "/models/tiny", 20)
     router.says["d"] = PeerLostError("gone")
     status = get(app, "/status").json()
     assert (status["model"], status["codec"], status["requests"]) == ("tiny", "raw", 0)
@@ -78,7 +78,7 @@ def test_every_answer_is_counted_streamed_or_not(stream, app, router):
     ):  # the last one is served whole: no hand-off
         router.kv = kv
         post(app, stream=stream)
-    wanted = {
+    expected = {
         "vllm:request_success_total{finished_reason=length}": 3,
         "vllm:prompt_tokens_total": 9,
         "vllm:generation_tokens_total": 12,
@@ -91,8 +91,8 @@ def test_every_answer_is_counted_streamed_or_not(stream, app, router):
         "disagg_kv_transfer_bytes_total{codec=raw,kind=wire}": 20,
         "disagg_kv_transfer_seconds_count{phase=encode}": 2,
     }
-    found = assert_counted(app, wanted)
-    assert not any(name.startswith("disagg_request_failures_total") for name in found)
+    figures = assert_counted(app, expected)
+    assert not any(name.startswith("disagg_request_failures_total") for name in figures)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -100,10 +100,10 @@ def test_the_token_that_a_prompt_is_scored_with_neither_ends_it_nor_counts(strea
     answer = post(app, echo=True, max_tokens=0, stop="a", stream=stream)
     last = events(answer.text)[-1] if stream else answer.json()
     assert last["choices"][0]["finish_reason"] == "length"
-    found = assert_counted(
+    figures = assert_counted(
         app, {"vllm:request_success_total{finished_reason=length}": 1}
     )
-    assert found.get("vllm:generation_tokens_total", 0) == 0
+    assert figures.get("vllm:generation_tokens_total", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -112,26 +112,26 @@ def test_the_token_that_a_prompt_is_scored_with_neither_ends_it_nor_counts(strea
 def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(
     times, sums, router
 ):
-    counts = ServerMetrics("tiny")
-    counts.finished(times, TextDelta("", len(times) - 1, "stop"), 3)
-    found = figures_of(counts.scrape([], router).decode())
+    metrics = ServerMetrics("tiny")
+    metrics.finished(times, TextDelta("", len(times) - 1, "stop"), 3)
+    figures = figures_of(metrics.scrape([], router).decode())
     series = (
         "time_to_first_token",
         "e2e_request_latency",
         "request_time_per_output_token",
     )
-    assert tuple(found.get(f"vllm:{name}_seconds_sum", 0) for name in series) == sums
+    assert tuple(figures.get(f"vllm:{name}_seconds_sum", 0) for name in series) == sums
 
 
 def test_a_role_that_nobody_has_any_more_has_no_gauges(router):
     gauges = {"engine_running": 5, "arena_bytes": 10, "used_bytes": 5}
-    counts, leaving = (
+    metrics, leaving = (
         ServerMetrics("tiny"),
         {"name": "d", "role": "none", "gauges": gauges, "pid": 1},
     )
-    for workers, there in (([leaving], True), ([], False)):
-        found = figures_of(counts.scrape(workers, router).decode())
-        assert ("vllm:num_requests_running{role=none}" in found) == there
+    for workers, has_gauges in (([leaving], True), ([], False)):
+        figures = figures_of(metrics.scrape(workers, router).decode())
+        assert ("vllm:num_requests_running{role=none}" in figures) == has_gauges
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,8 +144,8 @@ def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(
     router.go.set()
     post(app, stream=stream)
     failed = "disagg_request_failures_total{{reason={}}}".format
-    found = assert_counted(app, {failed("config"): 1, failed("peer_lost"): 1})
-    assert not any(name.startswith("vllm:request_success_total") for name in found)
+    figures = assert_counted(app, {failed("config"): 1, failed("peer_lost"): 1})
+    assert not any(name.startswith("vllm:request_success_total") for name in figures)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -155,8 +155,10 @@ def test_answers_that_end_because_another_one_failed_are_counted_with_it(
     router.breaks, router.pause_at = PeerLostError("gone"), 1
     router.go = SimpleNamespace(wait=asyncio.Semaphore(1).acquire)  # of one answer
     post(app, stream=stream, n=3)
-    found = assert_counted(app, {"disagg_request_failures_total{reason=peer_lost}": 3})
-    assert not any("reason=cancelled" in name for name in found)
+    figures = assert_counted(
+        app, {"disagg_request_failures_total{reason=peer_lost}": 3}
+    )
+    assert not any("reason=cancelled" in name for name in figures)
 
 
 def codec_labels(app) -> set[str]:
@@ -207,7 +209,7 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
         {"jobs": 7}, counts={"computed_tokens": 30, "cached_tokens": 12}
     )
     router.says["d"] = said(doing | held, counts=counts, failures={"peer_lost": 3})
-    wanted = {
+    expected = {
         "disagg_queue_requests": 5,
         "disagg_attention_error{codec=fp8}": 0.0625,
         "disagg_codec_choices_total{codec=fp8,reason=deadline}": 3,
@@ -229,7 +231,7 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
         "disagg_kv_transfer_failures_total{reason=peer_lost,role=decode}": 3,
     }
     for _ in range(2):
-        assert_counted(app, wanted)
+        assert_counted(app, expected)
     dispatch.routed["prefill", "knows_most"] += 1
     router.says["d"] = said(
         {}, epoch=2, counts=counts

@@ -183,9 +183,9 @@ NOTHING = {
 }  # as clients send it back
 
 
-@pytest.mark.parametrize("said", [{}, {"content": None}, NOTHING, {"tool_calls": []}])
-def test_an_assistant_who_says_nothing_has_no_other_field(said):
-    assert turns([{"role": "assistant", **said}]) == [
+@pytest.mark.parametrize("fields", [{}, {"content": None}, NOTHING, {"tool_calls": []}])
+def test_an_assistant_who_says_nothing_has_no_other_field(fields):
+    assert turns([{"role": "assistant", **fields}]) == [
         {"role": "assistant", "content": ""}
     ]
 
@@ -225,7 +225,7 @@ def test_a_body_that_is_no_json_object_is_refused(body, app):
 
 
 @pytest.mark.parametrize(
-    ("ask", "field", "given", "says"),
+    ("ask", "field", "value", "says"),
     [
         (post, "prompt", "x" * 20, "20 tokens"),
         (post, "prompt", "x" * 41, "41 characters"),
@@ -236,9 +236,9 @@ def test_a_body_that_is_no_json_object_is_refused(body, app):
     ids=["tokens", "characters", "ids", "chat-tokens", "chat-characters"],
 )
 def test_what_the_context_cannot_hold_is_too_long_by_its_field(
-    ask, field, given, says, app
+    ask, field, value, says, app
 ):
-    assert says in refused(ask(app, **{field: given}), 400, "prompt_too_long", field)
+    assert says in refused(ask(app, **{field: value}), 400, "prompt_too_long", field)
 
 
 def test_more_ids_than_the_context_holds_are_not_turned_into_text(app):
@@ -256,9 +256,9 @@ def test_a_text_is_tokenised_beside_the_loop_and_never_if_too_long(
 ):
     threads, encode = [], completions.tokenizer.encode
 
-    def encoded(*given: Any) -> list[int]:
+    def encoded(*arguments: Any) -> list[int]:
         threads.append(threading.current_thread())
-        return encode(*given)
+        return encode(*arguments)
 
     monkeypatch.setattr(completions.tokenizer, "encode", encoded)
     assert post(app, prompt="x" * 3_000_000).status_code == 400
@@ -472,6 +472,6 @@ def test_refusals_are_counted_by_reason_and_not_as_successes(app):
     ):
         post(app, **fields)
     failed = "disagg_request_failures_total{{reason={}}}".format
-    wanted = {failed("request"): 2, failed("prompt_too_long"): 1, failed("model"): 1}
-    found = assert_counted(app, wanted)
-    assert not any(name.startswith("vllm:request_success_total") for name in found)
+    expected = {failed("request"): 2, failed("prompt_too_long"): 1, failed("model"): 1}
+    figures = assert_counted(app, expected)
+    assert not any(name.startswith("vllm:request_success_total") for name in figures)

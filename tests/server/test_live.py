@@ -21,12 +21,12 @@ CHROME = shutil.which("chromium") or shutil.which("google-chrome")
 @pytest.fixture(scope="module")
 def service(tiny: Path) -> Iterator[Running]:
     """One that has answered, and failed to."""
-    with running(str(tiny)) as found:
+    with running(str(tiny)) as service:
         for codec, status in (("raw", 200), ("none such", 400)):
             body = {"prompt": "Call me Ishmael", "max_tokens": 5, "codec": codec}
-            answer = httpx.post(f"{found.url}/v1/completions", json=body, timeout=60)
+            answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
             assert answer.status_code == status
-        yield found
+        yield service
 
 
 def exported(service: Running) -> str:
@@ -35,19 +35,19 @@ def exported(service: Running) -> str:
 
 def names(text: str) -> set[str]:
     """The series that a text tells of, those without a value too."""
-    found = {
+    series = {
         line.split("{")[0].split(" ")[0]
         for line in text.splitlines()
         if line[:1] != "#"
     }
-    told = re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)
-    for name, kind in told:
-        found |= (
+    types = re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)
+    for name, kind in types:
+        series |= (
             {f"{name}_total"}
             if kind == "counter" and not name.endswith("_total")
             else {name}
         )
-    return found
+    return series
 
 
 def test_the_page_is_one_file_that_reads_nothing_from_elsewhere(service):
@@ -62,12 +62,14 @@ def test_every_figure_of_the_page_is_told(service):
     series = set(re.findall(r'"((?:vllm:|disagg_)\w+)"', page))
     averages = set(re.findall(r'average\("([\w:]+)"\)', page))
     assert len(series) > 10
-    known = names(text)
-    assert series - averages <= known
-    assert {f"{name}_{what}" for name in averages for what in ("sum", "count")} <= known
-    held = set(re.findall(r'gauge\(worker, "(\w+)"\)', page))
-    assert held
-    assert held <= set(re.findall(r'disagg_worker\{.*what="(\w+)"', text))
+    exported_names = names(text)
+    assert series - averages <= exported_names
+    assert {
+        f"{name}_{what}" for name in averages for what in ("sum", "count")
+    } <= exported_names
+    gauges = set(re.findall(r'gauge\(worker, "(\w+)"\)', page))
+    assert gauges
+    assert gauges <= set(re.findall(r'disagg_worker\{.*what="(\w+)"', text))
     kinds = set(re.findall(r'kv\("(\w+)"', page))
     assert kinds <= set(
         re.findall(r'disagg_kv_transfer_bytes_total\{.*kind="(\w+)"', text)
@@ -80,22 +82,22 @@ def test_every_figure_of_the_page_is_told(service):
 
 def test_every_figure_of_the_board_is_told(service):
     board = json.loads(BOARD.read_text())
-    asked = [
+    expressions = [
         target["expr"]
         for panel in board["panels"]
         for target in panel.get("targets", ())
     ]
-    asked += [
+    expressions += [
         each["definition"]
         for each in board["templating"]["list"]
         if "definition" in each
     ]
-    assert len(asked) > 10
-    known = names(exported(service))
-    for expression in asked:
+    assert len(expressions) > 10
+    exported_names = names(exported(service))
+    for expression in expressions:
         read = set(SERIES.findall(expression))
         assert read, expression
-        assert read <= known, expression
+        assert read <= exported_names, expression
 
 
 @pytest.mark.browser

@@ -24,15 +24,15 @@ TEXT = "Call me Ishmael."
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = save_tiny("llama", tmp_path_factory.mktemp("tiny"))
-    (found / "chat_template.jinja").write_text(TEMPLATE)
-    return found
+    folder = save_tiny("llama", tmp_path_factory.mktemp("tiny"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[Running]:
-    with running(str(folder)) as found:
-        yield found
+    with running(str(folder)) as service:
+        yield service
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def client(service: Running) -> Iterator[openai.OpenAI]:
     """Nothing is left of what a test asked for."""
     with openai.OpenAI(
         base_url=f"{service.url}/v1", api_key="any", max_retries=0
-    ) as found:
-        yield found
+    ) as client:
+        yield client
     service.empty()
 
 
@@ -84,8 +84,14 @@ def test_prompts_of_every_form_have_answers_in_their_order(client, service):
 
 def test_choices_of_one_seed_differ_and_come_again(client):
     def draw(seed: int) -> list[str]:
-        asked = {"model": "tiny", "prompt": TEXT, "n": 3, "seed": seed, "max_tokens": 8}
-        return [choice.text for choice in client.completions.create(**asked).choices]
+        request = {
+            "model": "tiny",
+            "prompt": TEXT,
+            "n": 3,
+            "seed": seed,
+            "max_tokens": 8,
+        }
+        return [choice.text for choice in client.completions.create(**request).choices]
 
     assert draw(1) == draw(1)
     assert len({*draw(1), *draw(5)}) == 6
@@ -104,78 +110,86 @@ def test_choices_of_one_seed_differ_and_come_again(client):
 def test_echo_tells_the_log_probabilities_of_the_prompt(
     text, max_tokens, client, service, logits
 ):
-    asked = GREEDY | {
+    request = GREEDY | {
         "prompt": text,
         "echo": True,
         "logprobs": 2,
         "max_tokens": max_tokens,
     }
-    answer = client.completions.create(**asked)
-    (choice,), told = answer.choices, answer.choices[0].logprobs
+    answer = client.completions.create(**request)
+    (choice,), logprobs = answer.choices, answer.choices[0].logprobs
     assert choice.text.startswith(text)
     assert (choice.finish_reason, answer.usage.completion_tokens) == (
         "length",
         max_tokens,
     )
     tokens = ids(text, service)
-    known = logits(tokens)
-    assert len(told.tokens) == len(told.top_logprobs) == len(tokens) + max_tokens
-    assert told.token_logprobs[0] is None
-    expected = [float(known[i, token]) for i, token in enumerate(tokens[1:])]
-    assert told.token_logprobs[1 : len(tokens)] == pytest.approx(expected, abs=1e-3)
-    best = known.max(-1).values.tolist()[:-1]
-    tops = [max(top.values()) for top in told.top_logprobs[1 : len(tokens)]]
+    expected_logprobs = logits(tokens)
+    assert (
+        len(logprobs.tokens) == len(logprobs.top_logprobs) == len(tokens) + max_tokens
+    )
+    assert logprobs.token_logprobs[0] is None
+    expected = [
+        float(expected_logprobs[i, token]) for i, token in enumerate(tokens[1:])
+    ]
+    assert logprobs.token_logprobs[1 : len(tokens)] == pytest.approx(expected, abs=1e-3)
+    best = expected_logprobs.max(-1).values.tolist()[:-1]
+    tops = [max(top.values()) for top in logprobs.top_logprobs[1 : len(tokens)]]
     assert tops == pytest.approx(best, abs=1e-3)
-    assert told.text_offset[: len(tokens)] == list(
+    assert logprobs.text_offset[: len(tokens)] == list(
         range(len(tokens))
     )  # a token is a byte
 
 
 def test_offsets_are_places_in_the_text_where_characters_are_several_tokens(client):
-    asked = GREEDY | {"prompt": "a😀 b", "echo": True, "logprobs": 0, "max_tokens": 0}
-    (choice,) = client.completions.create(**asked).choices
+    request = GREEDY | {"prompt": "a😀 b", "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = client.completions.create(**request).choices
     assert choice.logprobs.text_offset == [0, 1, 1, 1, 1, 2, 3]  # a token is a byte
 
 
 def test_a_streamed_answer_is_the_whole_one(client):
-    asked = GREEDY | {
+    request = GREEDY | {
         "prompt": TEXT,
         "max_tokens": 9,
         "logprobs": 1,
         "n": 2,
         "echo": True,
     }
-    whole = client.completions.create(**asked)
+    whole = client.completions.create(**request)
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = [*client.completions.create(**asked, stream=True, stream_options=options)]
+    chunks = [
+        *client.completions.create(**request, stream=True, stream_options=options)
+    ]
     assert chunks[-1].usage == whole.usage
     assert all(chunk.usage for chunk in chunks)
     for index, choice in enumerate(whole.choices):
         parts = [x for chunk in chunks for x in chunk.choices if x.index == index]
         assert "".join(part.text for part in parts) == choice.text
         assert parts[-1].finish_reason == choice.finish_reason
-        told = [part.logprobs for part in parts if part.logprobs]
-        assert [x for one in told for x in one.tokens] == choice.logprobs.tokens
+        logprobs = [part.logprobs for part in parts if part.logprobs]
+        assert [x for one in logprobs for x in one.tokens] == choice.logprobs.tokens
         assert [
-            x for one in told for x in one.text_offset
+            x for one in logprobs for x in one.text_offset
         ] == choice.logprobs.text_offset
 
 
 def test_penalties_biases_and_stop_tokens_do_what_they_say(client, service):
     plain = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=4, logprobs=0)
     (first,) = ids(plain.choices[0].logprobs.tokens[0], service)
-    asked = GREEDY | {"prompt": TEXT, "max_tokens": 4}
-    biased = client.completions.create(**asked, logit_bias={str(first): -100})
+    request = GREEDY | {"prompt": TEXT, "max_tokens": 4}
+    biased = client.completions.create(**request, logit_bias={str(first): -100})
     assert biased.choices[0].text != plain.choices[0].text
-    stopped = client.completions.create(**asked, extra_body={"stop_token_ids": [first]})
+    stopped = client.completions.create(
+        **request, extra_body={"stop_token_ids": [first]}
+    )
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
     later = {"stop_token_ids": [first], "min_tokens": 3}
     assert (
-        client.completions.create(**asked, extra_body=later).usage.completion_tokens
+        client.completions.create(**request, extra_body=later).usage.completion_tokens
         >= 3
     )
     one_word = client.completions.create(
-        **asked | {"max_tokens": 20}, frequency_penalty=2.0
+        **request | {"max_tokens": 20}, frequency_penalty=2.0
     )
     assert len(set(one_word.choices[0].text)) > 5
 
@@ -202,12 +216,12 @@ def test_a_chat_is_a_completion_of_what_the_template_writes(client, service):
 
 
 def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):
-    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 7, "n": 3, "logprobs": True}
-    whole = client.chat.completions.create(**asked)
-    chunks = [*client.chat.completions.create(**asked, stream=True)]
-    began = [x for chunk in chunks[:3] for x in chunk.choices]
-    told = [(x.index, x.delta.content, x.logprobs) for x in began]
-    assert told == [(i, "", None) for i in range(3)]
+    request = GREEDY | {"messages": MESSAGES, "max_tokens": 7, "n": 3, "logprobs": True}
+    whole = client.chat.completions.create(**request)
+    chunks = [*client.chat.completions.create(**request, stream=True)]
+    first_choices = [x for chunk in chunks[:3] for x in chunk.choices]
+    openings = [(x.index, x.delta.content, x.logprobs) for x in first_choices]
+    assert openings == [(i, "", None) for i in range(3)]
     for index, choice in enumerate(whole.choices):
         deltas = [
             x.delta for chunk in chunks for x in chunk.choices if x.index == index
@@ -223,13 +237,13 @@ def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):
 
 
 def test_a_chat_tells_log_probabilities(client):
-    asked = GREEDY | {
+    request = GREEDY | {
         "messages": MESSAGES,
         "max_tokens": 3,
         "logprobs": True,
         "top_logprobs": 3,
     }
-    (choice,) = client.chat.completions.create(**asked).choices
+    (choice,) = client.chat.completions.create(**request).choices
     assert len(choice.logprobs.content) == 3
     for token in choice.logprobs.content:
         assert token.logprob == max(x.logprob for x in token.top_logprobs)
@@ -239,22 +253,24 @@ def test_a_chat_tells_log_probabilities(client):
 
 def test_a_part_of_a_character_is_told_by_its_own_bytes(client, service):
     lead, *_ = ids("🎉", service)
-    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 1, "logprobs": True}
-    answer = client.chat.completions.create(**asked, logit_bias={str(lead): 100})
+    request = GREEDY | {"messages": MESSAGES, "max_tokens": 1, "logprobs": True}
+    answer = client.chat.completions.create(**request, logit_bias={str(lead): 100})
     (token,) = answer.choices[0].logprobs.content
     assert (token.token, token.bytes) == ("\ufffd", ["🎉".encode()[0]])
 
 
 def test_a_stop_string_may_come_of_half_a_character_at_the_end(client, service):
     lead, *_ = ids("🎉", service)
-    asked = GREEDY | {"prompt": TEXT, "max_tokens": 1, "stop": "\ufffd"}
-    (choice,) = client.completions.create(**asked, logit_bias={lead: 100}).choices
+    request = GREEDY | {"prompt": TEXT, "max_tokens": 1, "stop": "\ufffd"}
+    (choice,) = client.completions.create(**request, logit_bias={lead: 100}).choices
     assert (choice.text, choice.finish_reason) == ("", "stop")
 
 
 def test_a_last_message_can_be_continued(client, service):
-    said = [*MESSAGES, {"role": "assistant", "content": "I sh"}]
-    written = tokenize(service, messages=said, continue_final_message=True)["tokens"]
+    messages = [*MESSAGES, {"role": "assistant", "content": "I sh"}]
+    written = tokenize(service, messages=messages, continue_final_message=True)[
+        "tokens"
+    ]
     assert written == ids(WRITTEN + " I sh", service)
 
 

@@ -12,11 +12,11 @@ WORDS = Tokenizer.load()  # "ab" is a token, and a snowman is several
 
 
 def shown(
-    text: str, stops: list[str], min_tokens: int = 0, known: Tokenizer = BYTES
+    text: str, stops: list[str], min_tokens: int = 0, tokenizer: Tokenizer = BYTES
 ) -> str:
-    stream = TextStream(known.detokenizer(), stops, min_tokens)
+    stream = TextStream(tokenizer.detokenizer(), stops, min_tokens)
     pieces = []
-    for token in known.encode(text, special=False):
+    for token in tokenizer.encode(text, special=False):
         pieces.append(stream.add(token))
         if stream.stopped:
             return "".join(pieces)
@@ -26,13 +26,13 @@ def shown(
 @given(st.text("ab☃", max_size=20), st.lists(st.text("ab☃", max_size=4), max_size=3))
 def test_the_text_ends_at_the_first_stop_string(text, stops):
     ends = [text.find(stop) for stop in stops if stop and stop in text]
-    seen = shown(text, stops, known=WORDS)
+    visible = shown(text, stops, tokenizer=WORDS)
     if not ends:
-        assert seen == text
+        assert visible == text
     else:
-        assert text.startswith(seen)
-        assert not any(stop in seen for stop in stops if stop)
-        assert len(seen) >= min(ends) or seen == text[: min(ends)]
+        assert text.startswith(visible)
+        assert not any(stop in visible for stop in stops if stop)
+        assert len(visible) >= min(ends) or visible == text[: min(ends)]
 
 
 def test_a_begun_stop_string_is_shown_when_it_is_not_completed():

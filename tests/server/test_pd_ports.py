@@ -31,9 +31,9 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, " * 3
 
 @pytest.fixture(scope="module")
 def service(tiny: Path) -> Iterator[Running]:
-    with running(str(tiny)) as found:
-        yield found
-        found.empty()
+    with running(str(tiny)) as service:
+        yield service
+        service.empty()
 
 
 def complete(url: str, **fields: Any) -> httpx.Response:
@@ -65,10 +65,10 @@ def test_a_prompt_is_computed_at_one_port_and_its_answer_said_at_another(
         "kv": True,
         "stream": stream,
     }
-    told = (
+    text = (
         complete(service.doors["d"], **fields).text.strip().removesuffix("data: [DONE]")
     )
-    lines = told.split("data: ")[1:] if stream else [told]
+    lines = text.split("data: ")[1:] if stream else [text]
     choices = [json.loads(line)["choices"][0] for line in lines]
     assert choices[-1]["kv"]["wire_bytes"] > 0
     assert (
@@ -172,13 +172,13 @@ def test_a_port_is_opened_for_each_worker_where_that_is_wanted(cluster, names):
 
 
 @pytest.mark.parametrize(
-    ("host", "there"),
+    ("host", "addresses"),
     [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"])],
 )
-def test_an_address_of_either_kind_is_listened_on_as_the_url_says(host, there):
+def test_an_address_of_either_kind_is_listened_on_as_the_url_says(host, addresses):
     url = urlsplit(Service(Config(server=ServerConfig(host=host, port=0))).url)
-    assert url.hostname == there[0]
-    for name in there:
+    assert url.hostname == addresses[0]
+    for name in addresses:
         create_connection((name, url.port), 5).close()
 
 

@@ -41,22 +41,24 @@ def send(
 
 
 def figures_of(text: str) -> dict[str, float]:
-    """What Prometheus reads, by series and its labels but the model and the role "router"."""
-    found = {}
+    """Prometheus figures by series and labels, except the model and the role "router"."""
+    figures = {}
     for name, labels, value in re.findall(r"^([\w:]+)(?:{(.*)})? (\S+)$", text, re.M):
-        kept = [
-            x for x in labels.replace('"', "").split(",") if x[:11] != "model_name="
+        shown = [
+            label
+            for label in labels.replace('"', "").split(",")
+            if label not in ("", "role=router") and not label.startswith("model_name=")
         ]
-        told = ",".join(x for x in kept if x not in ("", "role=router"))
-        found[f"{name}{{{told}}}" if told else name] = float(value)
-    return found
+        key = f"{name}{{{','.join(shown)}}}" if shown else name
+        figures[key] = float(value)
+    return figures
 
 
-def assert_counted(app: ASGIApp, wanted: dict[str, float]) -> dict[str, float]:
-    """All figures, these among them."""
-    found = figures_of(get(app, "/metrics").text)
-    assert {name: found.get(name) for name in wanted} == wanted
-    return found
+def assert_counted(app: ASGIApp, expected: dict[str, float]) -> dict[str, float]:
+    """All figures, after a check of the expected ones."""
+    figures = figures_of(get(app, "/metrics").text)
+    assert {name: figures.get(name) for name in expected} == expected
+    return figures
 
 
 def refused(
