@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -17,19 +16,23 @@ from disagg.server.responses import merged
 from tests.server.conftest import KV, A, completions_of
 from tests.server.visits import ask, assert_counted, chat, events, post, refused, send
 
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+
 
 def test_a_completion_has_the_shape_that_clients_know(app):
     body = post(app).json()
-    assert (body["object"], body["model"]) == ("text_completion", "tiny")
-    choice = {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
-    assert body["choices"] == [choice]
-    details = body["usage"].pop("prompt_tokens_details")
+
+    assert body["object"] == "text_completion"
+    assert body["model"] == "tiny"
+    assert body["choices"] == [
+        {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
+    ]
     assert body["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 4,
         "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
-    assert details == {"cached_tokens": 0}
     assert "kv" not in body["choices"][0]
 
 
@@ -42,20 +45,24 @@ def test_the_figures_of_the_hand_off_come_when_they_are_asked_for_and_there_are_
         assert [event["choices"][0].get("kv") for event in streamed][-1] == router.kv
 
 
-def test_a_stream_says_every_token_then_the_usage_then_done(app):
+def test_a_stream_has_every_token_then_the_usage_then_done(app):
     response = post(app, stream=True, stream_options={"include_usage": True})
-    assert response.headers["content-type"].startswith("text/event-stream")
-    assert response.headers["x-accel-buffering"] == "no"
     *chunks, usage = events(response.text)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcd"
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [
-        None,
-        "length",
-    ]
+
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == "abcd"
+    assert [choice["finish_reason"] for choice in choices][-2:] == [None, "length"]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 4
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
     assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_a_stream_is_of_events_that_no_proxy_gathers(app):
+    response = post(app, stream=True)
+
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
 
 
 async def test_what_came_while_a_client_was_slow_is_one_piece():
@@ -71,21 +78,25 @@ async def test_what_came_while_a_client_was_slow_is_one_piece():
     ]
 
 
-ASKED = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.25, "presence_penalty": 1.0}
-ASKED |= {
+SAMPLING = {
+    "temperature": 2.0,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "presence_penalty": 1.0,
     "frequency_penalty": -1.0,
     "repetition_penalty": 1.5,
     "min_tokens": 2,
     "seed": 9,
+    "stop_token_ids": [199],
+    "ignore_eos": True,
 }
-ASKED |= {"stop_token_ids": [199], "ignore_eos": True}
 
 
 @pytest.mark.parametrize("ask", [post, chat])
 def test_what_is_asked_reaches_the_router(ask, app, router):
-    ask(app, **ASKED, codec="kivi", top_k=-1, logit_bias={"5": -3})
+    ask(app, **SAMPLING, codec="kivi", top_k=-1, logit_bias={"5": -3})
     ((_, params, codec),) = router.asked
-    assert params == ASKED | {"max_tokens": 4, "top_k": 0, "logit_bias": [(5, -3.0)]}
+    assert params == SAMPLING | {"max_tokens": 4, "top_k": 0, "logit_bias": [(5, -3.0)]}
     assert codec == "kivi"
     assert SamplingParams(**params)
 
@@ -124,20 +135,19 @@ def test_the_token_that_ends_a_text_is_not_shown(ignored, text, router):
     assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_the_body_counts_and_not_its_content_type_or_a_byte_order_mark(app):
-    headers = {
-        "Content-Type": "application/x-www-form-urlencoded"
-    }  # what curl -d sends
-    body, post_body = (
-        json.dumps(ask()).encode(),
-        partial(send, app, "POST", "/v1/completions"),
-    )
-    bodies = (body, b"\xef\xbb\xbf" + body, b"prompt=abc")
-    answer, marked, broken = (
-        post_body(content=body, headers=headers) for body in bodies
-    )
-    assert answer.status_code == marked.status_code == 200
-    assert "JSON" in refused(broken, 400, "request")
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "marked"])
+def test_the_body_counts_and_not_its_content_type(mark, app):
+    content = mark + json.dumps(ask()).encode()
+    answer = send(app, "POST", "/v1/completions", content=content, headers=FORM)
+
+    assert answer.status_code == 200
+
+
+def test_a_form_is_refused_as_no_json(app):
+    content = b"prompt=abc"
+    answer = send(app, "POST", "/v1/completions", content=content, headers=FORM)
+
+    assert "JSON" in refused(answer, 400, "request")
 
 
 REFUSALS = [
@@ -203,14 +213,13 @@ def test_every_response_can_be_found_again_by_its_request_id(path, app):
 SCOPE = {
     "type": "http",
     "asgi": {"version": "3.0", "spec_version": "2.3"},
-    "method": "POST",
-}
-SCOPE |= {
     "http_version": "1.1",
+    "method": "POST",
     "path": "/v1/completions",
     "raw_path": b"/v1/completions",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
 }
-SCOPE |= {"query_string": b"", "headers": [(b"content-type", b"application/json")]}
 
 
 @pytest.mark.parametrize("stream", [False, True])

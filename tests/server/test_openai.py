@@ -107,38 +107,34 @@ def test_choices_of_one_seed_differ_and_come_again(client):
     ],
     ids=["none", "one", "some", "two-batches"],
 )
-def test_echo_tells_the_log_probabilities_of_the_prompt(
+def test_echo_returns_log_probabilities_of_the_prompt(
     text, max_tokens, client, service, logits
 ):
-    request = GREEDY | {
-        "prompt": text,
-        "echo": True,
-        "logprobs": 2,
-        "max_tokens": max_tokens,
-    }
-    answer = client.completions.create(**request)
-    (choice,), logprobs = answer.choices, answer.choices[0].logprobs
+    answer = client.completions.create(
+        **GREEDY, prompt=text, echo=True, logprobs=2, max_tokens=max_tokens
+    )
+    (choice,) = answer.choices
     assert choice.text.startswith(text)
-    assert (choice.finish_reason, answer.usage.completion_tokens) == (
-        "length",
-        max_tokens,
-    )
+    assert choice.finish_reason == "length"
+    assert answer.usage.completion_tokens == max_tokens
     tokens = ids(text, service)
-    expected_logprobs = logits(tokens)
-    assert (
-        len(logprobs.tokens) == len(logprobs.top_logprobs) == len(tokens) + max_tokens
-    )
+    assert len(choice.logprobs.tokens) == len(tokens) + max_tokens
+    check_prompt_logprobs(choice.logprobs, tokens, logits(tokens))
+
+
+def check_prompt_logprobs(logprobs: Any, tokens: list[int], reference: Any) -> None:
+    """Those of the prompt are the reference's [N, V]; the first token has none."""
+    size = len(tokens)
+    assert len(logprobs.top_logprobs) == len(logprobs.tokens)
+    assert logprobs.text_offset[:size] == list(range(size))  # a token is a byte
+
+    expected = [float(reference[i, token]) for i, token in enumerate(tokens[1:])]
     assert logprobs.token_logprobs[0] is None
-    expected = [
-        float(expected_logprobs[i, token]) for i, token in enumerate(tokens[1:])
-    ]
-    assert logprobs.token_logprobs[1 : len(tokens)] == pytest.approx(expected, abs=1e-3)
-    best = expected_logprobs.max(-1).values.tolist()[:-1]
-    tops = [max(top.values()) for top in logprobs.top_logprobs[1 : len(tokens)]]
+    assert logprobs.token_logprobs[1:size] == pytest.approx(expected, abs=1e-3)
+
+    best = reference.max(-1).values.tolist()[:-1]
+    tops = [max(top.values()) for top in logprobs.top_logprobs[1:size]]
     assert tops == pytest.approx(best, abs=1e-3)
-    assert logprobs.text_offset[: len(tokens)] == list(
-        range(len(tokens))
-    )  # a token is a byte
 
 
 def test_offsets_are_places_in_the_text_where_characters_are_several_tokens(client):
@@ -157,41 +153,69 @@ def test_a_streamed_answer_is_the_whole_one(client):
     }
     whole = client.completions.create(**request)
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = [
-        *client.completions.create(**request, stream=True, stream_options=options)
-    ]
+    stream = client.completions.create(**request, stream=True, stream_options=options)
+    chunks = list(stream)
+
     assert chunks[-1].usage == whole.usage
     assert all(chunk.usage for chunk in chunks)
-    for index, choice in enumerate(whole.choices):
-        parts = [x for chunk in chunks for x in chunk.choices if x.index == index]
-        assert "".join(part.text for part in parts) == choice.text
-        assert parts[-1].finish_reason == choice.finish_reason
-        logprobs = [part.logprobs for part in parts if part.logprobs]
-        assert [x for one in logprobs for x in one.tokens] == choice.logprobs.tokens
-        assert [
-            x for one in logprobs for x in one.text_offset
-        ] == choice.logprobs.text_offset
+    for choice in whole.choices:
+        check_parts(parts_of(chunks, choice.index), choice)
 
 
-def test_penalties_biases_and_stop_tokens_do_what_they_say(client, service):
-    plain = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=4, logprobs=0)
-    (first,) = ids(plain.choices[0].logprobs.tokens[0], service)
-    request = GREEDY | {"prompt": TEXT, "max_tokens": 4}
-    biased = client.completions.create(**request, logit_bias={str(first): -100})
+def check_parts(parts: list[Any], choice: Any) -> None:
+    """The parts of a stream add up to the choice."""
+    logprobs = [part.logprobs for part in parts if part.logprobs]
+    tokens = [token for each in logprobs for token in each.tokens]
+    offsets = [offset for each in logprobs for offset in each.text_offset]
+    assert "".join(part.text for part in parts) == choice.text
+    assert parts[-1].finish_reason == choice.finish_reason
+    assert tokens == choice.logprobs.tokens
+    assert offsets == choice.logprobs.text_offset
+
+
+def parts_of(chunks: list[Any], index: int) -> list[Any]:
+    """The parts of one choice of a stream."""
+    return [part for chunk in chunks for part in chunk.choices if part.index == index]
+
+
+@pytest.fixture
+def first_token(client: openai.OpenAI, service: Running) -> int:
+    """The first token of the greedy answer to TEXT."""
+    answer = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=4, logprobs=0)
+    (token,) = ids(answer.choices[0].logprobs.tokens[0], service)
+    return token
+
+
+FOUR_TOKENS = GREEDY | {"prompt": TEXT, "max_tokens": 4}
+
+
+def test_a_bias_changes_the_answer(client, first_token):
+    plain = client.completions.create(**FOUR_TOKENS, logprobs=0)
+    biased = client.completions.create(
+        **FOUR_TOKENS, logit_bias={str(first_token): -100}
+    )
+
     assert biased.choices[0].text != plain.choices[0].text
-    stopped = client.completions.create(
-        **request, extra_body={"stop_token_ids": [first]}
+
+
+def test_a_stop_token_ends_the_answer_after_min_tokens(client, first_token):
+    stop = {"stop_token_ids": [first_token]}
+    stopped = client.completions.create(**FOUR_TOKENS, extra_body=stop)
+    later = client.completions.create(
+        **FOUR_TOKENS, extra_body=stop | {"min_tokens": 3}
     )
-    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
-    later = {"stop_token_ids": [first], "min_tokens": 3}
-    assert (
-        client.completions.create(**request, extra_body=later).usage.completion_tokens
-        >= 3
+
+    assert stopped.choices[0].text == ""
+    assert stopped.choices[0].finish_reason == "stop"
+    assert later.usage.completion_tokens >= 3
+
+
+def test_a_frequency_penalty_keeps_an_answer_from_repeating(client):
+    answer = client.completions.create(
+        **GREEDY, prompt=TEXT, max_tokens=20, frequency_penalty=2.0
     )
-    one_word = client.completions.create(
-        **request | {"max_tokens": 20}, frequency_penalty=2.0
-    )
-    assert len(set(one_word.choices[0].text)) > 5
+
+    assert len(set(answer.choices[0].text)) > 5
 
 
 PARTS = [{"type": "text", "text": "Call me"}, {"type": "text", "text": "x"}]
@@ -215,25 +239,25 @@ def test_a_chat_is_a_completion_of_what_the_template_writes(client, service):
     assert answer.usage.total_tokens == expected.usage.total_tokens
 
 
-def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):
+def test_a_chat_streams_its_deltas_and_the_role_first(client):
     request = GREEDY | {"messages": MESSAGES, "max_tokens": 7, "n": 3, "logprobs": True}
     whole = client.chat.completions.create(**request)
-    chunks = [*client.chat.completions.create(**request, stream=True)]
-    first_choices = [x for chunk in chunks[:3] for x in chunk.choices]
-    openings = [(x.index, x.delta.content, x.logprobs) for x in first_choices]
-    assert openings == [(i, "", None) for i in range(3)]
-    for index, choice in enumerate(whole.choices):
-        deltas = [
-            x.delta for chunk in chunks for x in chunk.choices if x.index == index
-        ]
-        assert (
-            [delta.role for delta in deltas if delta.role]
-            == [deltas[0].role]
-            == ["assistant"]
-        )
-        assert (
-            "".join(delta.content or "" for delta in deltas) == choice.message.content
-        )
+    chunks = list(client.chat.completions.create(**request, stream=True))
+
+    openings = [choice for chunk in chunks[:3] for choice in chunk.choices]
+    assert [choice.index for choice in openings] == [0, 1, 2]
+    assert [choice.delta.content for choice in openings] == ["", "", ""]
+    assert [choice.logprobs for choice in openings] == [None, None, None]
+    for choice in whole.choices:
+        check_deltas([part.delta for part in parts_of(chunks, choice.index)], choice)
+
+
+def check_deltas(deltas: list[Any], choice: Any) -> None:
+    """The first one has the role; their texts add up to the message."""
+    roles = [delta.role for delta in deltas if delta.role]
+    text = "".join(delta.content or "" for delta in deltas)
+    assert roles == [deltas[0].role] == ["assistant"]
+    assert text == choice.message.content
 
 
 def test_a_chat_tells_log_probabilities(client):
