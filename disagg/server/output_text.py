@@ -76,6 +76,8 @@ class TextStream:
     def _release(self, new_text: str) -> str:
         if self.stopped:
             return ""
+        if not self._stops:
+            return new_text
         text = self._held_back + new_text
         if self._tokens_to_go <= 0:
             end = self._stop_position(text)

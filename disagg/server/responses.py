@@ -319,7 +319,8 @@ async def merged(
     try:
         open_streams = len(tasks)
         while open_streams:
-            item = await queue.get()
+            await queue.has_items.wait()
+            item = queue.pop()
             if isinstance(item, Exception):
                 reason = reason_of(item)
                 raise item
@@ -341,7 +342,7 @@ class _DeltaQueue:
 
     def __init__(self) -> None:
         self._items: deque[QueueItem] = deque()
-        self._has_items = asyncio.Event()
+        self.has_items = asyncio.Event()
 
     def put(self, item: QueueItem) -> None:
         """Add an item, joined with the last one if both are deltas of one stream."""
@@ -351,14 +352,13 @@ class _DeltaQueue:
             self._items[-1] = (index, last[1].joined(delta))
         else:
             self._items.append(item)
-        self._has_items.set()
+        self.has_items.set()
 
-    async def get(self) -> QueueItem:
-        """The oldest item; waits for one."""
-        await self._has_items.wait()
+    def pop(self) -> QueueItem:
+        """The oldest item, once `has_items` is set."""
         item = self._items.popleft()
         if not self._items:
-            self._has_items.clear()
+            self.has_items.clear()
         return item
 
 

@@ -201,7 +201,12 @@ def test_a_gpu_that_is_not_there_is_told_of_before_anything_starts(
 class Started:
     """A service that stops as soon as it is asked to wait; its links say when it was ready."""
 
-    url, name, secret, pd_addresses = "http://127.0.0.1:7", "tiny", "secret", ("a door",)
+    url, name, secret, pd_addresses = (
+        "http://127.0.0.1:7",
+        "tiny",
+        "secret",
+        ("a door",),
+    )
 
     def __init__(
         self, config: Config, say: Callable[[str], None], secret: str | None = None
