@@ -85,6 +85,10 @@ def serve(
     allowed_origins: str | None = Option(
         None, help='Web origins allowed by CORS: "https://chat.example"; "*": all.'
     ),
+    log_level: str | None = Option(
+        None, help="debug, info, warning or error; info logs every request."
+    ),
+    log_format: str | None = Option(None, help="text, or json: one object per line."),
     name: str | None = Option(
         None, "--name", help="Name of this service among others on a cluster."
     ),
@@ -119,6 +123,8 @@ def serve(
         "server.tls_certificate": ssl_certfile,
         "server.tls_key": ssl_keyfile,
         "server.allowed_origins": split_origins(allowed_origins),
+        "server.log_level": log_level,
+        "server.log_format": log_format,
         "server.state_file": state_file and str(state_file),
     }
     settings = options.read_config(config, sets, flags)
@@ -149,8 +155,10 @@ def run_service(config: Config, as_json: bool) -> None:
     path = options.state_path(config.server.state_file, config.cluster.name)
     state_files.check_unannounced(path)
     check_model(config)
+    from disagg.server import log
     from disagg.server.service import Service
 
+    log.configure(config.server.log_level, config.server.log_format)
     try:
         with ShutdownGuard(config.cluster.grace_s) as guard, ExitStack() as stack:
             with stages(is_live=False) as report:
