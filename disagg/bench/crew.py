@@ -235,7 +235,7 @@ async def _measure(options: ChaosOptions) -> Row:
         ]
         raging = asyncio.create_task(storm.rage())
         await asyncio.gather(raging, *calls)
-        held, rules, after = await crew.idle(), crew.router.dispatch, crew.resident_mb()
+        held, rules, after = await crew.idle(), crew.router.table, crew.resident_mb()
     failed = storm.failed.total()
     return result_of(
         raging.result(),
@@ -477,7 +477,7 @@ async def _measure_moves(rounds: int) -> list[Row]:
 
 async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveSample:
     """One answer that moves; then its beginning again, as a prompt."""
-    rules, tokens, times, told, ends = crew.router.dispatch, list[int](), [], 0, ANSWER
+    rules, tokens, times, told, ends = crew.router.table, list[int](), [], 0, ANSWER
     moves, params = rules.moves, {"max_tokens": ANSWER, "ignore_eos": True}
     async with aclosing(crew.router.generate(prompt, params, codec)) as outputs:
         async for output in outputs:
@@ -485,7 +485,7 @@ async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveS
                 tokens.append(output.token)
                 times.append(time.monotonic())
             if len(tokens) == BEFORE and not told:
-                (entry,) = rules.entries.values()
+                (entry,) = rules.requests.values()
                 source, told = crew.hands[str(entry.decode)], len(times)
                 await asyncio.to_thread(source.child.ask, "assume", Role.PREFILL)
             if rules.moves > moves and ends == ANSWER:
@@ -493,7 +493,7 @@ async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveS
     await asyncio.to_thread(source.child.ask, "assume", Role.DECODE)
     peers = crew.router.peers
     await until(
-        lambda: peers[source.name].started.role.decodes, f"{source.name} decodes again"
+        lambda: peers[source.name].info.role.decodes, f"{source.name} decodes again"
     )
     if rules.moves == moves:
         raise TransferError(

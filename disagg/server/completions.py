@@ -266,7 +266,7 @@ class Completions:
         workers: list[dict[str, Any]] = []
         for name, peer in self.router.peers.items():
             answer = answers.get(name)
-            started = peer.started
+            started = peer.info
             worker = {
                 "name": name,
                 "role": started.role.value,

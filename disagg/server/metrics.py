@@ -173,9 +173,9 @@ class ServerMetrics:
 
     def scrape(self, workers: Sequence[Mapping[str, Any]], router: Router) -> bytes:
         """What Prometheus reads. `workers`: as in `Completions.status`."""
-        choices = router.dispatch.choices
+        choices = router.table.codec_policy
         self._of(self._queued).set(router.waiting)
-        for (role, reason), count in router.dispatch.routed.items():
+        for (role, reason), count in router.table.routed.items():
             self._raise(
                 self._routed, {"name": role, "role": role}, count, reason=reason
             )

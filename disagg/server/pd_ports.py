@@ -68,7 +68,7 @@ class PdPorts:
                 raise RequestError(told, "kv_transfer_params")
             return ANYWHERE
         peer = self._behind(port)
-        name, role = peer.name, peer.started.role
+        name, role = peer.name, peer.info.role
         if params.do_remote_decode:
             _require(
                 not params.do_remote_prefill, "do_remote_prefill is true too; false is"
@@ -108,7 +108,7 @@ class PdPorts:
             remote_request_id=uuid.uuid4().hex,
         )
         until = self._clock() + self._lease_s
-        handle = Handle(params, peer.name, peer.started.epoch, hash(prompt), until)
+        handle = Handle(params, peer.name, peer.info.epoch, hash(prompt), until)
         self._handles[params.remote_request_id or ""] = handle
         if len(self._handles) > MOST_HANDLES:
             self._handles.popitem(last=False)
@@ -136,7 +136,7 @@ class PdPorts:
             raise HandleError(
                 f"the handle is expired: {name!r} was good for {self._lease_s:g} s"
             )
-        if peer is None or peer.started.epoch != handle.epoch:
+        if peer is None or peer.info.epoch != handle.epoch:
             raise HandleError(
                 f"the handle is stale: {handle.worker} was started anew since"
             )

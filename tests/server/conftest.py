@@ -93,9 +93,11 @@ class FakeRouter(Router):
                 if "logprobs" in params:
                     likeliest = [[A + index, -index], [7, -9.0]][: params["logprobs"]]
                     scores.append([-float(index), likeliest])
-                yield TokenOutput(A + index, None, self.kv, scores, waited_s=0.5)
+                yield TokenOutput(
+                    "r", A + index, logprobs=scores, kv=self.kv, waited_s=0.5
+                )
                 scores = []
-            yield TokenOutput(None, "length", self.kv)
+            yield TokenOutput("r", finish_reason="length", kv=self.kv)
         finally:
             self.running -= 1
 

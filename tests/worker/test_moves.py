@@ -18,7 +18,7 @@ from disagg.kv.page import Kind
 from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState
 from disagg.model.runner import Runner
-from disagg.router import requests as dispatch
+from disagg.router import requests
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
 from disagg.worker.decode import MigrationHandoff
@@ -72,9 +72,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
             home.router.died("d")
             assert (await asking)[0] == expected
             assert leaving.decode.counts["moved"] == 1
-            assert (
-                home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
-            )
+            assert home.router.table.retries == home.router.table.unequal_tokens == 0
             await home.empty()
             assert not leaving.engine.pool.referenced_pages
     assert left == came
@@ -85,7 +83,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
 async def test_a_sequence_that_outgrows_its_room_moves_as_well(
     home, runners, story, monkeypatch
 ):
-    monkeypatch.setattr(dispatch, "MOVE_TOKENS", 1)
+    monkeypatch.setattr(requests, "MOVE_TOKENS", 1)
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])
@@ -93,7 +91,7 @@ async def test_a_sequence_that_outgrows_its_room_moves_as_well(
     source.assume(Role.NONE)
     assert (await asking)[0] == expected
     assert source.decode.counts["moved"] == 1
-    assert home.router.dispatch.retries == 0
+    assert home.router.table.retries == 0
 
 
 @pytest.mark.parametrize("breaks", ["the codec", "the link"])
@@ -110,11 +108,11 @@ async def test_what_cannot_move_is_computed_elsewhere(
         monkeypatch.setattr(sender.Sender, "run", cut)
     source = home.workers["d"]
     source.assume(Role.PREFILL)
-    await until(lambda: home.router.dispatch.retries > 0)
+    await until(lambda: home.router.table.retries > 0)
     monkeypatch.undo()
     assert (await asking)[0] == expected
     assert not source.decode.counts
-    assert home.router.peers["d"].started.role is Role.PREFILL
+    assert home.router.peers["d"].info.role is Role.PREFILL
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,7 @@ async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     home.workers["d"].assume(Role.NONE)
     assert (await asking)[0] == expected
     assert not errors
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
 
 
 async def test_a_worker_that_ends_before_all_has_moved_says_so(
@@ -154,7 +152,7 @@ async def test_a_worker_that_ends_before_all_has_moved_says_so(
     await until(lambda: leaving.wait(0.0))
     monkeypatch.undo()
     home.router.died("d")
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
     assert (await asking)[0] == expected
 
 

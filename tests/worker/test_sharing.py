@@ -65,7 +65,7 @@ async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_on
     await on_loop(decode, alter_and_scrub(decode))
     assert (await asking)[0] == expected
     assert decode.receiver.reservations.counts["damaged"] == 1
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
 
 
 async def alter_and_scrub(worker: Worker) -> None:
@@ -167,5 +167,5 @@ async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(
     tokens, _ = await home.complete(story, KIVI)
     assert missed
     assert tokens == expected
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
     assert home.workers["p"].prefill.failures == {TransferError.reason: 1}

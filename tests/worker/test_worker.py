@@ -84,9 +84,9 @@ async def test_a_worker_of_both_roles_hands_nothing_over_and_computes_nothing_tw
             assert first.kv["cached_tokens"] == two.kv["cached_tokens"]
         await home.empty()
         home.add("d", Role.DECODE, runners[1])
-        await until(lambda: home.router.dispatch.members.keys() == {"w", "d"})
+        await until(lambda: home.router.table.workers.keys() == {"w", "d"})
         home.workers["w"].role = Role.PREFILL  # and so the router is told
-        home.router.dispatch.members["w"].started = home.workers["w"].started
+        home.router.table.workers["w"].info = home.workers["w"].started
         assert (await home.complete(story, KIVI))[0] == tokens
         await home.empty()
 
@@ -106,7 +106,7 @@ async def test_an_answer_of_one_token_ships_nothing(home, runners, story, monkey
 
 async def test_a_worker_says_what_its_links_can_do(home, story):
     prefill, decode = home.workers["p"], home.workers["d"]
-    address = home.router.peers["d"].started.address
+    address = home.router.peers["d"].info.address
     (line,) = await asyncio.to_thread(prefill.meet, [address])
     assert line.startswith(f"link to {address}: ")
     await home.complete(story, KIVI)

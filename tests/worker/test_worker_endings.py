@@ -56,11 +56,11 @@ async def test_a_hand_off_given_up_while_its_pages_came_is_no_failure(
     reached, go = offering
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
-    decode, (rid,) = home.workers["d"], home.router.dispatch.entries
+    decode, (rid,) = home.workers["d"], home.router.table.requests
     await on_loop(decode, decode.abort(rid, 1, "given up"))
     go.set()
     assert (await asking)[0] == alone(story, KIVI)
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
     for worker in home.workers.values():
         assert (await worker.status()).info["failures"] == {}
 
@@ -73,7 +73,7 @@ async def test_a_worker_that_dies_costs_no_token(victim, heard, home, runners, s
     home.add(f"{victim}2", home.workers[victim].role, runners[2])
     await home.kill(victim)
     assert (await asking)[0] == expected
-    assert home.router.dispatch.unequal_tokens == 0
+    assert home.router.table.unequal_tokens == 0
 
 
 async def test_a_fenced_worker_drops_what_it_decodes(home, story):
