@@ -135,8 +135,8 @@ class ReceivingEnd(End):
 
         async def reserve(data: bytes) -> bytes:
             message = parse(pb.ReserveRequest, data)
-            grant = reservations.reserve(Job.from_message(message.job), message.epoch)
-            return grant.to_message().SerializeToString()
+            grant = reservations.reserve(Job.from_proto(message.job), message.epoch)
+            return grant.to_proto().SerializeToString()
 
         handlers = [
             receiver.handlers(),

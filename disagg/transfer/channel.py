@@ -37,8 +37,8 @@ from disagg.transfer.messages import (
     Attach,
     Attached,
     Credit,
-    fill,
     parse,
+    ticket_to_proto,
 )
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
@@ -180,15 +180,15 @@ class Channel:
 
     async def attach(self, sender: Sender, attach: Attach) -> Attached:
         """Take a reservation over: what is there."""
-        data = attach.to_message().SerializeToString()
+        data = attach.to_proto().SerializeToString()
         reply = await self._call("Attach", data, self.options.call_s, sender)
-        return Attached.from_message(parse(kv.AttachResponse, reply))
+        return Attached.from_proto(parse(kv.AttachResponse, reply))
 
     async def commit(self, sender: Sender, commit: Commit) -> Ack:
         """The answer to a commit."""
         data = frame_message(pack(commit))
         reply = await self._call("Commit", data, self.options.stall_s, sender)
-        return Ack.from_message(parse(kv.CommitResponse, reply))
+        return Ack.from_proto(parse(kv.CommitResponse, reply))
 
     async def _call(
         self, name: str, data: bytes, timeout_s: float, *senders: Sender
@@ -268,7 +268,7 @@ class Channel:
         """Take in credit."""
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
-                credit = Credit.from_message(parse(kv.PushResponse, data))
+                credit = Credit.from_proto(parse(kv.PushResponse, data))
                 if credit.error and not credit.gen:  # of the stream, which ends
                     raise credit.error
                 self.meter.arrived(time.monotonic())
@@ -285,7 +285,8 @@ class Channel:
             if not self._attached:
                 continue
             senders = {sender: sender.ticket for sender in self._attached.values()}
-            data = fill(kv.RenewRequest, tickets=senders.values()).SerializeToString()
+            tickets = [ticket_to_proto(ticket) for ticket in senders.values()]
+            data = kv.RenewRequest(tickets=tickets).SerializeToString()
             try:
                 timeout_s = min(self.options.call_s, pause_s)
                 reply = await self._call("Renew", data, timeout_s, *senders)

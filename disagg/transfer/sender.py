@@ -338,7 +338,7 @@ class Sender:
             if not self._drained.is_set():
                 raise ReservationError(f"{self} was admitted before all of it was sent")
             return await self._commit()
-        self.outbox.attached(attached.here(), attached.credit)
+        self.outbox.attached(attached.received(), attached.credit)
         self._note_drained()
         with self._channel.carries(self, attached):
             await self._unless_over(self._drained.wait())

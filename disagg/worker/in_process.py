@@ -50,9 +50,9 @@ class InProcessHandoff:
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
         attached = self._rules.attach(attach)
         self._wire_bytes += (
-            attach.to_message().ByteSize() + attached.to_message().ByteSize()
+            attach.to_proto().ByteSize() + attached.to_proto().ByteSize()
         )
-        self._outbox.attached(attached.here(), attached.credit)
+        self._outbox.attached(attached.received(), attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Send what is final."""
@@ -90,7 +90,7 @@ class InProcessHandoff:
             credit = self._receiver.take(message_frame(message), self)
             if credit.error is not None:
                 raise credit.error
-            self._wire_bytes += len(message) + credit.to_message().ByteSize()
+            self._wire_bytes += len(message) + credit.to_proto().ByteSize()
             self._outbox.answered()
 
     def _commit(self, commit: Commit) -> Ack:
@@ -99,5 +99,5 @@ class InProcessHandoff:
         frame = unpack(message_frame(message))
         assert isinstance(frame, Commit)
         ack = self._rules.commit(frame)
-        self._wire_bytes += len(message) + ack.to_message().ByteSize()
+        self._wire_bytes += len(message) + ack.to_proto().ByteSize()
         return ack

@@ -203,4 +203,4 @@ def test_a_receiver_that_acknowledges_or_has_what_was_never_sent_is_a_typed_erro
     with pytest.raises(CorruptFrameError):
         outbox.attached({prompt.checklist.num_items: 1}, PLENTY)
     with pytest.raises(CorruptFrameError):
-        Attached(have=(1, 2), digests=(3,)).here()
+        Attached(have=(1, 2), digests=(3,)).received()

@@ -363,7 +363,7 @@ async def test_a_failed_renewal_breaks_the_channel_and_all_attach_anew(
         running = asyncio.create_task(sender.run())
         await until(lambda: bool(peer.renewals))
         with monkeypatch.context() as broken:
-            broken.setattr("disagg.transfer.channel.fill", None)
+            broken.setattr("disagg.transfer.channel.ticket_to_proto", None)
             await until(lambda: len(peer.attaches) >= 2)
         renewed = len(peer.renewals)
         await until(lambda: len(peer.renewals) > renewed)
