@@ -237,9 +237,10 @@ class SendingEnd(End):
         ticket = Ticket(grant.nonce, grant.epoch, 0)
         attach = Attach(ticket, way.target.model, plan.fingerprint, tokens)
         source = ArenaSource(prompt.arena, prompt.checklist, prompt.states)
-        sender = Sender(channel, attach, plan, source, DEADLINE_S)
+        sender = Sender(channel, attach, plan, DEADLINE_S)
+        sender.queue.read_from(source)
         running = asyncio.create_task(sender.run())
-        while not (sender.outbox.credit or running.done()):
+        while not (sender.queue.credit or running.done()):
             await asyncio.sleep(1e-3)  # workers attach before they compute
         cpu, began = time.process_time(), time.monotonic()
         if inline:

@@ -161,7 +161,7 @@ class Channel:
     # -- for senders
 
     @contextmanager
-    def carries(self, sender: Sender, attached: Attached) -> Iterator[None]:
+    def carry(self, sender: Sender, attached: Attached) -> Iterator[None]:
         """Send the frames of an attached hand-off and renew it, meanwhile."""
         self._attached[sender.ticket.nonce] = sender
         self._lease_s = attached.lease_s
@@ -242,22 +242,22 @@ class Channel:
             if (chosen := self._next()) is None:
                 await self._wake.wait()
                 continue
-            sender, parcel = chosen
-            self.meter.leaves(parcel.size, time.monotonic())
+            sender, frame = chosen
+            self.meter.leaves(frame.size, time.monotonic())
             if (
                 pace is not None
-                and (delay := pace.delay(parcel.size, time.monotonic())) > 0
+                and (delay := pace.delay(frame.size, time.monotonic())) > 0
             ):
                 await asyncio.sleep(delay)
-            size = await stream.send(parcel.parts)
+            size = await stream.send(frame.parts)
             sender.wire_bytes += size
 
     def _next(self) -> tuple[Sender, OutgoingFrame] | None:
         """Whose frame is needed most, of those that have one and credit for it."""
-        for sender in sorted(self._attached.values(), key=Sender.need):
+        for sender in sorted(self._attached.values(), key=Sender.urgency):
             try:
-                if parcel := sender.next_parcel():
-                    return sender, parcel
+                if frame := sender.next_frame():
+                    return sender, frame
             except Exception as error:  # of one hand-off, so it ends that one
                 log.exception("%s cannot be sent", sender)
                 del self._attached[sender.ticket.nonce]
@@ -273,7 +273,7 @@ class Channel:
                     raise credit.error
                 self.meter.arrived(time.monotonic())
                 if sender := self._attached.get(credit.nonce):
-                    sender.credited(credit, len(data))
+                    sender.on_credit(credit, len(data))
                 self._wake.set()
         raise PeerLostError(f"{self.address} ended the stream")
 

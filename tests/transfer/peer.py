@@ -66,7 +66,9 @@ class Peer(Desk):
     ) -> Sender:
         """A hand-off to it that is reserved."""
         attach = self.promise(prompt, rid)
-        return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
+        sender = Sender(channel, attach, prompt.plan, deadline_s)
+        sender.queue.read_from(prompt.read)
+        return sender
 
     def arrived(self) -> int:
         """Items of all prompts that are here."""
@@ -185,7 +187,7 @@ async def open_peer(
 def offer_all(sender: Sender, prompt: Prompt) -> None:
     """What an engine says of a prompt."""
     for layer in range(len(prompt.plan.group_of)):
-        sender.offer(prompt.checklist.layer(layer))
+        sender.offer(prompt.manifest.layer(layer))
     sender.finish(42, {"ids": [1, 2]})
 
 

@@ -134,7 +134,7 @@ async def test_what_is_no_frame_ends_a_channel_and_breaks_all_on_it(
     assert booth.ledger.gauges() == {"reservations": 1, "streams": 0, "running": 0}
     again = replace(ticket, gen=2)
     assert len((await booth.take_over(prompt, again)).have) == len(
-        prompt.frames(again)[0].places
+        prompt.frames(again)[0].indices
     )
     await booth.stream(pages(prompt, again))
     assert isinstance(await booth.commit(prompt.commit(again)), Ack)
