@@ -66,7 +66,8 @@ from disagg.transfer.records import ArenaSource, Manifest
 from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import Link, connect
 from disagg.wire import digest
-from disagg.worker.decode import DecodeSide, MigrationHandoff
+from disagg.worker.decode import DecodeSide
+from disagg.worker.handoff import MigrationHandoff
 
 POLL_S = 0.05
 DRAIN_S, PATIENCE_S = 60.0, 120.0
@@ -390,12 +391,12 @@ def witnessed() -> Iterator[tuple[Seen, Seen]]:
         self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]
     ) -> None:
         begin(self, plan, groups)
-        if self.whole:
-            left[_digests(self.arena, self.checklist, groups)] += 1
+        if self.all_offered:
+            left[_digests(self.arena, self.manifest, groups)] += 1
 
     def admits(self: DecodeSide, admission: Admission) -> None:
         if tokens := admission.job.moved:
-            engine = self.way.engine
+            engine = self.context.engine
             checklist = Manifest(engine.plan(admission.job.codec), tokens)
             came[_digests(engine.pool.arena, checklist, admission.groups)] += 1
         admit(self, admission)

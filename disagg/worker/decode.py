@@ -12,7 +12,7 @@ that it starts again elsewhere.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from disagg.engine.messages import (
     Admit,
     Failed,
     Move,
-    Moved,
     Prefill,
     Token,
     named,
@@ -35,18 +34,14 @@ from disagg.errors import (
     ReservationError,
     TransferError,
 )
-from disagg.kv.page import FinalAt, Item, Kind
-from disagg.kv.plan import LayerGroup, Plan
-from disagg.kv.state import GroupState
 from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit
 from disagg.worker.event_log import EventLog
-from disagg.worker.handoff import HandoffContext, OutgoingHandoff
+from disagg.worker.handoff import HandoffContext, MigrationHandoff
 from disagg.worker.prefill import request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
-PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
 STEPS = 2  # that the engine may be ahead of what was said
 EMITTED = "emitted"  # what a commit calls the tokens of a sequence that moves
 Made = TypeVar("Made")
@@ -61,7 +56,7 @@ class DecodeSide:
     counts:  sequences that moved away, bytes and milliseconds of their hand-offs
     """
 
-    way: HandoffContext
+    context: HandoffContext
     tasks: asyncio.TaskGroup
     events: EventLog
     on_done: Callable[[str, int], None]
@@ -95,7 +90,7 @@ class DecodeSide:
             self.events.say(TokenEvent(job.rid, job.attempt, *each) for each in again)
         said = () if job.emitted else _plain(commit, "logprobs", _score)
         self._jobs[request.rid] = job
-        self.way.engine.submit(
+        self.context.engine.submit(
             Admit(request, admission.groups, emitted, job.moved, said)
         )
 
@@ -105,7 +100,9 @@ class DecodeSide:
         request = request_of(job, LOCAL)
         if request.rid not in self._jobs:
             self._jobs[request.rid] = job
-            self.way.engine.submit(Prefill(request, None, job.emitted, job.waited_s))
+            self.context.engine.submit(
+                Prefill(request, None, job.emitted, job.waited_s)
+            )
 
     def move(self, submit: Submit) -> None:
         """Begin to hand a sequence over; it decodes on for as long as it can.
@@ -143,7 +140,7 @@ class DecodeSide:
                 if task := self._moves.get(name):
                     task.cancel()  # frees it when nobody reads its records
                 else:
-                    self.way.engine.submit(Abort(name))
+                    self.context.engine.submit(Abort(name))
 
     def fail(self, rid: str, attempt: int, error: DisaggError) -> None:
         """A request was dropped, and the router does not know: it may try again."""
@@ -167,7 +164,7 @@ class DecodeSide:
             reason, stats = output.finish_reason or "", None
             begins = output.index <= len(job.emitted)
             if (begins or reason) and output.rid.endswith(LOCAL):
-                plan, tokens = self.way.engine.plan(job.codec), len(job.prompt)
+                plan, tokens = self.context.engine.plan(job.codec), len(job.prompt)
                 stats = asdict(handoff_stats(plan, tokens, output.cached_tokens))
             said = output.index, output.token, reason, None, stats, output.logprobs
             event = TokenEvent(job.rid, job.attempt, *said)
@@ -184,10 +181,14 @@ class DecodeSide:
         """One hand-off from begin to end."""
         rid, attempt = submit.job.rid, submit.job.attempt
         try:
-            async with MigrationHandoff(self.way, submit, name).sending() as departure:
-                self.way.engine.submit(Move(name, submit.job.tokens, departure))
-                emitted = (await departure.computed()).emitted
-                stats = await departure.commit(emitted[0], {EMITTED: list(emitted)})
+            handoff = MigrationHandoff(self.context, submit, name)
+            async with handoff.sending():
+                self.context.engine.submit(Move(name, submit.job.tokens, handoff))
+                moved = await handoff.engine_result()
+                stats = await handoff.commit(
+                    first_token=moved.emitted[0],
+                    extras={EMITTED: list(moved.emitted)},
+                )
             self.counts.update(
                 moved=1, moved_bytes=stats.wire_bytes, moved_ms=round(stats.exposed_ms)
             )
@@ -199,53 +200,8 @@ class DecodeSide:
         """However its hand-off ended, and if it never began: nothing of the sequence is here."""
         del self._moves[name]
         self._jobs.pop(name, None)
-        self.way.engine.submit(Abort(name))
+        self.context.engine.submit(Abort(name))
         self.on_done(rid, attempt)
-
-
-class MigrationHandoff(OutgoingHandoff[Moved]):
-    """The engine's end of a sequence that moves. It begins twice: sealed pages are final already,
-    and where it stops everything is.
-
-    What is sealed leaves in small parts: packing it all at once would hold up the next token.
-    """
-
-    _later: tuple[Item, ...] = ()
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has stopped, and all of it was offered."""
-        return len(self._offered) == self.checklist.num_items
-
-    def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
-        stops = self._source is not None
-        super().begin(plan, groups)
-        if stops:
-            self.checklist.match(groups)
-        tokens = self.checklist.tokens
-        sealed = [
-            _sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)
-        ]
-        final = [
-            x
-            for x in self._items
-            if x not in self._offered
-            and (stops or x.record < sealed[x.group].get(x.kind, 0))
-        ]
-        self.offer(final)
-
-    def _pass(self, items: Sequence[Item]) -> None:
-        trickles = bool(self._later)
-        self._later = (*self._later, *items)
-        if not trickles or self.whole:
-            self._trickle()
-
-    def _trickle(self) -> None:
-        count = len(self._later) if self.whole else PART_ITEMS
-        part, self._later = self._later[:count], self._later[count:]
-        if part:
-            super()._pass(part)
-            self._loop.call_later(PART_S, self._trickle)
 
 
 def _plain(commit: Commit, name: str, read: Callable[[Any], Made]) -> tuple[Made, ...]:
@@ -270,12 +226,3 @@ def _score(value: Any) -> Logprobs:
     ):
         return found
     raise ValueError(f"{value!r:.40} is no log-probability")
-
-
-def _sealed(group: LayerGroup, state: GroupState, tokens: int) -> dict[Kind, int]:
-    """How many records of each kind stay as they are, and under their numbers, up to a length."""
-    drops = group.dropped(tokens) > state.dropped * group.page.tokens
-    if drops or group.flush_page or group.final_at is FinalAt.PROMPT:
-        return {}
-    ids = state.ids_by_kind()
-    return {kind: len(ids.get(kind, ())) for kind in (Kind.SEGMENT, Kind.PAGE)}

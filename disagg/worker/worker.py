@@ -360,10 +360,10 @@ class Worker:
         model = self._runner.fingerprint
         self._events = events = EventLog(self._room)
         self._peers = Peers(self._security, transfer)
-        way = HandoffContext(engine, model, self._peers)
-        self.prefill = PrefillSide(way, transfer.overlap, tasks, events)
+        context = HandoffContext(engine, model, self._peers)
+        self.prefill = PrefillSide(context, transfer.overlap, tasks, events)
         self.decode = decode = DecodeSide(
-            way,
+            context,
             tasks,
             events,
             on_done=lambda *which: self.reservations.finished(*which),
@@ -394,7 +394,7 @@ class Worker:
             self._loop.call_soon_threadsafe(call, *args)
 
     def _step(self, output: StepOutput) -> None:
-        self.prefill.way.step([*output.prefilled, *output.moved, *output.failed])
+        self.prefill.context.deliver([*output.prefilled, *output.moved, *output.failed])
         self._events.say(self.decode.step([*output.tokens, *output.failed]))
 
     # -- the end

@@ -21,7 +21,7 @@ from disagg.model.runner import Runner
 from disagg.router import requests
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
-from disagg.worker.decode import MigrationHandoff
+from disagg.worker.handoff import MigrationHandoff
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
 from tests.worker.pairs import KIVI, leave, paired
@@ -58,7 +58,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
         self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]
     ) -> None:
         begin(self, plan, groups)
-        early.append({item.kind for item in self._offered})
+        early.append({item.kind for item in self.offered_items})
 
     monkeypatch.setattr(MigrationHandoff, "begin", begins)
     with witnessed() as (left, came):
@@ -167,7 +167,9 @@ async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(
     await leave(asking)
     await home.empty()
     assert not source.decode._moves
-    source.decode.way.step([Moved("given-up#1/d", (1,))])  # a step was on its way
+    source.decode.context.deliver(
+        [Moved("given-up#1/d", (1,))]
+    )  # a step was on its way
 
 
 async def test_a_sequence_that_ended_before_it_was_to_move_is_not_computed_again(

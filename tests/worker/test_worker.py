@@ -299,9 +299,9 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     engine = home.workers["d"].engine
 
     def admitting(self: DecodeSide, admission: Admission) -> None:
-        checklist = Manifest(engine.plan(KIVI), admission.commit.tokens)
-        source = ArenaSource(engine.pool.arena, checklist, admission.groups)
-        for item, seen in zip(checklist.items, admission.commit.digests, strict=True):
+        manifest = Manifest(engine.plan(KIVI), admission.commit.tokens)
+        source = ArenaSource(engine.pool.arena, manifest, admission.groups)
+        for item, seen in zip(manifest.items, admission.commit.digests, strict=True):
             if item.kind is Kind.PAGE:
                 wired[item] = seen
                 (data,) = source.read([item])
