@@ -79,7 +79,7 @@ class PrefillSide:
         except Exception as failure:
             error = named(failure)
             self.failures[error.reason] += 1
-            self.events.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
+            self.events.publish([TokenEvent(job.rid, job.attempt, 0, error=error)])
 
     async def _hand_over(self, submit: Submit) -> None:
         job = submit.job
@@ -119,10 +119,10 @@ class PrefillSide:
             last = replace(
                 first, finish_reason=prefilled.finish_reason, stats=asdict(stats)
             )
-            self.events.say([last])
+            self.events.publish([last])
             return
-        self.events.say([] if job.emitted else [first])
+        self.events.publish([] if job.emitted else [first])
         handoff.sender.prefill_stats = stats
         extras: dict[str, Any] = {"logprobs": logprobs} if logprobs else {}
         stats = await handoff.commit(prefilled.first_token, extras)
-        self.events.say([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])
+        self.events.publish([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])

@@ -10,7 +10,8 @@ from disagg.config import Config, RouterConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
-from disagg.router.router import Router, TokenOutput, WorkerConnection
+from disagg.router.actions import TokenOutput
+from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role
 from disagg.transfer.rpc import connect

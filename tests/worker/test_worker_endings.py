@@ -134,7 +134,7 @@ async def test_a_worker_that_leaves_waits_until_its_last_words_were_heard(home, 
 async def test_a_worker_without_a_router_leaves(runners):
     async with house(Config(cluster=ClusterConfig(orphan_s=0.05))) as home:
         worker = home.add("d", Role.DECODE, runners[1])
-        await until(lambda: worker._events.followed)
+        await until(lambda: worker._events.is_followed)
         await home.router.close()
         await until(lambda: worker.wait(0.0))
 
@@ -154,9 +154,9 @@ async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(
             home.add("d", Role.DECODE, runners[1]),
             GREEDY | {"max_tokens": 2000},
         )
-        await until(lambda: worker._events.followed)
+        await until(lambda: worker._events.is_followed)
         cut_off(home)
-        await until(lambda: not worker._events.followed)
+        await until(lambda: not worker._events.is_followed)
         for attempt in (1, 2):
             job = Job("r", attempt, story, sampling=sampling)
             submit = Submit(job, Work.LOCAL, worker.epoch, router=home.router.id)
@@ -219,7 +219,7 @@ async def test_a_supervised_task_that_ends_ends_its_worker(error, runners, monke
     monkeypatch.setattr(Receiver, "run", keep_time)
     async with house() as home:
         worker = home.add("d", Role.DECODE, runners[0])
-        await until(lambda: worker._events.followed)
+        await until(lambda: worker._events.is_followed)
         go.set()
         del home.workers["d"]
         with pytest.raises(
@@ -257,7 +257,7 @@ async def test_the_next_router_finds_nothing_of_the_one_before(home, story):
     with pytest.raises(ConfigError, match="follows router"):
         await anext(decode.events({}, "other"))
     cut_off(home)
-    await until(lambda: not decode._events.followed)
+    await until(lambda: not decode._events.is_followed)
     steps = decode.events({}, "other")
     assert (await on_loop(decode, anext(steps))).events == ()
     assert not decode.decode.attempts
