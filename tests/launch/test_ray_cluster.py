@@ -15,7 +15,7 @@ from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.launch import ray_cluster as launch
 from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.ray_cluster import Actor, Cluster
-from disagg.launch.resources import gpu_share, of_a_share
+from disagg.launch.resources import gpu_share, worker_config
 from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority
 
@@ -54,7 +54,7 @@ class FakeCluster(Cluster):
         self.outcomes = list(outcomes)
         self.handles: dict[str, Handle] = {}
         self.connected, self.there = 0, True
-        self._doors = [("ray", 1)]
+        self._addresses = [("ray", 1)]
         self.told: list[str] = []
 
     def _load(self, role: Role, name: str) -> Actor:
@@ -83,7 +83,7 @@ class FakeCluster(Cluster):
         """One look; what it told."""
         self.told = []
         launch.knock = lambda host, port: self.there  # type: ignore[assignment]
-        self.look(
+        self.poll(
             lambda up: self.told.append(f"+{up.name}"),
             lambda x: self.told.append(f"-{x}"),
         )
@@ -168,7 +168,7 @@ def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(e
     cluster = FakeCluster(*outcomes, config=config)
     assert [started.name for started in cluster.start()] == [names[i] for i in early]
     assert cluster.step() == []
-    for actor in [actor for actor in cluster._actors if actor.started is None]:
+    for actor in [actor for actor in cluster._actors if actor.info is None]:
         cluster.loaded(actor)
         assert cluster.step() == [f"+{actor.name}"]
 
@@ -193,7 +193,7 @@ def test_a_front_end_takes_over_all_workers_of_its_name(
     take_kept(monkeypatch)
     flags = {"cluster.address": "any:1", "cluster.name": "mine", "cluster.prefill": 2}
     cluster = FakeCluster(config=load_config(None, flags))
-    names = [name for _, name in cluster._names()]
+    names = [name for _, name in cluster._initial_names()]
     assert names == (taken or ["prefill-1", "prefill-0", "decode-0", "decode-2.1"])
     cluster._load_another(Role.DECODE)
     assert cluster._actors[-1].name == f"decode-0{next_one}"
@@ -212,10 +212,12 @@ def test_the_next_front_end_has_as_many_workers_as_were_asked_for(monkeypatch):
     named += [
         {"name": name, "namespace": "disagg"} for name in ("prefill-0", "decode-0")
     ]
-    names = [name for _, name in FakeCluster(config=config)._names()]
+    names = [name for _, name in FakeCluster(config=config)._initial_names()]
     assert names == ["prefill-0", "decode-0", "decode-1"]
     named.clear()
-    assert len(FakeCluster(config=config)._names()) == 2  # of a service that ended
+    assert (
+        len(FakeCluster(config=config)._initial_names()) == 2
+    )  # of a service that ended
 
 
 def test_workers_that_do_both_stay_as_many_as_they_are():
@@ -232,7 +234,7 @@ def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch):
     monkeypatch.setattr(launch.ray, "kill", killed.append)
     cluster = FakeCluster(None, LOADING, LOADING, None)
     names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
-    cluster._found = names[:2]
+    cluster._adopted = names[:2]
     cluster._actors = [cluster._load(Role.DECODE, name) for name in names]
     for actor in cluster._actors[0], cluster._actors[3]:
         cluster._enter(actor)
@@ -245,7 +247,9 @@ def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch):
 
     def agree(**flags: str) -> Authority:
         given = {key.replace("_", ".", 1): value for key, value in flags.items()}
-        return Cluster(load_config(None, {"cluster.address": "any:1"} | given))._agree()
+        return Cluster(
+            load_config(None, {"cluster.address": "any:1"} | given)
+        )._shared_authority()
 
     first = agree()
     assert first.certificate
@@ -338,7 +342,7 @@ def test_a_worker_that_leaves_when_the_next_front_end_comes_ends_without_a_word(
 
 def test_a_front_end_takes_over_though_a_worker_ends_meanwhile():
     cluster = FakeCluster(None, RayActorError())
-    cluster._found = ["prefill-0", "decode-0"]
+    cluster._adopted = ["prefill-0", "decode-0"]
     assert [started.name for started in cluster.start()] == ["prefill-0"]
     assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
 
@@ -480,7 +484,7 @@ def test_the_cores_of_a_host_are_shared_by_workers_that_fit(
 ):
     """Of pools as many as fit there."""
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    engine = of_a_share(
+    engine = worker_config(
         load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, here
     ).engine
     assert (engine.memory_share, engine.torch_threads) == (0.4, threads)
