@@ -21,7 +21,8 @@ from disagg.errors import (
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.router import Router, TokenOutput
+from disagg.router.actions import TokenOutput
+from disagg.router.router import Router
 from disagg.server import limits
 from disagg.server.metrics import ServerMetrics
 from disagg.server.output_text import TextDelta, TextStream

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 from disagg.errors import DisaggError
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.router import Router, TokenOutput, WorkerConnection
+from disagg.router.actions import TokenOutput
+from disagg.router.router import Router, WorkerConnection
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, ServedModel
 from disagg.transfer.messages import Role, WorkerInfo, WorkerStatus
