@@ -5,8 +5,8 @@
         import_path: disagg.serve_app:build_app
         args: {prefill: 1, decode: 1, cluster: {pools: true, gpus: 1}}
 
-One replica is the front end; its workers are the actors that `disagg serve` would start. Requests to
-Ray Serve are passed on to the front end, and its answers are streamed back unchanged.
+One replica is the front end; its workers are the actors that `disagg serve` would start. A request
+to Ray Serve is passed on to the front end, and the answer is streamed back unchanged.
 """
 
 from collections.abc import Mapping

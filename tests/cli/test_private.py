@@ -59,7 +59,9 @@ class Home:
         ready = lambda: (state := read_state(path)) is not None and state.ready  # noqa: E731
         wait_for(
             ready,
-            told=lambda: [x.communicate() for x in self.begun if x.poll() is not None],
+            describe=lambda: [
+                x.communicate() for x in self.begun if x.poll() is not None
+            ],
         )
         return read_state(path)
 
@@ -94,7 +96,7 @@ class Home:
 
     def empties(self) -> None:
         """Nothing is left, soon."""
-        wait_for(lambda: not self.left(), told=self.left)
+        wait_for(lambda: not self.left(), describe=self.left)
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_
 
     kill_after_pieces(state, asked, whole.text, "decode")
     kill_after_pieces(state, asked, whole.text, "prefill")
-    wait_for(lambda: idle(state), told=lambda: get(state, "/status"))
+    wait_for(lambda: idle(state), describe=lambda: get(state, "/status"))
 
     (pid,) = home.pids("raylet")
     os.kill(pid, signal.SIGKILL)

@@ -145,14 +145,14 @@ def test_a_worker_that_talks_of_what_is_over_is_told_again_but_not_all_the_time(
         AbortAttempt("p", "r", 1),
         AbortAttempt("d", "r", 1),
     ]
-    said = [table.token("d", "r", 1, i, 7, i / 10) for i in range(25)]
+    answers = [table.token("d", "r", 1, i, 7, i / 10) for i in range(25)]
     assert [
-        i for i, actions in enumerate(said) if actions == [AbortAttempt("d", "r", 1)]
+        i for i, actions in enumerate(answers) if actions == [AbortAttempt("d", "r", 1)]
     ] == [
         10,
         20,
     ]
-    assert not any(actions for i, actions in enumerate(said) if i not in (10, 20))
+    assert not any(actions for i, actions in enumerate(answers) if i not in (10, 20))
     assert table.cancel("r", 3.0) == []
 
 
@@ -215,8 +215,8 @@ def test_a_worker_that_decodes_no_longer_gets_nothing_and_what_it_has_moves(
     assert leave(table, "d", role) == []
     table.submit(job("s"), 1.0)
     assert not table.requests["s"].workers
-    asked = only(Reserve, join(table, "d2", 2.0))
-    assert [(x.worker, x.job.rid) for x in asked] == [("d2", "r"), ("d2", "s")]
+    reserves = only(Reserve, join(table, "d2", 2.0))
+    assert [(x.worker, x.job.rid) for x in reserves] == [("d2", "r"), ("d2", "s")]
 
 
 def test_both_workers_of_a_move_may_say_a_token_and_it_is_delivered_once() -> None:
@@ -314,12 +314,12 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
     table = moving(Role.PREFILL)
     join(table, "d3", 1.0)
     again = table.worker_down(broken, 1.0)
-    left = {"d", "d2"} - {broken}
+    survivors = {"d", "d2"} - {broken}
     assert set(only(AbortAttempt, again)) == {
-        AbortAttempt(x, "r", 1) for x in {"p", *left}
+        AbortAttempt(x, "r", 1) for x in {"p", *survivors}
     }
-    (asked,) = only(Reserve, again)
-    assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
+    (reserve,) = only(Reserve, again)
+    assert (reserve.job.attempt, reserve.job.emitted, reserve.job.moved) == (2, (7,), 0)
 
 
 def left(giver: str) -> Rules:
@@ -350,8 +350,8 @@ def test_what_never_arrives_of_a_worker_that_left_is_computed_again(
     assert table.tick(1.0 + SPEAKS_S - 0.1) == []
     actions = table.tick(1.0 + SPEAKS_S) + join(table, f"{giver}3", 7.0)
     assert AbortAttempt(taker, "r", 1) in actions
-    (asked,) = only(Reserve, actions)
-    assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
+    (reserve,) = only(Reserve, actions)
+    assert (reserve.job.attempt, reserve.job.emitted, reserve.job.moved) == (2, (7,), 0)
 
 
 def test_an_error_of_who_takes_over_from_a_worker_that_left_blames_those_that_are_here() -> (
@@ -497,8 +497,8 @@ def test_short_prompts_stay_whole_where_they_decode() -> None:
 def test_a_request_goes_to_the_workers_that_it_names_while_they_are_there() -> None:
     table = house("p1", "p2", "d1")
     table.worker_up(WorkerInfo("d2", Role.DECODE, "d2", 1, min_tokens=100), 0.0)
-    wanted = ("p2", "d2"), ("p1", "d2"), ("", "d1"), ("p2", "")
-    for rid, at in zip("abce", wanted, strict=True):
+    pairs_asked = ("p2", "d2"), ("p1", "d2"), ("", "d1"), ("p2", "")
+    for rid, at in zip("abce", pairs_asked, strict=True):
         table.submit(job(rid), 0.0, at)
     *both, third, fourth = pairs(table, *"abce")
     assert both == [("p2", "d2"), ("p1", "d2")]

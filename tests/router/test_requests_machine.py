@@ -34,10 +34,10 @@ NAMES = st.data()
 
 @dataclass
 class Running:
-    """What a fake decode worker still has to say: it repeats the last token that was known."""
+    """A sequence of a fake decode worker, which repeats the last token that was delivered."""
 
     attempt: int
-    said: int
+    num_reported: int
     length: int
 
 
@@ -85,11 +85,10 @@ class Interleavings(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, Reserve):
                 self.asked.append(action)
-                emitted, known = (
-                    list(action.job.emitted),
-                    self.delivered[action.job.rid],
-                )
-                assert emitted == known or (action.job.moved and emitted == known[:-1])
+                emitted = list(action.job.emitted)
+                delivered = self.delivered[action.job.rid]
+                is_behind = action.job.moved and emitted == delivered[:-1]
+                assert emitted == delivered or is_behind
             elif isinstance(action, Start):
                 self.start(action)
             elif isinstance(action, AbortAttempt):
@@ -115,8 +114,10 @@ class Interleavings(RuleBasedStateMachine):
             return
         if start.work is Work.PREFILL:
             assert self.workers[decode].held.pop(rid) == attempt
-        said = max(0, len(start.job.emitted) - 1)
-        self.workers[decode].jobs[rid] = Running(attempt, said, self.lengths[rid])
+        num_reported = max(0, len(start.job.emitted) - 1)
+        self.workers[decode].jobs[rid] = Running(
+            attempt, num_reported, self.lengths[rid]
+        )
 
     def forget(self, action: AbortAttempt) -> None:
         """As workers do; a call that is on its way to the same worker is ended before."""
@@ -156,27 +157,27 @@ class Interleavings(RuleBasedStateMachine):
     def answer_a_reservation(self, data: st.DataObject, lost: bool) -> None:
         self.reply(self.asked[data.draw(st.integers(0, len(self.asked) - 1))], lost)
 
-    def reply(self, asked: Reserve, lost: bool = False) -> None:
-        self.asked.remove(asked)
-        worker, job = self.workers.get(asked.worker), asked.job
+    def reply(self, reserve: Reserve, lost: bool = False) -> None:
+        self.asked.remove(reserve)
+        worker, job = self.workers.get(reserve.worker), reserve.job
         error: DisaggError | None = (
             PeerLostError("gone") if worker is None or lost else None
         )
         if worker is not None and not worker.load.slots:
             error = CapacityError("full")
-        kept = not (
+        is_held = not (
             lost and job.moved
         )  # of that the worker hears no more: its lease ends
-        if worker is not None and kept and not isinstance(error, CapacityError):
+        if worker is not None and is_held and not isinstance(error, CapacityError):
             worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
         if error is None:
-            grant = asked.worker, job.rid, job.attempt, Grant(1, 1)
+            grant = reserve.worker, job.rid, job.attempt, Grant(1, 1)
             self.act(self.table.on_grant(*grant))
         else:
-            said = self.table.refused(
-                asked.worker, job.rid, job.attempt, error, self.now
+            actions = self.table.refused(
+                reserve.worker, job.rid, job.attempt, error, self.now
             )
-            self.act(said)
+            self.act(actions)
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES, role=st.sampled_from(Role))
@@ -193,7 +194,9 @@ class Interleavings(RuleBasedStateMachine):
         source, target = self.workers.get(start.worker), self.workers.get(start.decode)
         job = source.jobs.pop(start.job.rid, None) if source else None
         if target and job and target.held.pop(start.job.rid, None):
-            target.jobs[start.job.rid] = replace(job, said=len(start.job.emitted))
+            target.jobs[start.job.rid] = replace(
+                job, num_reported=len(start.job.emitted)
+            )
         elif job:
             event = (
                 start.worker,
@@ -212,8 +215,10 @@ class Interleavings(RuleBasedStateMachine):
         self.moves.remove(start)
         error = CapacityError("it has outgrown its room")
         job = start.job
-        told = self.table.refused(start.worker, job.rid, job.attempt, error, self.now)
-        return self.act(told)
+        actions = self.table.refused(
+            start.worker, job.rid, job.attempt, error, self.now
+        )
+        return self.act(actions)
 
     @precondition(lambda self: self.table.requests)
     @rule(data=NAMES)
@@ -221,8 +226,15 @@ class Interleavings(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(sorted(self.table.requests)))
         entry = self.table.requests[rid]
         if entry.prefill is not None and entry.phase is Phase.PREFILL:
-            event = (entry.prefill, rid, entry.job.attempt, 0, answer(rid, 0))
-            self.act(self.table.token(*event, self.now))
+            actions = self.table.token(
+                entry.prefill,
+                rid,
+                entry.job.attempt,
+                index=0,
+                token=answer(rid, 0),
+                now=self.now,
+            )
+            self.act(actions)
 
     def busy(self) -> list[tuple[str, str]]:
         return [
@@ -233,14 +245,19 @@ class Interleavings(RuleBasedStateMachine):
 
     def say(self, name: str, rid: str, again: bool = False) -> None:
         job = self.workers[name].jobs[rid]
-        if job.said < job.length:
-            event = (name, rid, job.attempt, job.said, answer(rid, job.said), self.now)
-            job.said += 1
-            for _ in range(1 + again):
-                self.act(self.table.token(*event))
-        else:
-            end = (name, rid, job.attempt, job.length, "length", self.now)
-            self.act(self.table.finished(*end))
+        if job.num_reported >= job.length:  # more after a lost token
+            actions = self.table.finished(
+                name, rid, job.attempt, job.length, "length", self.now
+            )
+            self.act(actions)
+            return
+        index = job.num_reported
+        job.num_reported += 1
+        for _ in range(2 if again else 1):
+            actions = self.table.token(
+                name, rid, job.attempt, index, answer(rid, index), self.now
+            )
+            self.act(actions)
 
     @precondition(lambda self: self.busy())
     @rule(data=NAMES, again=st.booleans())
@@ -251,7 +268,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=NAMES)
     def a_token_is_lost(self, data: st.DataObject) -> None:
         name, rid = data.draw(st.sampled_from(self.busy()))
-        self.workers[name].jobs[rid].said += 1
+        self.workers[name].jobs[rid].num_reported += 1
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES)
@@ -268,33 +285,50 @@ class Interleavings(RuleBasedStateMachine):
         """
         busy = sorted({name for name, _ in self.busy()}) or sorted(self.workers)
         name = data.draw(st.sampled_from(busy))
-        worker, entries = self.workers[name], self.table.requests.values()
-        for rid in list(worker.jobs):
-            if rid in worker.jobs:
-                self.say(name, rid)
+        worker = self.workers[name]
+        self.say_once_each(name)
         worker.role = Role.NONE
         self.act(self.table.update_load(name, worker.load, self.now))
-        for asked in [x for x in self.asked if x.job.moved or x.worker == name]:
-            if asked in self.asked:
-                self.reply(asked)
-        for start in [
-            x for x in self.moves if x.worker == name and then in ("moves", "ends")
-        ]:
-            if start in self.moves:
-                self.move(start)
-        begun = any(x.phase is Phase.RESERVE and name in x.workers for x in entries)
+
+        for reserve in [x for x in self.asked if x.job.moved or x.worker == name]:
+            if reserve in self.asked:
+                self.reply(reserve)
+        if then in ("moves", "ends"):
+            for start in [x for x in self.moves if x.worker == name]:
+                if start in self.moves:
+                    self.move(start)
+
         if then == "is silent":
             self.a_silent_worker_comes_back(name)
-        elif then == "ends" and not (begun or worker.jobs or worker.held):
-            for x in [x for x in entries if x.prefill == name]:
-                figures = TokenEvent(
-                    x.job.rid, x.job.attempt, 0, stats={"codec": "raw"}
-                )
-                self.act(self.table.on_event(name, figures, self.now))
-            retries = self.table.retries
-            del self.workers[name]
-            self.act(self.table.worker_down(name, self.now))
-            assert self.table.retries == retries
+        elif then == "ends" and not self.has_work(name):
+            self.end_without_a_retry(name)
+
+    def say_once_each(self, name: str) -> None:
+        """Each sequence of a worker says its next token or its end."""
+        jobs = self.workers[name].jobs
+        for rid in list(jobs):
+            if rid in jobs:
+                self.say(name, rid)
+
+    def has_work(self, name: str) -> bool:
+        worker = self.workers[name]
+        is_reserved = any(
+            x.phase is Phase.RESERVE and name in x.workers
+            for x in self.table.requests.values()
+        )
+        return bool(is_reserved or worker.jobs or worker.held)
+
+    def end_without_a_retry(self, name: str) -> None:
+        """A worker that has handed over everything reports its figures and ends."""
+        for x in [x for x in self.table.requests.values() if x.prefill == name]:
+            figures = TokenEvent(x.job.rid, x.job.attempt, 0, stats={"codec": "raw"})
+            self.act(self.table.on_event(name, figures, self.now))
+        retries = self.table.retries
+        del self.workers[name]
+
+        self.act(self.table.worker_down(name, self.now))
+
+        assert self.table.retries == retries
 
     def a_silent_worker_comes_back(self, name: str) -> None:
         """Fenced: it has nothing of what it had, and grants nothing that it was asked for."""
@@ -345,10 +379,10 @@ class Interleavings(RuleBasedStateMachine):
                     self.workers[worker].held.pop(
                         rid, None
                     )  # room to move to ends with its lease
-                said = self.table.refused(
+                actions = self.table.refused(
                     worker, rid, entry.job.attempt, error, self.now
                 )
-                self.act(said)
+                self.act(actions)
 
     @rule()
     def time_passes(self) -> None:
@@ -374,13 +408,13 @@ class Interleavings(RuleBasedStateMachine):
         entries = [
             x for x in self.table.requests.values() if x.phase is not Phase.QUEUED
         ]
-        there = {
+        workers = {
             x.job.rid: {x.decode, x.target} if x.is_decoding else {*x.workers}
             for x in entries
         }
         for entry in (x for x in entries if x.exclusive):
             for other in (x for x in entries if x is not entry):
-                assert not there[entry.job.rid] & there[other.job.rid] - {None}
+                assert not workers[entry.job.rid] & workers[other.job.rid] - {None}
 
     def teardown(self) -> None:
         """Left alone with healthy workers, everything ends, though all others leave meanwhile."""
@@ -395,13 +429,11 @@ class Interleavings(RuleBasedStateMachine):
                 self.workers[name].role = Role.NONE
             for name, worker in list(self.workers.items()):
                 self.act(self.table.update_load(name, worker.load, self.now))
-                for rid in list(worker.jobs):
-                    if rid in worker.jobs:
-                        self.say(name, rid)
+                self.say_once_each(name)
             for start in list(self.moves):
                 self.move(start)
-            for asked in list(self.asked):
-                self.reply(asked)
+            for reserve in list(self.asked):
+                self.reply(reserve)
         self.patch.undo()
         assert not self.table.requests
 

@@ -38,20 +38,20 @@ class Line:
         self.done: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        async def call(*given: Any) -> Any:
+        async def call(*arguments: Any) -> Any:
             self.begun.append(name)
             if self.broken:
                 raise PeerLostError("nobody answers")
             if name == "submit":
                 await self.gate.wait()
-            answer = await getattr(self._client, name)(*given)
+            answer = await getattr(self._client, name)(*arguments)
             self.done.append(name)
             return answer
 
         return call
 
-    async def events(self, *given: Any) -> AsyncGenerator[StepEvents]:
-        async with aclosing(self._client.events(*given)) as steps:
+    async def events(self, *arguments: Any) -> AsyncGenerator[StepEvents]:
+        async with aclosing(self._client.events(*arguments)) as steps:
             async for step in steps:
                 while self.deaf:
                     await asyncio.sleep(0.01)
@@ -75,18 +75,18 @@ async def test_a_request_waits_for_workers_that_come_later_and_says_for_how_long
     runners,
 ):
     async with house() as home:
-        asked = time.monotonic()
+        began = time.monotonic()
         asking = asyncio.create_task(anext(outputs := ask(home.router)))
         await until(lambda: home.router.waiting == 1)
         assert not home.router.ready
         assert re.fullmatch(
             r"decode 0 of 1, 1 queued; for \d+ s", home.router.lacks({"decode": 1})
         )
-        seen = time.monotonic()
-        await until(lambda: time.monotonic() > seen)
-        waited_s = time.monotonic() - seen
+        now = time.monotonic()
+        await until(lambda: time.monotonic() > now)
+        waited_s = time.monotonic() - now
         home.pair(runners)
-        assert waited_s <= (await asking).waited_s <= time.monotonic() - asked
+        assert waited_s <= (await asking).waited_s <= time.monotonic() - began
         assert home.router.ready
         await outputs.aclose()
 

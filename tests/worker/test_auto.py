@@ -29,8 +29,8 @@ def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
         "link_bytes_per_s": 350.0,
     }
     rules.codec_policy.learn(learned, ("p", "d"))
-    asked = replace(job(tokens=300), codec="auto")
-    (reserve,) = only(Reserve, rules.submit(asked, 0.0))
+    request = replace(job(tokens=300), codec="auto")
+    (reserve,) = only(Reserve, rules.submit(request, 0.0))
     assert isinstance(reserve, Reserve)
     assert reserve.job.codec == "fp8", (
         "600 bytes of raw take 1.7 s; 1.6 s of 2 may be counted on"
@@ -68,11 +68,11 @@ def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
 
 async def test_the_most_accurate_is_taken_once_errors_are_known(runners, story):
     async with paired(runners, Config(codec="auto", codecs=CODECS)) as home:
-        prompt, found = (story * 2)[:300], []
+        prompt, figures = (story * 2)[:300], []
         for begin, codec in enumerate(["auto", "auto", ""]):
             _, end = await home.complete(prompt[begin:], codec)
-            found.append(end.kv)
-        assert [kv["codec"] for kv in found] == ["fp8", "raw:dtype=fp16", "fp8"]
-        assert [kv.get("choice") for kv in found] == ["unmeasured", "accurate", None]
-        assert set(found[0]["attention_error"]) == set(CODECS)
-        assert found[0]["link_bytes_per_s"] > 0
+            figures.append(end.kv)
+        assert [kv["codec"] for kv in figures] == ["fp8", "raw:dtype=fp16", "fp8"]
+        assert [kv.get("choice") for kv in figures] == ["unmeasured", "accurate", None]
+        assert set(figures[0]["attention_error"]) == set(CODECS)
+        assert figures[0]["link_bytes_per_s"] > 0

@@ -61,7 +61,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
         early.append({item.kind for item in self.offered_items})
 
     monkeypatch.setattr(MigrationHandoff, "begin", begins)
-    with witnessed() as (left, came):
+    with witnessed() as (departures, came):
         async with paired(runners) as home:
             expected, _ = await home.complete(story, codec, max_tokens=LONG)
             asking = await home.begin(story, codec, HEARD, LONG)
@@ -75,7 +75,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
             assert home.router.table.retries == home.router.table.unequal_tokens == 0
             await home.empty()
             assert not leaving.engine.pool.referenced_pages
-    assert left == came
+    assert departures == came
     assert came.total() == 1
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
 
@@ -127,10 +127,10 @@ async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     home.add("d2", Role.DECODE, runners[2])
     does, errors = getattr(engine, part), [error]
 
-    def breaks(shares: Sequence[ScheduledTokens], *given: Any) -> Any:
+    def breaks(shares: Sequence[ScheduledTokens], *arguments: Any) -> Any:
         if errors and any(share.decodes and share.sequence.handoff for share in shares):
             raise errors.pop()
-        return does(shares, *given)
+        return does(shares, *arguments)
 
     monkeypatch.setattr(engine, part, breaks)
     home.workers["d"].assume(Role.NONE)

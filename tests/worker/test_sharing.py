@@ -71,11 +71,11 @@ async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_on
 async def alter_and_scrub(worker: Worker) -> None:
     """Flip a bit of a code of a page in the last layer: few tokens would change."""
     pool = worker.engine.pool
-    (kept,) = pool.take(pool.kept_keys()[:1])
-    place = kept.pages[0] * ARENA_UNIT + 4097
+    (cached_page,) = pool.take(pool.kept_keys()[:1])
+    place = cached_page.pages[0] * ARENA_UNIT + 4097
     (byte,) = pool.arena.read(place, 1)
     pool.arena.write([(place, bytes([byte ^ 1]))])
-    pool.release(kept.pages)
+    pool.release(cached_page.pages)
     await worker.receiver.scrub(1 << 30)
 
 
@@ -92,12 +92,12 @@ async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_i
 ):
     (first, one), (second, two) = [await home.complete(story, KIVI) for _ in range(2)]
     assert first == second
-    known = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
-    assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, known)
+    cached_tokens = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
+    assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, cached_tokens)
     status = await home.router.status()
     prefill, decode = (status[name].info["counts"] for name in ("p", "d"))
-    assert prefill["computed_tokens"] == 2 * len(story) - known
-    assert prefill["cached_tokens"] == known
+    assert prefill["computed_tokens"] == 2 * len(story) - cached_tokens
+    assert prefill["cached_tokens"] == cached_tokens
     shared = decode["shared_tokens"]
     assert 0 < shared < len(story)
     assert decode["received_tokens"] == 2 * len(story) - shared
@@ -108,19 +108,19 @@ async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_i
 @pytest.fixture
 def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is encoded before it is known what the other side has."""
-    restart, has, known = SendQueue.restart, OutgoingHandoff.has, set[SendQueue]()
+    restart, has, queues = SendQueue.restart, OutgoingHandoff.has, set[SendQueue]()
     changed = threading.Condition()
 
     def note(self: SendQueue, *arguments: Any) -> None:
         restart(self, *arguments)
         with changed:
-            known.add(self)
+            queues.add(self)
             changed.notify_all()
 
     def ask(self: OutgoingHandoff, item: Item) -> bool:
         queue = self.sender.queue
         with changed:
-            assert changed.wait_for(lambda: queue in known, timeout=30)
+            assert changed.wait_for(lambda: queue in queues, timeout=30)
         return has(self, item)
 
     monkeypatch.setattr(SendQueue, "restart", note)
@@ -160,9 +160,9 @@ async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(
     def miss(self: Sender, *arguments: Any) -> None:
         if not missed:
             missed.append(min(self.queue._not_encoded))
-            here = dict(self.queue.peer_has)
-            del here[self.queue.manifest.index_of(*missed)]
-            self.queue.restart(here, self.queue.credit)
+            peer_has = dict(self.queue.peer_has)
+            del peer_has[self.queue.manifest.index_of(*missed)]
+            self.queue.restart(peer_has, self.queue.credit)
         finish(self, *arguments)
 
     monkeypatch.setattr(Sender, "finish", miss)

@@ -243,8 +243,8 @@ async def test_what_nobody_foresaw_ends_one_request_alone(
     target, name = (sender, "pack") if side == "send" else (rules, "_on_admit")
     with monkeypatch.context() as patch:
         patch.setattr(target, name, Mock(side_effect=error))
-        asked = [home.complete(story, KIVI) for _ in range(4)]
-        failures = await asyncio.gather(*asked, return_exceptions=True)
+        requests = [home.complete(story, KIVI) for _ in range(4)]
+        failures = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(failure, DisaggError) for failure in failures)
         await home.empty()
     tokens, _ = await home.complete(story, KIVI)
