@@ -36,9 +36,11 @@ class AbortAttempt:
     attempt: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenOutput:
     """The client gets a token, or the reason why its answer ends: "stop" or "length".
+
+    Not frozen: there is one for every token, and the router completes it in place.
 
     logprobs: of the token, if requested; with the first token, those of the prompt come before
     kv:       figures of the hand-off, once they have arrived; the router adds them

@@ -371,8 +371,9 @@ class Router:
             return
         stream = self._streams.get(output.rid)
         if stream is not None:
-            waited_s = stream.request.job.waited_s
-            stream.inbox.put_nowait(replace(output, kv=stream.kv, waited_s=waited_s))
+            output.kv = stream.kv
+            output.waited_s = stream.request.job.waited_s
+            stream.inbox.put_nowait(output)
 
     async def _send_end(self, end: TokenOutput) -> None:
         """The figures come from the prefill worker, the last token from the other: wait."""
@@ -380,7 +381,8 @@ class Router:
         if stream is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(stream.receipt.wait(), RECEIPT_S)
-            stream.inbox.put_nowait(replace(end, kv=stream.kv))
+            end.kv = stream.kv
+            stream.inbox.put_nowait(end)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
