@@ -54,7 +54,7 @@ def knock(host: str, port: int) -> str:
     return "open"
 
 
-class CachedPages:
+class KeptCommand:
     """A command that is started again when it fails, later and later when it fails at once.
 
     process: the one that runs, if one does
@@ -123,7 +123,7 @@ def hold(address: str, command: list[str]) -> None:
         lock.flush()
         signal.signal(signal.SIGTERM, leave)
         host, _, port = address.rpartition(":")
-        watch, kept = Watch(time.monotonic()), CachedPages(command)
+        watch, kept = Watch(time.monotonic()), KeptCommand(command)
         try:
             while watch.look(knock(host, int(port)), time.monotonic()):
                 kept.look(time.monotonic())

@@ -5,8 +5,8 @@
         import_path: disagg.serve_app:build_app
         args: {prefill: 1, decode: 1, cluster: {pools: true, gpus: 1}}
 
-One replica is the front end; its workers are the actors that `disagg serve` would have. What comes
-to Ray Serve is passed on to the front end, and its answer goes back as it is, piece by piece.
+One replica is the front end; its workers are the actors that `disagg serve` would start. A request
+to Ray Serve is passed on to the front end, and the answer is streamed back unchanged.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 MAX_REQUESTS = 1000  # at once; more wait in Ray Serve
-HOP = (
-    "connection",
-    "transfer-encoding",
-)  # headers of one connection, not of the answer
+# headers of one connection, not of the answer
+HOP_HEADERS = ("connection", "transfer-encoding")
 
 
 class FrontEnd:
@@ -41,32 +39,36 @@ class FrontEnd:
         self._client = httpx.AsyncClient(
             base_url=self._service.url,
             timeout=None,
-            limits=httpx.Limits(
-                max_connections=None
-            ),  # the service has limits of its own
-            trust_env=False,  # it is on this host, behind no proxy
+            # the service has limits of its own
+            limits=httpx.Limits(max_connections=None),
+            # it is on this host, behind no proxy
+            trust_env=False,
         )
 
     async def __call__(self, request: Request) -> StreamingResponse:
         """What the service answers."""
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        asked = self._client.build_request(
+        forwarded = self._client.build_request(
             request.method,
             httpx.URL(path=path, query=request.url.query.encode()),
             headers=request.headers.raw,
             content=request.stream(),
         )
-        answer = await self._client.send(asked, stream=True)
+        answer = await self._client.send(forwarded, stream=True)
         headers = {
-            name: value for name, value in answer.headers.items() if name not in HOP
+            name: value
+            for name, value in answer.headers.items()
+            if name not in HOP_HEADERS
         }
-        closing = BackgroundTask(answer.aclose)
         return StreamingResponse(
-            answer.aiter_raw(), answer.status_code, headers, background=closing
+            answer.aiter_raw(),
+            answer.status_code,
+            headers,
+            background=BackgroundTask(answer.aclose),
         )
 
     def check_health(self) -> None:
-        """Asked by Ray Serve, which starts another replica after an error."""
+        """Called by Ray Serve, which starts another replica after an error."""
         if self._service.stopped.is_set():
             raise PeerLostError("the service has ended")
 
@@ -75,9 +77,9 @@ class FrontEnd:
 
 
 def build_app(args: Mapping[str, Any]) -> "Application":
-    """The application, of `config_of` these settings.
+    """The application, with the settings of `config_of`.
 
-    ConfigError for what cannot be, and where Ray Serve is not installed.
+    ConfigError for invalid settings, and if Ray Serve is not installed.
     """
     config = config_of(args)
     try:
@@ -86,12 +88,11 @@ def build_app(args: Mapping[str, Any]) -> "Application":
         raise ConfigError(
             "Ray Serve is missing; pip install 'disagg[serve]'"
         ) from error
-    options = {"num_cpus": 0}  # its workers compute
     front = serve.deployment(
         FrontEnd,
         name="disagg",
         max_ongoing_requests=MAX_REQUESTS,
-        ray_actor_options=options,
+        ray_actor_options={"num_cpus": 0},  # its workers compute
     )
     return front.bind(config)
 
@@ -99,7 +100,9 @@ def build_app(args: Mapping[str, Any]) -> "Application":
 def config_of(args: Mapping[str, Any]) -> Config:
     """Settings as in a config file; beside them "prefill" and "decode", how many workers."""
     roles = {name: args[name] for name in ("prefill", "decode") if name in args}
-    joined = replace_keys(Config(), {"cluster": {"address": "auto", **roles}})
     settings = {name: value for name, value in args.items() if name not in roles}
-    behind = {"host": "127.0.0.1", "port": 0, "tls_certificate": None, "tls_key": None}
-    return replace_keys(replace_keys(joined, settings), {"server": behind})
+    # the front end is reached through Ray Serve alone
+    server = {"host": "127.0.0.1", "port": 0, "tls_certificate": None, "tls_key": None}
+    config = replace_keys(Config(), {"cluster": {"address": "auto", **roles}})
+    config = replace_keys(config, settings)
+    return replace_keys(config, {"server": server})

@@ -66,7 +66,7 @@ class PageFrame:
     """Some items of a prompt: the place, the digest and the bytes of each."""
 
     ticket: Ticket
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     digests: tuple[int, ...]
     payload: tuple[Buffer, ...]
 
@@ -117,7 +117,7 @@ def pack(frame: Frame) -> list[Buffer]:
     payload: Sequence[Buffer] = ()
     if isinstance(frame, PageFrame):
         what, payload = FrameType.PAGES, frame.payload
-        header |= {"places": frame.places, "sizes": [*map(len, payload)]}
+        header |= {"places": frame.indices, "sizes": [*map(len, payload)]}
         header["digests"] = pack_digests(frame.digests)
     else:
         commit = {name: getattr(frame, name) for name in _COMMIT}

@@ -1,4 +1,4 @@
-"""Processes that tests start: whether they live, and waiting for what they do."""
+"""Processes that tests start: whether they live, and waiting for a condition."""
 
 import shutil
 import subprocess
@@ -15,29 +15,30 @@ PATIENCE_S = 120.0  # a start takes about 10 s on two idle cores, 40 s on a busy
 def wait_for(
     condition: Callable[[], object],
     patience_s: float = PATIENCE_S,
-    told: Callable[[], object] = lambda: "",
+    describe: Callable[[], object] = lambda: "",
 ) -> None:
+    """Poll until the condition is true. describe: returns the message of the failure."""
     until = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < until, told()
+        assert time.monotonic() < until, describe()
         time.sleep(0.05)
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there, and not only as one that nobody has collected yet."""
+    """Whether a process runs; a zombie does not."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
+    state = fields[0]
+    return state != "Z"
 
 
 @contextmanager
 def ray_head(
     port: int, environment: Mapping[str, str], *options: str
 ) -> Iterator[None]:
-    """A Ray of one node, as `ray start` makes it; whoever uses it waits until it is there."""
+    """A Ray of one node, as `ray start` makes it. It may not listen yet."""
     folder = tempfile.mkdtemp(
         prefix="ray-", dir="/tmp"
     )  # short: Ray puts sockets in it
@@ -50,11 +51,16 @@ def ray_head(
         "--head",
         "--block",
         f"--port={port}",
+        f"--temp-dir={folder}",
+        *options,
     ]
-    command += [f"--temp-dir={folder}", *options]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     ray = subprocess.Popen(
-        command, cwd=folder, env=environment, start_new_session=True, **quiet
+        command,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield

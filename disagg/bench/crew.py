@@ -66,7 +66,8 @@ from disagg.transfer.records import ArenaSource, Manifest
 from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import Link, connect
 from disagg.wire import digest
-from disagg.worker.decode import DecodeSide, MigrationHandoff
+from disagg.worker.decode import DecodeSide
+from disagg.worker.handoff import MigrationHandoff
 
 POLL_S = 0.05
 DRAIN_S, PATIENCE_S = 60.0, 120.0
@@ -235,7 +236,7 @@ async def _measure(options: ChaosOptions) -> Row:
         ]
         raging = asyncio.create_task(storm.rage())
         await asyncio.gather(raging, *calls)
-        held, rules, after = await crew.idle(), crew.router.dispatch, crew.resident_mb()
+        held, rules, after = await crew.idle(), crew.router.table, crew.resident_mb()
     failed = storm.failed.total()
     return result_of(
         raging.result(),
@@ -390,12 +391,12 @@ def witnessed() -> Iterator[tuple[Seen, Seen]]:
         self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]
     ) -> None:
         begin(self, plan, groups)
-        if self.whole:
-            left[_digests(self.arena, self.checklist, groups)] += 1
+        if self.all_offered:
+            left[_digests(self.arena, self.manifest, groups)] += 1
 
     def admits(self: DecodeSide, admission: Admission) -> None:
         if tokens := admission.job.moved:
-            engine = self.way.engine
+            engine = self.context.engine
             checklist = Manifest(engine.plan(admission.job.codec), tokens)
             came[_digests(engine.pool.arena, checklist, admission.groups)] += 1
         admit(self, admission)
@@ -477,7 +478,7 @@ async def _measure_moves(rounds: int) -> list[Row]:
 
 async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveSample:
     """One answer that moves; then its beginning again, as a prompt."""
-    rules, tokens, times, told, ends = crew.router.dispatch, list[int](), [], 0, ANSWER
+    rules, tokens, times, told, ends = crew.router.table, list[int](), [], 0, ANSWER
     moves, params = rules.moves, {"max_tokens": ANSWER, "ignore_eos": True}
     async with aclosing(crew.router.generate(prompt, params, codec)) as outputs:
         async for output in outputs:
@@ -485,7 +486,7 @@ async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveS
                 tokens.append(output.token)
                 times.append(time.monotonic())
             if len(tokens) == BEFORE and not told:
-                (entry,) = rules.entries.values()
+                (entry,) = rules.requests.values()
                 source, told = crew.hands[str(entry.decode)], len(times)
                 await asyncio.to_thread(source.child.ask, "assume", Role.PREFILL)
             if rules.moves > moves and ends == ANSWER:
@@ -493,7 +494,7 @@ async def _look(crew: WorkerGroup, prompt: tuple[int, ...], codec: str) -> MoveS
     await asyncio.to_thread(source.child.ask, "assume", Role.DECODE)
     peers = crew.router.peers
     await until(
-        lambda: peers[source.name].started.role.decodes, f"{source.name} decodes again"
+        lambda: peers[source.name].info.role.decodes, f"{source.name} decodes again"
     )
     if rules.moves == moves:
         raise TransferError(

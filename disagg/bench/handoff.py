@@ -130,7 +130,7 @@ class NotingEnd(WorkerEnd):
 
     async def pace(self, bytes_per_s: float) -> None:
         """Another rate of a link that is paced."""
-        pace = self._worker.prefill.way.peers.options.pace
+        pace = self._worker.prefill.context.peers.options.pace
         assert pace is not None, "the config of the worker paces no link"
         pace.bytes_per_s = bytes_per_s
 

@@ -135,8 +135,8 @@ class ReceivingEnd(End):
 
         async def reserve(data: bytes) -> bytes:
             message = parse(pb.ReserveRequest, data)
-            grant = reservations.reserve(Job.from_message(message.job), message.epoch)
-            return grant.to_message().SerializeToString()
+            grant = reservations.reserve(Job.from_proto(message.job), message.epoch)
+            return grant.to_proto().SerializeToString()
 
         handlers = [
             receiver.handlers(),
@@ -237,9 +237,10 @@ class SendingEnd(End):
         ticket = Ticket(grant.nonce, grant.epoch, 0)
         attach = Attach(ticket, way.target.model, plan.fingerprint, tokens)
         source = ArenaSource(prompt.arena, prompt.checklist, prompt.states)
-        sender = Sender(channel, attach, plan, source, DEADLINE_S)
+        sender = Sender(channel, attach, plan, DEADLINE_S)
+        sender.queue.read_from(source)
         running = asyncio.create_task(sender.run())
-        while not (sender.outbox.credit or running.done()):
+        while not (sender.queue.credit or running.done()):
             await asyncio.sleep(1e-3)  # workers attach before they compute
         cpu, began = time.process_time(), time.monotonic()
         if inline:

@@ -13,9 +13,8 @@ from typing import Self
 
 REAPER = Path(__file__).parent / "reaper.py"
 REAP_S = 60.0  # it kills after 3 s; a busy machine takes its time
-TMP_CHARS = (
-    20  # of a folder for temporary files; Ray puts sockets 80 characters below it
-)
+# longest path of a temporary folder: Ray appends up to 80 characters for its sockets
+MAX_TMP_CHARS = 20
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
@@ -39,14 +38,15 @@ class Session:
     """Everything of a private service that lives outside of this process.
 
     token:  secret of Ray and of the gRPC plane
-    folder: nobody else may look into it; short, because Ray puts sockets into a folder in it, whose
-            paths may have 107 characters
+    folder: closed to other users; its path is short, as Ray puts sockets below it, whose paths may
+            have 107 characters
     """
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(24)
         tmp = tempfile.gettempdir()
-        tmp = tmp if len(tmp) <= TMP_CHARS else "/tmp"
+        if len(tmp) > MAX_TMP_CHARS:
+            tmp = "/tmp"
         self.folder = Path(tempfile.mkdtemp(prefix="dg-", dir=tmp))
 
     def __enter__(self) -> Self:
@@ -59,9 +59,9 @@ class Session:
         assert self._reaper.stdin is not None
         self._reaper.stdin.write(f"{self.token}\n{self.folder}\n")
         self._reaper.stdin.flush()
-        wanted = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
-        self._before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
+        variables = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        self._before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,9 +1,9 @@
-"""Takes away what is left of a private service when its owner is gone, however it went.
+"""Removes what is left of a private service when its owner is gone, however it ended.
 
-A process of its own, started by path before anything else and fed through a pipe: two lines, the
-secret of the service and its folder, and then nothing. The end of the pipe means that the owner is
-gone or has finished. Whatever belongs to the service then gets a moment to leave by itself.
-Standard library only: it has to start in no time and stay small.
+A process of its own, started by path before anything else. It reads two lines from a pipe, the
+secret of the service and its folder. The end of the pipe means that the owner is gone or has
+finished. The processes of the service then get a moment to end by themselves. Standard library
+only, so that it starts at once and stays small.
 """
 
 import contextlib
@@ -32,32 +32,42 @@ def main() -> None:
 def clean_up(secret: bytes, folder: str) -> None:
     """Returns when every process of the service is gone.
 
-    While a process starts a program there is nothing of it to read for a moment. So one that was
-    seen once counts until it is gone, and the end is nobody for QUIET_S.
+    While a process starts a program, nothing of it can be read for a moment. So a process that was
+    recognised once counts until it is gone, and the end is QUIET_S without any.
     """
-    patience = time.monotonic() + GRACE_S
-    seen: dict[int, str] = {}
+    deadline = time.monotonic() + GRACE_S
+    processes: dict[int, str] = {}  # when each one started, by its number
     quiet_since = None
     while quiet_since is None or time.monotonic() < quiet_since + QUIET_S:
-        seen |= {pid: born for pid in members(secret, folder) if (born := birth(pid))}
-        seen = {pid: born for pid, born in seen.items() if birth(pid) == born}
-        if seen:
+        update(processes, secret, folder)
+        if processes:
             quiet_since = None
         elif quiet_since is None:
             quiet_since = time.monotonic()
-        if time.monotonic() > patience:
-            for pid in seen:
+        if time.monotonic() > deadline:
+            for pid in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
+def update(processes: dict[int, str], secret: bytes, folder: str) -> None:
+    """Add the processes of the service that can be recognised now, remove those that are gone."""
+    for pid in members(secret, folder):
+        born = birth(pid)
+        if born:
+            processes[pid] = born
+    for pid, born in list(processes.items()):
+        if birth(pid) != born:
+            del processes[pid]
+
+
 def members(secret: bytes, folder: str) -> list[int]:
-    """The processes of the service that can be recognised now; none where there is no /proc."""
+    """The processes of the service that can be recognised now; none if there is no /proc."""
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
-    spared = {os.getpid(), os.getppid()}  # the owner, if it lives, and this one
-    there = {int(name) for name in names if name.isdecimal()} - spared
-    return [pid for pid in there if carries(pid, secret) or holds(pid, folder)]
+    spared = {os.getpid(), os.getppid()}  # this process, and the owner if it lives
+    pids = {int(name) for name in names if name.isdecimal()} - spared
+    return [pid for pid in pids if carries(pid, secret) or holds(pid, folder)]
 
 
 def carries(pid: int, secret: bytes) -> bool:
@@ -70,9 +80,9 @@ def carries(pid: int, secret: bytes) -> bool:
 
 
 def holds(pid: int, folder: str) -> bool:
-    """Whether a process has a file of the folder open, as all of Ray's have their logs.
+    """Whether a process has a file of the folder open, as all processes of Ray have their logs.
 
-    Some of them write a title over the beginning of their environment, and the secret may be there.
+    Some of them write a title over the start of their environment, and so over the secret.
     """
     try:
         links = list(Path("/proc", str(pid), "fd").iterdir())
@@ -82,7 +92,7 @@ def holds(pid: int, folder: str) -> bool:
 
 
 def target(link: Path) -> str:
-    """What an open file is; nothing if it was closed by now."""
+    """The path of an open file; "" if it was closed meanwhile."""
     try:
         return os.readlink(link)
     except OSError:
@@ -90,13 +100,14 @@ def target(link: Path) -> str:
 
 
 def birth(pid: int) -> str | None:
-    """When a process started, which tells it from a later one of the same number; None: gone."""
+    """When a process started, to tell it from a later one of the same number; None: gone."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    state, started = fields[0], fields[19]
-    return None if state in "ZX" else started
+    state = fields[0]
+    start_time = fields[19]
+    return None if state in "ZX" else start_time
 
 
 if __name__ == "__main__":

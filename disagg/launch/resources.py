@@ -1,5 +1,6 @@
-"""What part of a host each worker gets. Knows no Ray."""
+"""The part of a host that each worker gets. Knows no Ray."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,64 +11,84 @@ from disagg.transfer.messages import Role
 
 
 def equal_share(units: int, config: Config) -> float:
-    """Of each worker: one, or an equal part of one so that all find a place; none of none."""
+    """Units of each worker: one, or an equal part of one so that all workers fit; 0 of 0."""
+    if not units:
+        return 0.0
     workers = sum(config.cluster.roles.values())
-    return 1 / -(-workers // units) if units else 0.0
+    workers_per_unit = math.ceil(workers / units)
+    return 1 / workers_per_unit
 
 
 def gpu_share(gpus: int, config: Config) -> float:
     """GPUs of each worker: as set, else an equal share."""
     if config.cluster.gpus is not None:
         return config.cluster.gpus
-    return equal_share(gpus if config.model.device != "cpu" else 0, config)
+    if config.model.device == "cpu":
+        return 0.0
+    return equal_share(gpus, config)
 
 
-def check_counts(wanted: Mapping[Role, int], gpus: int | None, config: Config) -> None:
-    """ConfigError where so many workers cannot be; gpus: of the only host, where there is one."""
-    for role, number in wanted.items():
+def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -> None:
+    """ConfigError for a number of workers that cannot be.
+
+    gpus: of the host, if there is only one; None: of a cluster, which may grow
+    """
+    for role, number in counts.items():
         if not 1 <= number <= MAX_WORKERS:
-            raise ConfigError(f"{number} {role} workers; 1 to {MAX_WORKERS} are wanted")
+            raise ConfigError(f"{number} {role} workers; expected 1 to {MAX_WORKERS}")
     if gpus is not None:
-        check_place(gpus, config, sum(wanted.values()))
+        check_place(gpus, config, sum(counts.values()))
 
 
 def check_place(gpus: int, config: Config, workers: int) -> None:
-    """ConfigError where workers would wait for ever for a place on the only host there is."""
-    each = gpu_share(gpus, config)
+    """ConfigError if workers would wait for ever for a place on the only host."""
     if config.cluster.pools:
         raise ConfigError(
             "cluster.pools is true on a private Ray, which has none; set cluster.address"
         )
-    room = (
-        workers
-        if not each
-        else int(gpus // each)
-        if each > 1
-        else gpus * int(1 / each + 1e-9)
-    )
+    share = gpu_share(gpus, config)
+    if not share:
+        return
+    room = _workers_that_fit(gpus, share)
     if room < workers:
-        there = f"this host has {gpus} GPUs, room for {room} of {workers} workers"
+        lack = f"this host has {gpus} GPUs, room for {room} of {workers} workers"
         if config.cluster.gpus is None:
-            raise ConfigError(f"each worker has {each:g} GPUs since the start; {there}")
-        wanted = "fewer, or null, which shares what there is"
-        raise ConfigError(f"cluster.gpus is {each:g}; {there}: {wanted}")
+            raise ConfigError(f"each worker has {share:g} GPUs since the start; {lack}")
+        remedy = "fewer, or null, which shares what there is"
+        raise ConfigError(f"cluster.gpus is {share:g}; {lack}: {remedy}")
 
 
-def of_a_share(config: Config, gpus: float, here: Mapping[str, float]) -> Config:
-    """Of one worker: its part of a GPU's memory, and its threads.
+def _workers_that_fit(gpus: int, share: float) -> int:
+    """A worker with a part of a GPU is on one GPU, so parts do not add up across GPUs."""
+    if share > 1:
+        return int(gpus // share)
+    return gpus * int(1 / share + 1e-9)
 
-    Unless a number is given, threads are the cores of this host, shared among the workers that may
-    be on it. here: Ray's resources of this host; of pools among them, units are room for workers
+
+def worker_config(
+    config: Config, gpus: float, host_resources: Mapping[str, float]
+) -> Config:
+    """The settings of one worker: its part of a GPU's memory, and its threads.
+
+    gpus:           of this worker
+    host_resources: of this host, as Ray counts them; a pool's units are room for workers
+
+    Unless a number is set, the threads are the cores of this host, shared by the workers that may
+    be on it.
     """
-    cores, counts = int(here.get("CPU", 0)) or os.cpu_count() or 1, config.cluster.roles
-    if config.cluster.pools:
-        counts = {
-            role: min(count, int(here.get(role, 0))) for role, count in counts.items()
-        }
-    threads = config.engine.torch_threads or max(
-        1, cores // max(1, sum(counts.values()))
+    engine = replace(
+        config.engine,
+        memory_share=config.engine.memory_share * min(1, gpus),
+        torch_threads=config.engine.torch_threads or _threads(config, host_resources),
     )
-    share = config.engine.memory_share * min(1, gpus)
-    return replace(
-        config, engine=replace(config.engine, memory_share=share, torch_threads=threads)
-    )
+    return replace(config, engine=engine)
+
+
+def _threads(config: Config, host_resources: Mapping[str, float]) -> int:
+    cores = int(host_resources.get("CPU", 0)) or os.cpu_count() or 1
+    workers = 0
+    for role, count in config.cluster.roles.items():
+        if config.cluster.pools:
+            count = min(count, int(host_resources.get(role, 0)))
+        workers += count
+    return max(1, cores // max(1, workers))

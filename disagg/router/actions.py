@@ -1,7 +1,7 @@
-"""What the rules of `dispatch.py` want done, for whoever does it."""
+"""What a `RequestTable` decides: actions that `router.py` performs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.errors import DisaggError
@@ -18,7 +18,7 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Start:
-    """A worker begins; what it has of the request goes to `decode`, by the `grant` that it gave."""
+    """A worker begins a job. It hands the KV over to `decode`, under the reservation `grant`."""
 
     worker: str
     job: Job
@@ -29,21 +29,38 @@ class Start:
 
 @dataclass(frozen=True)
 class AbortAttempt:
-    """A worker aborts an attempt, whatever it did for it, and keeps nothing of what it said."""
+    """A worker aborts an attempt and forgets every event of it."""
 
     worker: str
     rid: str
     attempt: int
 
 
-@dataclass(frozen=True)
-class EmitToken:
-    """The client gets its next token, with its log-probabilities where they are wanted; or the
-    end: "stop", "length" or an error."""
+@dataclass
+class TokenOutput:
+    """The client gets a token, or the reason why its answer ends: "stop" or "length".
+
+    Not frozen: there is one for every token, and the router completes it in place.
+
+    logprobs: of the token, if requested; with the first token, those of the prompt come before
+    kv:       figures of the hand-off, once they have arrived; the router adds them
+    waited_s: the age of the request when this attempt began; the router adds it
+    """
 
     rid: str
-    what: int | str | DisaggError
+    token: int | None = None
+    finish_reason: str | None = None
     logprobs: Sequence[Any] = ()
+    kv: Mapping[str, Any] = field(default_factory=dict)
+    waited_s: float = 0.0
 
 
-Action = Reserve | Start | AbortAttempt | EmitToken
+@dataclass(frozen=True)
+class FailRequest:
+    """The client gets an error; its request is over."""
+
+    rid: str
+    error: DisaggError
+
+
+Action = Reserve | Start | AbortAttempt | TokenOutput | FailRequest

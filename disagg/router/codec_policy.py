@@ -1,10 +1,10 @@
-"""Which codec a request gets that leaves it to the service: a rule over facts. No clock.
+"""Which codec a request gets that leaves the choice to the service: a rule over facts. No clock.
 
-    prefill worker  figures of a hand-off: errors of attention outputs under every listed codec, of
-                    sampled prompts; bytes a second that its frames made ─► `Choices.learn`
-    any worker      when it starts: bytes of prompts under every listed codec ─► `Started.sizes`
+    prefill worker  figures of a hand-off: errors of attention outputs under every listed codec, for
+                    sampled prompts; bytes a second of its frames ─► `CodecPolicy.learn`
+    any worker      at its start: bytes of prompts under every listed codec ─► `WorkerInfo.sizes`
     decode worker   with every step: free bytes ─► `Load`
-    Dispatch        when it binds a request to a pair: codec and reason ◄─ `Choices.choose`
+    RequestTable    when it binds a request to a pair: codec and reason ◄─ `CodecPolicy.choose`
 
 The request keeps its codec for life, replays and moves included.
 """
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SPARE = (
-    0.8  # of the time that is left: links are not as steady as the last hand-off says
-)
-MEMORY = 16  # prompts that an error is the mean of; then older ones fade
+# share of the remaining time that may be used: links are not as steady as the last hand-off
+TIME_SHARE = 0.8
+# an error is the mean of so many prompts; then older ones fade
+MEMORY = 16
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,18 @@ def choose(
     free_bytes: float,
     timely_bytes: float,
 ) -> tuple[Candidate, str]:
-    """The most accurate one in the budget that has room and comes in time, and why it is that one.
+    """The most accurate codec within the budget that has room and arrives in time, and the reason.
 
-    budget: of the error · free_bytes: at the decode worker · timely_bytes: that cross in time
+    budget:       limit of the error
+    free_bytes:   at the decode worker
+    timely_bytes: that cross the link in time
 
-    "accurate"    none that is in the budget is more accurate
-    "room"        what is more accurate finds none · "deadline": or comes too late
-    "late"        nothing comes in time: the fewest bytes
-    "budget"      nothing is in the budget: the least error
-    "unmeasured"  no error is known: the first that is listed
+    "accurate"    no codec within the budget is more accurate
+    "room"        more accurate ones do not fit
+    "deadline"    more accurate ones fit, but arrive too late
+    "late"        none arrives in time: the one with the fewest bytes
+    "budget"      none is within the budget: the one with the least error
+    "unmeasured"  no error is known: the first listed
     """
     ranked = sorted(candidates, key=lambda x: (x.error, x.nbytes))
     if ranked[0].error == math.inf:
@@ -52,20 +55,26 @@ def choose(
     allowed = [x for x in ranked if x.error <= budget]
     if not allowed:
         return ranked[0], "budget"
-    least = min(allowed, key=lambda x: x.nbytes)
-    roomy = [x for x in allowed if x.nbytes <= free_bytes] or [least]
+    smallest = min(allowed, key=lambda x: x.nbytes)
+    roomy = [x for x in allowed if x.nbytes <= free_bytes] or [smallest]
     timely = [x for x in roomy if x.nbytes <= timely_bytes]
     if not timely:
-        return least, "late"
+        return smallest, "late"
     best = timely[0]
-    return best, "accurate" if best is allowed[0] else "room" if best is roomy[
-        0
-    ] else "deadline"
+    return best, _reason_of(best, allowed, roomy)
+
+
+def _reason_of(
+    best: Candidate, allowed: Sequence[Candidate], roomy: Sequence[Candidate]
+) -> str:
+    if best is allowed[0]:
+        return "accurate"
+    return "room" if best is roomy[0] else "deadline"
 
 
 @dataclass
 class MeanError:
-    """Of attention outputs under one codec, over sampled prompts; the last ones count most."""
+    """Mean error of attention outputs under one codec; the latest prompts count most."""
 
     value: float = 0.0
     count: int = 0
@@ -76,23 +85,25 @@ class MeanError:
 
 
 class CodecPolicy:
-    """What is known of codecs and links, and what was chosen: (codec, reason) -> times."""
+    """Errors of codecs, speeds of links, and the choices so far.
+
+    chosen: times by (codec, reason)
+    """
 
     def __init__(self) -> None:
         self.errors: dict[str, MeanError] = {}
         self.chosen: Counter[tuple[str, str]] = Counter()
-        self._rates: dict[
-            tuple[str, str], float
-        ] = {}  # bytes a second, by prefill and decode
+        # bytes a second, by the names of a prefill and a decode worker
+        self._rates: dict[tuple[str, str], float] = {}
 
     def learn(self, stats: Mapping[str, Any], pair: tuple[str, str]) -> None:
-        """Take in the figures of a hand-off; of a codec's layer groups the worst one counts."""
+        """Take in the figures of a hand-off. A codec's error is that of its worst layer group."""
         for codec, errors in stats.get("attention_error", {}).items():
-            if all(
-                map(math.isfinite, errors)
-            ):  # else outputs were no numbers, whatever the codec
+            # not finite: the model's own outputs were no numbers, whatever the codec
+            if all(map(math.isfinite, errors)):
                 self.errors.setdefault(codec, MeanError()).add(max(errors))
-        if rate := stats.get("link_bytes_per_s"):
+        rate = stats.get("link_bytes_per_s")
+        if rate:
             self._rates[pair] = rate
 
     def choose(
@@ -104,18 +115,30 @@ class CodecPolicy:
         left_s: float,
         ahead_bytes: float,
     ) -> tuple[str, str]:
-        """Codec and reason for a prompt of these bytes by codec.
+        """Codec and reason for a prompt.
 
-        left_s: until its first token shall be decoded · ahead_bytes: of others on the same link
+        sizes:       bytes of the prompt under each codec
+        left_s:      time until its first token is to be decoded
+        ahead_bytes: of other requests on the same link
         """
-        known = {codec: x.value for codec, x in self.errors.items()}
-        candidates = [
-            Candidate(x, size, known.get(x, math.inf)) for x, size in sizes.items()
-        ]
-        rate = math.inf if pair[0] == pair[1] else self._rates.get(pair, math.inf)
-        timely_bytes = (
-            SPARE * rate * max(left_s, 0.0) - ahead_bytes if rate < math.inf else rate
-        )
+        candidates = []
+        for codec, nbytes in sizes.items():
+            mean = self.errors.get(codec)
+            error = math.inf if mean is None else mean.value
+            candidates.append(Candidate(codec, nbytes, error))
+        timely_bytes = self._timely_bytes(pair, left_s, ahead_bytes)
         best, reason = choose(candidates, budget, free_bytes, timely_bytes)
         self.chosen[best.codec, reason] += 1
         return best.codec, reason
+
+    def _timely_bytes(
+        self, pair: tuple[str, str], left_s: float, ahead_bytes: float
+    ) -> float:
+        """Bytes that still arrive in time; no limit on one worker or an unmeasured link."""
+        prefill, decode = pair
+        if prefill == decode or pair not in self._rates:
+            return math.inf
+        rate = self._rates[pair]
+        if rate == math.inf:
+            return math.inf
+        return TIME_SHARE * rate * max(left_s, 0.0) - ahead_bytes

@@ -1,8 +1,8 @@
-"""Which workers a request goes to: the rule, over who is where while requests are placed.
+"""Which workers a request goes to, given the requests that every worker has now.
 
-A prefill worker is the better the fewer tokens it has to compute until this prompt is done: those
-before it, and those of the prompt that it does not know. A decode worker is the better the fewer
-sequences live there; to have pages of the prompt counts for some of them.
+The best prefill worker has the fewest tokens to compute until this prompt is done: those of the
+prompts before it, and those of this prompt that are not in its prefix cache. The best decode worker
+has the fewest sequences; pages of the prompt that it already holds count for some of them.
 """
 
 from collections import Counter, defaultdict
@@ -14,156 +14,206 @@ from disagg.router.worker_state import WorkerState
 if TYPE_CHECKING:
     from disagg.router.requests import RequestState
 
-AHEAD = (
-    3  # more urgent prompts at a prefill worker, or what it computes in one step anyway
-)
-AFFINITY = (
-    4  # sequences that a decode worker may have more if it has all pages of a prompt
-)
-PATIENCE_S = (
-    5.0  # a prompt that found no room for so long is let in before smaller ones
-)
+# prompts that may be before this one at a prefill worker, if they take more than one step
+MAX_PROMPTS_AHEAD = 3
+# sequences that a decode worker may have more than another if it holds all pages of the prompt
+AFFINITY = 4
+# a prompt that has waited so long for room goes before smaller ones
+PATIENCE_S = 5.0
 
 
 class Placement:
-    """Who is where, while requests are placed, the most urgent first."""
+    """The load of every worker while requests are placed, the most urgent first."""
 
     def __init__(
         self,
-        entries: Iterable["RequestState"],
-        members: Iterable[WorkerState],
+        requests: Iterable["RequestState"],
+        workers: Iterable[WorkerState],
         now: float,
     ):
-        self._saturated = (
-            False  # prefill workers have enough to do before all that follows
-        )
         self._now = now
-        self._members = [member for member in members if now >= member.open_until]
-        splits = (x.started.min_tokens for x in self._members if x.started.role.decodes)
+        self._workers = [worker for worker in workers if now >= worker.open_until]
+        # no worker serves a prompt of this length or more whole
         self._shortest_split = max(
-            splits, default=0
-        )  # no worker serves such a prompt whole
-        # prompts, by urgency and the tokens to compute; and all their tokens
-        self._ahead: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-        self._left: Counter[str] = Counter()
-        self._lives: Counter[str] = Counter()  # requests, in whatever phase
-        self._kept: set[str] = set()  # workers that get nothing else
-        for entry in entries:
-            self.add(entry)
+            (x.info.min_tokens for x in self._workers if x.info.role.decodes),
+            default=0,
+        )
+        # prefill workers have enough to do before every request that follows
+        self._saturated = False
+        # by worker: (urgency, tokens to compute) of each prompt, and the sum of the tokens
+        self._prompts: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        self._tokens_left: Counter[str] = Counter()
+        # by worker: requests in any phase
+        self._num_requests: Counter[str] = Counter()
+        # names of workers that accept no other request
+        self._exclusive: set[str] = set()
+        for request in requests:
+            self.add(request)
 
-    def add(self, entry: "RequestState") -> None:
-        """A request is at its workers."""
-        there = entry.workers
-        if entry.decodes:  # its prefill worker has nothing of it any more
-            there = [x for x in there if x in (entry.decode, entry.target)]
-        self._lives.update(there)
-        if entry.alone:
-            self._kept.update(there)
-        if entry.prefill is not None and not entry.computed:
-            left = len(entry.job.prompt) - entry.cached
-            self._ahead[entry.prefill].append((entry.urgency(self._now), left))
-            self._left[entry.prefill] += left
+    def add(self, request: "RequestState") -> None:
+        """Count a request at its workers."""
+        names = request.workers
+        if request.is_decoding:  # its prefill worker is done with it
+            names = [x for x in names if x in (request.decode, request.target)]
+        self._num_requests.update(names)
+        if request.exclusive:
+            self._exclusive.update(names)
+        if request.prefill is not None and not request.prefill_done:
+            tokens_left = len(request.job.prompt) - request.cached_tokens
+            prompt = (request.urgency(self._now), tokens_left)
+            self._prompts[request.prefill].append(prompt)
+            self._tokens_left[request.prefill] += tokens_left
 
     def choose(
-        self, entry: "RequestState", nbytes: float
-    ) -> "tuple[WorkerState, WorkerState] | None":
-        """The pair for a request, one worker twice for local work; None: it has to wait.
+        self, request: "RequestState", nbytes: float
+    ) -> tuple[WorkerState, WorkerState] | None:
+        """The prefill and the decode worker of a request; None if it has to wait.
 
-        Not the pair that refused it last, if there is another; to run alone, the emptiest.
+        The same worker twice means local work. The pair that refused the request last is chosen
+        only if there is no other. An exclusive request goes to the emptiest workers.
         """
-        tokens, anywhere = len(entry.job.prompt), not any(entry.at)
-        if (
-            self._saturated
-            and anywhere
-            and not entry.alone
-            and tokens >= self._shortest_split
-        ):
+        if self._is_saturated(request):
             return None
-        free = [x for x in self._members if x.name not in self._kept]
-        prefills = _named(entry.at[0], [x for x in free if x.started.role.prefills])
-        decodes = _named(entry.at[1], [x for x in free if x.started.role.decodes])
-        if whole := [x for x in decodes if anywhere and tokens < x.started.min_tokens]:
-            prefills = decodes = whole
-        elif entry.single:
-            decodes = prefills
-        if not entry.alone:
-            prefills = [x for x in prefills if self._starts_soon(entry, x)]
-            self._saturated |= anywhere and not prefills and not whole
-            prefills = self._fitting(entry, nbytes, prefills)
-            decodes = self._fitting(entry, nbytes, decodes)
+        prefills, decodes, served_whole = self._candidates(request)
+        if not request.exclusive:
+            prefills = self._starting_soon(request, prefills)
+            if not prefills and not served_whole and not any(request.at):
+                self._saturated = True
+            prefills = self._with_room(request, nbytes, prefills)
+            decodes = self._with_room(request, nbytes, decodes)
         if not prefills or not decodes:
             return None
-        avoid, lives, left = entry.avoid, self._lives, self._left
-        busy = lives if entry.alone else Counter[str]()
-        work = {x.name: left[x.name] - x.known.tokens(entry.exact) for x in prefills}
-        first = second = min(
-            prefills,
-            key=lambda x: (x.name in avoid, busy[x.name], work[x.name], x.recent),
-        )
-        if first not in decodes:
-            worth = {
-                x.name: AFFINITY * x.known.tokens(entry.pages) / tokens for x in decodes
-            }
-            second = min(
-                decodes,
-                key=lambda x: (
-                    x.name in avoid,
-                    lives[x.name] - worth[x.name],
-                    -x.load.free_bytes,
-                ),
-            )
-        if entry.alone:
-            self._kept |= {first.name, second.name}
-        return None if busy[first.name] or busy[second.name] else (first, second)
 
-    def successor(self, entry: "RequestState", nbytes: float) -> "WorkerState | None":
-        """Where a sequence whose worker decodes no longer can go on; None: nowhere now.
-
-        One that runs alone waits for a worker where nobody is, to which nothing else goes then.
-        """
-        there = [
-            x
-            for x in self._members
-            if x.name not in self._kept and x.started.role.decodes
-        ]
-        found = self._fitting(entry, nbytes, there)
-        best = min(
-            found,
-            key=lambda x: (
-                x.name in entry.avoid,
-                self._lives[x.name],
-                -x.load.free_bytes,
-            ),
-            default=None,
-        )
-        if best is None:
+        prefill = self._best_prefill(request, prefills)
+        decode = prefill if prefill in decodes else self._best_decode(request, decodes)
+        if request.exclusive and not self._claim(prefill, decode):
             return None
-        busy = entry.alone and self._lives[best.name]
-        self._kept |= {best.name} if entry.alone else set()
-        self._lives[best.name] += not busy
-        return None if busy else best
+        return prefill, decode
 
-    def _starts_soon(self, entry: "RequestState", member: WorkerState) -> bool:
-        """Whether few enough prompts are to be computed before this one."""
-        key = entry.urgency(self._now)
-        before = [left for urgency, left in self._ahead[member.name] if urgency <= key]
-        return len(before) < AHEAD or sum(before) < member.started.step_tokens
+    def choose_target(
+        self, request: "RequestState", nbytes: float
+    ) -> WorkerState | None:
+        """The worker on which a sequence continues when its own stops decoding.
 
-    def _fitting(
-        self, entry: "RequestState", nbytes: float, members: list[WorkerState]
-    ) -> list[WorkerState]:
-        """Those that may have room, or are idle. If none has, one is kept after some patience."""
-        tokens, now = len(entry.job.prompt), self._now
-        found = [
-            x
-            for x in members
-            if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)
+        None if there is none now. An exclusive request waits for an empty worker, which accepts
+        no other request meanwhile.
+        """
+        workers = [
+            worker
+            for worker in self._workers
+            if worker.info.role.decodes and worker.name not in self._exclusive
         ]
-        if members and not found and now - entry.arrived >= PATIENCE_S:
-            self._kept.add(max(members, key=lambda x: x.load.free_bytes).name)
-        return found
+        workers = self._with_room(request, nbytes, workers)
+        if not workers:
+            return None
+
+        def cost(worker: WorkerState) -> tuple[bool, int, int]:
+            has_refused = worker.name in request.avoid
+            num_requests = self._num_requests[worker.name]
+            return has_refused, num_requests, -worker.load.free_bytes
+
+        target = min(workers, key=cost)
+        if request.exclusive and not self._claim(target):
+            return None
+        self._num_requests[target.name] += 1
+        return target
+
+    def _is_saturated(self, request: "RequestState") -> bool:
+        """Whether no prefill worker would begin this prompt soon, as for others before it."""
+        if any(request.at) or request.exclusive:
+            return False
+        return self._saturated and len(request.job.prompt) >= self._shortest_split
+
+    def _candidates(
+        self, request: "RequestState"
+    ) -> tuple[list[WorkerState], list[WorkerState], bool]:
+        """Workers that may prefill and decode a request, and whether it is too short to split."""
+        prefill_name, decode_name = request.at
+        workers = [x for x in self._workers if x.name not in self._exclusive]
+        prefills = _named(prefill_name, [x for x in workers if x.info.role.prefills])
+        decodes = _named(decode_name, [x for x in workers if x.info.role.decodes])
+        if not any(request.at):
+            tokens = len(request.job.prompt)
+            whole = [x for x in decodes if tokens < x.info.min_tokens]
+            if whole:
+                return whole, whole, True
+        if request.is_single_token:
+            return prefills, prefills, False
+        return prefills, decodes, False
+
+    def _starting_soon(
+        self, request: "RequestState", workers: list[WorkerState]
+    ) -> list[WorkerState]:
+        """The workers that would compute only few prompts before this one."""
+        urgency = request.urgency(self._now)
+
+        def starts_soon(worker: WorkerState) -> bool:
+            tokens_ahead = [
+                tokens_left
+                for other_urgency, tokens_left in self._prompts[worker.name]
+                if other_urgency <= urgency
+            ]
+            if len(tokens_ahead) < MAX_PROMPTS_AHEAD:
+                return True
+            return sum(tokens_ahead) < worker.info.step_tokens
+
+        return [worker for worker in workers if starts_soon(worker)]
+
+    def _with_room(
+        self, request: "RequestState", nbytes: float, workers: list[WorkerState]
+    ) -> list[WorkerState]:
+        """The workers that may have room; an empty worker has room for any request.
+
+        If none has, and the request has waited long, the one with the most room accepts nothing
+        else until it can serve this one.
+        """
+
+        def has_room(worker: WorkerState) -> bool:
+            is_empty = not self._num_requests[worker.name]
+            required_bytes = 0 if is_empty else nbytes
+            return worker.may_fit(len(request.job.prompt), required_bytes, self._now)
+
+        roomy = [worker for worker in workers if has_room(worker)]
+        waited_s = self._now - request.arrived
+        if workers and not roomy and waited_s >= PATIENCE_S:
+            roomiest = max(workers, key=lambda x: x.load.free_bytes)
+            self._exclusive.add(roomiest.name)
+        return roomy
+
+    def _best_prefill(
+        self, request: "RequestState", workers: list[WorkerState]
+    ) -> WorkerState:
+        """The worker with the fewest tokens to compute until this prompt is done."""
+
+        def cost(worker: WorkerState) -> tuple[bool, int, int, float]:
+            has_refused = worker.name in request.avoid
+            num_requests = self._num_requests[worker.name] if request.exclusive else 0
+            cached_tokens = worker.prefixes.tokens(request.prompt_keys)
+            tokens_left = self._tokens_left[worker.name] - cached_tokens
+            return has_refused, num_requests, tokens_left, worker.recent_tokens
+
+        return min(workers, key=cost)
+
+    def _best_decode(
+        self, request: "RequestState", workers: list[WorkerState]
+    ) -> WorkerState:
+        """The worker with the fewest sequences, less what the pages that it holds are worth."""
+
+        def cost(worker: WorkerState) -> tuple[bool, float, int]:
+            has_refused = worker.name in request.avoid
+            cached_tokens = worker.prefixes.tokens(request.page_keys)
+            affinity = AFFINITY * cached_tokens / len(request.job.prompt)
+            num_requests = self._num_requests[worker.name] - affinity
+            return has_refused, num_requests, -worker.load.free_bytes
+
+        return min(workers, key=cost)
+
+    def _claim(self, *workers: WorkerState) -> bool:
+        """Give workers no other request from now on; whether all of them are empty already."""
+        self._exclusive.update(worker.name for worker in workers)
+        return not any(self._num_requests[worker.name] for worker in workers)
 
 
-def _named(name: str, members: list[WorkerState]) -> list[WorkerState]:
-    """The one of this name; all where it is not among them."""
-    return [x for x in members if x.name == name] or members
+def _named(name: str, workers: list[WorkerState]) -> list[WorkerState]:
+    """The worker of this name; all workers if it is not among them."""
+    return [worker for worker in workers if worker.name == name] or workers

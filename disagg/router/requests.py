@@ -5,18 +5,22 @@
       ▲                        │ D is full        │ refused, P or D dead       │ D dead
       └────────────────────────┴──────────────────┴────────────────────────────┘ next attempt
     local work (a single token, or a worker of both roles) needs no grant
-    DECODE at a worker that shall decode no longer: room at another ─► MOVE ─► DECODE there
-    from anywhere: client gone, no token for deadline_s, deaths ─► Forget at P and D ─► done
+    DECODE at a worker that stops decoding: room at another ─► MOVE ─► DECODE there
+    from anywhere: client gone, no token for deadline_s, deaths ─► abort at P and D ─► done
 
-This is the one queue. A request leaves it when a prefill worker P can start it and a decode worker
-D promises room, so that workers keep no queue and one that is full holds up nobody. Those with the
-least work left go first; waiting makes up for work. A token has the name (rid, attempt, index) and
-is delivered once; what was delivered is kept here, so that the next attempt replays it. A sequence
-that moves stays the same attempt: what both workers say of it is delivered once, as anything else.
+Decisions are pure: each method of `RequestTable` takes one event, changes the table and returns
+actions; `router.py` performs them. So the rules can be tested event by event, without a worker.
+
+This is the only queue. A request leaves it when a prefill worker P can start it and a decode worker
+D grants room; workers keep no queue, and a full one blocks no other. The request with the least
+work left goes first, and waiting makes up for work. A token is identified by (rid, attempt, index)
+and delivered once. The table keeps every token it delivered, so that the next attempt can replay
+them. A sequence that moves stays the same attempt: both workers may report a token of it.
 """
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -31,7 +35,14 @@ from disagg.errors import (
     RequestError,
     TransferError,
 )
-from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
+from disagg.router.actions import (
+    AbortAttempt,
+    Action,
+    FailRequest,
+    Reserve,
+    Start,
+    TokenOutput,
+)
 from disagg.router.codec_policy import CodecPolicy
 from disagg.router.placement import Placement
 from disagg.router.prefix_index import keys_of, reason_of
@@ -47,21 +58,25 @@ from disagg.transfer.messages import (
     serves,
 )
 
-MOVE_TOKENS = (
-    24  # that a sequence decodes on while its pages are copied to another worker
-)
-RETRY_S, FULL_S = (
-    0.1,
-    0.25,
-)  # pause after a refusal, doubled up to 1 s; after one for want of room
-STAYS_S = 1.0  # before a sequence that was refused asks another worker for room
-SPEAKS_S = 5.0  # a worker speaks sooner of what it has from one that left
-TOLD_S = 1.0  # an abort is not repeated sooner
-FADE = (
-    0.966  # what is left at each tick of the weight of tokens given to a worker lately
-)
-PERMANENT = (RequestError, ConfigError)  # another worker would say the same
-PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
+# tokens that a sequence decodes on while its pages are copied to another worker
+MOVE_TOKENS = 24
+# pause of a request after a refusal, doubled up to the maximum
+RETRY_S = 0.1
+MAX_RETRY_S = 1.0
+# how long a refusal for want of room keeps requests as long away from a worker
+FULL_S = 0.25
+# pause of a sequence before it asks another worker for room
+MOVE_RETRY_S = 1.0
+# within this time a worker reports the sequences that one that left handed over to it
+SPEAKS_S = 5.0
+# an abort is not repeated sooner
+ABORT_AGAIN_S = 1.0
+# factor of `WorkerState.recent_tokens` at each tick
+FADE = 0.966
+# another worker would fail in the same way
+PERMANENT = (RequestError, ConfigError)
+# these may pass, so only the deadline limits the attempts
+PASSING = (TransferError, CapacityError)
 
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
@@ -71,14 +86,20 @@ Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
 class RequestState:
     """One request.
 
-    job:      its attempt of now, from `began` on · emitted: what was delivered
-    prefill, decode: its workers, one for local work · target: where it is to go on
-    at:       its prefill and its decode worker, while they take part; "": any
-    exact, pages: keys of its beginnings · cached: tokens that `prefill` need not compute, probably
-    avoid:    the pair that refused it last · blamed: whoever failed it ever
-    computed: its prefill worker has no more to compute · handed: when its giver left
-    choice:   why it has its codec, where that was left to the service
-    deaths:   of workers that computed nothing else · alone: it may cost one more
+    job:             its current attempt, which began at `attempt_began`
+    at:              the prefill and decode worker it has to use while they take part; "": any
+    prompt_keys, page_keys: of its beginnings, as tokens and as pages of its codec
+    cached_tokens:   of the prompt; `prefill` probably need not compute them
+    prefill, decode: names of its workers; the same name for local work
+    target:          name of the worker it is to move to
+    prefill_done:    its prefill worker has nothing more to compute
+    sender_left_at:  when the worker that hands it over left
+    avoid:           names of the pair that refused it last
+    blamed_workers:  every worker that it has counted a failure for
+    emitted:         tokens that were delivered
+    deaths:          of workers that computed nothing else
+    exclusive:       it runs alone on its workers, as it may cost one more death
+    codec_reason:    why the service chose its codec, if it did
     """
 
     job: Job
@@ -86,58 +107,61 @@ class RequestState:
     deadline: float
     phase: Phase = Phase.QUEUED
     at: tuple[str, str] = ("", "")
-    exact: tuple[bytes, ...] = ()
-    pages: tuple[bytes, ...] = ()
-    cached: int = 0
+    prompt_keys: tuple[bytes, ...] = ()
+    page_keys: tuple[bytes, ...] = ()
+    cached_tokens: int = 0
     prefill: str | None = None
     decode: str | None = None
     target: str | None = None
-    handed: float = math.inf
+    prefill_done: bool = False
+    sender_left_at: float = math.inf
     avoid: frozenset[str] = frozenset()
-    blamed: set[str] = field(default_factory=set)
-    computed: bool = False
+    blamed_workers: set[str] = field(default_factory=set)
     emitted: list[int] = field(default_factory=list)
     deaths: int = 0
-    alone: bool = False
+    exclusive: bool = False
     refusals: int = 0
     not_before: float = 0.0
-    began: float = 0.0
-    choice: str = ""
+    attempt_began: float = 0.0
+    codec_reason: str = ""
+
+    @property
+    def rid(self) -> str:
+        return self.job.rid
 
     @property
     def workers(self) -> list[str]:
-        return list(
-            dict.fromkeys(filter(None, (self.prefill, self.decode, self.target)))
-        )
+        """Names of its workers, each once."""
+        names = dict.fromkeys([self.prefill, self.decode, self.target])
+        return [name for name in names if name is not None]
 
     @property
-    def decodes(self) -> bool:
-        """Whether its prompt is done with."""
+    def is_decoding(self) -> bool:
         return self.phase in (Phase.DECODE, Phase.MOVE)
 
     @property
-    def computed_by(self) -> str | None:
-        """Whose engine works on it now."""
-        if self.phase is Phase.PREFILL and not self.computed:
-            return self.prefill
-        return self.decode if self.decodes else None
+    def is_single_token(self) -> bool:
+        """Whether prefill's first token is the whole answer."""
+        return self.job.sampling.get("max_tokens") == 1
 
     @property
-    def giver(self) -> str | None:
-        """Who has computed what it had to, and hands it to another worker."""
-        if self.phase is Phase.PREFILL and self.computed:
+    def computed_by(self) -> str | None:
+        """The worker whose engine works on it now."""
+        if self.phase is Phase.PREFILL and not self.prefill_done:
+            return self.prefill
+        return self.decode if self.is_decoding else None
+
+    @property
+    def sender(self) -> str | None:
+        """The worker that has computed its part and hands it over to another."""
+        if self.phase is Phase.PREFILL and self.prefill_done:
             return self.prefill
         return self.decode if self.phase is Phase.MOVE else None
 
     @property
-    def ahead(self) -> int:
-        """Tokens of its answer that it was promised room for before they were known."""
+    def spare_tokens(self) -> int:
+        """Room for tokens that the answer had not reached when it asked its target for room."""
         return self.job.moved - len(self.job.prompt) - len(self.job.emitted)
-
-    @property
-    def single(self) -> bool:
-        """Whether prefill's first token is the whole answer."""
-        return self.job.sampling.get("max_tokens") == 1
 
     def urgency(self, now: float) -> float:
         """Lower goes first, by the rule of the engine."""
@@ -145,404 +169,562 @@ class RequestState:
 
 
 class RequestTable:
-    """All requests and all workers. Every method takes one event and says what is to be done."""
+    """All requests and all workers. Each method takes one event and returns the actions due.
+
+    unequal_tokens: repeated tokens that differ from what was delivered before
+    routed:         times by (role, reason why a worker of this role was chosen)
+    """
 
     def __init__(self, config: RouterConfig | None = None):
-        self.entries: dict[str, RequestState] = {}
-        self.members: dict[str, WorkerState] = {}
-        self.unequal_tokens = (
-            0  # repeated tokens that were not what was delivered before
-        )
-        self.retries = self.moves = 0
-        self.routed: Counter[tuple[str, str]] = (
-            Counter()
-        )  # (role, why a worker of it was chosen)
-        self.choices = CodecPolicy()
+        self.requests: dict[str, RequestState] = {}
+        self.workers: dict[str, WorkerState] = {}
+        self.codec_policy = CodecPolicy()
+        self.unequal_tokens = 0
+        self.retries = 0
+        self.moves = 0
+        self.routed: Counter[tuple[str, str]] = Counter()
         self._config = config or RouterConfig()
-        self._told: dict[
-            tuple[str, str], float
-        ] = {}  # (worker, rid) -> when it was told to forget
-        self._token_bytes = (
-            0.0  # of the smallest codec seen: what a prompt takes at least
-        )
-        self._stuck_since = math.inf  # all that is here waits since
+        # (worker, rid) -> when the worker was last asked to abort the request
+        self._aborted_at: dict[tuple[str, str], float] = {}
+        # bytes a token under the smallest codec so far: the least that a prompt takes
+        self._token_bytes = 0.0
+        # since when every request is queued and none can start
+        self._stuck_since = math.inf
+
+    # -- events
 
     def submit(
         self, job: Job, now: float, at: tuple[str, str] = ("", "")
     ) -> list[Action]:
         """A new request; it starts at once if there is room. at: as in `RequestState`."""
-        deadline = now + self._config.deadline_s
-        keys = keys_of(job.prompt), keys_of(job.prompt, job.codec or "default")
-        self.entries[job.rid] = RequestState(
-            job, now, deadline, at=at, exact=keys[0], pages=keys[1]
+        self.requests[job.rid] = RequestState(
+            job,
+            arrived=now,
+            deadline=now + self._config.deadline_s,
+            at=at,
+            prompt_keys=keys_of(job.prompt),
+            page_keys=keys_of(job.prompt, job.codec or "default"),
         )
         return self._place(now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
-        """The client is gone or has enough; both sides forget the request."""
-        entry = self.entries.pop(rid, None)
-        return [*self._forget(entry, now), *self._place(now)] if entry else []
+        """The client is gone or has enough; both workers abort the request."""
+        request = self.requests.pop(rid, None)
+        if request is None:
+            return []
+        return self._abort(request, now) + self._place(now)
 
-    def worker_up(self, started: WorkerInfo, now: float) -> list[Action]:
+    def worker_up(self, info: WorkerInfo, now: float) -> list[Action]:
         """A worker is ready, as a new incarnation if it was before; waiting requests may start."""
-        actions = self.worker_down(started.name, now, fenced=True)
-        self.members[started.name] = WorkerState(started)
+        actions = self.worker_down(info.name, now, fenced=True)
+        self.workers[info.name] = WorkerState(info)
         return actions + self._place(now)
 
     def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
-        """A worker is dead, or drops what it has (fenced): that starts again elsewhere.
+        """A worker is dead, or drops its requests (fenced): they start again elsewhere.
 
-        A request is charged with a death where nothing else was computed there and the worker had
-        not said that it leaves: before the last that it may cost it runs alone, after it it is
-        refused. Who leaves does so when all is handed over: the other worker speaks of it soon.
+        If it died while it computed a single request, that request is charged with the death.
+        Before the last death that a request may cost it runs alone; after it, it fails.
+        A worker that announced that it leaves is charged to no request: it ends when it has handed
+        over everything, and the receiving workers are about to report those sequences.
         """
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return []
+        has_left = worker.info.role is Role.NONE
+        if not has_left:
+            self._charge_death(name)
         actions: list[Action] = []
-        if not (member := self.members.pop(name, None)):
-            return actions
-        leaves = member.started.role is Role.NONE
-        computed = [
-            entry for entry in self.entries.values() if entry.computed_by == name
-        ]
-        for entry in computed if len(computed) == 1 and not leaves else ():
-            entry.deaths += 1
-            entry.alone = entry.deaths >= self._config.max_attempts - 1
-        for entry in list(self.entries.values()):
-            if entry.phase is Phase.DECODE and name == entry.target:
-                entry.target = None
-            if leaves and name == entry.giver and not fenced:
-                entry.handed = now
-                continue
-            lives = entry.decodes and name not in (entry.decode, entry.target)
-            if lives or name not in entry.workers:
-                continue
-            if entry.deaths < self._config.max_attempts:
-                actions += self._requeue(entry, now)
-            else:
-                died = PeerLostError(
-                    f"{entry.deaths} workers died under this request; given up"
-                )
-                actions += self._fail(entry, died, now)
+        for request in list(self.requests.values()):
+            if request.phase is Phase.DECODE and name == request.target:
+                request.target = None
+            if has_left and name == request.sender and not fenced:
+                request.sender_left_at = now
+            elif self._depends_on(request, name):
+                actions += self._restart_or_fail(request, now)
         return actions + self._place(now)
 
-    def load(self, worker: str, load: Load, now: float) -> list[Action]:
-        """A worker says what it could take."""
-        member = self.members.get(worker)
-        return self._place(now) if member and member.says(load) else []
+    def update_load(self, worker: str, load: Load, now: float) -> list[Action]:
+        """A worker reports what it could take."""
+        state = self.workers.get(worker)
+        if state is None or not state.update_load(load):
+            return []
+        return self._place(now)
 
-    def granted(
+    def on_grant(
         self, worker: str, rid: str, attempt: int, grant: Grant
     ) -> list[Action]:
-        """A decode worker has room; if the request is over, it was told to forget it."""
-        entry = self._current(rid, attempt)
-        if entry and worker not in entry.workers:  # another was asked since
+        """A decode worker has reserved room. (If the request is over, an abort is on its way.)"""
+        request = self._current(rid, attempt)
+        if request is None:
+            return []
+        if worker not in request.workers:  # another worker was asked since
             return [AbortAttempt(worker, rid, attempt)]
-        if entry and entry.prefill and entry.phase is Phase.RESERVE:
-            entry.phase = Phase.PREFILL
-            return [Start(entry.prefill, entry.job, Work.PREFILL, worker, grant)]
+        if request.phase is Phase.RESERVE and request.prefill:
+            request.phase = Phase.PREFILL
+            return [Start(request.prefill, request.job, Work.PREFILL, worker, grant)]
         if (
-            entry
-            and entry.decode
-            and worker == entry.target
-            and entry.phase is Phase.DECODE
+            request.phase is Phase.DECODE
+            and request.decode
+            and worker == request.target
         ):
-            if (
-                2 * (len(entry.emitted) - len(entry.job.emitted)) > entry.ahead
-            ):  # while it waited
-                return [self._move(entry, self.members[worker], 2 * entry.ahead)]
-            entry.phase = Phase.MOVE
-            return [Start(entry.decode, entry.job, Work.MOVE, worker, grant)]
+            emitted_since = len(request.emitted) - len(request.job.emitted)
+            if 2 * emitted_since > request.spare_tokens:
+                return [self._reserve_more(request, self.workers[worker])]
+            request.phase = Phase.MOVE
+            return [Start(request.decode, request.job, Work.MOVE, worker, grant)]
         return []
 
-    def hear(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
-        """A worker says something about an attempt: figures, an error, a token, the end."""
-        rid, token, index = event.rid, event.token, event.index
-        if event.stats and (tokens := event.stats.get("tokens")):
-            seen = event.stats.get("resident_bytes", 0) / tokens
-            self._token_bytes = min(seen, self._token_bytes or seen)
-        entry = self._current(rid, event.attempt)
-        self.choices.learn(event.stats or {}, (worker, (entry and entry.decode) or ""))
-        if (
-            entry is None
-        ):  # where it is more than figures, what told it to stop was lost
-            more = token is not None or event.error or event.finish_reason
-            return self._tell(worker, rid, event.attempt, now) if more else []
+    def on_event(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
+        """A worker reports figures, an error, a token or the end of an attempt."""
+        request = self._current(event.rid, event.attempt)
+        if event.stats:
+            self._learn(worker, request, event)
+        if request is None:
+            return self._abort_stale(worker, event, now)
         if event.error is not None:
-            if worker not in entry.workers or worker not in self.members:
-                return []  # it was given up when that worker died
-            if entry.decodes and worker not in (entry.decode, entry.target):
-                return [
-                    AbortAttempt(worker, rid, event.attempt)
-                ]  # it did its part, and never heard so
-            return self._refuse(entry, worker, event.error, now)
-        known, actions = len(entry.emitted), self._progress(entry, worker, index, now)
-        if token is not None and index < known:
-            self.unequal_tokens += entry.emitted[index] != token
-        elif token is not None and index == known:
-            entry.emitted.append(token)
-            entry.deadline = now + self._config.deadline_s
-            actions.insert(0, EmitToken(rid, token, event.logprobs))
-        if index > known or (event.finish_reason and index + 1 != len(entry.emitted)):
-            gap = TransferError(f"token {index} came when {known} were known")
-            return actions + self._refuse(entry, worker, gap, now)
-        return actions + (
-            self._finish(entry, worker, event, now) if event.finish_reason else []
-        )
+            return self._on_error(request, worker, event.error, now)
+
+        num_emitted = len(request.emitted)
+        actions = self._progress(request, worker, event.index, now)
+        if event.token is not None:
+            actions = self._deliver(request, event, now) + actions
+        has_gap = event.index > num_emitted
+        ends_early = event.finish_reason and event.index + 1 != len(request.emitted)
+        if has_gap or ends_early:
+            gap = TransferError(
+                f"token {event.index} came when {num_emitted} were known"
+            )
+            return actions + self._on_refusal(request, worker, gap, now)
+        if event.finish_reason:
+            actions += self._finish(request, worker, event.finish_reason, now)
+        return actions
 
     def tick(self, now: float) -> list[Action]:
         """Give up what is too late, start what can start."""
-        self._told = {
-            key: told for key, told in self._told.items() if now < told + TOLD_S
+        self._aborted_at = {
+            key: aborted_at
+            for key, aborted_at in self._aborted_at.items()
+            if now < aborted_at + ABORT_AGAIN_S
         }
-        for member in self.members.values():
-            member.recent *= FADE
+        for worker in self.workers.values():
+            worker.recent_tokens *= FADE
         actions: list[Action] = []
-        for entry in [x for x in self.entries.values() if now >= x.handed + SPEAKS_S]:
-            if entry.giver not in {None, *self.members}:
-                actions += self._requeue(entry, now)
-        for entry in [x for x in self.entries.values() if now >= x.deadline]:
-            late = f"no token in {self._config.deadline_s:g} s; the request was in {entry.phase}"
-            actions += self._fail(entry, DeadlineError(late), now)
+        for request in list(self.requests.values()):
+            is_silent = now >= request.sender_left_at + SPEAKS_S
+            if is_silent and request.sender and request.sender not in self.workers:
+                actions += self._requeue(request, now)
+        for request in list(self.requests.values()):
+            if now >= request.deadline:
+                error = DeadlineError(
+                    f"no token in {self._config.deadline_s:g} s; "
+                    f"the request was in {request.phase}"
+                )
+                actions += self._fail(request, error, now)
         return actions + self._place(now)
 
-    def known(self, worker: str) -> dict[str, int]:
-        """rid -> tokens delivered, of what a worker may have to say."""
+    # -- queries
+
+    def num_emitted(self, worker: str) -> dict[str, int]:
+        """rid -> tokens delivered, for the requests of a worker."""
         return {
-            x.job.rid: len(x.emitted)
-            for x in self.entries.values()
-            if worker in x.workers
+            request.rid: len(request.emitted)
+            for request in self.requests.values()
+            if worker in request.workers
         }
 
     def ready(self, now: float) -> bool:
         """Whether a request that came now could hope for an answer."""
-        roles = [x.started.role for x in self.members.values() if now >= x.open_until]
-        return serves(roles) and now - self._stuck_since <= self._config.silence_s
+        roles = [x.info.role for x in self.workers.values() if now >= x.open_until]
+        stuck_s = now - self._stuck_since
+        return serves(roles) and stuck_s <= self._config.silence_s
+
+    # -- placement
 
     def _place(self, now: float) -> list[Action]:
-        """Move what has to go on elsewhere, then start what can start, the most urgent first."""
-        queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
-        leaving = [x for x in self.entries.values() if self._leaves(x, now)]
+        """Move sequences that have to go elsewhere, then start queued requests."""
+        requests = self.requests.values()
+        queued = [x for x in requests if x.phase is Phase.QUEUED]
+        leaving = [x for x in requests if self._has_to_move(x, now)]
         if not queued and not leaving:
             self._stuck_since = math.inf
             return []
-        waiting = [x for x in queued if now >= x.not_before]
-        board = Placement(self.entries.values(), self.members.values(), now)
+        placement = Placement(requests, self.workers.values(), now)
+        # moves first: their KV is computed, and their workers wait to leave
+        actions = self._move_all(leaving, placement)
+        actions += self._begin_all(queued, placement, now)
+        if actions or len(queued) < len(self.requests):
+            self._stuck_since = math.inf
+        else:
+            self._stuck_since = min(self._stuck_since, now)
+        return actions
+
+    def _move_all(
+        self, requests: Iterable[RequestState], placement: Placement
+    ) -> list[Action]:
         actions: list[Action] = []
-        for (
-            entry
-        ) in leaving:  # first: what it has is computed, and its worker waits to leave
-            length = len(entry.job.prompt) + len(entry.emitted)
-            if target := board.successor(entry, length * self._token_bytes):
-                actions.append(self._move(entry, target))
-        for entry in sorted(waiting, key=lambda x: (not x.alone, x.urgency(now))):
-            if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
-                actions.append(self._begin(entry, *pair, now))
-                board.add(entry)
-        stuck = queued and not actions and len(queued) == len(self.entries)
-        self._stuck_since = min(self._stuck_since, now) if stuck else math.inf
+        for request in requests:
+            tokens = len(request.job.prompt) + len(request.emitted)
+            target = placement.choose_target(request, tokens * self._token_bytes)
+            if target is not None:
+                actions.append(self._reserve_target(request, target))
+        return actions
+
+    def _begin_all(
+        self, queued: Iterable[RequestState], placement: Placement, now: float
+    ) -> list[Action]:
+        """Start what can start, the most urgent first."""
+        actions: list[Action] = []
+        waiting = [request for request in queued if now >= request.not_before]
+        waiting.sort(key=lambda request: (not request.exclusive, request.urgency(now)))
+        for request in waiting:
+            nbytes = len(request.job.prompt) * self._token_bytes
+            pair = placement.choose(request, nbytes)
+            if pair is not None:
+                prefill, decode = pair
+                actions.append(self._begin(request, prefill, decode, now))
+                placement.add(request)
         return actions
 
     def _begin(
-        self, entry: RequestState, prefill: WorkerState, decode: WorkerState, now: float
+        self,
+        request: RequestState,
+        prefill: WorkerState,
+        decode: WorkerState,
+        now: float,
     ) -> Action:
         """The next attempt, on this pair."""
-        if entry.job.codec == AUTO:
-            self._choose(entry, prefill, decode, now)
-        self._count(entry, prefill, decode)
-        prefill.recent += len(entry.job.prompt) - entry.cached
-        for member in (prefill, decode):
-            member.pause(now)
-        entry.prefill, entry.decode = prefill.name, decode.name
-        entry.computed, entry.began = False, now
-        job, emitted, left_s = entry.job, tuple(entry.emitted), entry.deadline - now
-        job = replace(job, attempt=job.attempt + 1, emitted=emitted, deadline_s=left_s)
-        entry.job = replace(job, moved=0, waited_s=now - entry.arrived)
-        entry.phase = Phase.PREFILL if prefill is decode else Phase.RESERVE
-        if prefill is decode:
-            return Start(prefill.name, entry.job, Work.LOCAL)
-        return Reserve(decode.name, entry.job)
-
-    def _choose(
-        self, entry: RequestState, prefill: WorkerState, decode: WorkerState, now: float
-    ) -> None:
-        """Its codec, for life: of those that the decode worker lists."""
-        prompt, config, bytes_of = (
-            entry.job.prompt,
-            self._config,
-            decode.started.bytes_of,
+        if request.job.codec == AUTO:
+            self._choose_codec(request, prefill, decode, now)
+        self._count_prefixes(request, prefill, decode)
+        prefill.recent_tokens += len(request.job.prompt) - request.cached_tokens
+        prefill.pause(now)
+        decode.pause(now)
+        request.prefill = prefill.name
+        request.decode = decode.name
+        request.prefill_done = False
+        request.attempt_began = now
+        request.job = replace(
+            request.job,
+            attempt=request.job.attempt + 1,
+            emitted=tuple(request.emitted),
+            deadline_s=request.deadline - now,
+            moved=0,
+            waited_s=now - request.arrived,
         )
-        sizes = {x: bytes_of(x, len(prompt)) for x in decode.started.sizes}
-        here = [
-            x
-            for x in self.entries.values()
-            if x.prefill == prefill.name and not x.decodes
-        ]
-        ahead = sum(bytes_of(x.job.codec, len(x.job.prompt)) for x in here)
-        left_s = entry.arrived + config.first_decode_s - now
-        facts = config.error_budget, decode.load.free_bytes, (prefill.name, decode.name)
-        codec, entry.choice = self.choices.choose(sizes, *facts, left_s, ahead)
-        entry.job, entry.pages = replace(entry.job, codec=codec), keys_of(prompt, codec)
+        if prefill is decode:
+            request.phase = Phase.PREFILL
+            return Start(prefill.name, request.job, Work.LOCAL)
+        request.phase = Phase.RESERVE
+        return Reserve(decode.name, request.job)
 
-    def _leaves(self, entry: RequestState, now: float) -> bool:
-        """Whether a sequence has to go on elsewhere, and has not so little left that it may end.
-
-        What is said of it twice has to be the same: one that says log-probabilities stays.
-        """
-        if entry.phase is not Phase.DECODE or entry.target or now < entry.not_before:
-            return False
-        left = entry.job.sampling.get("max_tokens", 0) - len(entry.emitted)
-        stays = entry.decode is None or self.members[entry.decode].started.role.decodes
-        scored = entry.job.sampling.get("logprobs") is not None
-        return left > MOVE_TOKENS and not stays and not scored
-
-    def _move(
-        self, entry: RequestState, target: WorkerState, more: int = MOVE_TOKENS
-    ) -> Action:
-        """Ask for room for the sequence as it will be when its pages are there."""
-        entry.target, emitted = target.name, tuple(entry.emitted)
-        length = len(entry.job.prompt) + len(emitted) + more
-        entry.job = replace(entry.job, emitted=emitted, moved=length)
-        return Reserve(target.name, entry.job)
-
-    def _count(
-        self, entry: RequestState, prefill: WorkerState, decode: WorkerState
+    def _choose_codec(
+        self,
+        request: RequestState,
+        prefill: WorkerState,
+        decode: WorkerState,
+        now: float,
     ) -> None:
-        """Why a request goes to these workers, and what they have of it from now on."""
-        everyone = self.members.values()
-        sides = [
-            (Role.PREFILL, prefill, entry.exact),
-            (Role.DECODE, decode, entry.pages),
-        ]
-        entry.cached = min(prefill.known.tokens(entry.exact), len(entry.job.prompt) - 1)
-        for role, chosen, keys in sides[: 1 if prefill is decode else 2]:
-            most = max(member.known.tokens(keys) for member in everyone)
-            self.routed[role.value, reason_of(chosen.known.tokens(keys), most)] += 1
-            chosen.known.add(keys)
+        """Its codec, for life: one of those that the decode worker lists."""
+        prompt = request.job.prompt
+        bytes_of = decode.info.bytes_of
+        bytes_ahead = sum(
+            bytes_of(other.job.codec, len(other.job.prompt))
+            for other in self.requests.values()
+            if other.prefill == prefill.name and not other.is_decoding
+        )
+        codec, reason = self.codec_policy.choose(
+            {name: bytes_of(name, len(prompt)) for name in decode.info.sizes},
+            budget=self._config.error_budget,
+            free_bytes=decode.load.free_bytes,
+            pair=(prefill.name, decode.name),
+            left_s=request.arrived + self._config.first_decode_s - now,
+            ahead_bytes=bytes_ahead,
+        )
+        request.codec_reason = reason
+        request.job = replace(request.job, codec=codec)
+        request.page_keys = keys_of(prompt, codec)
+
+    def _count_prefixes(
+        self, request: RequestState, prefill: WorkerState, decode: WorkerState
+    ) -> None:
+        """Count why a request goes to these workers, and what they hold of it from now on."""
+        prefill_tokens = prefill.prefixes.tokens(request.prompt_keys)
+        request.cached_tokens = min(prefill_tokens, len(request.job.prompt) - 1)
+        self._count_prefix(Role.PREFILL, prefill, request.prompt_keys)
+        if decode is not prefill:
+            self._count_prefix(Role.DECODE, decode, request.page_keys)
+
+    def _count_prefix(
+        self, role: Role, worker: WorkerState, keys: tuple[bytes, ...]
+    ) -> None:
+        longest = max(x.prefixes.tokens(keys) for x in self.workers.values())
+        reason = reason_of(worker.prefixes.tokens(keys), longest)
+        self.routed[role.value, reason] += 1
+        worker.prefixes.add(keys)
+
+    # -- moves
+
+    def _has_to_move(self, request: RequestState, now: float) -> bool:
+        """Whether a sequence has to go elsewhere, and has more than a few tokens left.
+
+        A sequence with log-probabilities stays: both workers would have to report equal ones.
+        """
+        if request.phase is not Phase.DECODE or request.decode is None:
+            return False
+        if request.target or now < request.not_before:
+            return False
+        if self.workers[request.decode].info.role.decodes:
+            return False
+        sampling = request.job.sampling
+        tokens_left = sampling.get("max_tokens", 0) - len(request.emitted)
+        return tokens_left > MOVE_TOKENS and sampling.get("logprobs") is None
+
+    def _reserve_target(
+        self,
+        request: RequestState,
+        target: WorkerState,
+        spare_tokens: int = MOVE_TOKENS,
+    ) -> Action:
+        """Ask for room for the sequence as it will be when its pages have arrived."""
+        tokens = len(request.job.prompt) + len(request.emitted) + spare_tokens
+        request.target = target.name
+        request.job = replace(request.job, emitted=tuple(request.emitted), moved=tokens)
+        return Reserve(target.name, request.job)
+
+    def _reserve_more(self, request: RequestState, target: WorkerState) -> Action:
+        """The sequence outgrew its reservation, or is about to: ask for one twice as spacious."""
+        return self._reserve_target(request, target, 2 * request.spare_tokens)
+
+    # -- progress and ends
 
     def _current(self, rid: str, attempt: int) -> RequestState | None:
-        entry = self.entries.get(rid)
-        stale = (
-            entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
-        )
-        return None if stale else entry
+        """The request, if this is its attempt and some worker has it."""
+        request = self.requests.get(rid)
+        if request is None or request.phase is Phase.QUEUED:
+            return None
+        return request if request.job.attempt == attempt else None
+
+    def _learn(
+        self, worker: str, request: RequestState | None, event: TokenEvent
+    ) -> None:
+        """Bytes a token, errors of codecs and speed of the link, from the figures of a hand-off."""
+        stats = event.stats or {}
+        tokens = stats.get("tokens")
+        if tokens:
+            token_bytes = stats.get("resident_bytes", 0) / tokens
+            self._token_bytes = min(token_bytes, self._token_bytes or token_bytes)
+        decode = request.decode if request is not None else None
+        self.codec_policy.learn(stats, (worker, decode or ""))
 
     def _progress(
-        self, entry: RequestState, worker: str, index: int, now: float
+        self, request: RequestState, worker: str, index: int, now: float
     ) -> list[Action]:
-        """A worker did its part of an attempt: the next prompt may have its place."""
-        before = entry.phase, entry.computed
-        entry.computed = True
-        if worker == entry.target and entry.phase is Phase.MOVE:
-            if index >= len(
-                entry.job.emitted
-            ):  # else it says what it did before, as another
-                entry.decode, entry.target, entry.phase = worker, None, Phase.DECODE
+        """A worker did its part of an attempt: the next prompt may take its place."""
+        before = request.phase, request.prefill_done
+        request.prefill_done = True
+        if worker == request.target and request.phase is Phase.MOVE:
+            # an earlier index repeats what the source has reported
+            if index >= len(request.job.emitted):
+                request.decode = worker
+                request.target = None
+                request.phase = Phase.DECODE
                 self.moves += 1
-        elif worker == entry.decode and entry.phase not in (Phase.DECODE, Phase.MOVE):
-            entry.phase = Phase.DECODE
-            for name in filter(self.members.__contains__, entry.workers):
-                self.members[name].failures, self.members[name].open_until = (
-                    0,
-                    -math.inf,
-                )
-        return self._place(now) if before != (entry.phase, entry.computed) else []
+        elif worker == request.decode and not request.is_decoding:
+            request.phase = Phase.DECODE
+            for name in request.workers:
+                if name in self.workers:
+                    self.workers[name].reset_failures()
+        if (request.phase, request.prefill_done) == before:
+            return []
+        return self._place(now)
+
+    def _deliver(
+        self, request: RequestState, event: TokenEvent, now: float
+    ) -> list[Action]:
+        """The next token goes to the client; one that was delivered before is only compared."""
+        assert event.token is not None
+        num_emitted = len(request.emitted)
+        if event.index < num_emitted:
+            if event.token != request.emitted[event.index]:
+                self.unequal_tokens += 1
+            return []
+        if event.index > num_emitted:
+            return []
+        request.emitted.append(event.token)
+        request.deadline = now + self._config.deadline_s
+        return [TokenOutput(event.rid, event.token, logprobs=event.logprobs)]
 
     def _finish(
-        self, entry: RequestState, worker: str, event: TokenEvent, now: float
+        self, request: RequestState, worker: str, reason: str, now: float
     ) -> list[Action]:
-        """All forget it, but the prefill worker of a hand-off: when it has said its figures."""
-        del self.entries[event.rid]
-        told = self._forget(
-            entry, now, None if worker == entry.prefill else entry.prefill
-        )
-        return [EmitToken(event.rid, event.finish_reason), *told, *self._place(now)]
+        """All workers forget it, except the prefill worker of a hand-off.
 
-    def _refuse(
-        self, entry: RequestState, worker: str, error: DisaggError, now: float
-    ) -> list[Action]:
-        """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
-        full = isinstance(error, CapacityError)
-        if (
-            full
-            and entry.phase is Phase.MOVE
-            and worker == entry.decode
-            and entry.target
-        ):
-            entry.phase = Phase.DECODE  # it had outgrown its room before it heard of it
-            return [self._move(entry, self.members[entry.target], 2 * entry.ahead)]
-        stays = (
-            entry.phase is Phase.DECODE and worker == entry.target
-        )  # it decodes on as it did
-        if stays and not full:
-            entry.target, entry.not_before, entry.avoid = (
-                None,
-                now + STAYS_S,
-                frozenset({worker}),
-            )
-            return []  # told to forget this attempt, it could never take it
-        if full and (stays or entry.phase is Phase.RESERVE):
-            self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
-            entry.target, entry.not_before = None, now + FULL_S * stays
-            if not stays:
-                entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
-            return self._place(now)
-        entry.refusals += 1
-        hopeless = entry.refusals >= self._config.max_attempts and not isinstance(
-            error, PASSING
-        )
-        if hopeless or isinstance(error, PERMANENT):
-            return self._fail(entry, error, now) + self._place(now)
-        both = (
-            worker == entry.prefill
-            and not entry.decodes
-            and isinstance(error, TransferError)
-        )
-        blamed = (
-            set() if full else set(entry.workers if both else [worker]) - entry.blamed
-        )
-        for name in blamed & self.members.keys():
-            self.members[name].fails(entry.began, now)
-        entry.blamed |= (
-            blamed  # whatever is wrong with a request is no more failures of a worker
-        )
-        entry.avoid = frozenset(entry.workers)
-        entry.not_before = now + min(1.0, RETRY_S * 2 ** min(10, entry.refusals - 1))
-        return self._requeue(entry, now) + self._place(now)
-
-    def _requeue(self, entry: RequestState, now: float) -> list[Action]:
-        """Back to the queue; whoever lives forgets the attempt."""
-        self.retries += (
-            entry.phase is not Phase.RESERVE
-        )  # until then nobody computes anything
-        actions = self._forget(entry, now)
-        entry.phase, entry.prefill, entry.decode, entry.target = (
-            Phase.QUEUED,
-            None,
-            None,
-            None,
-        )
-        return actions
+        That one is aborted later, when it has reported the figures.
+        """
+        del self.requests[request.rid]
+        spared = request.prefill if worker != request.prefill else None
+        return [
+            TokenOutput(request.rid, finish_reason=reason),
+            *self._abort(request, now, spared),
+            *self._place(now),
+        ]
 
     def _fail(
-        self, entry: RequestState, error: DisaggError, now: float
+        self, request: RequestState, error: DisaggError, now: float
     ) -> list[Action]:
-        del self.entries[entry.job.rid]
-        return [*self._forget(entry, now), EmitToken(entry.job.rid, error)]
+        del self.requests[request.rid]
+        return [*self._abort(request, now), FailRequest(request.rid, error)]
 
-    def _forget(
-        self, entry: RequestState, now: float, spared: str | None = None
+    # -- errors
+
+    def _on_error(
+        self, request: RequestState, worker: str, error: DisaggError, now: float
     ) -> list[Action]:
-        """Every living worker of the attempt forgets it, but one."""
-        rid, names = (
-            entry.job.rid,
-            [x for x in entry.workers if x in self.members and x != spared],
-        )
-        self._told |= {(name, rid): now for name in names}
-        return [AbortAttempt(name, rid, entry.job.attempt) for name in names]
+        if worker not in request.workers or worker not in self.workers:
+            return []  # the request was taken from it when it died
+        if request.is_decoding and worker not in (request.decode, request.target):
+            # it did its part, but the acknowledgement was lost
+            return [AbortAttempt(worker, request.rid, request.job.attempt)]
+        return self._on_refusal(request, worker, error, now)
 
-    def _tell(self, worker: str, rid: str, attempt: int, now: float) -> list[Action]:
-        """An abort, unless the worker is gone or heard one a moment ago."""
-        heard = now < self._told.get((worker, rid), -math.inf) + TOLD_S
-        if heard or worker not in self.members:
+    def _on_refusal(
+        self, request: RequestState, worker: str, error: DisaggError, now: float
+    ) -> list[Action]:
+        """A worker could not do its part."""
+        is_full = isinstance(error, CapacityError)
+        if request.phase is Phase.DECODE and worker == request.target:
+            return self._on_move_refused(request, worker, is_full, now)
+        if is_full and request.phase is Phase.RESERVE:
+            self._refuse_room(request, worker, now)
+            request.phase = Phase.QUEUED
+            request.prefill = None
+            request.decode = None
+            request.not_before = now
+            return self._place(now)
+        is_moving_away = request.phase is Phase.MOVE and worker == request.decode
+        if is_full and is_moving_away and request.target:
+            # it outgrew its reservation before the move began
+            request.phase = Phase.DECODE
+            return [self._reserve_more(request, self.workers[request.target])]
+        return self._retry_or_fail(request, worker, error, now)
+
+    def _on_move_refused(
+        self, request: RequestState, worker: str, is_full: bool, now: float
+    ) -> list[Action]:
+        """The sequence decodes on where it is, and asks for room again later.
+
+        A worker that refused for another reason than room is asked no more: it was told to abort
+        the attempt, so it could never take it.
+        """
+        request.target = None
+        if not is_full:
+            request.not_before = now + MOVE_RETRY_S
+            request.avoid = frozenset({worker})
             return []
-        self._told[worker, rid] = now
-        return [AbortAttempt(worker, rid, attempt)]
+        self._refuse_room(request, worker, now)
+        request.not_before = now + FULL_S
+        return self._place(now)
+
+    def _refuse_room(self, request: RequestState, worker: str, now: float) -> None:
+        self.workers[worker].refuse_room(len(request.job.prompt), now + FULL_S)
+        request.target = None
+
+    def _retry_or_fail(
+        self, request: RequestState, worker: str, error: DisaggError, now: float
+    ) -> list[Action]:
+        """Try again elsewhere, unless that can never succeed."""
+        request.refusals += 1
+        is_hopeless = request.refusals >= self._config.max_attempts
+        if isinstance(error, PASSING):
+            is_hopeless = False
+        if is_hopeless or isinstance(error, PERMANENT):
+            return self._fail(request, error, now) + self._place(now)
+
+        if not isinstance(error, CapacityError):
+            self._blame(request, worker, error, now)
+        request.avoid = frozenset(request.workers)
+        doublings = min(10, request.refusals - 1)
+        request.not_before = now + min(MAX_RETRY_S, RETRY_S * 2**doublings)
+        return self._requeue(request, now) + self._place(now)
+
+    def _blame(
+        self, request: RequestState, worker: str, error: DisaggError, now: float
+    ) -> None:
+        """Count a failure of the worker; of both, if a hand-off broke.
+
+        A worker is blamed once for a request, so that a bad request opens no breaker.
+        """
+        is_prefilling = worker == request.prefill and not request.is_decoding
+        if is_prefilling and isinstance(error, TransferError):
+            names = set(request.workers)
+        else:
+            names = {worker}
+        names -= request.blamed_workers
+        request.blamed_workers |= names
+        for name in names:
+            if name in self.workers:
+                self.workers[name].add_failure(request.attempt_began, now)
+
+    def _charge_death(self, name: str) -> None:
+        """Charge the request that a dead worker computed, if it was the only one."""
+        computed = [x for x in self.requests.values() if x.computed_by == name]
+        if len(computed) == 1:
+            (request,) = computed
+            request.deaths += 1
+            request.exclusive = request.deaths >= self._config.max_attempts - 1
+
+    def _depends_on(self, request: RequestState, name: str) -> bool:
+        """Whether an attempt cannot go on without this worker."""
+        if request.is_decoding:
+            return name in (request.decode, request.target)
+        return name in request.workers
+
+    def _restart_or_fail(self, request: RequestState, now: float) -> list[Action]:
+        if request.deaths < self._config.max_attempts:
+            return self._requeue(request, now)
+        error = PeerLostError(
+            f"{request.deaths} workers died under this request; given up"
+        )
+        return self._fail(request, error, now)
+
+    def _requeue(self, request: RequestState, now: float) -> list[Action]:
+        """Back to the queue; the workers that live abort the attempt."""
+        if request.phase is not Phase.RESERVE:  # before, no engine has begun
+            self.retries += 1
+        actions = self._abort(request, now)
+        request.phase = Phase.QUEUED
+        request.prefill = None
+        request.decode = None
+        request.target = None
+        return actions
+
+    # -- aborts
+
+    def _abort(
+        self, request: RequestState, now: float, spared: str | None = None
+    ) -> list[Action]:
+        """Every living worker of the attempt aborts it, except the spared one."""
+        actions: list[Action] = []
+        for name in request.workers:
+            if name in self.workers and name != spared:
+                self._aborted_at[name, request.rid] = now
+                actions.append(AbortAttempt(name, request.rid, request.job.attempt))
+        return actions
+
+    def _abort_stale(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
+        """A worker reports an attempt that is over: its abort was lost, so repeat it.
+
+        Figures alone are no reason: they may come after the end. A worker that is gone, or was
+        sent an abort a moment ago, gets none.
+        """
+        has_only_figures = (
+            event.token is None and not event.error and not event.finish_reason
+        )
+        if has_only_figures or worker not in self.workers:
+            return []
+        aborted_at = self._aborted_at.get((worker, event.rid), -math.inf)
+        if now < aborted_at + ABORT_AGAIN_S:
+            return []
+        self._aborted_at[worker, event.rid] = now
+        return [AbortAttempt(worker, event.rid, event.attempt)]

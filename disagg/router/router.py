@@ -1,11 +1,11 @@
-"""The router: tells workers what to do and gives clients their tokens. Rules are in `dispatch.py`.
+"""The router: performs what a `RequestTable` decides, and follows the events of the workers.
 
-    stream open ──► steps ──► broken: open again, saying what is known ──► ...
+    stream open ──► steps ──► broken: open again from the tokens delivered ──► ...
                                  │ silent for too long: down ──► reached again: fence, up
 
-A plain asyncio object inside the process that serves clients, with one event stream per worker. A
-broken stream only means that something is wrong; after a silence the work of the worker is given to
-others, so it has to drop everything before it takes part again. Knows no Ray, no HTTP, no text.
+A plain asyncio object in the process that serves clients, with one event stream per worker. A
+broken stream alone changes nothing. After a silence the requests of a worker go to others, so it
+has to drop everything before it takes part again. Knows no Ray, no HTTP, no text.
 """
 
 import asyncio
@@ -27,7 +27,14 @@ from disagg.errors import (
     StoppingError,
     WireError,
 )
-from disagg.router.actions import AbortAttempt, Action, EmitToken, Reserve, Start
+from disagg.router.actions import (
+    AbortAttempt,
+    Action,
+    FailRequest,
+    Reserve,
+    Start,
+    TokenOutput,
+)
 from disagg.router.requests import Phase, RequestState, RequestTable
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import (
@@ -45,47 +52,33 @@ RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TokenOutput:
-    """Something a client gets: a token, or the end.
-
-    kv:       figures of the hand-off, once known
-    logprobs: of the token, where they are wanted; before them, with the first, those of the prompt
-    waited_s: until the attempt began that said it
-    """
-
-    token: int | None = None
-    finish_reason: str | None = None
-    kv: Mapping[str, Any] = field(default_factory=dict)
-    logprobs: Sequence[Any] = ()
-    waited_s: float = 0.0
-
-
 @dataclass(eq=False)
 class WorkerConnection:
-    """A worker as a router sees it. `client`: a `WorkerClient`, or the worker itself.
+    """A worker that the router follows. `client`: a `WorkerClient`, or the worker itself.
 
-    heard: when it last said something · fallen: it was silent for too long, and has what is ours
-    unheard: what it could not be told to forget, by rid · trouble: why it cannot be followed
+    heard_at:  when its last step arrived
+    fallen:    it was silent for too long, so it may hold attempts that are over: fence it
+    unaborted: aborts that could not reach it, by rid
+    trouble:   why it cannot be followed
     """
 
-    started: WorkerInfo
+    info: WorkerInfo
     client: WorkerHandler
-    heard: float = 0.0
+    heard_at: float = 0.0
     fallen: bool = False
-    unheard: dict[str, AbortAttempt] = field(default_factory=dict)
+    unaborted: dict[str, AbortAttempt] = field(default_factory=dict)
     trouble: str = ""
     task: asyncio.Task[None] = field(init=False)
 
     @property
     def name(self) -> str:
-        return self.started.name
+        return self.info.name
 
 
 @dataclass
 class PendingStream:
-    """Whoever waits for a request. `receipt` is set when the figures of its hand-off, `kv`, have
-    come."""
+    """A client that waits for tokens. `receipt`: set when the figures of its hand-off, `kv`, have
+    arrived."""
 
     request: RequestState = field(init=False)
     inbox: asyncio.Queue[TokenOutput | DisaggError] = field(
@@ -105,12 +98,12 @@ class Router:
     ):
         self.config = config or RouterConfig()
         self.id = uuid.uuid4().hex  # a worker follows one router at a time
-        self.dispatch = RequestTable(self.config)
+        self.table = RequestTable(self.config)
         self.peers: dict[str, WorkerConnection] = {}
         self._clock = clock
-        self._ready_at = clock()  # or, until then, when this began
-        self._clients: dict[str, PendingStream] = {}
-        # (worker, rid): what begins it there, until that is done
+        self._ready_at = clock()  # when it was last ready; at first, when it began
+        self._streams: dict[str, PendingStream] = {}
+        # (worker, rid) -> the call that begins the request there, until it returns
         self._calls = WeakValueDictionary[tuple[str, str], asyncio.Task[None]]()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
@@ -128,83 +121,96 @@ class Router:
     ) -> AsyncGenerator[TokenOutput]:
         """The tokens of one request, then its end. Leaving the iteration cancels the request.
 
-        at: the prefill and the decode worker it goes to while these take part; "": any
+        at: the prefill and the decode worker it has to use while they take part; "": any
 
         Use it with `contextlib.aclosing`, so that leaving is noticed at once.
         """
         if self._closing:
             raise StoppingError("the service is shutting down")
-        if self.waiting >= (most := self.config.max_queue):
+        limit = self.config.max_queue
+        if self.waiting >= limit:
             raise QueueFullError(
-                f"{self.waiting} requests wait, {most} may; try again later"
+                f"{self.waiting} requests wait, {limit} may; try again later"
             )
         rid = f"{self.id}-{uuid.uuid4().hex}"
-        client = self._clients[rid] = PendingStream()
-        self._ticker = self._ticker or asyncio.create_task(self._tick())
+        stream = PendingStream()
+        self._streams[rid] = stream
+        self._ensure_ticker()
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
-            actions = self.dispatch.submit(job, self._clock(), at)
-            client.request = self.dispatch.entries[rid]
-            self._act(actions)
+            actions = self.table.submit(job, self._clock(), at)
+            stream.request = self.table.requests[rid]
+            self._perform(actions)
             while True:
-                output = await client.inbox.get()
+                output = await stream.inbox.get()
                 if isinstance(output, DisaggError):
                     raise output
                 yield output
                 if output.finish_reason is not None:
                     return
         finally:
-            del self._clients[rid]
-            self._act(self.dispatch.cancel(rid, self._clock()))
+            del self._streams[rid]
+            self._perform(self.table.cancel(rid, self._clock()))
 
     @property
     def running(self) -> int:
         """Requests that are not done."""
-        return len(self.dispatch.entries)
+        return len(self.table.requests)
 
     @property
     def waiting(self) -> int:
-        """Requests that no worker has."""
-        return sum(
-            entry.phase is Phase.QUEUED for entry in self.dispatch.entries.values()
-        )
+        """Requests in the queue, at no worker."""
+        requests = self.table.requests.values()
+        return sum(request.phase is Phase.QUEUED for request in requests)
 
     @property
     def ready(self) -> bool:
         """Whether there is a worker for each side of a hand-off, and requests get to them."""
-        return self.dispatch.ready(self._clock())
+        return self.table.ready(self._clock())
 
-    def lacks(self, wanted: Mapping[str, int]) -> str:
-        """What `ready` waits for, in words; wanted: how many workers of each role."""
-        now, members = self._clock(), self.dispatch.members.values()
-        there = Counter[str](x.started.role for x in members if now >= x.open_until)
-        told = [f"{role} {there[role]} of {number}" for role, number in wanted.items()]
-        told += [f"{self.waiting} queued"] if self.waiting else []
-        return f"{', '.join(told)}; for {now - self._ready_at:.0f} s"
+    def lacks(self, expected: Mapping[str, int]) -> str:
+        """What `ready` waits for, in words; expected: number of workers by role."""
+        now = self._clock()
+        available = Counter[str](
+            worker.info.role
+            for worker in self.table.workers.values()
+            if now >= worker.open_until
+        )
+        parts = [
+            f"{role} {available[role]} of {number}" for role, number in expected.items()
+        ]
+        if self.waiting:
+            parts.append(f"{self.waiting} queued")
+        return f"{', '.join(parts)}; for {now - self._ready_at:.0f} s"
 
-    # -- for whoever runs the workers
+    # -- for the owner of the workers
 
     def add(self, peer: WorkerConnection) -> None:
-        """A worker is there: follow its events, give it work."""
-        self._ticker = self._ticker or asyncio.create_task(self._tick())
+        """A worker can be reached: follow its events, give it work."""
+        self._ensure_ticker()
         self.peers[peer.name] = peer
-        peer.heard = self._clock()
+        peer.heard_at = self._clock()
         peer.task = asyncio.create_task(self._follow(peer))
 
     def died(self, name: str) -> None:
-        """A worker is known to be dead and never comes back."""
-        if peer := self.peers.pop(name, None):
+        """A worker is dead and never comes back."""
+        peer = self.peers.pop(name, None)
+        if peer is not None:
             peer.task.cancel()
             self._leave(peer, fenced=False)
 
     def summary(self) -> dict[str, int]:
-        """Requests, those that wait for a worker, what became of others, and bytes handed over."""
-        told = {"requests": self.running, "queued": self.waiting}
-        told |= {"moved": self.dispatch.moves, "retried": self.dispatch.retries}
-        return told | dict(self._bytes)
+        """Requests that run and wait, moves, retries, and bytes of all hand-offs."""
+        return {
+            "requests": self.running,
+            "queued": self.waiting,
+            "moved": self.table.moves,
+            "retried": self.table.retries,
+            **self._bytes,
+        }
 
     async def status(self) -> dict[str, WorkerStatus | DisaggError]:
-        """What every worker says of itself, or why it does not answer."""
+        """The status of every worker, or why it does not answer."""
 
         async def ask(peer: WorkerConnection) -> WorkerStatus | DisaggError:
             try:
@@ -212,8 +218,9 @@ class Router:
             except DisaggError as error:
                 return error
 
-        names, asked = list(self.peers), map(ask, self.peers.values())
-        return dict(zip(names, await asyncio.gather(*asked), strict=True))
+        peers = dict(self.peers)
+        answers = await asyncio.gather(*map(ask, peers.values()))
+        return dict(zip(peers, answers, strict=True))
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Take nothing new, let requests end within the grace; then cancel them by name."""
@@ -221,33 +228,33 @@ class Router:
         until = self._clock() + grace_s
         while self.running and self._clock() < until:
             await asyncio.sleep(TICK_S)
-        for rid, client in self._clients.items():
-            if rid not in self.dispatch.entries:
+        for rid, stream in self._streams.items():
+            if rid not in self.table.requests:
                 continue  # it has ended, and only waits for its figures
-            self._act(self.dispatch.cancel(rid, self._clock()))
-            client.inbox.put_nowait(StoppingError("the service is shutting down"))
+            self._perform(self.table.cancel(rid, self._clock()))
+            stream.inbox.put_nowait(StoppingError("the service is shutting down"))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.silence_s)
-        tasks = [
-            *(peer.task for peer in self.peers.values()),
-            self._ticker,
-            *self._tasks,
-        ]
-        for task in filter(None, tasks):
+        tasks = [peer.task for peer in self.peers.values()]
+        if self._ticker is not None:
+            tasks.append(self._ticker)
+        tasks.extend(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- following workers
 
     async def _follow(self, peer: WorkerConnection) -> None:
-        """The event stream of one worker, again and again until this is cancelled."""
+        """Read the event stream of one worker; open it again when it breaks."""
         while True:
             try:
                 await self._meet(peer)
-                steps = peer.client.events(self.dispatch.known(peer.name), self.id)
+                num_emitted = self.table.num_emitted(peer.name)
+                steps = peer.client.events(num_emitted, self.id)
                 async with aclosing(steps):  # type: ignore[type-var]
                     async for step in steps:
-                        self._hear(peer, step)
+                        self._on_step(peer, step)
             except (ConfigError, WireError) as error:
                 if peer.trouble != str(error):
                     peer.trouble = str(error)
@@ -259,90 +266,123 @@ class Router:
             await asyncio.sleep(REOPEN_S)
 
     async def _meet(self, peer: WorkerConnection) -> None:
-        """Ask a worker for its epoch; one that was silent has to drop all that it had."""
+        """Ask a worker for its epoch; fence one that was silent."""
         epoch = (await peer.client.status()).epoch
         if peer.fallen:
             epoch += 1
             await peer.client.fence(epoch, self.id)
             peer.fallen = False
-            peer.unheard.clear()
-        if (
-            epoch != peer.started.epoch
-        ):  # whoever fenced it, nothing of ours is left there
-            peer.started = replace(peer.started, epoch=epoch)
+            peer.unaborted.clear()
+        if epoch != peer.info.epoch:
+            # some router has fenced it, so it holds none of our requests
+            peer.info = replace(peer.info, epoch=epoch)
             self._leave(peer)
 
-    def _hear(self, peer: WorkerConnection, step: StepEvents) -> None:
-        """What a worker did. The first that it says makes it take part."""
-        peer.heard = now = self._clock()
-        if peer.name not in self.dispatch.members:
-            self._act(self.dispatch.worker_up(peer.started, now))
-        peer.started = replace(peer.started, role=step.load.role or peer.started.role)
-        unheard, peer.unheard = peer.unheard, {}
-        self._act(list(unheard.values()))
+    def _on_step(self, peer: WorkerConnection, step: StepEvents) -> None:
+        """Pass on what a worker did. With its first step it takes part."""
+        now = self._clock()
+        peer.heard_at = now
+        if peer.name not in self.table.workers:
+            self._perform(self.table.worker_up(peer.info, now))
+        if step.load.role:
+            peer.info = replace(peer.info, role=step.load.role)
+        unaborted = list(peer.unaborted.values())
+        peer.unaborted = {}
+        self._perform(unaborted)
         for event in step.events:
-            if event.stats is not None and (client := self._clients.get(event.rid)):
-                if event.stats.get("wire_bytes"):
-                    self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
-                choice = client.request.choice
-                client.kv = {**event.stats, **({"choice": choice} if choice else {})}
-                client.receipt.set()
-            self._act(self.dispatch.hear(peer.name, event, now))
-        self._act(self.dispatch.load(peer.name, step.load, now))
+            if event.stats is not None:
+                self._take_figures(event.rid, event.stats)
+            self._perform(self.table.on_event(peer.name, event, now))
+        self._perform(self.table.update_load(peer.name, step.load, now))
+
+    def _take_figures(self, rid: str, stats: Mapping[str, Any]) -> None:
+        """The figures of a hand-off: for the client, and for the sums of all."""
+        stream = self._streams.get(rid)
+        if stream is None:
+            return
+        if stats.get("wire_bytes"):
+            for name in self._bytes:
+                self._bytes[name] += stats.get(name, 0)
+        stream.kv = dict(stats)
+        if stream.request.codec_reason:
+            stream.kv["choice"] = stream.request.codec_reason
+        stream.receipt.set()
 
     def _leave(self, peer: WorkerConnection, fenced: bool = True) -> None:
         """A worker does not take part: its work goes to others."""
-        self._act(self.dispatch.worker_down(peer.name, self._clock(), fenced))
+        self._perform(self.table.worker_down(peer.name, self._clock(), fenced))
+
+    def _ensure_ticker(self) -> None:
+        if self._ticker is None:
+            self._ticker = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
-        """Time passes. What this loop was late is no silence of a worker."""
+        """Give up what is late. Time by which this loop was late is no silence of a worker."""
         last = self._clock()
         while True:
             await asyncio.sleep(TICK_S)
-            last, late = self._clock(), self._clock() - last - TICK_S
-            self._ready_at = last if self.ready else self._ready_at
+            now = self._clock()
+            late_s = now - last - TICK_S
+            last = now
+            if self.ready:
+                self._ready_at = now
             try:
                 for peer in self.peers.values():
-                    peer.heard += late if late > TICK_S else 0.0
-                    if last - peer.heard >= self.config.silence_s:
-                        self._silent(peer)
-                self._act(self.dispatch.tick(last))
+                    if late_s > TICK_S:
+                        peer.heard_at += late_s
+                    if now - peer.heard_at >= self.config.silence_s:
+                        self._drop_silent(peer)
+                self._perform(self.table.tick(now))
             except Exception:
                 log.exception("a tick of the router broke")
 
-    def _silent(self, peer: WorkerConnection) -> None:
-        """A worker said nothing for too long: what it says from now on counts after a fence."""
+    def _drop_silent(self, peer: WorkerConnection) -> None:
+        """A worker was silent for too long: it takes part again after a fence."""
         peer.task.cancel()
-        peer.fallen |= peer.name in self.dispatch.members
-        peer.heard = self._clock()
+        if peer.name in self.table.workers:
+            peer.fallen = True
+        peer.heard_at = self._clock()
         self._leave(peer)
         peer.task = asyncio.create_task(self._follow(peer))
 
-    # -- actions
+    # -- performing actions
 
-    def _act(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
+                case TokenOutput():
+                    self._send_output(action)
                 case Reserve(worker, job):
                     self._call(worker, job, self._reserve(self.peers[worker], job))
                 case Start(worker, job):
-                    submit = self.peers[worker].client.submit(self._submit(action))
-                    self._call(worker, job, submit)
+                    submit = self._submit_of(action)
+                    call = self.peers[worker].client.submit(submit)
+                    self._call(worker, job, call)
                 case AbortAttempt():
-                    self._spawn(self._forget(action))
-                case EmitToken(rid, str() as reason):
-                    self._spawn(self._finish(rid, reason))
-                case EmitToken(rid, int() as token, logprobs) if (
-                    client := self._clients.get(rid)
-                ):
-                    waited_s = client.request.job.waited_s
-                    client.inbox.put_nowait(
-                        TokenOutput(token, None, client.kv, logprobs, waited_s)
-                    )
-                case EmitToken(rid, DisaggError() as error) if (
-                    client := self._clients.get(rid)
-                ):
-                    client.inbox.put_nowait(error)
+                    self._spawn(self._abort(action))
+                case FailRequest(rid, error):
+                    if rid in self._streams:
+                        self._streams[rid].inbox.put_nowait(error)
+
+    def _send_output(self, output: TokenOutput) -> None:
+        """A token goes to its client at once, the end when the figures of the hand-off are in."""
+        if output.finish_reason is not None:
+            self._spawn(self._send_end(output))
+            return
+        stream = self._streams.get(output.rid)
+        if stream is not None:
+            output.kv = stream.kv
+            output.waited_s = stream.request.job.waited_s
+            stream.inbox.put_nowait(output)
+
+    async def _send_end(self, end: TokenOutput) -> None:
+        """The figures come from the prefill worker, the last token from the other: wait."""
+        stream = self._streams.get(end.rid)
+        if stream is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stream.receipt.wait(), RECEIPT_S)
+            end.kv = stream.kv
+            stream.inbox.put_nowait(end)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -351,7 +391,7 @@ class Router:
         return task
 
     def _call(self, worker: str, job: Job, call: Coroutine[Any, Any, None]) -> None:
-        """Begin something at a worker; whatever goes wrong is told to the rules."""
+        """Begin a job at a worker; an error counts as an event of that worker."""
 
         async def run() -> None:
             try:
@@ -359,47 +399,45 @@ class Router:
             except Exception as failure:
                 error = as_error(failure, f"starting {job.name} at {worker}")
                 event = TokenEvent(job.rid, job.attempt, 0, error=error)
-                self._act(self.dispatch.hear(worker, event, self._clock()))
+                self._perform(self.table.on_event(worker, event, self._clock()))
 
         self._calls[worker, job.rid] = self._spawn(run())
 
     async def _reserve(self, peer: WorkerConnection, job: Job) -> None:
-        grant = await peer.client.reserve(job, peer.started.epoch, self.id)
-        self._act(self.dispatch.granted(peer.name, job.rid, job.attempt, grant))
+        grant = await peer.client.reserve(job, peer.info.epoch, self.id)
+        self._perform(self.table.on_grant(peer.name, job.rid, job.attempt, grant))
 
-    def _submit(self, start: Start) -> Submit:
-        epoch = self.peers[start.worker].started.epoch
-        submit = Submit(start.job, start.work, epoch, router=self.id)
+    def _submit_of(self, start: Start) -> Submit:
+        epoch = self.peers[start.worker].info.epoch
         if start.decode is None or start.grant is None:
-            return submit
-        address, grant = self.peers[start.decode].started.address, start.grant
-        return replace(
-            submit, decode_address=address, decode_epoch=grant.epoch, nonce=grant.nonce
+            return Submit(start.job, start.work, epoch, router=self.id)
+        return Submit(
+            start.job,
+            start.work,
+            epoch,
+            decode_address=self.peers[start.decode].info.address,
+            decode_epoch=start.grant.epoch,
+            nonce=start.grant.nonce,
+            router=self.id,
         )
 
-    async def _finish(self, rid: str, reason: str) -> None:
-        """The prefill worker's figures come by another way than the last token: wait for them."""
-        if client := self._clients.get(rid):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(client.receipt.wait(), RECEIPT_S)
-            client.inbox.put_nowait(TokenOutput(None, reason, client.kv))
-
-    async def _forget(self, action: AbortAttempt) -> None:
-        """A worker that cannot be told to forget is told when it speaks again, or dies with it."""
-        if call := self._calls.get((action.worker, action.rid)):
+    async def _abort(self, action: AbortAttempt) -> None:
+        """Abort an attempt; if the worker cannot be reached, again with its next step."""
+        call = self._calls.get((action.worker, action.rid))
+        if call is not None:
             await asyncio.wait([call])  # an abort must not overtake what it aborts
-        if peer := self.peers.get(action.worker):
+        peer = self.peers.get(action.worker)
+        if peer is not None:
+            reason = "the router is done with it"
             try:
-                await peer.client.abort(
-                    action.rid, action.attempt, "the router is done with it"
-                )
+                await peer.client.abort(action.rid, action.attempt, reason)
             except DisaggError:
-                peer.unheard[action.rid] = action
+                peer.unaborted[action.rid] = action
 
 
-def as_error(failure: Exception, what: str) -> DisaggError:
-    """A DisaggError as it is; anything else is logged with its traceback and gets a name."""
+def as_error(failure: Exception, activity: str) -> DisaggError:
+    """A DisaggError as it is; anything else is logged with its traceback and wrapped."""
     if isinstance(failure, DisaggError):
         return failure
-    log.error("%s broke", what, exc_info=failure)
-    return DisaggError(f"{what} broke: {type(failure).__name__}: {failure}")
+    log.error("%s broke", activity, exc_info=failure)
+    return DisaggError(f"{activity} broke: {type(failure).__name__}: {failure}")

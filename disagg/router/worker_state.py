@@ -1,4 +1,4 @@
-"""The workers that take part, as a router sees them: what they are, could take, and did lately."""
+"""The workers that take part, as a router sees them: their load, room, failures and prefixes."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -6,63 +6,86 @@ from dataclasses import dataclass, field, replace
 from disagg.router.prefix_index import KnownPrefixes
 from disagg.transfer.messages import Load, WorkerInfo
 
-OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
-ROOMY = Load(free_bytes=1 << 62, slots=1 << 30)  # of whoever has not said it yet
+OPENS_AT = 3  # consecutive failures that open a circuit breaker
+MAX_OPEN_S = 30.0  # the longest time that a breaker stays open
+UNKNOWN_LOAD = Load(
+    free_bytes=1 << 62, slots=1 << 30
+)  # until a worker reports its load
 
 
 @dataclass
 class WorkerState:
-    """A worker that takes part: what it could take, and how it did lately.
+    """A worker that takes part.
 
-    bound:    prompts of so many tokens or more found no room; until then, or a better load
-    failures: in a row, the last one at `failed_at`; nothing is given to it until `open_until`
-    recent:   tokens of prompts given to it lately · known: beginnings of prompts that it has
+    refused_tokens: prompts of this length or more were refused for want of room;
+                    valid until `refused_until`, or until the worker reports more room
+    failures:       consecutive ones, the last at `failed_at`
+    open_until:     the circuit breaker: no request goes to the worker before this time
+    recent_tokens:  tokens of prompts that it got lately, fading with time
+    prefixes:       beginnings of prompts that it has
     """
 
-    started: WorkerInfo
-    load: Load = ROOMY
-    bound: tuple[float, float] = (math.inf, 0.0)
+    info: WorkerInfo
+    load: Load = UNKNOWN_LOAD
+    refused_tokens: float = math.inf
+    refused_until: float = 0.0
     failures: int = 0
     failed_at: float = -math.inf
     open_until: float = -math.inf
-    recent: float = 0.0
-    known: KnownPrefixes = field(default_factory=KnownPrefixes)
+    recent_tokens: float = 0.0
+    prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
 
     @property
     def name(self) -> str:
-        return self.started.name
+        return self.info.name
 
-    def takes(self, tokens: int, nbytes: float, now: float) -> bool:
-        """Whether a prompt of at least so many bytes may find room, as far as it said."""
-        refused = now < self.bound[1] and tokens >= self.bound[0]
-        room = (
-            self.load.slots > 0
-            and not self.load.waiting
-            and self.load.free_bytes >= nbytes
-        )
-        return room and not refused
+    def may_fit(self, tokens: int, nbytes: float, now: float) -> bool:
+        """Whether a prompt of at least `nbytes` may find room, as far as the router can tell."""
+        if now < self.refused_until and tokens >= self.refused_tokens:
+            return False
+        if self.load.slots <= 0 or self.load.waiting:
+            return False
+        return self.load.free_bytes >= nbytes
 
-    def says(self, load: Load) -> bool:
-        """Take its load in; whether it may have room that it did not have before."""
+    def update_load(self, load: Load) -> bool:
+        """Replace the load; whether there may be room now that was not there before."""
         old, self.load = self.load, load
-        self.started = replace(self.started, role=load.role or self.started.role)
-        more = load.free_bytes > old.free_bytes or load.slots > old.slots
-        if roomier := more or load.waiting < old.waiting or load.role != old.role:
-            self.bound = (math.inf, 0.0)
-        return roomier
+        if load.role:
+            self.info = replace(self.info, role=load.role)
+        has_more_room = (
+            load.free_bytes > old.free_bytes
+            or load.slots > old.slots
+            or load.waiting < old.waiting
+            or load.role != old.role
+        )
+        if has_more_room:
+            self.refused_tokens = math.inf
+            self.refused_until = 0.0
+        return has_more_room
 
-    def fails(self, began: float, now: float) -> None:
-        """An attempt from `began` on failed; those that began before the last failure are one.
+    def refuse_room(self, tokens: int, until: float) -> None:
+        """A prompt of this length was refused: the worker gets none like it for a while."""
+        self.refused_tokens = tokens
+        self.refused_until = until
 
-        The third in a row opens the breaker: for 1, 2, 4 .. 30 s, and one more try each time.
+    def add_failure(self, attempt_began: float, now: float) -> None:
+        """Count an attempt that failed; attempts that were under way together count once.
+
+        The third consecutive failure opens the breaker, for 1, 2, 4 .. 30 s; each time that it
+        closes, one request tries the worker again.
         """
-        if began >= self.failed_at:
-            self.failures, self.failed_at = self.failures + 1, now
+        if attempt_began >= self.failed_at:
+            self.failures += 1
+            self.failed_at = now
             self.pause(now)
 
+    def reset_failures(self) -> None:
+        """An attempt has succeeded: close the breaker."""
+        self.failures = 0
+        self.open_until = -math.inf
+
     def pause(self, now: float) -> None:
-        """Nothing more for a while, if its breaker is open or half open."""
+        """Open the breaker (again), if the worker has failed often enough."""
         if self.failures >= OPENS_AT:
-            self.open_until = now + min(
-                LONGEST_S, 2.0 ** min(10, self.failures - OPENS_AT)
-            )
+            doublings = min(10, self.failures - OPENS_AT)
+            self.open_until = now + min(MAX_OPEN_S, 2.0**doublings)

@@ -21,7 +21,8 @@ from disagg.errors import (
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.router import Router, TokenOutput
+from disagg.router.actions import TokenOutput
+from disagg.router.router import Router
 from disagg.server import limits
 from disagg.server.metrics import ServerMetrics
 from disagg.server.output_text import Score, TextDelta, TextStream
@@ -344,8 +345,8 @@ class Completions:
         for name, peer in self.router.peers.items():
             worker: dict[str, Any] = {
                 "name": name,
-                "role": peer.started.role.value,
-                "address": peer.started.address,
+                "role": peer.info.role.value,
+                "address": peer.info.address,
             }
             answer = answers.get(name)
             if answer is None or isinstance(answer, DisaggError):

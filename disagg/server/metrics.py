@@ -248,10 +248,10 @@ class ServerMetrics:
 
     def _update_router(self, router: Router) -> None:
         self._of(self._queued).set(router.waiting)
-        for (role, reason), count in router.dispatch.routed.items():
+        for (role, reason), count in router.table.routed.items():
             source = {"name": role, "role": role}
             self._raise(self._routed, source, count, reason=reason)
-        choices = router.dispatch.choices
+        choices = router.table.codec_policy
         for codec, error in choices.errors.items():
             self._of(self._attention_errors, codec=codec).set(error.value)
         source = {"name": ROUTER, "role": ROUTER}

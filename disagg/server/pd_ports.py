@@ -81,7 +81,7 @@ class PdPorts:
             return self._enter_prefill(worker, request, prompts)
         if params.do_remote_prefill:
             return self._enter_decode(worker, params, prompts)
-        role = worker.started.role
+        role = worker.info.role
         prefill = worker.name if role.prefills else ""
         decode = worker.name if role.decodes else ""
         return prefill, decode
@@ -98,7 +98,7 @@ class PdPorts:
             "do_remote_prefill is true too; expected false",
         )
         _check(
-            worker.started.role.prefills,
+            worker.info.role.prefills,
             f"do_remote_decode at {name}; expected a worker that prefills",
         )
         _check(
@@ -120,7 +120,7 @@ class PdPorts:
     ) -> tuple[str, str]:
         name = worker.name
         _check(
-            worker.started.role.decodes,
+            worker.info.role.decodes,
             f"do_remote_prefill at {name}; expected a worker that decodes",
         )
         _check(
@@ -145,7 +145,7 @@ class PdPorts:
         self._handles[handle_id] = Handle(
             params,
             worker=worker.name,
-            epoch=worker.started.epoch,
+            epoch=worker.info.epoch,
             prompt=hash(prompt),
             until=self._clock() + self._lease_s,
         )
@@ -177,7 +177,7 @@ class PdPorts:
                 f"the handle is expired: {handle_id!r} was good for {self._lease_s:g} s"
             )
         worker = self._router.peers.get(handle.worker)
-        if worker is None or worker.started.epoch != handle.epoch:
+        if worker is None or worker.info.epoch != handle.epoch:
             raise HandleError(
                 f"the handle is stale: {handle.worker} was started anew since"
             )

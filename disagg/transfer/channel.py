@@ -37,8 +37,8 @@ from disagg.transfer.messages import (
     Attach,
     Attached,
     Credit,
-    fill,
     parse,
+    ticket_to_proto,
 )
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
@@ -161,7 +161,7 @@ class Channel:
     # -- for senders
 
     @contextmanager
-    def carries(self, sender: Sender, attached: Attached) -> Iterator[None]:
+    def carry(self, sender: Sender, attached: Attached) -> Iterator[None]:
         """Send the frames of an attached hand-off and renew it, meanwhile."""
         self._attached[sender.ticket.nonce] = sender
         self._lease_s = attached.lease_s
@@ -180,15 +180,15 @@ class Channel:
 
     async def attach(self, sender: Sender, attach: Attach) -> Attached:
         """Take a reservation over: what is there."""
-        data = attach.to_message().SerializeToString()
+        data = attach.to_proto().SerializeToString()
         reply = await self._call("Attach", data, self.options.call_s, sender)
-        return Attached.from_message(parse(kv.AttachResponse, reply))
+        return Attached.from_proto(parse(kv.AttachResponse, reply))
 
     async def commit(self, sender: Sender, commit: Commit) -> Ack:
         """The answer to a commit."""
         data = frame_message(pack(commit))
         reply = await self._call("Commit", data, self.options.stall_s, sender)
-        return Ack.from_message(parse(kv.CommitResponse, reply))
+        return Ack.from_proto(parse(kv.CommitResponse, reply))
 
     async def _call(
         self, name: str, data: bytes, timeout_s: float, *senders: Sender
@@ -242,22 +242,22 @@ class Channel:
             if (chosen := self._next()) is None:
                 await self._wake.wait()
                 continue
-            sender, parcel = chosen
-            self.meter.leaves(parcel.size, time.monotonic())
+            sender, frame = chosen
+            self.meter.leaves(frame.size, time.monotonic())
             if (
                 pace is not None
-                and (delay := pace.delay(parcel.size, time.monotonic())) > 0
+                and (delay := pace.delay(frame.size, time.monotonic())) > 0
             ):
                 await asyncio.sleep(delay)
-            size = await stream.send(parcel.parts)
+            size = await stream.send(frame.parts)
             sender.wire_bytes += size
 
     def _next(self) -> tuple[Sender, OutgoingFrame] | None:
         """Whose frame is needed most, of those that have one and credit for it."""
-        for sender in sorted(self._attached.values(), key=Sender.need):
+        for sender in sorted(self._attached.values(), key=Sender.urgency):
             try:
-                if parcel := sender.next_parcel():
-                    return sender, parcel
+                if frame := sender.next_frame():
+                    return sender, frame
             except Exception as error:  # of one hand-off, so it ends that one
                 log.exception("%s cannot be sent", sender)
                 del self._attached[sender.ticket.nonce]
@@ -268,12 +268,12 @@ class Channel:
         """Take in credit."""
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
-                credit = Credit.from_message(parse(kv.PushResponse, data))
+                credit = Credit.from_proto(parse(kv.PushResponse, data))
                 if credit.error and not credit.gen:  # of the stream, which ends
                     raise credit.error
                 self.meter.arrived(time.monotonic())
                 if sender := self._attached.get(credit.nonce):
-                    sender.credited(credit, len(data))
+                    sender.on_credit(credit, len(data))
                 self._wake.set()
         raise PeerLostError(f"{self.address} ended the stream")
 
@@ -285,7 +285,8 @@ class Channel:
             if not self._attached:
                 continue
             senders = {sender: sender.ticket for sender in self._attached.values()}
-            data = fill(kv.RenewRequest, tickets=senders.values()).SerializeToString()
+            tickets = [ticket_to_proto(ticket) for ticket in senders.values()]
+            data = kv.RenewRequest(tickets=tickets).SerializeToString()
             try:
                 timeout_s = min(self.options.call_s, pause_s)
                 reply = await self._call("Renew", data, timeout_s, *senders)

@@ -1,19 +1,12 @@
-"""Control of workers as methods, the same whether they are here or elsewhere.
+"""Control of a worker by its router, in the same process or another.
 
-`WorkerHandler` is what a worker implements, `WorkerClient` is the same methods over a link, so a
-router holds either and cannot tell. Failures are errors of disagg.errors; a transport that broke is
-PeerLostError, which leaves open whether the peer is dead.
+`WorkerHandler` is what a worker implements. `WorkerClient` has the same methods over a link, so a
+router can hold either. Failures are errors of disagg.errors; a broken transport is PeerLostError,
+which does not say whether the peer is dead.
 """
 
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-)
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from typing import Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -22,102 +15,128 @@ from disagg.protos.v1 import worker_pb2 as pb
 from disagg.transfer.messages import (
     Grant,
     Job,
+    Parsed,
     StepEvents,
     Submit,
     WorkerStatus,
-    fill,
     parse,
-    read,
 )
 from disagg.transfer.rpc import Link, failures_of, rpc_handlers
 
 WORKER_SERVICE = "disagg.v1.WorkerService"
-CALL_S = 5.0  # every call but the events
-PART_BYTES = 1 << 20  # of a message of events, unless a single one is larger
+CALL_S = 5.0  # every call but Events
+PART_BYTES = 1 << 20  # of one message of events, unless a single event is larger
 
 
 class WorkerHandler(Protocol):
-    """What a worker can be told. Refusals are errors of disagg.errors."""
+    """The methods of a worker that a router calls. Refusals are errors of disagg.errors."""
 
     async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
-        """Room for a job, at once; CapacityError where there is none."""
+        """Reserve room for a job at once; CapacityError if there is none."""
 
     async def submit(self, submit: Submit) -> None:
         """Start work; returns when it is in the inbox."""
 
     def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[StepEvents]:
-        """One per engine step, and one each second.
+        """Yield the events of every engine step, and at least one message a second.
 
-        have: outputs of each rid that the caller has already · router: who follows
+        have:   by rid, how many outputs the caller has already
+        router: the caller, which the worker follows from now on
         """
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
-        """Forget an attempt and all before it, known or not, and what was said of them."""
+        """Forget an attempt and all before it, known or not, with their outputs."""
 
     async def fence(self, epoch: int, router: str) -> None:
-        """The next epoch: drop everything of the old one. Refused while another router follows."""
+        """Begin the next epoch: drop all work of the old one.
+
+        Refused while the worker follows another router.
+        """
 
     async def status(self) -> WorkerStatus:
-        """What it is and how busy."""
+        """Report what the worker is and how busy."""
 
 
 def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
-    """What `rpc.start_server` serves for a worker: the fields of a request are the arguments."""
+    """Serve a worker, as `rpc.start_server` takes it: one function per method of the service."""
 
-    def call(name: str, data: bytes) -> Any:
-        request = parse(getattr(pb, f"{name}Request"), data)
-        given = (
-            {"submit": Submit.from_message(request)}
-            if name == "Submit"
-            else read(request)
+    async def reserve(data: bytes) -> bytes:
+        request = parse(pb.ReserveRequest, data)
+        grant = await handler.reserve(
+            job=Job.from_proto(request.job),
+            epoch=request.epoch,
+            router=request.router,
         )
-        return getattr(handler, name.lower())(**given)
+        return grant.to_proto().SerializeToString()
 
-    def unary(name: str) -> Callable[[bytes], Awaitable[bytes]]:
-        async def run(data: bytes) -> bytes:
-            answer = await call(name, data)
-            message = (
-                answer.to_message() if answer else getattr(pb, f"{name}Response")()
-            )
-            return message.SerializeToString()
-
-        return run
+    async def submit(data: bytes) -> bytes:
+        request = parse(pb.SubmitRequest, data)
+        await handler.submit(submit=Submit.from_proto(request))
+        return pb.SubmitResponse().SerializeToString()
 
     async def events(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        async for data in messages:  # only one comes
-            async for step in call("Events", data):
-                for part in _parts(step.to_message()):
+        async for data in messages:  # a router sends one request
+            request = parse(pb.EventsRequest, data)
+            steps = handler.events(have=dict(request.have), router=request.router)
+            async for step in steps:
+                for part in _parts(step.to_proto()):
                     yield part.SerializeToString()
 
-    methods = pb.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name
-    calls = {name: unary(name) for name in methods if name != "Events"}
+    async def abort(data: bytes) -> bytes:
+        request = parse(pb.AbortRequest, data)
+        await handler.abort(
+            rid=request.rid, attempt=request.attempt, reason=request.reason
+        )
+        return pb.AbortResponse().SerializeToString()
+
+    async def fence(data: bytes) -> bytes:
+        request = parse(pb.FenceRequest, data)
+        await handler.fence(epoch=request.epoch, router=request.router)
+        return pb.FenceResponse().SerializeToString()
+
+    async def status(data: bytes) -> bytes:
+        parse(pb.StatusRequest, data)
+        answer = await handler.status()
+        return answer.to_proto().SerializeToString()
+
+    calls = {
+        "Reserve": reserve,
+        "Submit": submit,
+        "Abort": abort,
+        "Fence": fence,
+        "Status": status,
+    }
     return rpc_handlers(WORKER_SERVICE, calls, {"Events": events})
 
 
 def _parts(step: pb.EventsResponse) -> Iterator[pb.EventsResponse]:
-    """A step in messages that gRPC carries, however much a router has to catch up with."""
-    part, nbytes = pb.EventsResponse(load=step.load), 0
+    """Split a step into messages that gRPC carries, however far behind the router is."""
+    part = pb.EventsResponse(load=step.load)
+    nbytes = 0
     for event in step.events:
-        nbytes += event.ByteSize()
-        if part.events and nbytes > PART_BYTES:
+        event_bytes = event.ByteSize()
+        if part.events and nbytes + event_bytes > PART_BYTES:
             yield part
-            part, nbytes = pb.EventsResponse(load=step.load), event.ByteSize()
+            part = pb.EventsResponse(load=step.load)
+            nbytes = 0
         part.events.append(event)
+        nbytes += event_bytes
     yield part
 
 
 class WorkerClient(WorkerHandler):
-    """A worker elsewhere. Raises what it refused, PeerLostError and DeadlineError."""
+    """A worker in another process. Raises its refusals, PeerLostError and DeadlineError."""
 
     def __init__(self, link: Link):
         self._link = link
 
     async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
-        request = fill(pb.ReserveRequest, job=job, epoch=epoch, router=router)
-        return Grant.from_message(await self._ask(request))
+        request = pb.ReserveRequest(job=job.to_proto(), epoch=epoch, router=router)
+        response = await self._call("Reserve", request, pb.ReserveResponse)
+        return Grant.from_proto(response)
 
     async def submit(self, submit: Submit) -> None:
-        await self._ask(submit.to_message())
+        await self._call("Submit", submit.to_proto(), pb.SubmitResponse)
 
     async def events(
         self, have: Mapping[str, int], router: str
@@ -129,21 +148,26 @@ class WorkerClient(WorkerHandler):
         try:
             with failures_of(self._link.address):
                 async for data in call:
-                    yield StepEvents.from_message(parse(pb.EventsResponse, data))
+                    yield StepEvents.from_proto(parse(pb.EventsResponse, data))
         finally:
             call.cancel()
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
-        await self._ask(pb.AbortRequest(rid=rid, attempt=attempt, reason=reason))
+        request = pb.AbortRequest(rid=rid, attempt=attempt, reason=reason)
+        await self._call("Abort", request, pb.AbortResponse)
 
     async def fence(self, epoch: int, router: str) -> None:
-        await self._ask(pb.FenceRequest(epoch=epoch, router=router))
+        request = pb.FenceRequest(epoch=epoch, router=router)
+        await self._call("Fence", request, pb.FenceResponse)
 
     async def status(self) -> WorkerStatus:
-        return WorkerStatus.from_message(await self._ask(pb.StatusRequest()))
+        response = await self._call("Status", pb.StatusRequest(), pb.StatusResponse)
+        return WorkerStatus.from_proto(response)
 
-    async def _ask(self, request: Message) -> Message:
-        name = request.DESCRIPTOR.name.removesuffix("Request")
-        method, data = f"/{WORKER_SERVICE}/{name}", request.SerializeToString()
-        answer = await self._link.call(method, data, CALL_S)
-        return parse(getattr(pb, f"{name}Response"), answer)
+    async def _call(
+        self, method: str, request: Message, response: type[Parsed]
+    ) -> Parsed:
+        data = await self._link.call(
+            f"/{WORKER_SERVICE}/{method}", request.SerializeToString(), CALL_S
+        )
+        return parse(response, data)

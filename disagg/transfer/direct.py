@@ -316,5 +316,5 @@ class DirectServer:
             self._receiver.channel_ended(sock)
 
     async def _answer(self, sock: AsyncSocket, credit: Credit) -> None:
-        answer = credit.to_message().SerializeToString()
+        answer = credit.to_proto().SerializeToString()
         await sock.write([_LENGTH.pack(len(answer)), answer])

@@ -1,21 +1,19 @@
-"""What routers, senders and receivers tell each other: plain data, and its protobuf form.
+"""The messages of routers, senders and receivers: plain data, and its protobuf form.
 
-    router ── Job: Reserve, Submit, Abort ──► worker ── Step: events and Load ──► router
-    prefill ── Ticket: Attach, frames, Renew, Commit ──► decode ── Attached, credit, Ack ──► prefill
+    router ── Job: Reserve, Submit, Abort ──► worker ── StepEvents: events, Load ──► router
+    prefill ── Ticket: Attach, frames, Renew, Commit ──► decode ── Attached, Credit, Ack ──► prefill
 
-The .proto files say what each field means; here stands what Python has besides. What comes from a
-peer is checked here: RequestError for what no honest peer sends.
+The .proto files say what each field means; the docstrings here add what only Python has. Each
+message converts itself: `to_proto` fills every field, `from_proto` checks what a peer sent and
+raises RequestError for what no honest peer sends.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import DecodeError, Message
 
 from disagg.config import EngineConfig
@@ -25,6 +23,7 @@ from disagg.protos.v1 import worker_pb2 as pb
 from disagg.wire import Ticket
 
 Parsed = TypeVar("Parsed", bound=Message)
+Json = TypeVar("Json", dict[str, Any], list[Any])
 
 
 def parse(message: type[Parsed], data: bytes) -> Parsed:
@@ -35,23 +34,6 @@ def parse(message: type[Parsed], data: bytes) -> Parsed:
         raise RequestError(
             f"{len(data)} bytes are no {message.DESCRIPTOR.name}"
         ) from error
-
-
-class ProtoMessage:
-    """A dataclass that crosses as the protobuf message `form`, whose fields have its names."""
-
-    _form: ClassVar[Any]
-
-    def __init_subclass__(cls, form: type[Message]):
-        cls._form = form
-
-    def to_message(self) -> Any:
-        return fill(self._form, **vars(self))
-
-    @classmethod
-    def from_message(cls, message: Message) -> Self:
-        """RequestError for what no honest peer sends."""
-        return cls(**read(message))
 
 
 # -- router and worker
@@ -103,10 +85,16 @@ class WorkerInfo:
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
     def bytes_of(self, codec: str, tokens: int) -> float:
-        """Of a prompt, on the line through those two; under another name, of who names none."""
-        first = next(iter(self.sizes.values()), {0: 0, 1: 0})
-        (short, few), (long, many) = self.sizes.get(codec, first).items()
-        return few + (many - few) * (tokens - short) / (long - short)
+        """Of a prompt: linear in its tokens, through the two measured sizes.
+
+        A codec that is not listed counts as the worker's default, which is listed first.
+        """
+        default = next(iter(self.sizes.values()), {0: 0, 1: 0})
+        (short, short_bytes), (long, long_bytes) = self.sizes.get(
+            codec, default
+        ).items()
+        bytes_per_token = (long_bytes - short_bytes) / (long - short)
+        return short_bytes + bytes_per_token * (tokens - short)
 
 
 def serves(roles: Collection[Role]) -> bool:
@@ -115,11 +103,12 @@ def serves(roles: Collection[Role]) -> bool:
 
 
 @dataclass(frozen=True)
-class Job(ProtoMessage, form=pb.Job):
-    """One attempt of a request, as its workers know it. `sampling`: by the names of the engine.
+class Job:
+    """One attempt of a request, as its workers know it.
 
-    moved:    tokens in the records of a sequence that moves while it decodes; 0: of the prompt
-    waited_s: that the request is old when the attempt begins
+    sampling: parameters, by the field names of the engine's SamplingParams
+    moved:    tokens in the records of a sequence that moves while it decodes; 0: a prompt's
+    waited_s: how long the request has waited before this attempt
     """
 
     rid: str
@@ -142,18 +131,56 @@ class Job(ProtoMessage, form=pb.Job):
         """How messages call it."""
         return f"attempt {self.attempt} of {self.rid}"
 
+    def to_proto(self) -> pb.Job:
+        return pb.Job(
+            rid=self.rid,
+            attempt=self.attempt,
+            prompt=self.prompt,
+            emitted=self.emitted,
+            sampling=json.dumps(self.sampling),
+            codec=self.codec,
+            deadline_s=self.deadline_s,
+            moved=self.moved,
+            waited_s=self.waited_s,
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.Job) -> Self:
+        """RequestError for sampling that is no JSON object."""
+        sampling: dict[str, Any] = {}
+        if message.sampling:
+            sampling = _parse_json("sampling", message.sampling, dict)
+        return cls(
+            rid=message.rid,
+            attempt=message.attempt,
+            prompt=tuple(message.prompt),
+            emitted=tuple(message.emitted),
+            sampling=sampling,
+            codec=message.codec,
+            deadline_s=message.deadline_s,
+            moved=message.moved,
+            waited_s=message.waited_s,
+        )
+
 
 @dataclass(frozen=True)
-class Grant(ProtoMessage, form=pb.ReserveResponse):
+class Grant:
     """A reservation: what the router hands to the prefill worker."""
 
     nonce: int
     epoch: int
 
+    def to_proto(self) -> pb.ReserveResponse:
+        return pb.ReserveResponse(nonce=self.nonce, epoch=self.epoch)
+
+    @classmethod
+    def from_proto(cls, message: pb.ReserveResponse) -> Self:
+        return cls(nonce=message.nonce, epoch=message.epoch)
+
 
 @dataclass(frozen=True)
-class Submit(ProtoMessage, form=pb.SubmitRequest):
-    """A job for a worker; where it is no local work, with the reservation at a decode worker."""
+class Submit:
+    """A job for a worker, with the reservation at a decode worker unless the work is local."""
 
     job: Job
     work: Work
@@ -163,12 +190,36 @@ class Submit(ProtoMessage, form=pb.SubmitRequest):
     nonce: int = 0
     router: str = ""
 
+    def to_proto(self) -> pb.SubmitRequest:
+        return pb.SubmitRequest(
+            job=self.job.to_proto(),
+            work=f"WORK_{self.work.name}",
+            epoch=self.epoch,
+            decode_address=self.decode_address,
+            decode_epoch=self.decode_epoch,
+            nonce=self.nonce,
+            router=self.router,
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.SubmitRequest) -> Self:
+        """RequestError for an unknown kind of work, and for a job that is none."""
+        return cls(
+            job=Job.from_proto(message.job),
+            work=_work_from_proto(message.work),
+            epoch=message.epoch,
+            decode_address=message.decode_address,
+            decode_epoch=message.decode_epoch,
+            nonce=message.nonce,
+            router=message.router,
+        )
+
 
 @dataclass(frozen=True)
-class Load(ProtoMessage, form=pb.Load):
-    """What a worker could take now: bytes and sequences; and those that wait for room.
+class Load:
+    """How much a worker could take now, in bytes and sequences, and how many wait for room.
 
-    role: what it admits; None: as when it started
+    role: what it admits; None: the role it started with
     """
 
     free_bytes: int = 0
@@ -176,14 +227,33 @@ class Load(ProtoMessage, form=pb.Load):
     waiting: int = 0
     role: Role | None = None
 
+    def to_proto(self) -> pb.Load:
+        return pb.Load(
+            free_bytes=self.free_bytes,
+            slots=self.slots,
+            waiting=self.waiting,
+            role=None if self.role is None else f"ROLE_{self.role.name}",
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.Load) -> Self:
+        """RequestError for an unknown role."""
+        has_role = message.HasField("role")
+        return cls(
+            free_bytes=message.free_bytes,
+            slots=message.slots,
+            waiting=message.waiting,
+            role=_role_from_proto(message.role) if has_role else None,
+        )
+
 
 @dataclass(frozen=True)
-class TokenEvent(ProtoMessage, form=pb.TokenEvent):
+class TokenEvent:
     """Something happened to a request: a token, the end, an error, or figures.
 
-    stats:    figures of the hand-off, by the names of `metrics.HandoffStats`
-    logprobs: of the token, where they are wanted; before them those of the prompt. Each is its own,
-              then pairs of the likeliest tokens and theirs
+    stats:    figures of the hand-off, by the field names of `stats.HandoffStats`
+    logprobs: of the token, if the request asks for them; those of the prompt come before. Each
+              entry is the token's own value, then pairs of the likeliest tokens and theirs
     """
 
     rid: str
@@ -195,22 +265,81 @@ class TokenEvent(ProtoMessage, form=pb.TokenEvent):
     stats: Mapping[str, Any] | None = None
     logprobs: Sequence[Any] = ()
 
+    def to_proto(self) -> pb.TokenEvent:
+        return pb.TokenEvent(
+            rid=self.rid,
+            attempt=self.attempt,
+            index=self.index,
+            token=self.token,
+            finish_reason=self.finish_reason,
+            error=_error_to_proto(self.error),
+            stats="" if self.stats is None else json.dumps(self.stats),
+            logprobs=json.dumps(self.logprobs) if self.logprobs else "",
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.TokenEvent) -> Self:
+        """RequestError for stats or log-probabilities that are not the JSON they should be."""
+        stats: dict[str, Any] | None = None
+        if message.stats:
+            stats = _parse_json("stats", message.stats, dict)
+        logprobs: Sequence[Any] = ()
+        if message.logprobs:
+            logprobs = _parse_json("logprobs", message.logprobs, list)
+        return cls(
+            rid=message.rid,
+            attempt=message.attempt,
+            index=message.index,
+            token=message.token if message.HasField("token") else None,
+            finish_reason=message.finish_reason,
+            error=_error_from_proto(message.error)
+            if message.HasField("error")
+            else None,
+            stats=stats,
+            logprobs=logprobs,
+        )
+
 
 @dataclass(frozen=True)
-class StepEvents(ProtoMessage, form=pb.EventsResponse):
-    """What a worker says at once: the events of an engine step, and what it could take now."""
+class StepEvents:
+    """One message of a worker's event stream: the events of an engine step, and its load."""
 
     events: tuple[TokenEvent, ...] = ()
     load: Load = Load()
 
+    def to_proto(self) -> pb.EventsResponse:
+        events = [event.to_proto() for event in self.events]
+        return pb.EventsResponse(events=events, load=self.load.to_proto())
+
+    @classmethod
+    def from_proto(cls, message: pb.EventsResponse) -> Self:
+        """RequestError for an event or a load that is none."""
+        events = tuple(TokenEvent.from_proto(event) for event in message.events)
+        return cls(events=events, load=Load.from_proto(message.load))
+
 
 @dataclass(frozen=True)
-class WorkerStatus(ProtoMessage, form=pb.StatusResponse):
+class WorkerStatus:
     """What a worker is and how busy: gauges by name, anything else as `info`."""
 
     epoch: int
     gauges: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_proto(self) -> pb.StatusResponse:
+        return pb.StatusResponse(
+            epoch=self.epoch,
+            gauges=self.gauges,
+            info=json.dumps(self.info),
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.StatusResponse) -> Self:
+        """RequestError for info that is no JSON object."""
+        info: dict[str, Any] = {}
+        if message.info:
+            info = _parse_json("info", message.info, dict)
+        return cls(epoch=message.epoch, gauges=dict(message.gauges), info=info)
 
 
 # -- sender and receiver
@@ -219,7 +348,7 @@ KV_SERVICE = "disagg.v1.KvTransferService"
 
 
 @dataclass(frozen=True)
-class Attach(ProtoMessage, form=kv.AttachRequest):
+class Attach:
     """A sender takes over a reservation. `model`, `plan`: fingerprints, equal on both sides."""
 
     ticket: Ticket
@@ -228,12 +357,35 @@ class Attach(ProtoMessage, form=kv.AttachRequest):
     tokens: int
     direct: bool = False
 
+    def to_proto(self) -> kv.AttachRequest:
+        return kv.AttachRequest(
+            ticket=ticket_to_proto(self.ticket),
+            model=self.model,
+            plan=self.plan,
+            tokens=self.tokens,
+            direct=self.direct,
+        )
+
+    @classmethod
+    def from_proto(cls, message: kv.AttachRequest) -> Self:
+        return cls(
+            ticket=ticket_from_proto(message.ticket),
+            model=message.model,
+            plan=message.plan,
+            tokens=message.tokens,
+            direct=message.direct,
+        )
+
 
 @dataclass(frozen=True)
-class Attached(ProtoMessage, form=kv.AttachResponse):
-    """The answer: what is here, verified; or that all was, so that the commit can be repeated.
+class Attached:
+    """The receiver's answer: which items it has verified, or that the hand-off was admitted.
 
-    have: places of items in the order of `records.Checklist`, and their `digests`
+    admitted: everything arrived before; the sender repeats its commit to get the answer
+    have:     indices of the items, in the order of `records.Manifest`, and their `digests`
+    lease_s:  the reservation ends this long after the sender's last sign of life
+    credit:   bytes of frames that may be in flight
+    port, key: where a direct connection is accepted; port 0: nowhere
     """
 
     admitted: bool = False
@@ -244,131 +396,127 @@ class Attached(ProtoMessage, form=kv.AttachResponse):
     port: int = 0
     key: bytes = b""
 
-    def here(self) -> dict[int, int]:
-        """The digests by place; CorruptFrameError unless each has one."""
+    def received(self) -> dict[int, int]:
+        """Digests by item index; CorruptFrameError unless each item has one."""
         if len(self.have) != len(self.digests):
             raise CorruptFrameError(
                 f"{len(self.digests)} digests of {len(self.have)} items"
             )
         return dict(zip(self.have, self.digests, strict=True))
 
+    def to_proto(self) -> kv.AttachResponse:
+        return kv.AttachResponse(
+            admitted=self.admitted,
+            have=self.have,
+            digests=self.digests,
+            lease_s=self.lease_s,
+            credit=self.credit,
+            port=self.port,
+            key=self.key,
+        )
+
+    @classmethod
+    def from_proto(cls, message: kv.AttachResponse) -> Self:
+        return cls(
+            admitted=message.admitted,
+            have=tuple(message.have),
+            digests=tuple(message.digests),
+            lease_s=message.lease_s,
+            credit=message.credit,
+            port=message.port,
+            key=message.key,
+        )
+
 
 @dataclass(frozen=True)
-class Credit(ProtoMessage, form=kv.PushResponse):
-    """What became of a frame of one attachment; another one may be sent in its place."""
+class Credit:
+    """The answer to one frame: stored, or dropped with an error. Either way another may follow.
+
+    gen: of the attachment that sent the frame; 0: the stream itself failed
+    """
 
     nonce: int
     gen: int
     error: DisaggError | None = None
 
+    def to_proto(self) -> kv.PushResponse:
+        return kv.PushResponse(
+            nonce=self.nonce,
+            gen=self.gen,
+            error=_error_to_proto(self.error),
+        )
+
+    @classmethod
+    def from_proto(cls, message: kv.PushResponse) -> Self:
+        error = _error_from_proto(message.error) if message.HasField("error") else None
+        return cls(nonce=message.nonce, gen=message.gen, error=error)
+
 
 @dataclass(frozen=True)
-class Ack(ProtoMessage, form=kv.CommitResponse):
-    """The hand-off is complete and the engine has it. Milliseconds as the receiver measured."""
+class Ack:
+    """The hand-off is complete and the engine has it. Times as the receiver measured them."""
 
     verify_ms: float = 0.0
     admit_ms: float = 0.0
 
+    def to_proto(self) -> kv.CommitResponse:
+        return kv.CommitResponse(verify_ms=self.verify_ms, admit_ms=self.admit_ms)
 
-# -- to protobuf and back, field by field
-
-Form = tuple[
-    Callable[[Any], Any], Callable[[Any], Any]
-]  # to what protobuf has, and back
-
-
-def fill(form: type[Parsed], **values: Any) -> Parsed:
-    """A message of these fields; None for one that is absent."""
-    forms, there = (
-        _forms(form.DESCRIPTOR),
-        {x: y for x, y in values.items() if y is not None},
-    )
-    return form(**{name: forms[name][0](value) for name, value in there.items()})
+    @classmethod
+    def from_proto(cls, message: kv.CommitResponse) -> Self:
+        return cls(verify_ms=message.verify_ms, admit_ms=message.admit_ms)
 
 
-def read(message: Message) -> dict[str, Any]:
-    """The fields of a message; None for one that is absent."""
-    fields = message.DESCRIPTOR.fields_by_name
-    return {
-        name: None
-        if fields[name].containing_oneof and not message.HasField(name)
-        else back(getattr(message, name))
-        for name, (_, back) in _forms(message.DESCRIPTOR).items()
-    }
+# -- fields that several messages have, to protobuf and back
 
 
-@cache
-def _forms(descriptor: Descriptor) -> dict[str, Form]:
-    found = {}
-    for x in descriptor.fields:
-        is_map = x.message_type is not None and x.message_type.GetOptions().map_entry
-        usual = (_same, dict if is_map else tuple if x.is_repeated else _same)
-        found[x.name] = usual if is_map else _FORMS.get(x.name, usual)
-    return found
+def ticket_to_proto(ticket: Ticket) -> kv.Ticket:
+    return kv.Ticket(nonce=ticket.nonce, epoch=ticket.epoch, gen=ticket.gen)
 
 
-def _same(value: Any) -> Any:
-    return value
+def ticket_from_proto(message: kv.Ticket) -> Ticket:
+    return Ticket(nonce=message.nonce, epoch=message.epoch, gen=message.gen)
 
 
-def _words(prefix: str, enum: EnumTypeWrapper, words: Iterable[StrEnum]) -> Form:
-    """Words that protobuf has in capitals behind a prefix."""
-    numbers = {word: enum.Value(f"{prefix}_{word.name}") for word in words}
-    known = {number: word for word, number in numbers.items()}
+def _error_to_proto(error: DisaggError | None) -> kv.Error | None:
+    """None, which leaves the field absent, for no error."""
+    if error is None:
+        return None
+    return kv.Error(reason=error.reason, message=str(error))
 
-    def back(number: int) -> StrEnum:
-        if number in known:
-            return known[number]
+
+def _error_from_proto(message: kv.Error) -> DisaggError:
+    return error_from(message.reason, message.message)
+
+
+_WORK_BY_NUMBER = {pb.Work.Value(f"WORK_{work.name}"): work for work in Work}
+_ROLE_BY_NUMBER = {pb.Role.Value(f"ROLE_{role.name}"): role for role in Role}
+
+
+def _work_from_proto(number: int) -> Work:
+    if number not in _WORK_BY_NUMBER:
         raise RequestError(
-            f"unknown {prefix} {number}; known: {', '.join(known.values())}"
+            f"unknown WORK {number}; known: {', '.join(_WORK_BY_NUMBER.values())}"
         )
-
-    return numbers.get, back
-
-
-def _part(kind: type[ProtoMessage]) -> Form:
-    return kind.to_message, kind.from_message
+    return _WORK_BY_NUMBER[number]
 
 
-def _several(form: Form) -> Form:
-    return lambda some: list(map(form[0], some)), lambda some: tuple(map(form[1], some))
+def _role_from_proto(number: int) -> Role:
+    if number not in _ROLE_BY_NUMBER:
+        raise RequestError(
+            f"unknown ROLE {number}; known: {', '.join(_ROLE_BY_NUMBER.values())}"
+        )
+    return _ROLE_BY_NUMBER[number]
 
 
-def _json(what: str, kind: type, none: Callable[[], Any]) -> Form:
-    """Plain values as JSON; `none`: what no text means."""
-
-    def back(text: str) -> Any:
-        try:
-            found = json.loads(text) if text else none()
-        except ValueError as error:
-            raise RequestError(f"{what} is no JSON: {error}") from error
-        if text and not isinstance(found, kind):
-            raise RequestError(
-                f"{what} is a {type(found).__name__}; a {kind.__name__} is wanted"
-            )
-        return found
-
-    return lambda value: json.dumps(value) if value or value == {} else "", back
-
-
-_TICKET = (
-    lambda ticket: kv.Ticket(**vars(ticket)),
-    lambda message: Ticket(**read(message)),
-)
-_FORMS: dict[str, Form] = {  # by the names of fields, which mean the same everywhere
-    "job": _part(Job),
-    "load": _part(Load),
-    "events": _several(_part(TokenEvent)),
-    "error": (
-        lambda error: {"reason": error.reason, "message": str(error)},
-        lambda message: error_from(message.reason, message.message),
-    ),
-    "ticket": _TICKET,
-    "tickets": _several(_TICKET),
-    "work": _words("WORK", pb.Work, Work),
-    "role": _words("ROLE", pb.Role, Role),
-    "sampling": _json("sampling", dict, dict),
-    "info": _json("info", dict, dict),
-    "stats": _json("stats", dict, lambda: None),
-    "logprobs": _json("logprobs", list, tuple),
-}
+def _parse_json(name: str, text: str, expected: type[Json]) -> Json:
+    """The JSON value of a text that is not empty; RequestError if it is of another type."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name} is no JSON: {error}") from error
+    if not isinstance(value, expected):
+        raise RequestError(
+            f"{name} is a {type(value).__name__}; expected a {expected.__name__}"
+        )
+    return value

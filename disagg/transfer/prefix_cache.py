@@ -31,23 +31,23 @@ Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
 class CachedBlock:
     """A kept unit, of a committed prompt: its key and its page ids.
 
-    digests: of all items of that prompt, in the order of its checklist
+    digests: of all items of that prompt, in the order of its manifest
     """
 
     key: bytes
     pages: tuple[int, ...]
     unit: PrefixBlock
-    checklist: Manifest
+    manifest: Manifest
     digests: "array[int]"
 
     @property
     def group(self) -> LayerGroup:
         """The layer group that the records belong to."""
-        return self.checklist.plan.groups[self.unit.group]
+        return self.manifest.plan.groups[self.unit.group]
 
     def seen(self) -> list[int]:
         """The digests of the unit's items, in their order."""
-        places = self.checklist.places(self.unit)
+        places = self.manifest.indices_of(self.unit)
         return [x for some in places for x in self.digests[some.start : some.stop]]
 
     def spans(self) -> list[Span]:
@@ -149,8 +149,8 @@ class PrefixCache:
 
     def keep(self, holding: PendingHandoff, digests: Sequence[int]) -> frozenset[int]:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
-        plan, tokens = holding.arrivals.checklist.plan, holding.job.tokens
-        checklist, packed = (
+        plan, tokens = holding.arrivals.manifest.plan, holding.job.tokens
+        manifest, packed = (
             Manifest(plan, tokens),
             array("Q", digests),
         )  # no list of items stays
@@ -162,7 +162,7 @@ class PrefixCache:
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
                 pages = tuple(ids[kind][record] for kind, record in unit.records())
                 self._pool.keep(
-                    key, pages, CachedBlock(key, pages, unit, checklist, packed)
+                    key, pages, CachedBlock(key, pages, unit, manifest, packed)
                 )
                 found.update(pages)
         return frozenset(found)
@@ -220,7 +220,7 @@ class PrefixCache:
                 pages += fresh
             given = zip(plan.groups, records, strict=True)
             groups = tuple(lay_out(group, tokens, ids) for group, ids in given)
-            addresses = Addresses(checklist := Manifest(plan, tokens), groups)
+            addresses = Addresses(manifest := Manifest(plan, tokens), groups)
             self._pool.arena.zero([*addresses.unsent()])
             for notes in found:
                 self._pool.used([note.key for note in notes])
@@ -235,10 +235,10 @@ class PrefixCache:
             for unit, note in zip(
                 units, notes, strict=False
             ):  # by this prompt's record numbers
-                places, end = chain.from_iterable(checklist.places(unit)), unit.end
+                places, end = chain.from_iterable(manifest.indices_of(unit)), unit.end
                 here.update(zip(places, note.seen(), strict=True))
             cached = min(cached, end)
-        arrivals = ReceivedItems(checklist, addresses, here)
+        arrivals = ReceivedItems(manifest, addresses, here)
         return PendingHandoff(job, keys, groups, arrivals, frozenset(shared), cached)
 
     def _leave(self, spare_bytes: int, tokens: int, wanted: int) -> None:

@@ -20,7 +20,13 @@ import grpc
 from disagg.errors import CorruptFrameError, DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.link import absorb
-from disagg.transfer.messages import KV_SERVICE, Attach, Credit, parse, read
+from disagg.transfer.messages import (
+    KV_SERVICE,
+    Attach,
+    Credit,
+    parse,
+    ticket_from_proto,
+)
 from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, Commit, PageFrame, message_frame, unpack
@@ -112,12 +118,12 @@ class Receiver:
 
     async def attach(self, data: bytes) -> bytes:
         """An AttachResponse."""
-        attach = Attach.from_message(parse(kv.AttachRequest, data))
+        attach = Attach.from_proto(parse(kv.AttachRequest, data))
         attached = self.reservations.attach(attach)
         if attach.direct and not attached.admitted:
             port, key = self.direct()
             attached = replace(attached, port=port, key=key)
-        return attached.to_message().SerializeToString()
+        return attached.to_proto().SerializeToString()
 
     async def push(
         self, messages: AsyncIterator[Buffer]
@@ -127,16 +133,15 @@ class Receiver:
         try:
             async for message in messages:
                 credit = self.take(message_frame(message), channel)
-                yield credit.to_message().SerializeToString()
+                yield credit.to_proto().SerializeToString()
         finally:
             self.channel_ended(channel)
 
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
-        tickets = read(parse(kv.RenewRequest, data))["tickets"]
-        return kv.RenewResponse(
-            over=self.reservations.renew(tickets)
-        ).SerializeToString()
+        request = parse(kv.RenewRequest, data)
+        over = self.reservations.renew(map(ticket_from_proto, request.tickets))
+        return kv.RenewResponse(over=over).SerializeToString()
 
     async def commit(self, data: bytes) -> bytes:
         """A CommitResponse. Where this completes a prompt, the engine has it then."""
@@ -145,4 +150,4 @@ class Receiver:
             raise CorruptFrameError(
                 f"a {type(commit).__name__} where a commit was expected"
             )
-        return self.reservations.commit(commit).to_message().SerializeToString()
+        return self.reservations.commit(commit).to_proto().SerializeToString()

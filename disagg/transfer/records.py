@@ -104,7 +104,7 @@ class Manifest:
             count = len(self.runs.get((layer, kind), ()))
             yield from items_of(kind, self.plan.group_of[layer], layer, range(count))
 
-    def place(self, item: Item) -> int:
+    def index_of(self, item: Item) -> int:
         """Which of all items it is, in their order."""
         return self.runs[item.layer, item.kind][item.record]
 
@@ -116,7 +116,7 @@ class Manifest:
         layer, kind = self._names[run]
         return Item(kind, self.plan.group_of[layer], layer, place - self._starts[run])
 
-    def places(self, unit: "PrefixBlock") -> Iterator[range]:
+    def indices_of(self, unit: "PrefixBlock") -> Iterator[range]:
         """Where the items of a unit are in that order; as many as it has, in the unit's order."""
         for layer in self.plan.groups[unit.group].layers:
             for kind, records in unit.parts.items():
@@ -180,10 +180,10 @@ def least_worth_sending(plan: Plan) -> int:
     for end in range(
         LONGEST, 0, -RAW_TOKENS
     ):  # the most bytes a token has just before a page ends
-        checklist = Manifest(plan, end - 1)
+        manifest = Manifest(plan, end - 1)
         overhead = 2 * len(plan.group_of) * HEADER_BYTES
-        overhead += 2 * ITEM_HEADER_BYTES * checklist.num_items
-        if checklist.total_bytes + overhead > 2 * plan.numbers(end - 1):
+        overhead += 2 * ITEM_HEADER_BYTES * manifest.num_items
+        if manifest.total_bytes + overhead > 2 * plan.numbers(end - 1):
             return end if end < LONGEST else 0
     return RAW_TOKENS
 
@@ -204,18 +204,18 @@ def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:
 class Addresses:
     """Where the items of one sequence lie in an arena, from the page ids of its groups."""
 
-    def __init__(self, checklist: Manifest, states: Sequence[GroupState]):
-        self._checklist = checklist
+    def __init__(self, manifest: Manifest, states: Sequence[GroupState]):
+        self._checklist = manifest
         self._ids = [state.ids_by_kind() for state in states]
-        for group, ids in zip(checklist.plan.groups, self._ids, strict=True):
+        for group, ids in zip(manifest.plan.groups, self._ids, strict=True):
             if group.lead and (
                 known := ids.get(Kind.SEGMENT)
             ):  # of as many as a prompt would have
-                missing = group.inventory(checklist.tokens)[Kind.SEGMENT] - len(known)
+                missing = group.inventory(manifest.tokens)[Kind.SEGMENT] - len(known)
                 ids[Kind.SEGMENT] = known + known[:1] * missing
         self._offsets = {
             (kind, layer): group.layer_offset(group.layout(kind), layer)
-            for group, ids in zip(checklist.plan.groups, self._ids, strict=True)
+            for group, ids in zip(manifest.plan.groups, self._ids, strict=True)
             for kind in ids
             for layer in group.layers
         }
@@ -248,9 +248,9 @@ class ArenaSource:
     From a device many are copied at once, when staged; others, and those read again, on the spot.
     """
 
-    def __init__(self, arena: Arena, checklist: Manifest, states: Sequence[GroupState]):
+    def __init__(self, arena: Arena, manifest: Manifest, states: Sequence[GroupState]):
         self._arena = arena
-        self._addresses = Addresses(checklist, states)
+        self._addresses = Addresses(manifest, states)
         self._staged: dict[Item, memoryview] = {}
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:
@@ -281,7 +281,7 @@ class ArenaSource:
 class ReceivedItems:
     """Which items of a prompt are verified and in place at a receiver: `here`, digests by place."""
 
-    checklist: Manifest
+    manifest: Manifest
     addresses: Addresses
     here: dict[int, int]
 
@@ -297,10 +297,10 @@ class ReceivedItems:
         new: dict[int, int] = {}
         pieces: list[tuple[int, Buffer]] = []
         for place, expected, data in zip(
-            frame.places, frame.digests, frame.payload, strict=True
+            frame.indices, frame.digests, frame.payload, strict=True
         ):
-            item = self.checklist.item(place)
-            if len(data) != (size := self.checklist.nbytes(item)):
+            item = self.manifest.item(place)
+            if len(data) != (size := self.manifest.nbytes(item)):
                 raise LayoutError(
                     f"{item} comes in {len(data)} bytes; here it has {size}"
                 )
@@ -319,9 +319,9 @@ class ReceivedItems:
         another digest than the commit says, TransferError if one is not here.
         """
         ours = (
-            self.checklist.tokens,
-            self.checklist.plan.fingerprint,
-            self.checklist.num_items,
+            self.manifest.tokens,
+            self.manifest.plan.fingerprint,
+            self.manifest.num_items,
         )
         if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
             raise LayoutError(
@@ -329,7 +329,7 @@ class ReceivedItems:
             )
         for place, seen in self.here.items():
             if seen != (expected := commit.digests[place]):
-                item = self.checklist.item(place)
+                item = self.manifest.item(place)
                 raise CorruptFrameError(
                     f"{item} came as {seen:x}, committed as {expected:x}"
                 )
@@ -337,7 +337,7 @@ class ReceivedItems:
             first = next(
                 place for place in range(len(commit.digests)) if place not in self.here
             )
-            item = self.checklist.item(first)
+            item = self.manifest.item(first)
             raise TransferError(
                 f"{absent} items of the commit never came, the first is {item}"
             )

@@ -237,8 +237,8 @@ class Reservations:
         if reservation.state is State.ADMITTED:
             return Attached(admitted=True)
         arrivals, gen = reservation.live().arrivals, attach.ticket.gen
-        checklist = arrivals.checklist
-        ours = self.terms.model, checklist.plan.fingerprint, checklist.tokens
+        manifest = arrivals.manifest
+        ours = self.terms.model, manifest.plan.fingerprint, manifest.tokens
         if ours != (theirs := (attach.model, attach.plan, attach.tokens)):
             raise LayoutError(
                 f"model, plan and tokens are {theirs}; reserved were {ours}"
@@ -250,7 +250,7 @@ class Reservations:
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel = None
         self._renew(reservation)
-        here, credit = arrivals.here, 2 * checklist.frame_bytes
+        here, credit = arrivals.here, 2 * manifest.frame_bytes
         return Attached(False, [*here], [*here.values()], self.terms.lease_s, credit)
 
     def renew(self, tickets: Iterable[Ticket]) -> tuple[int, ...]:

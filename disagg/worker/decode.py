@@ -4,15 +4,15 @@ receiver ─ admit ─► engine ─ tokens ─► router
              │ dropped: aborted, fenced, superseded by another attempt
              └ move: its pages leave while it decodes, the rest when it stops ─► another worker
 
-A request that is served whole on this worker comes without a receiver: its prompt too is computed
-by this engine. One task per sequence that moves; one that cannot move ends here with an error, so
-that it starts again elsewhere.
+A request that is served whole on this worker comes without a receiver: this engine computes its
+prompt, too. One task per sequence that moves; one that cannot move ends here with an error, so that
+it starts again elsewhere.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from disagg.engine.messages import (
     Admit,
     Failed,
     Move,
-    Moved,
     Prefill,
     Token,
     named,
@@ -35,69 +34,73 @@ from disagg.errors import (
     ReservationError,
     TransferError,
 )
-from disagg.kv.page import FinalAt, Item, Kind
-from disagg.kv.plan import LayerGroup, Plan
-from disagg.kv.state import GroupState
 from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit
 from disagg.worker.event_log import EventLog
-from disagg.worker.handoff import HandoffContext, OutgoingHandoff
+from disagg.worker.handoff import HandoffContext, MigrationHandoff
 from disagg.worker.prefill import request_of
 
-LOCAL = "w"  # how the engine's names of requests that are served whole end
-PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
-STEPS = 2  # that the engine may be ahead of what was said
-EMITTED = "emitted"  # what a commit calls the tokens of a sequence that moves
-Made = TypeVar("Made")
+LOCAL = "w"  # suffix of the engine's name of a request that is served whole
+STEPS_AHEAD = 2  # of the engine, before the events that were published
+EMITTED = "emitted"  # key of a commit for the tokens of a sequence that moves
+Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class DecodeSide:
-    """The requests that decode here.
+    """The sequences that decode on this worker.
 
     on_done: called with (rid, attempt) when the engine has freed one
     counts:  sequences that moved away, bytes and milliseconds of their hand-offs
     """
 
-    way: HandoffContext
+    context: HandoffContext
     tasks: asyncio.TaskGroup
     events: EventLog
     on_done: Callable[[str, int], None]
     counts: Counter[str] = field(default_factory=Counter)
-    _jobs: dict[str, Job] = field(
-        default_factory=dict
-    )  # by the engine's name, as all below
+    # both by the engine's name of the sequence
+    _jobs: dict[str, Job] = field(default_factory=dict)
     _moves: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
-        """(rid, attempt) of who decodes here."""
+        """(rid, attempt) of the sequences that decode here."""
         return {(job.rid, job.attempt) for job in self._jobs.values()}
 
     def admit(self, admission: Admission) -> None:
-        """A prompt is here, complete and verified: the engine goes on from its first token.
-
-        Of a sequence that moved here, what the router may not have heard is said again.
-        """
-        job, commit = admission.job, admission.commit
+        """A prompt has arrived, complete and verified: the engine goes on from its first token."""
+        job = admission.job
+        commit = admission.commit
         request = request_of(job, "d")
-        emitted = job.emitted or (commit.first_token,)
         if job.moved:
-            emitted = _plain(commit, EMITTED, _token)
-            if len(job.prompt) + len(emitted) - 1 != job.moved:
-                raise CorruptFrameError(
-                    f"{job.moved} tokens, with an answer of {len(emitted)}"
-                )
-            known = len(job.emitted)
-            again = enumerate(emitted[known:-1], known)
-            self.events.say(TokenEvent(job.rid, job.attempt, *each) for each in again)
-        said = () if job.emitted else _plain(commit, "logprobs", _score)
+            emitted = self._emitted_elsewhere(job, commit)
+        else:
+            emitted = job.emitted or (commit.first_token,)
+        logprobs = () if job.emitted else _read_extras(commit, "logprobs", _logprobs)
         self._jobs[request.rid] = job
-        self.way.engine.submit(
-            Admit(request, admission.groups, emitted, job.moved, said)
+        self.context.engine.submit(
+            Admit(request, admission.groups, emitted, job.moved, logprobs)
         )
+
+    def _emitted_elsewhere(self, job: Job, commit: Commit) -> tuple[int, ...]:
+        """The answer so far of a sequence that moved here.
+
+        Tokens that the router may have missed are published again.
+        """
+        emitted = _read_extras(commit, EMITTED, _token)
+        if len(job.prompt) + len(emitted) - 1 != job.moved:
+            raise CorruptFrameError(
+                f"{job.moved} tokens, with an answer of {len(emitted)}"
+            )
+        start = len(job.emitted)
+        self.events.publish(
+            TokenEvent(job.rid, job.attempt, index, token)
+            for index, token in enumerate(emitted[start:-1], start)
+        )
+        return emitted
 
     def start(self, job: Job) -> None:
         """Serve a request whole, from its prompt on; a higher attempt replaces a lower one."""
@@ -105,78 +108,109 @@ class DecodeSide:
         request = request_of(job, LOCAL)
         if request.rid not in self._jobs:
             self._jobs[request.rid] = job
-            self.way.engine.submit(Prefill(request, None, job.emitted, job.waited_s))
+            self.context.engine.submit(
+                Prefill(request, None, job.emitted, job.waited_s)
+            )
 
     def move(self, submit: Submit) -> None:
         """Begin to hand a sequence over; it decodes on for as long as it can.
 
-        One that has ended meanwhile stays: the router is about to hear its last tokens. One that
-        has outgrown the room that waits for it decodes on; CapacityError says so.
+        One that has ended meanwhile stays: the router is about to get its last tokens. One that
+        has outgrown its reservation decodes on here; CapacityError says so.
         """
-        asked, room = (submit.job.rid, submit.job.attempt), submit.job.tokens
-        last = self.events.last(*asked)
-        for name, job in self._jobs.items():
-            if (job.rid, job.attempt) == asked and name not in self._moves:
-                tokens = len(job.prompt) + (
-                    last.index + 1 if last else len(job.emitted)
+        rid, attempt = submit.job.rid, submit.job.attempt
+        last_event = self.events.last_event(rid, attempt)
+        name = self._name_of(rid, attempt)
+        if name is None or name in self._moves:
+            if last_event is None or not last_event.finish_reason:
+                raise ReservationError(
+                    f"{submit.job.name} does not decode here, or moves already"
                 )
-                if tokens + STEPS > room:
-                    raise CapacityError(
-                        f"{job.name} has {tokens} tokens; room waits for {room}"
-                    )
-                task = self._moves[name] = self.tasks.create_task(
-                    self._move(name, submit)
-                )
-                task.add_done_callback(partial(self._free, name, *asked))
-                return
-        if last is None or not last.finish_reason:
-            raise ReservationError(
-                f"{submit.job.name} does not decode here, or moves already"
+            return
+        job = self._jobs[name]
+        num_emitted = last_event.index + 1 if last_event else len(job.emitted)
+        tokens = len(job.prompt) + num_emitted
+        room = submit.job.tokens
+        if tokens + STEPS_AHEAD > room:
+            raise CapacityError(
+                f"{job.name} has {tokens} tokens; room waits for {room}"
             )
+        task = self.tasks.create_task(self._move(name, submit))
+        self._moves[name] = task
+        task.add_done_callback(partial(self._free, name, rid, attempt))
 
     def drop(self, rid: str, attempt: int, reason: str) -> None:
-        """An attempt and all before it are given up: nothing more of them is said."""
+        """Give up an attempt and all before it; no more events of them are published."""
         for name, job in list(self._jobs.items()):
             if job.rid == rid and job.attempt <= attempt:
                 log.info("%s is dropped: %s", job.name, reason)
                 del self._jobs[name]
-                if task := self._moves.get(name):
-                    task.cancel()  # frees it when nobody reads its records
+                if name in self._moves:
+                    # frees the sequence when its records are not read any more
+                    self._moves[name].cancel()
                 else:
-                    self.way.engine.submit(Abort(name))
+                    self.context.engine.submit(Abort(name))
 
     def fail(self, rid: str, attempt: int, error: DisaggError) -> None:
-        """A request was dropped, and the router does not know: it may try again."""
-        self.events.say([TokenEvent(rid, attempt, 0, error=error)])
+        """Report that a request was dropped, so that the router may try again."""
+        self.events.publish([TokenEvent(rid, attempt, 0, error=error)])
 
     def step(self, outputs: Iterable[Token | Failed]) -> list[TokenEvent]:
-        """What an engine step brought for the router; what is not of this side is left alone."""
-        return [self._event(x, job) for x in outputs if (job := self._jobs.get(x.rid))]
+        """Events of an engine step for the router, of the sequences that decode here."""
+        events = []
+        for output in outputs:
+            job = self._jobs.get(output.rid)
+            if job is None:
+                continue
+            if isinstance(output, Failed):
+                event = self._failed_event(output, job)
+            else:
+                event = self._token_event(output, job)
+            if event.error or event.finish_reason:
+                self._end(output.rid, job)
+            events.append(event)
+        return events
 
-    def _event(self, output: Token | Failed, job: Job) -> TokenEvent:
-        """Of a request that is served whole the first token says what its prompt took here, for
-        who stops early, and so does the last."""
-        if isinstance(output, Failed):
-            error = output.error
-            if (
-                output.rid in self._moves
-            ):  # it is here no more: not one that outgrew its room
-                error = TransferError(f"it ended before it had moved: {error}")
-            event = TokenEvent(job.rid, job.attempt, 0, error=error)
-        else:
-            reason, stats = output.finish_reason or "", None
-            begins = output.index <= len(job.emitted)
-            if (begins or reason) and output.rid.endswith(LOCAL):
-                plan, tokens = self.way.engine.plan(job.codec), len(job.prompt)
-                stats = asdict(handoff_stats(plan, tokens, output.cached_tokens))
-            said = output.index, output.token, reason, None, stats, output.logprobs
-            event = TokenEvent(job.rid, job.attempt, *said)
-        if event.error or event.finish_reason:
-            del self._jobs[output.rid]
-            self.on_done(job.rid, job.attempt)
-            if task := self._moves.get(output.rid):
-                task.cancel()  # it ended before it could leave
-        return event
+    def _token_event(self, output: Token, job: Job) -> TokenEvent:
+        """A token. For a request that is served whole, the first and the last carry figures.
+
+        (The first too, as the client may stop before the last.)
+        """
+        stats = None
+        is_first_or_last = output.finish_reason or output.index <= len(job.emitted)
+        if is_first_or_last and output.rid.endswith(LOCAL):
+            plan = self.context.engine.plan(job.codec)
+            tokens = len(job.prompt)
+            stats = asdict(handoff_stats(plan, tokens, output.cached_tokens))
+        return TokenEvent(
+            job.rid,
+            job.attempt,
+            output.index,
+            output.token,
+            finish_reason=output.finish_reason or "",
+            stats=stats,
+            logprobs=output.logprobs,
+        )
+
+    def _failed_event(self, output: Failed, job: Job) -> TokenEvent:
+        error = output.error
+        if output.rid in self._moves:
+            # a CapacityError would mean that it outgrew its reservation and decodes on here
+            error = TransferError(f"it ended before it had moved: {error}")
+        return TokenEvent(job.rid, job.attempt, 0, error=error)
+
+    def _end(self, name: str, job: Job) -> None:
+        del self._jobs[name]
+        self.on_done(job.rid, job.attempt)
+        if name in self._moves:
+            self._moves[name].cancel()  # it ended before it could leave
+
+    def _name_of(self, rid: str, attempt: int) -> str | None:
+        """The engine's name of a sequence that decodes here."""
+        for name, job in self._jobs.items():
+            if job.rid == rid and job.attempt == attempt:
+                return name
+        return None
 
     # -- sequences that leave
 
@@ -184,74 +218,37 @@ class DecodeSide:
         """One hand-off from begin to end."""
         rid, attempt = submit.job.rid, submit.job.attempt
         try:
-            async with MigrationHandoff(self.way, submit, name).sending() as departure:
-                self.way.engine.submit(Move(name, submit.job.tokens, departure))
-                emitted = (await departure.computed()).emitted
-                stats = await departure.commit(emitted[0], {EMITTED: list(emitted)})
+            handoff = MigrationHandoff(self.context, submit, name)
+            async with handoff.sending():
+                self.context.engine.submit(Move(name, submit.job.tokens, handoff))
+                moved = await handoff.engine_result()
+                stats = await handoff.commit(
+                    first_token=moved.emitted[0],
+                    extras={EMITTED: list(moved.emitted)},
+                )
             self.counts.update(
                 moved=1, moved_bytes=stats.wire_bytes, moved_ms=round(stats.exposed_ms)
             )
-            self.events.forget(rid, attempt)  # it says there what nobody heard
+            # the other worker publishes the tokens that the router may have missed
+            self.events.forget(rid, attempt)
         except Exception as failure:
             self.fail(rid, attempt, named(failure))
 
     def _free(self, name: str, rid: str, attempt: int, _: object) -> None:
-        """However its hand-off ended, and if it never began: nothing of the sequence is here."""
+        """Free the sequence, however its hand-off ended, and even if it never began."""
         del self._moves[name]
         self._jobs.pop(name, None)
-        self.way.engine.submit(Abort(name))
+        self.context.engine.submit(Abort(name))
         self.on_done(rid, attempt)
 
 
-class MigrationHandoff(OutgoingHandoff[Moved]):
-    """The engine's end of a sequence that moves. It begins twice: sealed pages are final already,
-    and where it stops everything is.
-
-    What is sealed leaves in small parts: packing it all at once would hold up the next token.
-    """
-
-    _later: tuple[Item, ...] = ()
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has stopped, and all of it was offered."""
-        return len(self._offered) == self.checklist.num_items
-
-    def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
-        stops = self._source is not None
-        super().begin(plan, groups)
-        if stops:
-            self.checklist.match(groups)
-        tokens = self.checklist.tokens
-        sealed = [
-            _sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)
-        ]
-        final = [
-            x
-            for x in self._items
-            if x not in self._offered
-            and (stops or x.record < sealed[x.group].get(x.kind, 0))
-        ]
-        self.offer(final)
-
-    def _pass(self, items: Sequence[Item]) -> None:
-        trickles = bool(self._later)
-        self._later = (*self._later, *items)
-        if not trickles or self.whole:
-            self._trickle()
-
-    def _trickle(self) -> None:
-        count = len(self._later) if self.whole else PART_ITEMS
-        part, self._later = self._later[:count], self._later[count:]
-        if part:
-            super()._pass(part)
-            self._loop.call_later(PART_S, self._trickle)
-
-
-def _plain(commit: Commit, name: str, read: Callable[[Any], Made]) -> tuple[Made, ...]:
-    """What a commit carries along under a name; CorruptFrameError for what no worker says."""
+def _read_extras(
+    commit: Commit, name: str, read: Callable[[Any], Value]
+) -> tuple[Value, ...]:
+    """The values of a commit under a name; CorruptFrameError for what no worker sends."""
     try:
-        return tuple(map(read, commit.extras.get(name, ())))  # type: ignore[arg-type]
+        values: Any = commit.extras.get(name, ())
+        return tuple(map(read, values))
     except (TypeError, ValueError, RecursionError) as error:
         raise CorruptFrameError(f"{name} of a commit: {error}") from error
 
@@ -262,20 +259,10 @@ def _token(value: Any) -> int:
     raise ValueError(f"{value!r:.40} is no token")
 
 
-def _score(value: Any) -> Logprobs:
+def _logprobs(value: Any) -> Logprobs:
     own, likeliest = value
-    found = own, tuple((_token(token), score) for token, score in likeliest)
-    if all(
-        type(x) is float and x <= 1.0 for x in (own, *(score for _, score in likeliest))
-    ):
-        return found
-    raise ValueError(f"{value!r:.40} is no log-probability")
-
-
-def _sealed(group: LayerGroup, state: GroupState, tokens: int) -> dict[Kind, int]:
-    """How many records of each kind stay as they are, and under their numbers, up to a length."""
-    drops = group.dropped(tokens) > state.dropped * group.page.tokens
-    if drops or group.flush_page or group.final_at is FinalAt.PROMPT:
-        return {}
-    ids = state.ids_by_kind()
-    return {kind: len(ids.get(kind, ())) for kind in (Kind.SEGMENT, Kind.PAGE)}
+    pairs = tuple((_token(token), score) for token, score in likeliest)
+    scores = [own, *(score for _, score in pairs)]
+    if not all(type(score) is float and score <= 1.0 for score in scores):
+        raise ValueError(f"{value!r:.40} is no log-probability")
+    return own, pairs

@@ -1,14 +1,14 @@
-"""What a worker has to say, kept until the router has it, and who that router is. On the io loop.
+"""The events of a worker, kept until its router has them, and who that router is. On the io loop.
 
-say ──► record of the request ──► the router that follows
-             │                        one that comes back names what it has and hears the rest
-             └── the router tells to forget it: when it is over, or given up
+publish ──► record of the request ──► the router that follows
+             │                        when it comes back, it gets the events that it lacks
+             └── forgotten when the router aborts the request: it is over, or given up
 
 A worker follows one router at a time: another one is refused until the first is gone.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from disagg.errors import ConfigError
@@ -18,38 +18,41 @@ HEARTBEAT_S = 1.0  # a step without events, so that silence means something
 
 
 class EventLog:
-    """The outputs of a worker, by request. `load`: what it could take now."""
+    """The events of a worker, by request. `load`: returns what the worker could take now.
+
+    router: the one that follows, or followed last
+    """
 
     def __init__(self, load: Callable[[], Load] = Load):
-        self.router = ""  # who follows, or followed last
+        self.router = ""
         self._load = load
-        self._records: dict[
-            str, list[TokenEvent]
-        ] = {}  # of one attempt of each request
-        self._inbox: asyncio.Queue[list[TokenEvent]] | None = None  # of who follows now
+        # by rid, the events of its latest attempt
+        self._records: dict[str, list[TokenEvent]] = {}
+        # of the router that follows now
+        self._inbox: asyncio.Queue[list[TokenEvent]] | None = None
 
     @property
-    def kept(self) -> int:
-        """Requests of which something was said that no router has told to forget."""
+    def num_requests(self) -> int:
+        """Requests with events that no router has asked to forget."""
         return len(self._records)
 
     @property
-    def followed(self) -> bool:
+    def is_followed(self) -> bool:
         """Whether a router listens."""
         return self._inbox is not None
 
     def check(self, router: str) -> None:
         """ConfigError while another router than this one follows."""
-        if self.followed and router != self.router:
+        if self.is_followed and router != self.router:
             raise ConfigError(
                 f"this worker follows router {self.router}, not {router}; two services cannot "
                 "share workers: stop one, or give each a cluster of its own"
             )
 
-    def say(self, events: Iterable[TokenEvent]) -> None:
-        """Tell the router, and remember; without events, only what could be taken now.
+    def publish(self, events: Iterable[TokenEvent] = ()) -> None:
+        """Send events to the router and keep them; the load of the worker goes with them.
 
-        Figures are the last of a hand-off: said once, and with them it is forgotten.
+        Figures are the last event of a hand-off: sent once, and its record is forgotten.
         """
         events = list(events)
         for event in events:
@@ -65,9 +68,10 @@ class EventLog:
     async def subscribe(
         self, have: Mapping[str, int], router: str = ""
     ) -> AsyncGenerator[StepEvents]:
-        """What a router lacks, then everything new; a step without events from time to time.
+        """The events that a router lacks, then every new one; an empty step from time to time.
 
-        have: rid -> tokens that it has, of all requests that it cares about
+        have: rid -> number of tokens that it has, for all its requests on this worker
+
         Ends when the same router subscribes again. ConfigError while another one follows.
         """
         self.check(router)
@@ -75,35 +79,29 @@ class EventLog:
         inbox: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
         self._inbox = inbox
         try:
-            yield self._step(
-                event
-                for rid, record in self._records.items()
-                for event in record
-                if event.token is None
-                or event.finish_reason
-                or event.index >= have.get(rid, 0)
-            )
+            yield self._step(self._missing_events(have))
             while self._inbox is inbox:
                 events: list[TokenEvent] = []
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
                         events = await inbox.get()
-                while (
-                    not inbox.empty()
-                ):  # a slow router hears all that happened meanwhile at once
+                # a slow router gets all that happened meanwhile at once
+                while not inbox.empty():
                     events += inbox.get_nowait()
                 yield self._step(events)
         finally:
             if self._inbox is inbox:
                 self._inbox = None
 
-    def last(self, rid: str, attempt: int) -> TokenEvent | None:
-        """What was said last of an attempt, unless a router has told to forget it."""
+    def last_event(self, rid: str, attempt: int) -> TokenEvent | None:
+        """The last event of an attempt, unless it was forgotten."""
         record = self._records.get(rid, [])
-        return record[-1] if record and record[-1].attempt == attempt else None
+        if record and record[-1].attempt == attempt:
+            return record[-1]
+        return None
 
     def forget(self, rid: str, attempt: int) -> None:
-        """An attempt was given up: nothing about it needs to be kept."""
+        """An attempt was given up: drop its events."""
         record = self._records.get(rid)
         if record and record[0].attempt <= attempt:
             del self._records[rid]
@@ -111,6 +109,14 @@ class EventLog:
     def clear(self) -> None:
         """Forget everything."""
         self._records.clear()
+
+    def _missing_events(self, have: Mapping[str, int]) -> Iterator[TokenEvent]:
+        for rid, record in self._records.items():
+            num_tokens = have.get(rid, 0)
+            for event in record:
+                is_new = event.index >= num_tokens
+                if is_new or event.token is None or event.finish_reason:
+                    yield event
 
     def _step(self, events: Iterable[TokenEvent]) -> StepEvents:
         return StepEvents(tuple(events), self._load())

@@ -1,7 +1,13 @@
-"""What leaves a worker: the pages of one sequence, from the engine to the sender of its hand-off.
+"""The records of one sequence on their way out of a worker.
 
-engine thread: begin, offer ─► thread of copies, from a device ─► io loop: sender ─► peer
-               what it made of the sequence ────────────────────► io loop: who waits for it
+    engine thread   begin, has, offer
+                                  │ └─► from a device: the thread of copies waits for the bytes
+                                  ▼                                        │
+    io loop                   Sender.offer ◄───────────────────────────────┘
+                    result ─► Sender.finish: the commit
+
+An OutgoingHandoff owns its Sender and pushes items into it as they become final. Nothing calls back
+from there: what the engine makes of the sequence arrives through the HandoffContext.
 """
 
 import asyncio
@@ -10,13 +16,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
-from weakref import proxy
 
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Failed, Moved, Prefilled, named
-from disagg.errors import TransferError
-from disagg.kv.page import Item
-from disagg.kv.plan import Plan
+from disagg.kv.page import FinalAt, Item, Kind
+from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.state import GroupState
 from disagg.transfer.channel import Peers
 from disagg.transfer.messages import Attach, Submit
@@ -25,135 +29,214 @@ from disagg.transfer.sender import Sender
 from disagg.transfer.stats import HandoffStats
 from disagg.wire import PlainValue, Ticket
 
-Made = TypeVar("Made", Prefilled, Moved)
+PART_ITEMS = 64  # pushed at once by a sequence that decodes while it moves
+PART_PAUSE_S = 0.005  # between two such parts
+EngineResult = TypeVar("EngineResult", Prefilled, Moved)
 
 
 @dataclass(frozen=True)
 class HandoffContext:
-    """What the hand-offs of a worker have in common. `copies` waits for them, in order.
+    """What the outgoing hand-offs of a worker have in common.
 
-    leaving: what leaves now, by the engine's name
+    copies:    one thread that waits for copies from a device, in order
+    in_flight: hand-offs by the engine's name of the sequence
     """
 
     engine: Engine
     model: str
     peers: Peers
     copies: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
-    leaving: "dict[str, OutgoingHandoff[Any]]" = field(default_factory=dict)
+    in_flight: "dict[str, OutgoingHandoff[Any]]" = field(default_factory=dict)
 
-    def step(self, outputs: Iterable[Prefilled | Moved | Failed]) -> None:
-        """What an engine step brought; who was given up meanwhile is not here any more."""
+    def deliver(self, outputs: Iterable[Prefilled | Moved | Failed]) -> None:
+        """Pass results of an engine step on; those of hand-offs given up meanwhile are dropped."""
         for output in outputs:
-            if (offering := self.leaving.get(output.rid)) and not offering.made.done():
-                offering.made.set_result(output)
+            handoff = self.in_flight.get(output.rid)
+            if handoff is not None and not handoff.result.done():
+                handoff.result.set_result(output)
 
 
-class OutgoingHandoff(Generic[Made]):
-    """One hand-off that leaves, by the names that the engine and the sender call it.
+class OutgoingHandoff(Generic[EngineResult]):
+    """One hand-off that leaves this worker: the engine's Handoff, and the owner of a Sender.
 
-    name:    of the sequence in the engine · made: what that makes of it
-    overlap: pages leave while later layers compute
+    name:       the engine's name of the sequence
+    overlap:    items leave while later layers compute; else all of them leave with the commit
+    part_items: push at most so many items at once, with pauses, until all are offered; None: all
+
+    result:        what the engine makes of the sequence
+    offered_items: by the engine
     """
 
     def __init__(
-        self, way: HandoffContext, submit: Submit, name: str, overlap: bool = True
+        self,
+        context: HandoffContext,
+        submit: Submit,
+        name: str,
+        overlap: bool = True,
+        part_items: int | None = None,
     ):
-        job, plan = submit.job, way.engine.plan(submit.job.codec)
-        ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
-        attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)
-        channel = way.peers.get(submit.decode_address)
-        # weak, or the garbage collector would have to find each of a prompt's thousands of items
-        self.sender = Sender(channel, attach, plan, proxy(self), job.deadline_s)
-        self.checklist = self.sender.outbox.checklist
-        self.arena = way.engine.pool.arena
-        self._way, self._name, self._overlap = way, name, overlap
-        self._loop = asyncio.get_running_loop()
-        self.made: asyncio.Future[Made | Failed] = self._loop.create_future()
+        job = submit.job
+        plan = context.engine.plan(job.codec)
+        attach = Attach(
+            ticket=Ticket(submit.nonce, submit.decode_epoch, gen=0),
+            model=context.model,
+            plan=plan.fingerprint,
+            tokens=job.tokens,
+        )
+        channel = context.peers.get(submit.decode_address)
+        self.sender = Sender(channel, attach, plan, job.deadline_s)
+        self.manifest = self.sender.queue.manifest
+        self.arena = context.engine.pool.arena
+        self.offered_items = set[Item]()
+        self._context = context
+        self._name = name
+        self._overlap = overlap
+        self._part_items = part_items
+        self._unpushed: list[Item] = []  # later parts
         self._source: ArenaSource | None = None
-        self._items = self.checklist.items  # asked for now, while there is time
-        self._offered = set[Item]()
-        self._left_out = set[Item]()
+        self._items = self.manifest.items  # listed now, before the engine waits for it
+        self._loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[EngineResult | Failed] = self._loop.create_future()
+
+    @property
+    def all_offered(self) -> bool:
+        """Whether the engine has offered every item."""
+        return len(self.offered_items) == self.manifest.num_items
 
     # -- on the io loop
 
     @asynccontextmanager
     async def sending(self) -> AsyncIterator[Self]:
-        """From its attachment on; afterwards nobody reads its records."""
-        self._way.leaving[self._name] = self
-        self._sending = asyncio.create_task(self.sender.run())
+        """Attach and send, until the end of the block; its records are not read afterwards."""
+        self._context.in_flight[self._name] = self
+        self._send_task = asyncio.create_task(self.sender.run())
         try:
             yield self
         finally:
-            del self._way.leaving[self._name]
-            self._sending.cancel()
-            await asyncio.gather(self._sending, return_exceptions=True)
+            del self._context.in_flight[self._name]
+            self._send_task.cancel()
+            await asyncio.gather(self._send_task, return_exceptions=True)
 
-    async def computed(self) -> Made:
-        """What the engine makes of it; raises what came in between."""
-        both: list[asyncio.Future] = [self.made, self._sending]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not self.made.done():
-            self._sending.result()  # raises: without a commit it cannot end well
-        if isinstance(made := self.made.result(), Failed):
-            raise made.error
-        return made
+    async def engine_result(self) -> EngineResult:
+        """Wait for the engine; raises its error, or the sender's if that comes first."""
+        either: list[asyncio.Future[Any]] = [self.result, self._send_task]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self.result.done():
+            self._send_task.result()  # raises: without a commit it cannot end well
+        result = self.result.result()
+        if isinstance(result, Failed):
+            raise result.error
+        return result
 
     async def commit(
         self, first_token: int, extras: Mapping[str, PlainValue]
     ) -> HandoffStats:
-        """All is computed: what was kept back goes, and what was left out as it is there; then the
-        commit; the figures."""
-        left_out = [x for x in self._items if x not in self._offered]
-        self._left_out.update(left_out)
-        if items := left_out if self._overlap else self._items:
-            self._pass(items)
+        """The engine is done: push what is left, then commit; statistics of the hand-off.
+
+        The engine did not encode and offer what `has` says that the receiver has.
+        """
+        left_out = [item for item in self._items if item not in self.offered_items]
+        self.sender.queue.leave_out(left_out)
+        last_items = left_out if self._overlap else self._items
+        if last_items:
+            self._push(last_items)
         self.sender.finish(first_token, extras)
-        return await self._sending
+        return await self._send_task
 
-    def read(self, items: Sequence[Item]) -> list[memoryview]:
-        """The bytes of items that were offered."""
-        assert self._source is not None
-        if lost := self._left_out.intersection(items):
-            raise TransferError(
-                f"{min(lost)} was there, so it was not encoded, and is there no more"
-            )
-        return self._source.read(items)
+    def _push(self, items: Sequence[Item]) -> None:
+        """Push items into the sender, at once or in parts."""
+        if self._part_items is None:
+            self._push_now(items)
+            return
+        is_pausing = bool(self._unpushed)
+        self._unpushed.extend(items)
+        if self.all_offered or not is_pausing:
+            self._push_part(self._part_items)
 
-    def _pass(self, items: Sequence[Item]) -> None:
+    def _push_part(self, part_items: int) -> None:
+        count = len(self._unpushed) if self.all_offered else part_items
+        part = self._unpushed[:count]
+        del self._unpushed[:count]
+        if part:
+            self._push_now(part)
+            self._loop.call_later(PART_PAUSE_S, self._push_part, part_items)
+
+    def _push_now(self, items: Sequence[Item]) -> None:
         try:
             self.sender.offer(items)
         except Exception as error:
-            self._break(error)
+            self._fail(error)
 
-    def _break(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self.sender.end(named(error))
 
     # -- on the engine's thread
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
-        """The records are there; from now on they can be read."""
-        self._source = ArenaSource(self.arena, self.checklist, groups)
+        """The records are allocated; from now on they can be read."""
+        self._source = ArenaSource(self.arena, self.manifest, groups)
+        self.sender.queue.read_from(self._source)
 
     def offer(self, items: Sequence[Item]) -> None:
-        """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
+        """The bytes of these items are final: they may leave."""
         assert self._source is not None
-        self._offered.update(items)
+        self.offered_items.update(items)
         if not self._overlap:
             return
         if self.arena.on_host:
-            self._loop.call_soon_threadsafe(self._pass, items)
+            self._loop.call_soon_threadsafe(self._push, items)
         else:
-            self._way.copies.submit(self._land, items, self._source.stage(items))
+            wait_for_copies = self._source.stage(items)
+            self._context.copies.submit(self._push_copied, items, wait_for_copies)
 
     def has(self, item: Item) -> bool:
-        """Whether the other side has it, as far as is known."""
-        return self.checklist.place(item) in self.sender.outbox.there
+        """Whether the receiver has an item already, as far as is known."""
+        return self.manifest.index_of(item) in self.sender.queue.peer_has
 
-    # -- on the thread that waits for copies
+    # -- on the thread of copies
 
-    def _land(self, items: Sequence[Item], copied: Callable[[], None]) -> None:
+    def _push_copied(
+        self, items: Sequence[Item], wait_for_copies: Callable[[], None]
+    ) -> None:
         try:
-            copied()
-            self._loop.call_soon_threadsafe(self._pass, items)
+            wait_for_copies()
+            self._loop.call_soon_threadsafe(self._push, items)
         except Exception as error:
-            self._loop.call_soon_threadsafe(self._break, error)
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+
+class MigrationHandoff(OutgoingHandoff[Moved]):
+    """A sequence that moves while it decodes.
+
+    The engine begins it twice. At first only sealed pages are final; where the sequence stops,
+    everything is. Sealed pages leave in small parts, as packing all of them at once would delay the
+    next token.
+    """
+
+    def __init__(self, context: HandoffContext, submit: Submit, name: str):
+        super().__init__(context, submit, name, part_items=PART_ITEMS)
+
+    def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
+        has_stopped = self._source is not None
+        super().begin(plan, groups)
+        items = [item for item in self._items if item not in self.offered_items]
+        if has_stopped:
+            self.manifest.match(groups)
+        else:
+            sealed = [
+                _sealed_records(group, state, self.manifest.tokens)
+                for group, state in zip(plan.groups, groups, strict=True)
+            ]
+            items = [x for x in items if x.record < sealed[x.group].get(x.kind, 0)]
+        self.offer(items)
+
+
+def _sealed_records(
+    group: LayerGroup, state: GroupState, tokens: int
+) -> dict[Kind, int]:
+    """By kind, how many records keep their bytes and their numbers until `tokens` tokens."""
+    drops_pages = group.dropped(tokens) > state.dropped * group.page.tokens
+    if drops_pages or group.flush_page or group.final_at is FinalAt.PROMPT:
+        return {}
+    ids = state.ids_by_kind()
+    return {kind: len(ids.get(kind, ())) for kind in (Kind.SEGMENT, Kind.PAGE)}

@@ -1,7 +1,7 @@
 """A hand-off between two engines of one process: frames without sockets.
 
-Every record is packed into frames, checked, unpacked and copied, and admitted by the rules of the
-service; only the transport is a function call. Frames leave while later layers still compute.
+Every record is packed into frames, checked, unpacked, copied and admitted as between two workers;
+only the transport is a function call. Frames leave while later layers still compute.
 """
 
 import time
@@ -23,81 +23,97 @@ from disagg.wire import Commit, Ticket, frame_message, message_frame, pack, unpa
 
 
 class InProcessHandoff:
-    """The hand-off of one request: a sender, a receiver, and nothing between them.
+    """The hand-off of one request from the engine `prefill` to a receiver in the same process.
 
-    Making one reserves room; CapacityError if there is none now. `stats`: once it is over.
+    The constructor reserves room; CapacityError if there is none now.
+    stats: None until the hand-off is over
     """
 
-    def __init__(self, request: Request, receiver: Receiver, sender: Engine):
+    def __init__(self, request: Request, receiver: Receiver, prefill: Engine):
         self.stats: HandoffStats | None = None
         self._request = request
         self._receiver = receiver
-        self._rules = receiver.reservations
-        self._sender = sender
+        self._reservations = receiver.reservations
+        self._prefill = prefill
         job = Job(
-            request.rid, 0, request.tokens, (), vars(request.params), request.codec
+            rid=request.rid,
+            attempt=0,
+            prompt=request.tokens,
+            sampling=vars(request.params),
+            codec=request.codec,
         )
-        grant = self._rules.reserve(job, self._rules.epoch)
+        grant = self._reservations.reserve(job, self._reservations.epoch)
         self._ticket = Ticket(grant.nonce, grant.epoch, gen=1)
         self._wire_bytes = 0
 
+    # -- called by the engine
+
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
-        """The records are there: attach."""
-        checklist = Manifest(plan, len(self._request.tokens))
-        self._source = ArenaSource(self._sender.pool.arena, checklist, groups)
-        self._outbox = SendQueue(checklist, self._source)
-        model = self._rules.terms.model
-        attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
-        attached = self._rules.attach(attach)
-        self._wire_bytes += (
-            attach.to_message().ByteSize() + attached.to_message().ByteSize()
+        """The records are allocated: attach."""
+        manifest = Manifest(plan, len(self._request.tokens))
+        self._source = ArenaSource(self._prefill.pool.arena, manifest, groups)
+        self._queue = SendQueue(manifest)
+        self._queue.read_from(self._source)
+        attach = Attach(
+            ticket=self._ticket,
+            model=self._reservations.terms.model,
+            plan=plan.fingerprint,
+            tokens=manifest.tokens,
         )
-        self._outbox.attached(attached.here(), attached.credit)
+        attached = self._reservations.attach(attach)
+        self._wire_bytes += attach.to_proto().ByteSize()
+        self._wire_bytes += attached.to_proto().ByteSize()
+        self._queue.restart(attached.received(), attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
-        """Send what is final."""
-        if not self._sender.pool.arena.on_host:
-            self._source.stage(items)()
-        self._outbox.offer(items, time.monotonic())
+        """The bytes of these items are final: send them."""
+        if not self._prefill.pool.arena.on_host:
+            wait_for_copies = self._source.stage(items)
+            wait_for_copies()
+        self._queue.offer(items, time.monotonic())
         self._send()
 
     def has(self, item: Item) -> bool:
-        """No: encoding all of it is what a process is for that compares codecs."""
+        """False: everything is encoded, as one process is for comparing codecs."""
         return False
+
+    # -- called by the LLM
 
     def finish(self, prefilled: Prefilled) -> None:
         """The prompt is computed: commit, unless its first token ends the answer."""
         self._send()
-        plan, tokens = self._outbox.checklist.plan, self._outbox.checklist.tokens
-        stats = handoff_stats(
-            plan, tokens, prefilled.cached_tokens, prefilled.encode_ms
-        )
+        manifest = self._queue.manifest
         ack = Ack()
         if prefilled.finish_reason:
-            self._rules.abort(self._request.rid, 0, "nothing to decode")
+            self._reservations.abort(self._request.rid, 0, "nothing to decode")
         else:
-            assert self._outbox.drained, "frames do not get lost in a process"
-            ack = self._commit(
-                self._outbox.commit(self._ticket, prefilled.first_token, {})
-            )
-        self._sender.submit(Abort(self._request.rid))
-        stats = self._outbox.figures(stats, ack, time.monotonic())
+            assert self._queue.drained, "frames do not get lost in a process"
+            commit = self._queue.commit(self._ticket, prefilled.first_token, extras={})
+            ack = self._commit(commit)
+        self._prefill.submit(Abort(self._request.rid))
+        prefill_stats = handoff_stats(
+            manifest.plan,
+            manifest.tokens,
+            prefilled.cached_tokens,
+            prefilled.encode_ms,
+        )
+        stats = self._queue.stats(prefill_stats, ack, time.monotonic())
         self.stats = replace(stats, wire_bytes=self._wire_bytes)
 
     def _send(self) -> None:
-        while parcel := self._outbox.next_parcel(self._ticket, time.monotonic()):
-            message = frame_message(parcel.parts)
-            credit = self._receiver.take(message_frame(message), self)
+        while frame := self._queue.next_frame(self._ticket, time.monotonic()):
+            message = frame_message(frame.parts)
+            credit = self._receiver.take(message_frame(message), channel=self)
             if credit.error is not None:
                 raise credit.error
-            self._wire_bytes += len(message) + credit.to_message().ByteSize()
-            self._outbox.answered()
+            self._wire_bytes += len(message) + credit.to_proto().ByteSize()
+            self._queue.on_answer()
 
     def _commit(self, commit: Commit) -> Ack:
-        """The decode engine has the complete prompt then."""
+        """Hand the complete prompt to the decode engine."""
         message = frame_message(pack(commit))
         frame = unpack(message_frame(message))
         assert isinstance(frame, Commit)
-        ack = self._rules.commit(frame)
-        self._wire_bytes += len(message) + ack.to_message().ByteSize()
+        ack = self._reservations.commit(frame)
+        self._wire_bytes += len(message) + ack.to_proto().ByteSize()
         return ack

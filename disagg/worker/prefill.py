@@ -1,11 +1,11 @@
 """The prefill side of a worker: prompts in, their pages out. Lives on the io loop.
 
-    submit ─► engine: layer by layer ─► offering ─► sender ─► acknowledged ─► freed
+    submit ─► engine: layer by layer ─► OutgoingHandoff ─► acknowledged ─► freed
                 │ first token ─► router               │
-                └───────────── any error ─────────────┴─► freed, and the router is told
+                └───────────── any error ─────────────┴─► freed, and an error event for the router
 
-One task per request. Its records here are held until the decode worker has them all or it is given
-up; whatever goes wrong with one request ends that request, and nothing else.
+One task per request. Its records are held until the decode worker has all of them or the request is
+given up. An error of one request ends that request and no other.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from disagg.worker.handoff import HandoffContext, OutgoingHandoff
 
 
 def request_of(job: Job, side: str) -> Request:
-    """A job as the engine knows it; RequestError for sampling that cannot be.
+    """A job as a request of the engine; RequestError for invalid sampling parameters.
 
-    side: "p" or "d": one engine may have both ends of a request
+    side: "p" or "d", as one engine may have both ends of a request
     """
     try:
         params = SamplingParams(**job.sampling)
@@ -35,9 +35,12 @@ def request_of(job: Job, side: str) -> Request:
 
 @dataclass(eq=False)
 class PrefillSide:
-    """The hand-offs that leave this worker. `failures`: those that ended in an error, by reason."""
+    """The prompts that are computed here for decode workers.
 
-    way: HandoffContext
+    failures: hand-offs that ended in an error, by reason
+    """
+
+    context: HandoffContext
     overlap: bool
     tasks: asyncio.TaskGroup
     events: EventLog
@@ -46,7 +49,7 @@ class PrefillSide:
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
-        """(rid, attempt) of the hand-offs that are not over."""
+        """(rid, attempt) of the hand-offs in progress."""
         return {(rid, attempt) for rid, (attempt, _) in self._running.items()}
 
     async def start(self, submit: Submit) -> None:
@@ -60,57 +63,66 @@ class PrefillSide:
         task.add_done_callback(lambda _: self._running.pop(job.rid))
 
     async def abort(self, rid: str, attempt: int) -> None:
-        """Give up an attempt and all before it; returns when everything of it is freed."""
-        while (known := self._running.get(rid)) and known[0] <= attempt:
-            known[1].cancel()
-            await asyncio.wait([known[1]])
+        """Give up an attempt and all before it; returns when they are freed."""
+        while rid in self._running:
+            running_attempt, task = self._running[rid]
+            if running_attempt > attempt:
+                return
+            task.cancel()
+            await asyncio.wait([task])
 
     async def _run(self, submit: Submit) -> None:
-        """One hand-off from begin to end; its error goes to the router."""
+        """Run one hand-off; send its error to the router."""
         job = submit.job
         try:
             await self._hand_over(submit)
         except Exception as failure:
             error = named(failure)
             self.failures[error.reason] += 1
-            self.events.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
+            self.events.publish([TokenEvent(job.rid, job.attempt, 0, error=error)])
 
     async def _hand_over(self, submit: Submit) -> None:
-        job, request = submit.job, request_of(submit.job, "p")
-        offering = OutgoingHandoff[Prefilled](
-            self.way, submit, request.rid, self.overlap
+        job = submit.job
+        request = request_of(job, "p")
+        handoff = OutgoingHandoff[Prefilled](
+            self.context, submit, request.rid, self.overlap
         )
         try:
-            async with offering.sending():
-                self.way.engine.submit(
-                    Prefill(request, offering, waited_s=job.waited_s)
-                )
-                await self._tell(job, offering, await offering.computed())
+            async with handoff.sending():
+                prefill = Prefill(request, handoff, waited_s=job.waited_s)
+                self.context.engine.submit(prefill)
+                prefilled = await handoff.engine_result()
+                await self._finish(job, handoff, prefilled)
         finally:
-            self.way.engine.submit(
-                Abort(request.rid)
-            )  # only now: nobody reads its records
+            # only now, when its records are not read any more
+            self.context.engine.submit(Abort(request.rid))
 
-    async def _tell(
-        self, job: Job, offering: OutgoingHandoff[Prefilled], done: Prefilled
+    async def _finish(
+        self, job: Job, handoff: OutgoingHandoff[Prefilled], prefilled: Prefilled
     ) -> None:
-        """The first token, then the figures when the decode worker has it all."""
-        plan = self.way.engine.plan(job.codec)
-        stats = handoff_stats(plan, len(job.prompt), done.cached_tokens, done.encode_ms)
-        stats = replace(stats, attention_error=done.errors)
-        said: list[Any] = [*done.logprobs]
-        first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
-        if (
-            done.finish_reason and not job.emitted
-        ):  # nothing is left to decode, so to hand over
-            figures = asdict(replace(stats, wire_bytes=offering.sender.wire_bytes))
-            self.events.say(
-                [replace(first, finish_reason=done.finish_reason, stats=figures)]
-            )
-            return
-        self.events.say([] if job.emitted else [first])
-        offering.sender.figures = stats
-        stats = await offering.commit(
-            done.first_token, {"logprobs": said} if said else {}
+        """Send the first token to the router, then the statistics once the hand-off is complete."""
+        plan = self.context.engine.plan(job.codec)
+        stats = handoff_stats(
+            plan, len(job.prompt), prefilled.cached_tokens, prefilled.encode_ms
         )
-        self.events.say([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])
+        stats = replace(stats, attention_error=prefilled.errors)
+        logprobs: list[Any] = [*prefilled.logprobs]
+        first = TokenEvent(
+            rid=job.rid,
+            attempt=job.attempt,
+            index=0,
+            token=prefilled.first_token,
+            logprobs=logprobs,
+        )
+        if prefilled.finish_reason and not job.emitted:  # nothing to decode
+            stats = replace(stats, wire_bytes=handoff.sender.wire_bytes)
+            last = replace(
+                first, finish_reason=prefilled.finish_reason, stats=asdict(stats)
+            )
+            self.events.publish([last])
+            return
+        self.events.publish([] if job.emitted else [first])
+        handoff.sender.prefill_stats = stats
+        extras: dict[str, Any] = {"logprobs": logprobs} if logprobs else {}
+        stats = await handoff.commit(prefilled.first_token, extras)
+        self.events.publish([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])

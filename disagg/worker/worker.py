@@ -5,8 +5,8 @@
     io thread       one asyncio loop: gRPC server and clients, hand-offs, leases, events
     between them    engine.submit(message)  and  loop.call_soon_threadsafe(StepOutput)
 
-Prefill and decode workers are the same class; a role only says what is admitted. Every task of the
-io thread lives in one group: one that ends before its time ends the worker, which is replaced.
+Prefill and decode workers are the same class; a role only says what is admitted. All tasks of the
+io thread are in one group: if one ends early, the worker ends and is replaced.
 """
 
 import asyncio
@@ -68,11 +68,12 @@ from disagg.worker.handoff import HandoffContext
 from disagg.worker.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
-LOOK_S = (
-    0.25  # whether a router follows: each look takes the interpreter from the engine
-)
-SIZES = (1024, 4096)  # of prompts, whose bytes routers are told
-FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
+# between two checks that a router follows: each takes the interpreter from the engine
+CHECK_S = 0.25
+# lengths of prompts whose bytes are in `WorkerInfo.sizes`
+SIZES = (1024, 4096)
+# a worker that no router has ever followed waits at least this long
+FIRST_ROUTER_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -89,28 +90,34 @@ class Worker:
         security: Security | None = None,
         runner: Runner | None = None,
     ):
-        self.config, self.role, self.name = config, role, name
+        self.config = config
+        self.role = role
+        self.name = name
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
-        self._host, self._security = host, security
+        self.doing = ""  # what delays its start, in words
+        self._host = host
+        self._security = security
         model = config.model
         self._runner = runner or Runner.load(model.name, model.dtype, model.device)
         self._listed = config.listed
-        self._codec = self._listed[0]  # of who names none
+        self._codec = self._listed[0]  # of jobs that name none
         compiled = self._listed if self._runner.graphs else ()
         self.engine = Engine(
             self._runner, config.engine, codecs=compiled, guarded=self._listed
         )
-        pool, plans = self.engine.pool, map(self.engine.plan, self._listed)
-        context = self._runner.info.context_length
-        check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
+        check_slabs(
+            self.engine.pool.arena.nbytes,
+            self.engine.pool.slab_bytes,
+            map(self.engine.plan, self._listed),
+            self._runner.info.context_length,
+        )
         self._started: Future[WorkerInfo] = Future()
-        self._threads = [
-            threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
-            threading.Thread(
-                target=self._run_engine, name=f"{name}-engine", daemon=True
-            ),
-        ]
-        self.doing = ""  # what takes long before it serves, in words
+        self._io_thread = threading.Thread(
+            target=self._run_io, name=f"{name}-io", daemon=True
+        )
+        self._engine_thread = threading.Thread(
+            target=self._run_engine, name=f"{name}-engine", daemon=True
+        )
         self._failure: BaseException | None = None
 
     # -- from any thread
@@ -120,26 +127,22 @@ class Worker:
 
         ConfigError if its codec does not fit, or is not sound on its GPU.
         """
-        missing = self.backend.startswith("torch")  # the C library
-        log.log(
-            logging.WARNING if missing else logging.INFO,
-            "%s: %s",
-            self.name,
-            self.backend,
-        )
+        has_no_library = self.backend.startswith("torch")
+        level = logging.WARNING if has_no_library else logging.INFO
+        log.log(level, "%s: %s", self.name, self.backend)
         if self._runner.graphs:
             query_heads = self._runner.info.query_heads
             check_plans(list(self.engine.listed), query_heads, self._runner.device)
-            given = (
+            warm_up(
                 self.engine,
                 self._runner,
                 self._listed,
                 self.config.engine.max_sequences,
+                tell=partial(setattr, self, "doing"),
             )
-            warm_up(*given, tell=partial(setattr, self, "doing"))
-        self._threads[0].start()
+        self._io_thread.start()
         self._started.result()
-        self._threads[1].start()
+        self._engine_thread.start()
         return self.started
 
     @property
@@ -149,26 +152,27 @@ class Worker:
 
     @property
     def started(self) -> WorkerInfo:
-        """How it can be reached now, and what it does: both may have changed since it began."""
+        """How it can be reached, with its epoch and role of now."""
         return replace(self._started.result(), epoch=self.epoch, role=self.role)
 
     def assume(self, role: Role) -> None:
-        """Admit something else from now on; what is here goes on, until the router moves it."""
+        """Change the role. Requests that run here go on, until the router moves them."""
         self._on_loop(self._assume, role)
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Take nothing new, finish or move what is here within the grace, then end."""
-        self._on_loop(
-            self._begin_stop,
-            self.config.cluster.grace_s if grace_s is None else grace_s,
-        )
+        """Take nothing new, finish or move what runs here within the grace, then end."""
+        if grace_s is None:
+            grace_s = self.config.cluster.grace_s
+        self._on_loop(self._begin_stop, grace_s)
 
     def wait_alone(self, timeout_s: float) -> bool:
-        """Whether no router follows, soon."""
+        """Wait until no router follows; False if one still does in the end."""
         until = time.monotonic() + timeout_s
-        while (followed := self._events.followed) and time.monotonic() < until:
+        while self._events.is_followed:
+            if time.monotonic() >= until:
+                return False
             time.sleep(POLL_S)
-        return not followed
+        return True
 
     def meet(self, addresses: list[str]) -> list[str]:
         """Connect to decode workers and measure the links; what each can do, in words."""
@@ -176,43 +180,45 @@ class Worker:
         return asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it has ended (True). Raises what broke it, if something did."""
-        for thread in self._threads:
+        """Wait until it has ended (True). Raises the error that broke it, if any."""
+        threads = [self._io_thread, self._engine_thread]
+        for thread in threads:
             thread.join(timeout_s)
             if self._failure is not None:
                 raise self._failure
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
-    # -- what a router can say; on the io loop
+    # -- calls of a router (`WorkerHandler`); on the io loop
 
     async def reserve(self, job: Job, epoch: int, router: str = "") -> Grant:
-        """Room for a job, at once; CapacityError where there is none."""
+        """Reserve room for a job, at once; CapacityError if there is none."""
         job = self._accept(job, epoch, router)
         if not self.role.decodes:
             raise PeerLostError(
                 f"{self.name} ({self.role}) decodes nothing of others now"
             )
-        request_of(job, "d")  # RequestError for what no engine can serve
+        request_of(job, "d")  # raises RequestError if no engine can serve it
         return self.reservations.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
         """Begin a hand-off, or a request that is served whole."""
-        submit = replace(
-            submit, job=self._accept(submit.job, submit.epoch, submit.router)
-        )
+        job = self._accept(submit.job, submit.epoch, submit.router)
+        submit = replace(submit, job=job)
         if submit.work is Work.MOVE:
-            return self.decode.move(submit)
-        local = submit.work is Work.LOCAL
-        if not (self.role.prefills or (local and self.role.decodes)):
+            self.decode.move(submit)
+            return
+        is_local = submit.work is Work.LOCAL
+        if not self.role.prefills and not (is_local and self.role.decodes):
             raise PeerLostError(f"{self.name} ({self.role}) takes no prompts now")
-        if local:
-            return self.decode.start(submit.job)
-        return await self.prefill.start(submit)
+        if is_local:
+            self.decode.start(job)
+        else:
+            await self.prefill.start(submit)
 
     async def events(
         self, have: Mapping[str, int], router: str
     ) -> AsyncGenerator[StepEvents]:
-        """What happens here; everything of another router that was here before is dropped."""
+        """The events for a router; everything of the router before it is dropped."""
         self._events.check(router)
         if router != self._events.router:
             await self._drop_all("another router took over")
@@ -222,15 +228,15 @@ class Worker:
                 yield step
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
-        """Free whatever an attempt holds here, on either side."""
+        """Free everything that an attempt holds, on either side."""
         self.reservations.abort(rid, attempt, reason)
         self.decode.drop(rid, attempt, reason)
         await self.prefill.abort(rid, attempt)
         self._events.forget(rid, attempt)
-        self._events.say([])  # there may be room
+        self._events.publish()  # there may be room
 
     async def fence(self, epoch: int, router: str) -> None:
-        """The next epoch: everything of the old one is dropped, and nothing is said about it."""
+        """Begin the next epoch: drop everything of the old one, without any event."""
         self._events.check(router)
         self.reservations.fence(epoch)
         self.epoch = epoch
@@ -238,38 +244,42 @@ class Worker:
         self._events.clear()
 
     async def status(self) -> WorkerStatus:
-        """Who this is and what it holds; only the arena and cached pages are left when idle."""
+        """What it is and what it holds; only the arena and cached pages are left when idle."""
+        gauges = self._gauges()
+        failures = self.receiver.failures + self.prefill.failures
+        del failures[AbortedError.reason]
+        free_bytes = int(gauges["arena_bytes"] - gauges["used_bytes"])
+        info = {
+            "pid": os.getpid(),
+            "links": self._peers.as_info(),
+            "counts": {
+                **self.reservations.counts,
+                **self.decode.counts,
+                **self.engine.counts,
+            },
+            "failures": dict(failures),
+            "node": socket.gethostname(),
+            "backend": self.backend,
+            "tokens_fit": self._tokens_that_fit(free_bytes),
+        }
+        return WorkerStatus(self.epoch, gauges, info)
+
+    def _gauges(self) -> dict[str, float]:
         load = self.engine.load
         gauges: dict[str, float] = {
             "engine_running": load.running,
             "engine_waiting": load.waiting,
             "engine_held": load.held,
             "handoffs_out": len(self.prefill.attempts),
-            "outputs_kept": self._events.kept,
+            "outputs_kept": self._events.num_requests,
             **self.engine.pool.gauges(),
-            **{
-                f"handoffs_in_{name}": count
-                for name, count in self.reservations.gauges().items()
-            },
         }
-        counts = {
-            **self.reservations.counts,
-            **self.decode.counts,
-            **self.engine.counts,
-        }
-        info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
-        failures = self.receiver.failures + self.prefill.failures
-        info["failures"] = {
-            x: n for x, n in failures.items() if x != AbortedError.reason
-        }
-        info |= {"node": socket.gethostname(), "backend": self.backend}
-        info["tokens_fit"] = self._fit(
-            int(gauges["arena_bytes"] - gauges["used_bytes"])
-        )
-        return WorkerStatus(self.epoch, gauges, info)
+        for name, count in self.reservations.gauges().items():
+            gauges[f"handoffs_in_{name}"] = count
+        return gauges
 
     def _accept(self, job: Job, epoch: int, router: str) -> Job:
-        """A job for the worker as it is now, with the codec that it means."""
+        """Check the sender of a job and its epoch; the job, with its codec named."""
         self._events.check(router)
         if epoch != self.epoch:
             raise ReservationError(
@@ -277,8 +287,8 @@ class Worker:
             )
         return replace(job, codec=job.codec or self._codec)
 
-    def _room(self) -> Load:
-        """What it could take now."""
+    def _load(self) -> Load:
+        """What it could take now; something waits whenever it may not reserve."""
         engine = self.engine.load
         waiting = 0 if self.engine.may_reserve() else max(1, engine.waiting)
         return Load(engine.free_bytes, engine.slots, waiting, self.role)
@@ -286,7 +296,7 @@ class Worker:
     # -- threads
 
     def _run_engine(self) -> None:
-        """Alone with more than one thread: OpenMP would not spin beside the team of another."""
+        """The only thread with a team of OpenMP: beside another team it would not spin."""
         try:
             if self.config.engine.torch_threads is not None:
                 torch.set_num_threads(self.config.engine.torch_threads)
@@ -301,7 +311,7 @@ class Worker:
         try:
             asyncio.run(self._serve())
         except BaseException as error:
-            while isinstance(error, BaseExceptionGroup):  # one is enough to say why
+            while isinstance(error, BaseExceptionGroup):  # the first one is reported
                 error = error.exceptions[0]
             self._failure = self._failure or error
             if self._started.done():
@@ -314,61 +324,73 @@ class Worker:
         self._stop_asked: asyncio.Future[float] = self._loop.create_future()
         async with asyncio.TaskGroup() as tasks:
             self._make_sides(tasks)
-            watched = [self.receiver.run(), self._attend(), *self._make_direct()]
-            handlers = [worker_handler(self), self.receiver.handlers()]
-            ports = self.config.cluster.ports
-            kept = [tasks.create_task(self._supervise(each)) for each in watched]
+            services = [self.receiver.run(), self._watch_router(), *self._make_direct()]
+            service_tasks = [tasks.create_task(self._supervise(x)) for x in services]
             server, address = await start_server(
-                handlers, self._host, self._security, ports
+                [worker_handler(self), self.receiver.handlers()],
+                self._host,
+                self._security,
+                self.config.cluster.ports,
             )
-            named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            room = self._fit(self.engine.pool.arena.nbytes)
-            plans = list(map(self.engine.plan, self._listed))
-            sizes = {plan.spec: {n: plan.nbytes(n) for n in SIZES} for plan in plans}
-            at_once = self.config.engine.max_batch_tokens
-            self._started.set_result(
-                WorkerInfo(*named, self._min_tokens(), room, at_once, sizes)
-            )
+            self._started.set_result(self._describe(address))
             try:
                 await self._drain(await self._stop_asked)
             finally:
-                for task in kept:
+                for task in service_tasks:
                     task.cancel()
                 await server.stop(0)
                 await self._peers.close()
-        await asyncio.to_thread(self._threads[1].join)
+        await asyncio.to_thread(self._engine_thread.join)
 
-    def _fit(self, nbytes: int) -> int:
+    def _describe(self, address: str) -> WorkerInfo:
+        plans = map(self.engine.plan, self._listed)
+        return WorkerInfo(
+            self.name,
+            self.role,
+            address,
+            self.epoch,
+            model=self._runner.fingerprint,
+            min_tokens=self._min_tokens(),
+            room=self._tokens_that_fit(self.engine.pool.arena.nbytes),
+            step_tokens=self.config.engine.max_batch_tokens,
+            sizes={
+                plan.spec: {tokens: plan.nbytes(tokens) for tokens in SIZES}
+                for plan in plans
+            },
+        )
+
+    def _tokens_that_fit(self, nbytes: int) -> int:
         """Tokens of its own codec, in prompts as long as the context."""
         context = self._runner.info.context_length
         return tokens_that_fit(self.engine.plan(self._codec), nbytes, context)
 
     def _min_tokens(self) -> int:
-        """Shorter prompts stay whole where they decode."""
-        plan, least = (
-            self.engine.plan(self._codec),
-            self.config.transfer.min_disagg_tokens,
-        )
-        return least_worth_sending(plan) if least is None else least
+        """Shorter prompts are computed where they decode."""
+        min_tokens = self.config.transfer.min_disagg_tokens
+        if min_tokens is not None:
+            return min_tokens
+        return least_worth_sending(self.engine.plan(self._codec))
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work
         raise RuntimeError(f"a part of {self.name} that never ends has ended: {work}")
 
     def _make_sides(self, tasks: asyncio.TaskGroup) -> None:
-        engine, pool, transfer = self.engine, self.engine.pool, self.config.transfer
+        engine = self.engine
+        pool = engine.pool
+        transfer = self.config.transfer
         model = self._runner.fingerprint
-        self._events = events = EventLog(self._room)
+        self._events = EventLog(self._load)
         self._peers = Peers(self._security, transfer)
-        way = HandoffContext(engine, model, self._peers)
-        self.prefill = PrefillSide(way, transfer.overlap, tasks, events)
-        self.decode = decode = DecodeSide(
-            way,
+        context = HandoffContext(engine, model, self._peers)
+        self.prefill = PrefillSide(context, transfer.overlap, tasks, self._events)
+        self.decode = DecodeSide(
+            context,
             tasks,
-            events,
-            on_done=lambda *which: self.reservations.finished(*which),
+            self._events,
+            on_done=lambda rid, attempt: self.reservations.finished(rid, attempt),
         )
-        terms = ReceiverPolicy(
+        policy = ReceiverPolicy(
             model=model,
             plan_of=engine.plan,
             epoch=self.epoch,
@@ -378,11 +400,13 @@ class Worker:
             may_reserve=engine.may_reserve,
             share=transfer.dedup,
         )
-        self.reservations = Reservations(terms, pool, decode.admit, decode.drop)
-        self.receiver = Receiver(self.reservations, decode.fail)
+        self.reservations = Reservations(
+            policy, pool, self.decode.admit, self.decode.drop
+        )
+        self.receiver = Receiver(self.reservations, self.decode.fail)
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
-        """What takes direct connections, if they are wanted."""
+        """The server of direct connections, if the settings ask for one."""
         if self.config.transfer.channel != "direct":
             return []
         direct = DirectServer(self.receiver, self._security)
@@ -394,87 +418,92 @@ class Worker:
             self._loop.call_soon_threadsafe(call, *args)
 
     def _step(self, output: StepOutput) -> None:
-        self.prefill.way.step([*output.prefilled, *output.moved, *output.failed])
-        self._events.say(self.decode.step([*output.tokens, *output.failed]))
+        self.prefill.context.deliver([*output.prefilled, *output.moved, *output.failed])
+        self._events.publish(self.decode.step([*output.tokens, *output.failed]))
 
     # -- the end
 
-    async def _attend(self) -> None:
-        """Is a router listening? Without one for a lease nobody waits; in the end, nobody owns."""
-        lease_s, orphan_s = self.config.transfer.lease_s, self.config.cluster.orphan_s
-        left = self._loop.time()
+    async def _watch_router(self) -> None:
+        """Without a router for a lease, free everything; for longer, stop."""
+        lease_s = self.config.transfer.lease_s
+        followed_at = self._loop.time()
         while True:
-            await asyncio.sleep(LOOK_S)
-            if self._events.followed:
-                left = self._loop.time()
+            await asyncio.sleep(CHECK_S)
+            if self._events.is_followed:
+                followed_at = self._loop.time()
                 continue
-            alone_s = self._loop.time() - left
-            if self._events.router and alone_s >= lease_s:
-                await self._give_up(
-                    PeerLostError("no router listened for longer than a lease")
-                )
-            if alone_s >= (
-                orphan_s if self._events.router else max(FIRST_ROUTER_S, orphan_s)
-            ):
+            alone_s = self._loop.time() - followed_at
+            orphan_s = self.config.cluster.orphan_s
+            if not self._events.router:
+                orphan_s = max(FIRST_ROUTER_S, orphan_s)
+            elif alone_s >= lease_s:
+                error = PeerLostError("no router listened for longer than a lease")
+                await self._give_up(error)
+            if alone_s >= orphan_s:
                 self._begin_stop(0.0)
 
     async def _give_up(self, error: DisaggError) -> None:
-        """Free everything, and say so."""
+        """Free everything, and report the error for each attempt."""
         attempts = await self._drop_all(str(error))
-        self._events.say(TokenEvent(*attempt, 0, error=error) for attempt in attempts)
+        self._events.publish(
+            TokenEvent(rid, attempt, 0, error=error) for rid, attempt in attempts
+        )
 
     async def _drop_all(self, reason: str) -> set[tuple[str, int]]:
-        """Free everything; (rid, attempt) of what it was.
+        """Free everything; returns the (rid, attempt) of each.
 
-        A submit that waited for an older attempt to end begins when that one is dropped here.
+        Again until nothing runs: a submit that waited for an older attempt to end begins when
+        that one is dropped.
         """
-        attempts = set[tuple[str, int]]()
-        while here := self.decode.attempts | self.prefill.attempts:
-            for rid, attempt in here:
+        dropped = set[tuple[str, int]]()
+        while True:
+            attempts = self.decode.attempts | self.prefill.attempts
+            if not attempts:
+                return dropped
+            for rid, attempt in attempts:
                 await self.abort(rid, attempt, reason)
-            attempts |= here
-        return attempts
+            dropped |= attempts
 
     def _assume(self, role: Role) -> None:
         self.role = role
-        self._events.say([])
+        self._events.publish()
 
     def _begin_stop(self, grace_s: float) -> None:
         if not self._stop_asked.done():
             self._stop_asked.set_result(grace_s)
 
     async def _drain(self, grace_s: float) -> None:
-        """Let what is here end or move, then cut off the rest; the engine's thread ends last."""
+        """Let requests end or move, then drop the rest; the engine's thread ends last."""
         if self._failure is None:  # else it dies, and does not leave
             self._assume(Role.NONE)
         until = self._loop.time() + grace_s
-        while self._loop.time() < until and (
-            self.prefill.attempts
-            or self.decode.attempts
-            or self.reservations.gauges()["reservations"]
-            or (
-                self._events.followed and self._events.kept
-            )  # the router has not heard all
-        ):
+        while self._loop.time() < until and self._is_busy():
             await asyncio.sleep(POLL_S)
         if self._failure is None:
-            await self._give_up(
-                CapacityError(f"{self.name} leaves, and had no time for it")
-            )
-            await asyncio.sleep(
-                POLL_S
-            )  # the router hears it: else it would wait for the others
+            error = CapacityError(f"{self.name} leaves, and had no time for it")
+            await self._give_up(error)
+            # until the router has these events: else it would wait for other workers' reports
+            await asyncio.sleep(POLL_S)
         await self._drop_all("the worker stops")
         self.engine.submit(Drain())
 
+    def _is_busy(self) -> bool:
+        """Whether requests run here, or the router lacks some of their events."""
+        return bool(
+            self.prefill.attempts
+            or self.decode.attempts
+            or self.reservations.gauges()["reservations"]
+            or (self._events.is_followed and self._events.num_requests)
+        )
+
 
 def settle_memory() -> None:
-    """What was loaded stays: glibc keeps large buffers, the garbage collector looks at it no more.
+    """Keep what was loaded: glibc keeps large buffers, the garbage collector skips old objects.
 
-    A full collection of all that torch and transformers made stops every thread for 0.2 s, in the
+    A full collection of the objects of torch and transformers stops every thread for 0.2 s, in the
     middle of a decode step.
     """
     tune_malloc()
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # libraries look for what is left at the end
+    atexit.register(gc.unfreeze)  # libraries expect a collection at the end

@@ -57,7 +57,7 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
             strike(self._kill, "prefill"), strike(self._freeze, "decode")
         )
         await goes_on()
-        while not self._crew.router.dispatch.moves:
+        while not self._crew.router.table.moves:
             await strike(self._drain, "decode")
         await strike(self._cut_off, "decode")
         await goes_on()

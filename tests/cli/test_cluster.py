@@ -188,7 +188,7 @@ def test_forty_streams_go_on_when_their_router_is_killed(
     )
     home.service("restarted")
     wait_for(lambda: pids(state) == before)
-    wait_for(lambda: idle(state), told=lambda: workers(state))
+    wait_for(lambda: idle(state), describe=lambda: workers(state))
     stop(second)
     assert not alive(before)
 

@@ -60,7 +60,9 @@ class Home:
         ready = lambda: (state := read_state(path)) is not None and state.ready  # noqa: E731
         wait_for(
             ready,
-            told=lambda: [x.communicate() for x in self.begun if x.poll() is not None],
+            describe=lambda: [
+                x.communicate() for x in self.begun if x.poll() is not None
+            ],
         )
         return read_state(path)
 
@@ -95,7 +97,7 @@ class Home:
 
     def empties(self) -> None:
         """Nothing is left, soon."""
-        wait_for(lambda: not self.left(), told=self.left)
+        wait_for(lambda: not self.left(), describe=self.left)
 
 
 @pytest.fixture
@@ -153,7 +155,7 @@ def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_
 
     kill_after_pieces(state, asked, whole.text, "decode")
     kill_after_pieces(state, asked, whole.text, "prefill")
-    wait_for(lambda: idle(state), told=lambda: get(state, "/status"))
+    wait_for(lambda: idle(state), describe=lambda: get(state, "/status"))
 
     (pid,) = home.pids("raylet")
     os.kill(pid, signal.SIGKILL)

@@ -66,7 +66,12 @@ class Host:
     """One host. `home`: its user's files, as this machine finds them; for the host it is HOME."""
 
     def __init__(
-        self, name: str, address: str, root: Path, keys: Path, kept: Iterable[Path]
+        self,
+        name: str,
+        address: str,
+        root: Path,
+        keys: Path,
+        shared_paths: Iterable[Path],
     ):
         self.name, self.address, self.root, self.home = (
             name,
@@ -81,7 +86,9 @@ class Host:
         others = Path("/etc/passwd").read_text().splitlines()
         others = [line for line in others if not line.startswith(("root:", "ubuntu:"))]
         (root / "passwd").write_text("\n".join(users + others) + "\n")
-        shared = " ".join(str(path) for path in kept if path.is_relative_to("/tmp"))
+        shared = " ".join(
+            str(path) for path in shared_paths if path.is_relative_to("/tmp")
+        )
         sshd = SSHD.format(keys=keys)
         script = INIT.format(name=name, root=root, home=HOME, kept=shared, sshd=sshd)
         self._holder = subprocess.Popen(
@@ -106,9 +113,9 @@ class Host:
     def command(self, *command: str) -> list[str]:
         """What runs a command here: with the user's home, none of our environment."""
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin:{SBIN}"
-        known = [f"HOME={HOME}", f"PATH={path}", "TERM=dumb", "LANG=C.UTF-8"]
+        variables = [f"HOME={HOME}", f"PATH={path}", "TERM=dumb", "LANG=C.UTF-8"]
         inside = ["nsenter", "--target", self.init, "--all"]
-        return [*inside, "env", "-i", f"--chdir={HOME}", *known, *command]
+        return [*inside, "env", "-i", f"--chdir={HOME}", *variables, *command]
 
     def run(self, *command: str, timeout: float = 120) -> str:
         """What a command says, standard output and errors together; AssertionError if it fails."""
@@ -121,8 +128,8 @@ class Host:
 
     def processes(self) -> list[str]:
         """The command lines of what runs here beside its init, its sshd and this question."""
-        found = self.run("ps", "-eo", "ppid=,args=").splitlines()
-        lines = [line.split(maxsplit=1) for line in found]
+        listing = self.run("ps", "-eo", "ppid=,args=").splitlines()
+        lines = [line.split(maxsplit=1) for line in listing]
         ours = ("sshd", "/usr/sbin/sshd", "cat", "ps -eo", "bash -c \nset -eu")
         return [
             args for ppid, args in lines if ppid != "0" and not args.startswith(ours)
@@ -146,7 +153,7 @@ class Hosts:
 
 
 @contextmanager
-def joined(addresses: dict[str, str], kept: Iterable[Path]) -> Iterator[Hosts]:
+def joined(addresses: dict[str, str], shared_paths: Iterable[Path]) -> Iterator[Hosts]:
     """Hosts of these names and addresses; `kept`: what of this machine's /tmp they have too."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
@@ -177,7 +184,7 @@ def joined(addresses: dict[str, str], kept: Iterable[Path]) -> Iterator[Hosts]:
         hosts = Hosts(keys, {})
         for name, address in addresses.items():
             hosts.by_name[name] = host = Host(
-                name, address, folder / name, keys, list(kept)
+                name, address, folder / name, keys, list(shared_paths)
             )
             stack.callback(host.close)
             plug(host, switch.pid)

@@ -57,11 +57,11 @@ def test_a_port_is_open_or_refuses(keep):
     ids=["told-to-end", "failed"],
 )
 def test_a_command_that_fails_is_started_again_later_and_later(keep, command, starts):
-    kept, started, last = keep.Kept(command), [], None
+    supervised, started, last = keep.KeptCommand(command), [], None
     for now in (0.5 * step for step in range(20)):
-        kept.look(now)
-        if kept.process is not None and kept.process is not last:
-            last = kept.process
+        supervised.look(now)
+        if supervised.process is not None and supervised.process is not last:
+            last = supervised.process
             last.wait()
             started.append(now)
     assert started == starts
@@ -88,9 +88,9 @@ def pids(folder: Path, count: int) -> list[int]:
     """Those that the commands wrote, once so many have."""
     while True:
         path = folder / "pids"
-        found = path.read_text().split() if path.exists() else []
-        if len(found) == count:
-            return [int(pid) for pid in found]
+        lines = path.read_text().split() if path.exists() else []
+        if len(lines) == count:
+            return [int(pid) for pid in lines]
 
 
 def alive(pid: int) -> bool:

@@ -80,10 +80,10 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def application() -> dict[str, Any]:
-    (found,) = yaml.safe_load(kubernetes()["RayService"]["spec"]["serveConfigV2"])[
-        "applications"
-    ]
-    return dict(found)
+    (application,) = yaml.safe_load(
+        kubernetes()["RayService"]["spec"]["serveConfigV2"]
+    )["applications"]
+    return dict(application)
 
 
 @pytest.mark.parametrize("name", RAY_UP)
@@ -108,8 +108,8 @@ def test_every_command_is_shell(name):
 def test_files_that_are_copied_to_hosts_exist_or_are_built(name):
     config = ray_up(name)
     assert {"cluster", "build/wheel"} == set(config["file_mounts"].values())
-    said = " ".join([*commands(name), (FOLDER / "env.sh").read_text()])
-    for path in re.findall(r"~/\.disagg/cluster/(\S+?\.\w+)\b", said):
+    text = " ".join([*commands(name), (FOLDER / "env.sh").read_text()])
+    for path in re.findall(r"~/\.disagg/cluster/(\S+?\.\w+)\b", text):
         assert (FOLDER / path).exists()
 
 
@@ -169,11 +169,12 @@ def test_the_operator_and_ray_understand_the_ray_cluster():
     types = kuberay._derive_autoscaling_config_from_ray_cr(cluster)[
         "available_node_types"
     ]
-    given = {name: x["resources"].items() for name, x in types.items()}
-    found = {
-        name: {k: v for k, v in some if k in ROLES} for name, some in given.items()
+    resources = {name: x["resources"].items() for name, x in types.items()}
+    roles = {
+        name: {k: v for k, v in items if k in ROLES}
+        for name, items in resources.items()
     }
-    assert found == {
+    assert roles == {
         "headgroup": {},
         "prefill": {"prefill": 1},
         "decode": {"decode": 1},
@@ -189,10 +190,10 @@ def test_parts_of_the_kubernetes_manifests_name_each_other():
         )
         ports = {port["name"] for port in container(group)["ports"]} | {6380}
         for probe in ("readinessProbe", "livenessProbe"):
-            ((_, asked),) = (
+            ((_, action),) = (
                 x for x in container(group)[probe].items() if isinstance(x[1], dict)
             )
-            assert asked["port"] in ports
+            assert action["port"] in ports
 
 
 def test_the_image_has_the_torch_of_the_package_and_copies_what_is_there():

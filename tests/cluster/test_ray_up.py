@@ -35,8 +35,8 @@ LEAST_BYTES = 50e6
 def hosts() -> Iterator[Hosts]:
     """Three machines as their owner would prepare them, and a laptop with a checkout."""
     assert not missing(), f"this test needs {', '.join(missing())}"
-    kept = [REPO, Path(sys.prefix), Path(sys.base_prefix)]
-    with joined(ADDRESSES | {"laptop": LAPTOP}, kept) as hosts:
+    shared_paths = [REPO, Path(sys.prefix), Path(sys.base_prefix)]
+    with joined(ADDRESSES | {"laptop": LAPTOP}, shared_paths) as hosts:
         for name in ADDRESSES:
             install(hosts[name])
         laptop = hosts["laptop"].home
@@ -96,14 +96,17 @@ def test_bytes_on_the_wire_are_those_that_are_reported(cluster: Hosts) -> None:
     before, reported, prompts = acked(prefill, pid, ADDRESSES["decode"]), 0, 0
     while reported < LEAST_BYTES:
         (head.home / "prompt").write_text(shuffled_story(prompts))
-        said = in_shell(head, "disagg submit --json --codec raw --max-tokens 2 @prompt")
-        reported += submitted(said)["kv"]["wire_bytes"]
+        output = in_shell(
+            head, "disagg submit --json --codec raw --max-tokens 2 @prompt"
+        )
+        reported += submitted(output)["kv"]["wire_bytes"]
         prompts += 1
-    seen = acked(prefill, pid, ADDRESSES["decode"]) - before
+    acked_bytes = acked(prefill, pid, ADDRESSES["decode"]) - before
     print(
-        f"\n{prompts} prompts: {reported:,} bytes told, {seen:,} acked, x{seen / reported:.4f}"
+        f"\n{prompts} prompts: {reported:,} bytes reported, {acked_bytes:,} acked, "
+        f"x{acked_bytes / reported:.4f}"
     )
-    assert seen == pytest.approx(reported, rel=0.02)
+    assert acked_bytes == pytest.approx(reported, rel=0.02)
 
 
 def test_a_killed_service_comes_back_and_finds_its_workers(cluster: Hosts) -> None:
@@ -177,24 +180,24 @@ def in_shell(host: Host, command: str) -> str:
     return host.run("bash", "--login", "-c", f". ~/.bashrc; {command}")
 
 
-def submitted(said: str) -> dict[str, Any]:
+def submitted(output: str) -> dict[str, Any]:
     """The answer among what Ray and ssh say."""
-    (line,) = [line for line in said.splitlines() if line.startswith('{"text"')]
+    (line,) = [line for line in output.splitlines() if line.startswith('{"text"')]
     return dict(json.loads(line))
 
 
 def workers(hosts: Hosts) -> dict[str, dict[str, Any]]:
     """name -> what `disagg status` says of it."""
-    said = in_shell(hosts["head"], "disagg status --json").splitlines()[-1]
-    return {worker["name"]: worker for worker in json.loads(said)["workers"]}
+    output = in_shell(hosts["head"], "disagg status --json").splitlines()[-1]
+    return {worker["name"]: worker for worker in json.loads(output)["workers"]}
 
 
 def decode_pids(hosts: Hosts) -> set[int]:
     """Of the decode workers that answer."""
-    found = workers(hosts).values()
+    reports = workers(hosts).values()
     return {
         worker["pid"]
-        for worker in found
+        for worker in reports
         if worker["role"] == "decode" and "pid" in worker
     }
 

@@ -55,10 +55,10 @@ class Head:
         listed = self.ray(
             "ray", "list", "actors", "--format=json", f"--address={self.dashboard}"
         )
-        found = [x for x in json.loads(listed) if x["state"] == "ALIVE"]
+        actors = [x for x in json.loads(listed) if x["state"] == "ALIVE"]
         return {
             x["name"]: x["class_name"]
-            for x in found
+            for x in actors
             if x["class_name"].endswith("Worker")
         }
 

@@ -61,12 +61,12 @@ def test_scrub_and_resend_wait_for_no_kernels(monkeypatch):
     arena = DeviceArena(torch.zeros(1 << 20, dtype=torch.uint8))
     desk, prompt = Desk(pool=Pool(arena, 1 << 14)), make_prompt(300)
     desk.give(prompt, "r")
-    source = ArenaSource(arena, prompt.checklist, desk.admitted().groups)
-    source.stage(prompt.checklist.items)()
+    source = ArenaSource(arena, prompt.manifest, desk.admitted().groups)
+    source.stage(prompt.manifest.items)()
     assert started.pop().waited == [decode]  # the kernels that write what is offered
-    sent = source.read(prompt.checklist.items)
+    sent = source.read(prompt.manifest.items)
     started.clear()
-    assert source.read(prompt.checklist.items) == sent
+    assert source.read(prompt.manifest.items) == sent
     assert not desk.scrub()
     assert len(started) == 2
     assert not any(stream.waited for stream in started)

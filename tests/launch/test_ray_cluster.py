@@ -15,7 +15,7 @@ from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.launch import ray_cluster as launch
 from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.ray_cluster import Actor, Cluster
-from disagg.launch.resources import gpu_share, of_a_share
+from disagg.launch.resources import gpu_share, worker_config
 from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority
 
@@ -24,14 +24,14 @@ LOADING = object()  # an outcome that is not there yet
 
 @dataclass(eq=False)
 class Call:
-    """What Ray would give for a call: done or not, with a value or an error; what it was told."""
+    """A call through Ray: done or not, its value or error, and its arguments."""
 
     done: bool = False
     value: Any = None
-    told: tuple[object, ...] | None = None
+    arguments: tuple[object, ...] | None = None
 
     def remote(self, *arguments: object) -> "Call":
-        self.told = arguments
+        self.arguments = arguments
         return self
 
 
@@ -54,7 +54,7 @@ class FakeCluster(Cluster):
         self.outcomes = list(outcomes)
         self.handles: dict[str, Handle] = {}
         self.connected, self.there = 0, True
-        self._doors = [("ray", 1)]
+        self._addresses = [("ray", 1)]
         self.told: list[str] = []
 
     def _load(self, role: Role, name: str) -> Actor:
@@ -83,7 +83,7 @@ class FakeCluster(Cluster):
         """One look; what it told."""
         self.told = []
         launch.knock = lambda host, port: self.there  # type: ignore[assignment]
-        self.look(
+        self.poll(
             lambda up: self.told.append(f"+{up.name}"),
             lambda x: self.told.append(f"-{x}"),
         )
@@ -92,12 +92,12 @@ class FakeCluster(Cluster):
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(asked: Any, timeout: float | None = None) -> Any:
-        if isinstance(asked, list):
-            return [get(each) for each in asked]
-        if isinstance(asked.value, Exception):
-            raise asked.value
-        return asked.value
+    def get(calls: Any, timeout: float | None = None) -> Any:
+        if isinstance(calls, list):
+            return [get(each) for each in calls]
+        if isinstance(calls.value, Exception):
+            raise calls.value
+        return calls.value
 
     def wait(
         calls: list[Call], timeout: float | None = None
@@ -118,9 +118,9 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cluster(no_ray: None) -> FakeCluster:
     """A prefill and a decode worker that serve."""
-    found = FakeCluster()
-    found.start()
-    return found
+    serving = FakeCluster()
+    serving.start()
+    return serving
 
 
 def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(caplog):
@@ -164,7 +164,7 @@ def test_the_log_says_which_process_died(cluster, caplog):
 
 def test_what_takes_workers_long_is_told_once_while_they_load():
     cluster = FakeCluster(LOADING, LOADING)
-    seen, news = [], iter(["", "kernels", "kernels", "steps"])
+    reports, news = [], iter(["", "kernels", "kernels", "steps"])
 
     def look(*loading: Actor) -> str:
         doing = next(news, None)
@@ -174,8 +174,8 @@ def test_what_takes_workers_long_is_told_once_while_they_load():
         return Cluster._doing(cluster, *loading)
 
     cluster._doing = look  # type: ignore[method-assign]
-    cluster.start(seen.append)
-    assert seen == ["kernels", "steps"]
+    cluster.start(reports.append)
+    assert reports == ["kernels", "steps"]
 
 
 @pytest.mark.parametrize("failure", [RayActorError(), ("model", "the file is gone")])
@@ -195,13 +195,13 @@ def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(e
     cluster = FakeCluster(*outcomes, config=config)
     assert [started.name for started in cluster.start()] == [names[i] for i in early]
     assert cluster.step() == []
-    for actor in [actor for actor in cluster._actors if actor.started is None]:
+    for actor in [actor for actor in cluster._actors if actor.info is None]:
         cluster.loaded(actor)
         assert cluster.step() == [f"+{actor.name}"]
 
 
 @pytest.mark.parametrize(
-    ("there", "taken", "next_one"),
+    ("running", "taken", "next_one"),
     [
         ([], ["prefill-0", "prefill-1", "decode-0"], ".1"),
         (["decode-0.3"], ["prefill-0", "prefill-1", "decode-0.3"], ".4"),
@@ -210,9 +210,9 @@ def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(e
     ],
 )
 def test_a_front_end_takes_over_all_workers_of_its_name(
-    there, taken, next_one, monkeypatch
+    running, taken, next_one, monkeypatch
 ):
-    named = [{"name": name, "namespace": "mine"} for name in there]
+    named = [{"name": name, "namespace": "mine"} for name in running]
     named.append({"name": "decode-7", "namespace": "of another"})
     monkeypatch.setattr(
         launch.ray.util, "list_named_actors", lambda all_namespaces: named
@@ -220,7 +220,7 @@ def test_a_front_end_takes_over_all_workers_of_its_name(
     take_kept(monkeypatch)
     flags = {"cluster.address": "any:1", "cluster.name": "mine", "cluster.prefill": 2}
     cluster = FakeCluster(config=load_config(None, flags))
-    names = [name for _, name in cluster._names()]
+    names = [name for _, name in cluster._initial_names()]
     assert names == (taken or ["prefill-1", "prefill-0", "decode-0", "decode-2.1"])
     cluster._load_another(Role.DECODE)
     assert cluster._actors[-1].name == f"decode-0{next_one}"
@@ -239,10 +239,12 @@ def test_the_next_front_end_has_as_many_workers_as_were_asked_for(monkeypatch):
     named += [
         {"name": name, "namespace": "disagg"} for name in ("prefill-0", "decode-0")
     ]
-    names = [name for _, name in FakeCluster(config=config)._names()]
+    names = [name for _, name in FakeCluster(config=config)._initial_names()]
     assert names == ["prefill-0", "decode-0", "decode-1"]
     named.clear()
-    assert len(FakeCluster(config=config)._names()) == 2  # of a service that ended
+    assert (
+        len(FakeCluster(config=config)._initial_names()) == 2
+    )  # of a service that ended
 
 
 def test_workers_that_do_both_stay_as_many_as_they_are():
@@ -259,7 +261,7 @@ def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch):
     monkeypatch.setattr(launch.ray, "kill", killed.append)
     cluster = FakeCluster(None, LOADING, LOADING, None)
     names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
-    cluster._found = names[:2]
+    cluster._adopted = names[:2]
     cluster._actors = [cluster._load(Role.DECODE, name) for name in names]
     for actor in cluster._actors[0], cluster._actors[3]:
         cluster._enter(actor)
@@ -271,8 +273,10 @@ def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch):
     take_kept(monkeypatch)
 
     def agree(**flags: str) -> Authority:
-        given = {key.replace("_", ".", 1): value for key, value in flags.items()}
-        return Cluster(load_config(None, {"cluster.address": "any:1"} | given))._agree()
+        overrides = {key.replace("_", ".", 1): value for key, value in flags.items()}
+        return Cluster(
+            load_config(None, {"cluster.address": "any:1"} | overrides)
+        )._shared_authority()
 
     first = agree()
     assert first.certificate
@@ -296,14 +300,16 @@ def test_more_workers_load_and_one_of_too_many_changes_what_it_does(cluster, cap
     assert [cluster.step() for _ in range(3)] == [[], ["+prefill-1.1"], ["+decode-1.2"]]
     cluster.scale(1, 3)
     assert cluster.step() == []
-    assert cluster.handles["prefill-1.1"].assume.told == (Role.DECODE,)
+    assert cluster.handles["prefill-1.1"].assume.arguments == (Role.DECODE,)
     cluster.scale(None, 1)
     cluster.step()
-    left = {
-        name for name, handle in cluster.handles.items() if handle.stop.told is not None
+    leaving = {
+        name
+        for name, handle in cluster.handles.items()
+        if handle.stop.arguments is not None
     }
-    assert left == {"prefill-1.1", "decode-1.2"}
-    for name in sorted(left):
+    assert leaving == {"prefill-1.1", "decode-1.2"}
+    for name in sorted(leaving):
         cluster.kill(name)
         assert cluster.step() == [f"-{name}"]
     assert (cluster.step(), caplog.messages) == ([], [])
@@ -318,7 +324,7 @@ def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(
         cluster.scale(None, number)
         cluster.step()
     loading = cluster._actors[-1]
-    assert cluster.handles[loading.name].stop.told == (launch.DRAIN_S,)
+    assert cluster.handles[loading.name].stop.arguments == (launch.DRAIN_S,)
     loading.call.done, loading.call.value = True, RayActorError()
     assert [cluster.step(), len(cluster._actors), caplog.messages] == [[], 2, []]
     shell = WorkerActor.__new__(WorkerActor)
@@ -340,15 +346,15 @@ def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off
     assert len(cluster.handles) == 4
     cluster.scale(None, 1)
     cluster.step()
-    stopped = [handle.stop.told is not None for handle in cluster.handles.values()]
+    stopped = [handle.stop.arguments is not None for handle in cluster.handles.values()]
     assert stopped == [False, False, True, True]
 
 
 def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name(cluster):
     cluster.drain("decode-0")
     stop = cluster.handles["decode-0"].stop
-    assert (cluster.step(), stop.told) == ([], None)
-    assert (cluster.step(), stop.told) == (["+decode-0.1"], (launch.DRAIN_S,))
+    assert (cluster.step(), stop.arguments) == ([], None)
+    assert (cluster.step(), stop.arguments) == (["+decode-0.1"], (launch.DRAIN_S,))
     cluster.kill("decode-0")
     assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
 
@@ -365,7 +371,7 @@ def test_a_worker_that_leaves_when_the_next_front_end_comes_ends_without_a_word(
 
 def test_a_front_end_takes_over_though_a_worker_ends_meanwhile():
     cluster = FakeCluster(None, RayActorError())
-    cluster._found = ["prefill-0", "decode-0"]
+    cluster._adopted = ["prefill-0", "decode-0"]
     assert [started.name for started in cluster.start()] == ["prefill-0"]
     assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
 
@@ -466,9 +472,9 @@ ON_OUR_RAY = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "gpus", "told"), ON_OUR_RAY)
+@pytest.mark.parametrize(("flags", "gpus", "message"), ON_OUR_RAY)
 def test_workers_that_would_wait_for_ever_on_our_ray_are_refused(
-    flags, gpus, told, monkeypatch
+    flags, gpus, message, monkeypatch
 ):
     node = {
         "Resources": {"CPU": 2.0, "GPU": float(gpus)},
@@ -481,7 +487,7 @@ def test_workers_that_would_wait_for_ever_on_our_ray_are_refused(
         launch.ray, "get_runtime_context", lambda: Mock(gcs_address="here:1")
     )
     monkeypatch.setattr(launch.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         Cluster(load_config(None, flags), Mock(token="t", folder="")).connect()
 
 
@@ -501,31 +507,31 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "here", "threads"), SHARED)
+@pytest.mark.parametrize(("flags", "resources", "threads"), SHARED)
 def test_the_cores_of_a_host_are_shared_by_workers_that_fit(
-    flags, here, threads, monkeypatch
+    flags, resources, threads, monkeypatch
 ):
     """Of pools as many as fit there."""
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    engine = of_a_share(
-        load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, here
+    engine = worker_config(
+        load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, resources
     ).engine
     assert (engine.memory_share, engine.torch_threads) == (0.4, threads)
 
 
 def take_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What front ends keep in Ray stays here."""
-    kept: dict[tuple[str, bytes], bytes] = {}
+    stored: dict[tuple[str, bytes], bytes] = {}
 
     def put(
         key: bytes, value: str, overwrite: bool = True, namespace: str = ""
     ) -> None:
-        if overwrite or (namespace, key) not in kept:
-            kept[namespace, key] = value.encode()
+        if overwrite or (namespace, key) not in stored:
+            stored[namespace, key] = value.encode()
 
     get = "_internal_kv_get"
     monkeypatch.setattr(
-        launch.internal_kv, get, lambda key, namespace: kept.get((namespace, key))
+        launch.internal_kv, get, lambda key, namespace: stored.get((namespace, key))
     )
     monkeypatch.setattr(launch.internal_kv, "_internal_kv_put", put)
 

@@ -33,12 +33,12 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize(("budget", "room", "timely", "wanted"), CHOSEN)
+@pytest.mark.parametrize(("budget", "room", "timely", "expected"), CHOSEN)
 def test_it_is_the_most_accurate_in_the_budget_with_room_and_in_time(
-    budget, room, timely, wanted
+    budget, room, timely, expected
 ):
     best, reason = choose(LISTED, budget, room, timely)
-    assert (best.codec, reason) == wanted
+    assert (best.codec, reason) == expected
 
 
 def test_the_first_that_is_listed_is_taken_while_no_error_is_known():
@@ -47,12 +47,12 @@ def test_the_first_that_is_listed_is_taken_while_no_error_is_known():
 
 
 numbers = st.floats(0, 1)
-some = st.builds(
+candidate = st.builds(
     Candidate, st.just("c"), numbers, st.one_of(numbers, st.just(math.inf))
 )
 
 
-@given(st.lists(some, min_size=1, max_size=5), numbers, numbers, numbers)
+@given(st.lists(candidate, min_size=1, max_size=5), numbers, numbers, numbers)
 def test_nothing_above_the_budget_or_late_while_there_is_better(
     candidates, budget, room, timely
 ):
@@ -109,10 +109,10 @@ def play(
         codec = fixed or choices.choose(NBYTES, 0.15, 99, PAIR, 3.0, 0.0)[0]
         seconds = max(1.0, NBYTES[codec] / rate)
         factor = noise.uniform(0.7, 1.3)
-        told = {x: [factor * error] for x, error in ERRORS.items()}
+        errors_now = {x: [factor * error] for x, error in ERRORS.items()}
         stats = {
             "link_bytes_per_s": rate,
-            "attention_error": {} if number % 8 else told,
+            "attention_error": {} if number % 8 else errors_now,
         }
         choices.learn(stats, PAIR)
         codecs.append(codec)

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 
 from disagg.config import RouterConfig
 from disagg.errors import CapacityError, DisaggError, PeerLostError
-from disagg.router import requests as dispatch
-from disagg.router.actions import AbortAttempt, Action, Reserve, Start
+from disagg.router import requests
+from disagg.router.actions import AbortAttempt, Action, Reserve, Start, TokenOutput
 from disagg.router.requests import Phase
 from disagg.transfer.messages import (
     Grant,
@@ -34,10 +34,10 @@ NAMES = st.data()
 
 @dataclass
 class Running:
-    """What a fake decode worker still has to say: it repeats the last token that was known."""
+    """A sequence of a fake decode worker, which repeats the last token that was delivered."""
 
     attempt: int
-    said: int
+    num_reported: int
     length: int
 
 
@@ -68,8 +68,8 @@ class Interleavings(RuleBasedStateMachine):
     @initialize(deaths=st.sampled_from([2, 3, 1000]))
     def begin(self, deaths: int) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(dispatch, "MOVE_TOKENS", 0)
-        self.dispatch = Rules(RouterConfig(max_attempts=deaths, deadline_s=1e9))
+        self.patch.setattr(requests, "MOVE_TOKENS", 0)
+        self.table = Rules(RouterConfig(max_attempts=deaths, deadline_s=1e9))
         self.now = 0.0
         self.workers: dict[str, FakeWorker] = {}
         self.delivered: dict[str, list[int]] = {}
@@ -85,20 +85,24 @@ class Interleavings(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, Reserve):
                 self.asked.append(action)
-                emitted, known = (
-                    list(action.job.emitted),
-                    self.delivered[action.job.rid],
-                )
-                assert emitted == known or (action.job.moved and emitted == known[:-1])
+                emitted = list(action.job.emitted)
+                delivered = self.delivered[action.job.rid]
+                is_behind = action.job.moved and emitted == delivered[:-1]
+                assert emitted == delivered or is_behind
             elif isinstance(action, Start):
                 self.start(action)
             elif isinstance(action, AbortAttempt):
                 self.forget(action)
-            elif isinstance(action.what, int):
-                self.delivered[action.rid].append(action.what)
+            elif isinstance(action, TokenOutput) and action.token is not None:
+                self.delivered[action.rid].append(action.token)
+            elif isinstance(action, TokenOutput):
+                self.end(action.rid, str(action.finish_reason))
             else:
-                assert action.rid not in self.ended, "a request ends once"
-                self.ended[action.rid] = str(action.what)
+                self.end(action.rid, str(action.error))
+
+    def end(self, rid: str, reason: str) -> None:
+        assert rid not in self.ended, "a request ends once"
+        self.ended[rid] = reason
 
     def start(self, start: Start) -> None:
         rid, attempt = start.job.rid, start.job.attempt
@@ -110,8 +114,10 @@ class Interleavings(RuleBasedStateMachine):
             return
         if start.work is Work.PREFILL:
             assert self.workers[decode].held.pop(rid) == attempt
-        said = max(0, len(start.job.emitted) - 1)
-        self.workers[decode].jobs[rid] = Running(attempt, said, self.lengths[rid])
+        num_reported = max(0, len(start.job.emitted) - 1)
+        self.workers[decode].jobs[rid] = Running(
+            attempt, num_reported, self.lengths[rid]
+        )
 
     def forget(self, action: AbortAttempt) -> None:
         """As workers do; a call that is on its way to the same worker is ended before."""
@@ -137,41 +143,41 @@ class Interleavings(RuleBasedStateMachine):
         self.count += 1
         name = f"w{self.count}"
         self.workers[name] = FakeWorker(role)
-        self.act(self.dispatch.worker_up(WorkerInfo(name, role, name, 1), self.now))
+        self.act(self.table.worker_up(WorkerInfo(name, role, name, 1), self.now))
 
     @rule(length=st.integers(1, 12), tokens=st.integers(1, 40))
     def submit(self, length: int, tokens: int) -> None:
         rid = f"r{len(self.lengths)}"
         self.lengths[rid], self.delivered[rid] = length, []
         job = Job(rid, 0, (1,) * tokens, sampling={"max_tokens": length})
-        self.act(self.dispatch.submit(job, self.now))
+        self.act(self.table.submit(job, self.now))
 
     @precondition(lambda self: self.asked)
     @rule(data=NAMES, lost=st.booleans())
     def answer_a_reservation(self, data: st.DataObject, lost: bool) -> None:
         self.reply(self.asked[data.draw(st.integers(0, len(self.asked) - 1))], lost)
 
-    def reply(self, asked: Reserve, lost: bool = False) -> None:
-        self.asked.remove(asked)
-        worker, job = self.workers.get(asked.worker), asked.job
+    def reply(self, reserve: Reserve, lost: bool = False) -> None:
+        self.asked.remove(reserve)
+        worker, job = self.workers.get(reserve.worker), reserve.job
         error: DisaggError | None = (
             PeerLostError("gone") if worker is None or lost else None
         )
         if worker is not None and not worker.load.slots:
             error = CapacityError("full")
-        kept = not (
+        is_held = not (
             lost and job.moved
         )  # of that the worker hears no more: its lease ends
-        if worker is not None and kept and not isinstance(error, CapacityError):
+        if worker is not None and is_held and not isinstance(error, CapacityError):
             worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
         if error is None:
-            grant = asked.worker, job.rid, job.attempt, Grant(1, 1)
-            self.act(self.dispatch.granted(*grant))
+            grant = reserve.worker, job.rid, job.attempt, Grant(1, 1)
+            self.act(self.table.on_grant(*grant))
         else:
-            said = self.dispatch.refused(
-                asked.worker, job.rid, job.attempt, error, self.now
+            actions = self.table.refused(
+                reserve.worker, job.rid, job.attempt, error, self.now
             )
-            self.act(said)
+            self.act(actions)
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES, role=st.sampled_from(Role))
@@ -179,7 +185,7 @@ class Interleavings(RuleBasedStateMachine):
         busy = sorted({name for name, _ in self.busy()}) or sorted(self.workers)
         name = data.draw(st.sampled_from(busy))
         self.workers[name].role = role
-        self.act(self.dispatch.load(name, self.workers[name].load, self.now))
+        self.act(self.table.update_load(name, self.workers[name].load, self.now))
 
     def move(self, start: Start) -> None:
         """It decodes at the target from now on, which says all that was not known when it asked."""
@@ -188,7 +194,9 @@ class Interleavings(RuleBasedStateMachine):
         source, target = self.workers.get(start.worker), self.workers.get(start.decode)
         job = source.jobs.pop(start.job.rid, None) if source else None
         if target and job and target.held.pop(start.job.rid, None):
-            target.jobs[start.job.rid] = replace(job, said=len(start.job.emitted))
+            target.jobs[start.job.rid] = replace(
+                job, num_reported=len(start.job.emitted)
+            )
         elif job:
             event = (
                 start.worker,
@@ -196,7 +204,7 @@ class Interleavings(RuleBasedStateMachine):
                 start.job.attempt,
                 PeerLostError("gone"),
             )
-            self.act(self.dispatch.refused(*event, self.now))
+            self.act(self.table.refused(*event, self.now))
 
     @precondition(lambda self: self.moves)
     @rule(data=NAMES, outgrown=st.booleans())
@@ -207,19 +215,26 @@ class Interleavings(RuleBasedStateMachine):
         self.moves.remove(start)
         error = CapacityError("it has outgrown its room")
         job = start.job
-        told = self.dispatch.refused(
+        actions = self.table.refused(
             start.worker, job.rid, job.attempt, error, self.now
         )
-        return self.act(told)
+        return self.act(actions)
 
-    @precondition(lambda self: self.dispatch.entries)
+    @precondition(lambda self: self.table.requests)
     @rule(data=NAMES)
     def first_token_from_prefill(self, data: st.DataObject) -> None:
-        rid = data.draw(st.sampled_from(sorted(self.dispatch.entries)))
-        entry = self.dispatch.entries[rid]
+        rid = data.draw(st.sampled_from(sorted(self.table.requests)))
+        entry = self.table.requests[rid]
         if entry.prefill is not None and entry.phase is Phase.PREFILL:
-            event = (entry.prefill, rid, entry.job.attempt, 0, answer(rid, 0))
-            self.act(self.dispatch.token(*event, self.now))
+            actions = self.table.token(
+                entry.prefill,
+                rid,
+                entry.job.attempt,
+                index=0,
+                token=answer(rid, 0),
+                now=self.now,
+            )
+            self.act(actions)
 
     def busy(self) -> list[tuple[str, str]]:
         return [
@@ -230,14 +245,19 @@ class Interleavings(RuleBasedStateMachine):
 
     def say(self, name: str, rid: str, again: bool = False) -> None:
         job = self.workers[name].jobs[rid]
-        if job.said < job.length:
-            event = (name, rid, job.attempt, job.said, answer(rid, job.said), self.now)
-            job.said += 1
-            for _ in range(1 + again):
-                self.act(self.dispatch.token(*event))
-        else:
-            end = (name, rid, job.attempt, job.length, "length", self.now)
-            self.act(self.dispatch.finished(*end))
+        if job.num_reported >= job.length:  # more after a lost token
+            actions = self.table.finished(
+                name, rid, job.attempt, job.length, "length", self.now
+            )
+            self.act(actions)
+            return
+        index = job.num_reported
+        job.num_reported += 1
+        for _ in range(2 if again else 1):
+            actions = self.table.token(
+                name, rid, job.attempt, index, answer(rid, index), self.now
+            )
+            self.act(actions)
 
     @precondition(lambda self: self.busy())
     @rule(data=NAMES, again=st.booleans())
@@ -248,14 +268,14 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=NAMES)
     def a_token_is_lost(self, data: st.DataObject) -> None:
         name, rid = data.draw(st.sampled_from(self.busy()))
-        self.workers[name].jobs[rid].said += 1
+        self.workers[name].jobs[rid].num_reported += 1
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES)
     def kill(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.workers)))
         del self.workers[name]
-        self.act(self.dispatch.worker_down(name, self.now))
+        self.act(self.table.worker_down(name, self.now))
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES, then=st.sampled_from(["", "moves", "ends", "is silent"]))
@@ -265,33 +285,50 @@ class Interleavings(RuleBasedStateMachine):
         """
         busy = sorted({name for name, _ in self.busy()}) or sorted(self.workers)
         name = data.draw(st.sampled_from(busy))
-        worker, entries = self.workers[name], self.dispatch.entries.values()
-        for rid in list(worker.jobs):
-            if rid in worker.jobs:
-                self.say(name, rid)
+        worker = self.workers[name]
+        self.say_once_each(name)
         worker.role = Role.NONE
-        self.act(self.dispatch.load(name, worker.load, self.now))
-        for asked in [x for x in self.asked if x.job.moved or x.worker == name]:
-            if asked in self.asked:
-                self.reply(asked)
-        for start in [
-            x for x in self.moves if x.worker == name and then in ("moves", "ends")
-        ]:
-            if start in self.moves:
-                self.move(start)
-        begun = any(x.phase is Phase.RESERVE and name in x.workers for x in entries)
+        self.act(self.table.update_load(name, worker.load, self.now))
+
+        for reserve in [x for x in self.asked if x.job.moved or x.worker == name]:
+            if reserve in self.asked:
+                self.reply(reserve)
+        if then in ("moves", "ends"):
+            for start in [x for x in self.moves if x.worker == name]:
+                if start in self.moves:
+                    self.move(start)
+
         if then == "is silent":
             self.a_silent_worker_comes_back(name)
-        elif then == "ends" and not (begun or worker.jobs or worker.held):
-            for x in [x for x in entries if x.prefill == name]:
-                figures = TokenEvent(
-                    x.job.rid, x.job.attempt, 0, stats={"codec": "raw"}
-                )
-                self.act(self.dispatch.hear(name, figures, self.now))
-            retries = self.dispatch.retries
-            del self.workers[name]
-            self.act(self.dispatch.worker_down(name, self.now))
-            assert self.dispatch.retries == retries
+        elif then == "ends" and not self.has_work(name):
+            self.end_without_a_retry(name)
+
+    def say_once_each(self, name: str) -> None:
+        """Each sequence of a worker says its next token or its end."""
+        jobs = self.workers[name].jobs
+        for rid in list(jobs):
+            if rid in jobs:
+                self.say(name, rid)
+
+    def has_work(self, name: str) -> bool:
+        worker = self.workers[name]
+        is_reserved = any(
+            x.phase is Phase.RESERVE and name in x.workers
+            for x in self.table.requests.values()
+        )
+        return bool(is_reserved or worker.jobs or worker.held)
+
+    def end_without_a_retry(self, name: str) -> None:
+        """A worker that has handed over everything reports its figures and ends."""
+        for x in [x for x in self.table.requests.values() if x.prefill == name]:
+            figures = TokenEvent(x.job.rid, x.job.attempt, 0, stats={"codec": "raw"})
+            self.act(self.table.on_event(name, figures, self.now))
+        retries = self.table.retries
+        del self.workers[name]
+
+        self.act(self.table.worker_down(name, self.now))
+
+        assert self.table.retries == retries
 
     def a_silent_worker_comes_back(self, name: str) -> None:
         """Fenced: it has nothing of what it had, and grants nothing that it was asked for."""
@@ -299,8 +336,8 @@ class Interleavings(RuleBasedStateMachine):
         self.moves = [x for x in self.moves if name not in (x.worker, x.decode)]
         self.asked = [x for x in self.asked if x.worker != name]
         self.workers[name] = FakeWorker(role)
-        self.act(self.dispatch.worker_down(name, self.now, fenced=True))
-        self.act(self.dispatch.worker_up(WorkerInfo(name, role, name, 2), self.now))
+        self.act(self.table.worker_down(name, self.now, fenced=True))
+        self.act(self.table.worker_up(WorkerInfo(name, role, name, 2), self.now))
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES)
@@ -313,20 +350,20 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=NAMES)
     def say_the_load(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.workers)))
-        self.act(self.dispatch.load(name, self.workers[name].load, self.now))
+        self.act(self.table.update_load(name, self.workers[name].load, self.now))
 
-    @precondition(lambda self: self.dispatch.entries)
+    @precondition(lambda self: self.table.requests)
     @rule(data=NAMES)
     def cancel(self, data: st.DataObject) -> None:
-        rid = data.draw(st.sampled_from(sorted(self.dispatch.entries)))
+        rid = data.draw(st.sampled_from(sorted(self.table.requests)))
         self.ended[rid] = "cancelled"
-        self.act(self.dispatch.cancel(rid, self.now))
+        self.act(self.table.cancel(rid, self.now))
 
-    @precondition(lambda self: self.dispatch.entries)
+    @precondition(lambda self: self.table.requests)
     @rule(data=NAMES, error=st.sampled_from([PeerLostError("x"), CapacityError("x")]))
     def refuse(self, data: st.DataObject, error: DisaggError) -> None:
-        rid = data.draw(st.sampled_from(sorted(self.dispatch.entries)))
-        entry = self.dispatch.entries[rid]
+        rid = data.draw(st.sampled_from(sorted(self.table.requests)))
+        entry = self.table.requests[rid]
         if entry.phase in (Phase.PREFILL, Phase.DECODE, Phase.MOVE):
             worker = data.draw(st.sampled_from(entry.workers))
             giver = (
@@ -338,19 +375,19 @@ class Interleavings(RuleBasedStateMachine):
                 self.asked = [
                     x for x in self.asked if (x.worker, x.job.rid) != (worker, rid)
                 ]
-                if entry.decodes:
+                if entry.is_decoding:
                     self.workers[worker].held.pop(
                         rid, None
                     )  # room to move to ends with its lease
-                said = self.dispatch.refused(
+                actions = self.table.refused(
                     worker, rid, entry.job.attempt, error, self.now
                 )
-                self.act(said)
+                self.act(actions)
 
     @rule()
     def time_passes(self) -> None:
         self.now += 1.0
-        self.act(self.dispatch.tick(self.now))
+        self.act(self.table.tick(self.now))
 
     @invariant()
     def tokens_are_delivered_in_order_and_once(self) -> None:
@@ -358,26 +395,26 @@ class Interleavings(RuleBasedStateMachine):
             assert tokens == [answer(rid, i) for i in range(len(tokens))]
             if self.ended.get(rid) == "length":
                 assert len(tokens) == self.lengths[rid]
-        assert self.dispatch.unequal_tokens == 0
+        assert self.table.unequal_tokens == 0
 
     @invariant()
     def nothing_is_left_of_what_ended(self) -> None:
         for worker in self.workers.values():
             assert not (set(worker.jobs) | set(worker.held)) & set(self.ended)
-        assert set(self.dispatch.entries) == set(self.lengths) - set(self.ended)
+        assert set(self.table.requests) == set(self.lengths) - set(self.ended)
 
     @invariant()
     def who_runs_alone_has_nobody_beside_it(self) -> None:
         entries = [
-            x for x in self.dispatch.entries.values() if x.phase is not Phase.QUEUED
+            x for x in self.table.requests.values() if x.phase is not Phase.QUEUED
         ]
-        there = {
-            x.job.rid: {x.decode, x.target} if x.decodes else {*x.workers}
+        workers = {
+            x.job.rid: {x.decode, x.target} if x.is_decoding else {*x.workers}
             for x in entries
         }
-        for entry in (x for x in entries if x.alone):
+        for entry in (x for x in entries if x.exclusive):
             for other in (x for x in entries if x is not entry):
-                assert not there[entry.job.rid] & there[other.job.rid] - {None}
+                assert not workers[entry.job.rid] & workers[other.job.rid] - {None}
 
     def teardown(self) -> None:
         """Left alone with healthy workers, everything ends, though all others leave meanwhile."""
@@ -391,16 +428,14 @@ class Interleavings(RuleBasedStateMachine):
             for name in leaving if turn == 2 else ():
                 self.workers[name].role = Role.NONE
             for name, worker in list(self.workers.items()):
-                self.act(self.dispatch.load(name, worker.load, self.now))
-                for rid in list(worker.jobs):
-                    if rid in worker.jobs:
-                        self.say(name, rid)
+                self.act(self.table.update_load(name, worker.load, self.now))
+                self.say_once_each(name)
             for start in list(self.moves):
                 self.move(start)
-            for asked in list(self.asked):
-                self.reply(asked)
+            for reserve in list(self.asked):
+                self.reply(reserve)
         self.patch.undo()
-        assert not self.dispatch.entries
+        assert not self.table.requests
 
 
 Interleavings.TestCase.settings = settings(

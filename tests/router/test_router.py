@@ -12,7 +12,8 @@ import pytest
 
 from disagg.config import RouterConfig
 from disagg.errors import PeerLostError, QueueFullError
-from disagg.router.router import TICK_S, Router, TokenOutput, WorkerConnection
+from disagg.router.actions import TokenOutput
+from disagg.router.router import TICK_S, Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role, StepEvents
 from tests.transfer.peer import until
@@ -37,20 +38,20 @@ class Line:
         self.done: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        async def call(*given: Any) -> Any:
+        async def call(*arguments: Any) -> Any:
             self.begun.append(name)
             if self.broken:
                 raise PeerLostError("nobody answers")
             if name == "submit":
                 await self.gate.wait()
-            answer = await getattr(self._client, name)(*given)
+            answer = await getattr(self._client, name)(*arguments)
             self.done.append(name)
             return answer
 
         return call
 
-    async def events(self, *given: Any) -> AsyncGenerator[StepEvents]:
-        async with aclosing(self._client.events(*given)) as steps:
+    async def events(self, *arguments: Any) -> AsyncGenerator[StepEvents]:
+        async with aclosing(self._client.events(*arguments)) as steps:
             async for step in steps:
                 while self.deaf:
                     await asyncio.sleep(0.01)
@@ -74,18 +75,18 @@ async def test_a_request_waits_for_workers_that_come_later_and_says_for_how_long
     runners,
 ):
     async with house() as home:
-        asked = time.monotonic()
+        began = time.monotonic()
         asking = asyncio.create_task(anext(outputs := ask(home.router)))
         await until(lambda: home.router.waiting == 1)
         assert not home.router.ready
         assert re.fullmatch(
             r"decode 0 of 1, 1 queued; for \d+ s", home.router.lacks({"decode": 1})
         )
-        seen = time.monotonic()
-        await until(lambda: time.monotonic() > seen)
-        waited_s = time.monotonic() - seen
+        now = time.monotonic()
+        await until(lambda: time.monotonic() > now)
+        waited_s = time.monotonic() - now
         home.pair(runners)
-        assert waited_s <= (await asking).waited_s <= time.monotonic() - asked
+        assert waited_s <= (await asking).waited_s <= time.monotonic() - began
         assert home.router.ready
         await outputs.aclose()
 
@@ -112,7 +113,7 @@ async def test_a_broken_event_stream_costs_no_token_and_repeats_none(runners, st
         await until(lambda: not home.workers["d"].decode.attempts)
         decode.cut = False
         assert (await asking)[0] == expected
-        assert home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
+        assert home.router.table.retries == home.router.table.unequal_tokens == 0
 
 
 async def test_a_silent_worker_is_fenced_before_it_works_again(runners, story):
@@ -127,7 +128,7 @@ async def test_a_silent_worker_is_fenced_before_it_works_again(runners, story):
         decode.deaf = False
         assert (await asking)[0] == expected
         assert decode.done.count("fence") == 1
-        assert home.router.peers["d"].started.epoch == home.workers["d"].epoch
+        assert home.router.peers["d"].info.epoch == home.workers["d"].epoch
 
 
 async def test_a_worker_that_leaves_and_falls_silent_is_not_waited_for(
@@ -142,12 +143,12 @@ async def test_a_worker_that_leaves_and_falls_silent_is_not_waited_for(
         monkeypatch.setattr(engine, "step", lambda: go.wait(30) and step())
         asking = await home.begin(story, KIVI, heard=1, max_tokens=12)
         home.workers["p"].assume(Role.NONE)
-        await until(lambda: home.router.peers["p"].started.role is Role.NONE)
+        await until(lambda: home.router.peers["p"].info.role is Role.NONE)
         prefill.deaf = True
         await until(lambda: "fence" in prefill.done)
         prefill.deaf = False
         home.add("p2", Role.PREFILL, runners[2])
-        await until(lambda: home.router.dispatch.retries == 1)
+        await until(lambda: home.router.table.retries == 1)
         go.set()
         assert (await asking)[0] == expected
 
@@ -164,7 +165,7 @@ async def test_a_loop_that_was_late_is_not_a_silence_of_workers(home, story):
     assert home.router.ready
     await until(lambda: home.router.lacks({}).endswith("for 0 s"))
     assert "fence" not in prefill.begun + decode.begun
-    assert home.router.dispatch.retries == 0
+    assert home.router.table.retries == 0
     await leave(asking)
 
 
@@ -176,8 +177,8 @@ async def test_an_abort_that_was_lost_is_repeated_when_the_worker_speaks_again(
     asking = await home.begin(story, KIVI, max_tokens=60)
     decode.broken = True
     await asking
-    await until(lambda: bool(home.router.peers["d"].unheard))
-    assert home.workers["d"]._events.kept
+    await until(lambda: bool(home.router.peers["d"].unaborted))
+    assert home.workers["d"]._events.num_requests
     decode.broken = False
     await until(lambda: "abort" in decode.done)
 
@@ -186,7 +187,7 @@ async def test_a_worker_follows_one_router_and_the_next_when_that_is_gone(home, 
     await until(lambda: home.router.ready)
     second = Router(RouterConfig(silence_s=0.3))
     for peer in home.router.peers.values():
-        second.add(WorkerConnection(peer.started, peer.client))
+        second.add(WorkerConnection(peer.info, peer.client))
     await until(lambda: all("follows" in x.trouble for x in second.peers.values()))
     assert not second.ready
     expected, _ = await home.complete(story, KIVI)

@@ -47,10 +47,10 @@ async def test_whole_and_handed_over_together_they_keep_to_the_rows(
     runners, story, monkeypatch
 ):
     """More rows than were recorded would be recorded while requests wait."""
-    seen, build_batch = [], engine.build_batch
+    decode_counts, build_batch = [], engine.build_batch
 
     def count(shares, *rest):
-        seen.append(sum(share.decodes for share in shares))
+        decode_counts.append(sum(share.decodes for share in shares))
         return build_batch(shares, *rest)
 
     monkeypatch.setattr(engine, "build_batch", count)
@@ -63,5 +63,5 @@ async def test_whole_and_handed_over_together_they_keep_to_the_rows(
         ):
             assert tokens == alone(prompt, KIVI, max_tokens=30)
         await home.empty()
-        assert max(seen) == 3
+        assert max(decode_counts) == 3
         assert home.workers["d"].engine.rows.free == 3

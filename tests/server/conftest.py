@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 from disagg.errors import DisaggError
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.router import Router, TokenOutput, WorkerConnection
+from disagg.router.actions import TokenOutput
+from disagg.router.router import Router, WorkerConnection
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, ServedModel
 from disagg.transfer.messages import Role, WorkerInfo, WorkerStatus
@@ -93,9 +94,11 @@ class FakeRouter(Router):
                 if "logprobs" in params:
                     likeliest = [[A + index, -index], [7, -9.0]][: params["logprobs"]]
                     scores.append([-float(index), likeliest])
-                yield TokenOutput(A + index, None, self.kv, scores, waited_s=0.5)
+                yield TokenOutput(
+                    "r", A + index, logprobs=scores, kv=self.kv, waited_s=0.5
+                )
                 scores = []
-            yield TokenOutput(None, "length", self.kv)
+            yield TokenOutput("r", finish_reason="length", kv=self.kv)
         finally:
             self.running -= 1
 

@@ -197,9 +197,9 @@ def test_a_long_plan_of_a_client_is_counted_as_plan(app, router):
 
 
 def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, router):
-    dispatch, router.waiting = router.dispatch, 5
-    dispatch.choices.learn({"attention_error": {"fp8": [0.0625]}}, ("p", "d"))
-    dispatch.choices.chosen["fp8", "deadline"] = 3
+    dispatch, router.waiting = router.table, 5
+    dispatch.codec_policy.learn({"attention_error": {"fp8": [0.0625]}}, ("p", "d"))
+    dispatch.codec_policy.chosen["fp8", "deadline"] = 3
     dispatch.routed["prefill", "knows_most"] = 2
     doing = {"engine_running": 3, "engine_waiting": 2, "engine_held": 1}
     held = {"used_bytes": 30, "arena_bytes": 120}

@@ -88,10 +88,10 @@ class Desk:
     def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> int:
         """Send all that is not there; the bytes of it."""
         here, sent = {*self.here(ticket)}, 0
-        for place, item in enumerate(prompt.checklist.items):
+        for place, item in enumerate(prompt.manifest.items):
             if place not in here:
                 self.store(prompt.frame(ticket, [item]), now)
-                sent += prompt.checklist.nbytes(item)
+                sent += prompt.manifest.nbytes(item)
         return sent
 
     def give(self, prompt: Prompt, rid: str = "r", **changes: object) -> int:

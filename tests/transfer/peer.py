@@ -12,7 +12,7 @@ from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.messages import Attach, Attached, Credit, parse, read
+from disagg.transfer.messages import Attach, Attached, Credit, parse, ticket_from_proto
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import start_server
 from disagg.transfer.security import Security
@@ -66,7 +66,9 @@ class Peer(Desk):
     ) -> Sender:
         """A hand-off to it that is reserved."""
         attach = self.promise(prompt, rid)
-        return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
+        sender = Sender(channel, attach, prompt.plan, deadline_s)
+        sender.queue.read_from(prompt.read)
+        return sender
 
     def arrived(self) -> int:
         """Items of all prompts that are here."""
@@ -100,7 +102,7 @@ class Scripted(Receiver):
         self._peer = peer
 
     async def attach(self, data: bytes) -> bytes:
-        attach = Attach.from_message(parse(kv.AttachRequest, data))
+        attach = Attach.from_proto(parse(kv.AttachRequest, data))
         self._peer.attaches.append(attach)
         told = self._peer.on_attach(attach)
         return self._count(
@@ -134,7 +136,8 @@ class Scripted(Receiver):
         self._peer.ended += 1
 
     async def renew(self, data: bytes) -> bytes:
-        self._peer.renewals.append(read(parse(kv.RenewRequest, data))["tickets"])
+        request = parse(kv.RenewRequest, data)
+        self._peer.renewals.append(tuple(map(ticket_from_proto, request.tickets)))
         return await super().renew(data)
 
     async def commit(self, data: bytes) -> bytes:
@@ -150,7 +153,7 @@ class Scripted(Receiver):
 
 
 def _bytes_of(told: Attached | Credit) -> bytes:
-    data: bytes = told.to_message().SerializeToString()
+    data: bytes = told.to_proto().SerializeToString()
     return data
 
 
@@ -184,7 +187,7 @@ async def open_peer(
 def offer_all(sender: Sender, prompt: Prompt) -> None:
     """What an engine says of a prompt."""
     for layer in range(len(prompt.plan.group_of)):
-        sender.offer(prompt.checklist.layer(layer))
+        sender.offer(prompt.manifest.layer(layer))
     sender.finish(42, {"ids": [1, 2]})
 
 

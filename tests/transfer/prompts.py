@@ -80,7 +80,7 @@ class Prompt:
     ids: tuple[int, ...]
     pool: Pool
     states: list[GroupState]
-    checklist: Manifest
+    manifest: Manifest
     read: ArenaSource
 
     @property
@@ -97,24 +97,23 @@ class Prompt:
     def digests(self) -> dict[int, int]:
         """Of all items, by their places."""
         return {
-            i: digest(self.bytes_of(item))
-            for i, item in enumerate(self.checklist.items)
+            i: digest(self.bytes_of(item)) for i, item in enumerate(self.manifest.items)
         }
 
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
         payload = tuple(self.read.read(items))
-        places = tuple(map(self.checklist.place, items))
+        places = tuple(map(self.manifest.index_of, items))
         return PageFrame(ticket, places, tuple(map(digest, payload)), payload)
 
     def frames(self, ticket: Ticket) -> list[PageFrame]:
         """Everything, one frame for each layer and kind."""
-        runs = self.checklist.runs.values()
-        return [self.frame(ticket, list(map(self.checklist.item, run))) for run in runs]
+        runs = self.manifest.runs.values()
+        return [self.frame(ticket, list(map(self.manifest.item, run))) for run in runs]
 
     def items_of(self, frame: PageFrame) -> list[Item]:
         """What a frame carries; its bytes have their digests."""
         assert tuple(map(digest, frame.payload)) == frame.digests
-        return list(map(self.checklist.item, frame.places))
+        return list(map(self.manifest.item, frame.indices))
 
     def commit(self, ticket: Ticket = Ticket(0, 0, 0), first_token: int = 5) -> Commit:
         digests, plan = tuple(self.digests().values()), self.plan.fingerprint
@@ -138,7 +137,7 @@ class Prompt:
 def fill(prompt: Prompt, item: Item, seed: object) -> None:
     """Other bytes for an item of a prefill worker."""
     source = random.Random(str(seed))
-    spans = Addresses(prompt.checklist, prompt.states).spans(item)
+    spans = Addresses(prompt.manifest, prompt.states).spans(item)
     prompt.pool.arena.write(
         [(start, source.randbytes(nbytes)) for start, nbytes in spans]
     )
@@ -149,12 +148,12 @@ def make_prompt(
 ) -> Prompt:
     pool = make_pool(1 << 23, 1 << 19)
     states = [allocate_group(group, tokens, pool) for group in plan.groups]
-    checklist = Manifest(plan, tokens)
-    read = ArenaSource(pool.arena, checklist, states)
+    manifest = Manifest(plan, tokens)
+    read = ArenaSource(pool.arena, manifest, states)
     prompt = Prompt(
-        plan, tuple(ids or [seed + 2] * tokens), pool, states, checklist, read
+        plan, tuple(ids or [seed + 2] * tokens), pool, states, manifest, read
     )
-    for item in checklist.items:
+    for item in manifest.items:
         fill(prompt, item, (seed, item))
     return prompt
 
@@ -175,10 +174,10 @@ def make_related(
     return prompt
 
 
-def shared_bytes(checklist: Manifest, shared: int) -> int:
+def shared_bytes(manifest: Manifest, shared: int) -> int:
     """Bytes of the records that lie wholly in so many first tokens."""
-    plan = checklist.plan
-    units = [unit for units in units_of(plan, checklist.tokens) for unit in units]
+    plan = manifest.plan
+    units = [unit for units in units_of(plan, manifest.tokens) for unit in units]
     known = [unit for unit in units if unit.end <= shared]
     items = [item for unit in known for item in unit.items(plan.groups[unit.group])]
-    return sum(map(checklist.nbytes, items))
+    return sum(map(manifest.nbytes, items))

@@ -109,7 +109,7 @@ async def test_a_router_that_has_much_to_catch_up_with_hears_all_of_it():
     backlog = StepEvents(
         tuple(TokenEvent(x, 0, 0, 1, logprobs=[0.5] * 500_000) for x in "abcd"), Load(7)
     )
-    assert len(backlog.to_message().SerializeToString()) > 8 << 20
+    assert len(backlog.to_proto().SerializeToString()) > 8 << 20
     async with (
         open_worker() as (worker, client),
         aclosing(client.events({}, "me")) as events,
@@ -145,4 +145,4 @@ async def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():
 )
 def test_work_that_makes_no_sense_is_refused(message):
     with pytest.raises(RequestError):
-        Submit.from_message(message)
+        Submit.from_proto(message)

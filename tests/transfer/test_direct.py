@@ -35,7 +35,7 @@ async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(
     async with open_peer(DIRECT, tls_of(papers) if tls else None) as (peer, channel):
         senders = [peer.sender(prompt, channel, rid) for rid in "abc"]
         for stats in await asyncio.gather(*(hand_over(x, prompt) for x in senders)):
-            assert stats.payload_bytes == prompt.checklist.total_bytes
+            assert stats.payload_bytes == prompt.manifest.total_bytes
             assert stats.attaches == 1
         (socket,) = peer.channels
         assert isinstance(socket, direct.AsyncSocket)

@@ -50,9 +50,8 @@ def send(
 
     async def scene() -> None:
         prompt = make_prompt(TOKENS)
-        sender = Sender(
-            Channel(address, None, options), attach, prompt.plan, prompt.read
-        )
+        sender = Sender(Channel(address, None, options), attach, prompt.plan)
+        sender.queue.read_from(prompt.read)
         try:
             await hand_over(sender, prompt)
         except ReservationError as error:
@@ -71,11 +70,12 @@ async def push_until(
 ) -> HandoffStats:
     """Hand over, and strike once so much of the records is out; the commit follows the strike."""
     channel = Channel(address, None, options)
-    sender = Sender(channel, attach, prompt.plan, prompt.read, 30.0)
+    sender = Sender(channel, attach, prompt.plan, deadline_s=30.0)
+    sender.queue.read_from(prompt.read)
     running = asyncio.create_task(sender.run())
     for layer in range(len(prompt.plan.group_of)):
-        sender.offer(prompt.checklist.layer(layer))
-    await until(lambda: sender.outbox.payload_bytes >= nbytes or running.done())
+        sender.offer(prompt.manifest.layer(layer))
+    await until(lambda: sender.queue.payload_bytes >= nbytes or running.done())
     strike()
     sender.finish(42)
     try:
@@ -104,7 +104,7 @@ async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_complete
         for point in range(POINTS):
             attach = peer.promise(prompt, f"r{point}")
             with process(send, peer.address, attach, slow) as (child, _):
-                some = source.randrange(1, len(prompt.checklist.items) - 15)
+                some = source.randrange(1, len(prompt.manifest.items) - 15)
                 await until(lambda n=some: peer.arrived() >= n or not peer.held)
                 child.kill()
             await until(lambda: not peer.held)
@@ -216,8 +216,6 @@ async def test_a_link_that_was_down_is_resumed_and_sends_only_the_rest(
         await channel.close()
         proxy.close()
         assert proxy.struck
-        assert (
-            stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
-        )
+        assert stats.payload_bytes < prompt.manifest.total_bytes + 4 * QUICK.frame_bytes
         peer.assert_admitted(r=prompt)
         peer.close()

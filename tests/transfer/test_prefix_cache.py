@@ -37,9 +37,9 @@ def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, sha
         make_related(tokens + 37, 1, shared),
         make_related(tokens, 2, shared),
     )
-    known, desk = shared_bytes(second.checklist, shared), Desk(1 << 21)
-    assert desk.give(first, "one") == first.checklist.total_bytes
-    assert desk.give(second, "two") == second.checklist.total_bytes - known
+    known, desk = shared_bytes(second.manifest, shared), Desk(1 << 21)
+    assert desk.give(first, "one") == first.manifest.total_bytes
+    assert desk.give(second, "two") == second.manifest.total_bytes - known
     assert known > 0
     admissions = [desk.engine["one"], desk.engine["two"]]
     for prompt, admission in zip((first, second), admissions, strict=True):
@@ -64,8 +64,10 @@ def test_a_reservation_says_how_much_is_here_and_what():
     units = units_of(PLAN, 2250)
     named = [*units[0][:1], *units[1][:32]]
     items = [item for unit in named for item in unit.items(PLAN.groups[unit.group])]
-    sent, place = first.digests(), second.checklist.place
-    assert attached.here() == {place(x): sent[first.checklist.place(x)] for x in items}
+    sent, place = first.digests(), second.manifest.index_of
+    assert attached.received() == {
+        place(x): sent[first.manifest.index_of(x)] for x in items
+    }
 
 
 def test_to_know_a_prompt_a_receiver_makes_no_list_of_its_items(monkeypatch):
@@ -101,7 +103,7 @@ def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
     desk = Desk(plan_of={"": PLAN, "other": OTHER_PLAN}.__getitem__)
     first, second = make_related(500, 1, 400), make_related(500, 1, 400, OTHER_PLAN)
     desk.give(first, "one")
-    assert desk.give(second, "two", codec="other") == second.checklist.total_bytes
+    assert desk.give(second, "two", codec="other") == second.manifest.total_bytes
     desk.reserve(second, rid="three", codec="other")
     assert desk.known_tokens("three") == 384
 
@@ -136,9 +138,7 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
     )
     scattered = pages[:: len(pages) // 3]
     for key, unit, page in zip(keys[0], units, scattered, strict=False):
-        note = CachedBlock(
-            key, (page,), unit, prompt.checklist, prompt.commit().digests
-        )
+        note = CachedBlock(key, (page,), unit, prompt.manifest, prompt.commit().digests)
         pool.keep(key, (page,), note)
     pool.release(pages)
     assert pool.cached_pages == 3
@@ -154,7 +154,7 @@ def flip(
     desk: Desk, prompt: Prompt, admission: Admission, item: Item, place: int = 0
 ) -> None:
     """One bit of one byte of an item in the pool."""
-    ((start, _),) = Addresses(prompt.checklist, admission.groups).spans(item)
+    ((start, _),) = Addresses(prompt.manifest, admission.groups).spans(item)
     (byte,) = desk.pool.arena.read(start + place, 1)
     desk.pool.arena.write([(start + place, bytes([byte ^ 4]))])
 
@@ -177,12 +177,12 @@ def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
     desk, which, place
 ):
     prompt = make_related(700, 1, 700)
-    item = [x for x in prompt.checklist.items if x.kind in ("page", "segment")][which]
+    item = [x for x in prompt.manifest.items if x.kind in ("page", "segment")][which]
     desk.give(prompt, "one")
     admission = desk.engine["one"]
     desk.free()
     cached = desk.pool.cached_pages
-    flip(desk, prompt, admission, item, place % prompt.checklist.nbytes(item))
+    flip(desk, prompt, admission, item, place % prompt.manifest.nbytes(item))
     ((error, requests),) = desk.scrub().items()
     assert str(item) in str(error)
     assert requests == []
@@ -190,7 +190,7 @@ def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
     assert desk.ledger.counts["damaged"] == 1
     assert not desk.scrub()
     sent = desk.give(prompt, "two")
-    assert 0 < prompt.checklist.total_bytes - sent < shared_bytes(prompt.checklist, 700)
+    assert 0 < prompt.manifest.total_bytes - sent < shared_bytes(prompt.manifest, 700)
     assert prompt.equals(desk.pool.arena, desk.engine["two"].groups)
 
 
@@ -260,7 +260,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
             for unit in chain.from_iterable(units_of(plan, len(tokens)))
             for i, item in enumerate(unit.items(plan.groups[unit.group]))
         }
-        items = holding.arrivals.checklist.items
+        items = holding.arrivals.manifest.items
         assert all(
             seen[items[place]] == known
             for place, known in holding.arrivals.here.items()
@@ -276,7 +276,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     )  # the window begins among what the first prompt kept
     found = [
         x
-        for x in map(longer.arrivals.checklist.item, longer.arrivals.here)
+        for x in map(longer.arrivals.manifest.item, longer.arrivals.here)
         if x.group == 1
     ]
     pages = (sealed - plan.groups[1].dropped(1100)) // 64

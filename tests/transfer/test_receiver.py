@@ -16,7 +16,7 @@ from disagg.errors import (
 from disagg.kv.page import Item
 from disagg.kv.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, fill
+from disagg.transfer.messages import Ack, Attach, Attached, Credit, ticket_to_proto
 from disagg.wire import Commit, Frame, Ticket, frame_message, pack
 from tests.transfer.desk import corrupt
 from tests.transfer.peer import Peer, open_peer, until
@@ -33,8 +33,8 @@ class Booth(Peer):
         self, prompt: Prompt, ticket: Ticket, direct: bool = False
     ) -> Attached:
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens, direct)
-        data = await self.receiver.attach(attach.to_message().SerializeToString())
-        return Attached.from_message(kv.AttachResponse.FromString(data))
+        data = await self.receiver.attach(attach.to_proto().SerializeToString())
+        return Attached.from_proto(kv.AttachResponse.FromString(data))
 
     async def stream(self, messages: Iterable[bytes]) -> list[Credit]:
         """All answers of one channel."""
@@ -44,13 +44,11 @@ class Booth(Peer):
                 yield message
 
         replies = self.receiver.push(each())
-        return [
-            Credit.from_message(kv.PushResponse.FromString(x)) async for x in replies
-        ]
+        return [Credit.from_proto(kv.PushResponse.FromString(x)) async for x in replies]
 
     async def commit(self, commit: Commit) -> Ack:
         data = await self.receiver.commit(message(commit))
-        return Ack.from_message(kv.CommitResponse.FromString(data))
+        return Ack.from_proto(kv.CommitResponse.FromString(data))
 
 
 @pytest.fixture
@@ -136,7 +134,7 @@ async def test_what_is_no_frame_ends_a_channel_and_breaks_all_on_it(
     assert booth.ledger.gauges() == {"reservations": 1, "streams": 0, "running": 0}
     again = replace(ticket, gen=2)
     assert len((await booth.take_over(prompt, again)).have) == len(
-        prompt.frames(again)[0].places
+        prompt.frames(again)[0].indices
     )
     await booth.stream(pages(prompt, again))
     assert isinstance(await booth.commit(prompt.commit(again)), Ack)
@@ -173,7 +171,8 @@ async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_
     kept, lost = booth.begin(prompt, rid="kept"), booth.begin(prompt, rid="lost")
     timers = asyncio.create_task(booth.receiver.run())
     booth.now += 6.0
-    request = fill(kv.RenewRequest, tickets=[kept, Ticket(1, EPOCH, 1)])
+    tickets = [kept, Ticket(1, EPOCH, 1)]
+    request = kv.RenewRequest(tickets=map(ticket_to_proto, tickets))
     answer = await booth.receiver.renew(request.SerializeToString())
     assert list(kv.RenewResponse.FromString(answer).over) == [1]
     booth.now += 6.0

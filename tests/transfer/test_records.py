@@ -35,11 +35,11 @@ TOKENS = [(7 * i) % 101 for i in range(5000)]
 # -- items
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_the_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
-    checklist = Manifest(PLAN, tokens)
-    items = checklist.items
-    assert len(set(items)) == len(items) == checklist.num_items
-    assert [checklist.place(item) for item in items] == list(range(len(items)))
-    assert tuple(map(checklist.item, range(len(items)))) == items
+    manifest = Manifest(PLAN, tokens)
+    items = manifest.items
+    assert len(set(items)) == len(items) == manifest.num_items
+    assert [manifest.index_of(item) for item in items] == list(range(len(items)))
+    assert tuple(map(manifest.item, range(len(items)))) == items
     for layer, index in enumerate(PLAN.group_of):
         inventory = PLAN.groups[index].inventory(tokens)
         for kind in Kind:
@@ -70,22 +70,22 @@ def test_nothing_larger_than_its_fp16_is_ever_sent_by_a_lossy_codec(name):
 
 def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last():
     prompt = make_prompt(4200)
-    prompt.checklist.match(prompt.states)
+    prompt.manifest.match(prompt.states)
     (state, *_) = [x for x in prompt.states if len(x.runs) > 1]
     first, last = state.runs[0], state.runs[-1]
     state.runs.append(
         Run(last.layout, first.segment, 4096, array("i", [last.pages.pop()]))
     )
     with pytest.raises(TransferError, match="sealed while decoding"):
-        prompt.checklist.match(prompt.states)
+        prompt.manifest.match(prompt.states)
 
 
 def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     prompt = make_prompt(300)
     arena = SlowArena(prompt.pool.arena.read(0, prompt.pool.arena.nbytes))
     source, items = (
-        ArenaSource(arena, prompt.checklist, prompt.states),
-        prompt.checklist.items,
+        ArenaSource(arena, prompt.manifest, prompt.states),
+        prompt.manifest.items,
     )
     expected = [bytes(prompt.bytes_of(item)) for item in items]
     wait = source.stage(items[:-2])
@@ -101,17 +101,17 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
 def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
     """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
-    addresses = Addresses(prompt.checklist, prompt.states)
+    addresses = Addresses(prompt.manifest, prompt.states)
     arrivals, place = (
-        ReceivedItems(prompt.checklist, addresses, {}),
-        prompt.checklist.place,
+        ReceivedItems(prompt.manifest, addresses, {}),
+        prompt.manifest.index_of,
     )
     whole, rows = (Item(Kind.RAW, 0, 2, record) for record in (6, 7))
     frame = prompt.frame(TICKET, [whole, rows])
     assert len(arrivals.absent(frame)[0]) == 2
     for wrong in (
-        replace(frame, places=(prompt.checklist.num_items, place(rows))),
-        replace(frame, places=(place(rows), place(whole))),
+        replace(frame, indices=(prompt.manifest.num_items, place(rows))),
+        replace(frame, indices=(place(rows), place(whole))),
         replace(frame, payload=frame.payload[:1] * 2),
     ):
         with pytest.raises(LayoutError):

@@ -41,7 +41,7 @@ def test_reserving_touches_only_what_is_never_sent_and_all_is_written_before_adm
     desk.push(prompt, ticket)
     ack = desk.ledger.commit(prompt.commit(ticket))
     assert ack.verify_ms == pytest.approx(
-        prompt.checklist.num_items
+        prompt.manifest.num_items
     )  # a look at the clock each
     assert prompt.equals(arena, desk.admitted().groups)
 
@@ -182,7 +182,7 @@ def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none
     longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys()
     ids = longer.ids[: prompt.tokens]
     ticket = desk.attach(longer, desk.reserve(longer, prompt=ids, moved=longer.tokens))
-    assert desk.push(longer, ticket) == longer.checklist.total_bytes
+    assert desk.push(longer, ticket) == longer.manifest.total_bytes
     assert isinstance(desk.at(1.0).commit(longer.commit(ticket)), Ack)
     assert desk.pool.kept_keys() == known
     with pytest.raises(errors.RequestError, match="moves with 7"):
@@ -221,7 +221,7 @@ def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prom
         desk.store(prompt.frames(replace(right.ticket, gen=2))[0])
     assert (attached.lease_s, attached.credit) == (
         10.0,
-        2 * prompt.checklist.frame_bytes,
+        2 * prompt.manifest.frame_bytes,
     )
 
 

@@ -117,7 +117,7 @@ class Machine(stateful.RuleBasedStateMachine):
         assert attached.admitted == admitted
         if not attached.admitted:
             self.tickets.append((ticket, key))
-            self.have[nonce] = attached.here()
+            self.have[nonce] = attached.received()
             assert gen > self.gens.get(nonce, 0)
             self.gens[nonce] = gen
 
@@ -171,7 +171,7 @@ class Machine(stateful.RuleBasedStateMachine):
         ticket, key = data.draw(st.sampled_from(self.tickets))
         prompt, have = self.prompts[key], self.have[ticket.nonce]
         items = [
-            x for place, x in enumerate(prompt.checklist.items) if place not in have
+            x for place, x in enumerate(prompt.manifest.items) if place not in have
         ]
         if spoilt and items:
             self.write(corrupt(prompt.frame(ticket, items[-1:])), channel)
@@ -294,7 +294,7 @@ class Machine(stateful.RuleBasedStateMachine):
         assert self.ledger.gauges()["running"] == len(self.engine)
         for key, admission in self.engine.items():
             prompt = self.prompts[key]
-            read = ArenaSource(self.pool.arena, prompt.checklist, admission.groups)
+            read = ArenaSource(self.pool.arena, prompt.manifest, admission.groups)
             assert (
                 replace(prompt, read=read).commit().digests == admission.commit.digests
             )

@@ -37,9 +37,9 @@ async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
             assert (commit.first_token, commit.extras) == (42, {"ids": [1, 2]})
             assert stats.wire_bytes == peer.nbytes
             assert (
-                stats.payload_bytes + stats.cached_bytes == prompt.checklist.total_bytes
+                stats.payload_bytes + stats.cached_bytes == prompt.manifest.total_bytes
             )
-            most = 300 * len(peer.frames) + 40 * len(prompt.checklist.items)
+            most = 300 * len(peer.frames) + 40 * len(prompt.manifest.items)
             assert 0 < stats.wire_bytes - stats.payload_bytes < most
             assert stats.attaches == 1
             assert min(stats.verify_ms, stats.admit_ms, stats.exposed_ms) > 0
@@ -69,7 +69,7 @@ async def test_a_layer_is_there_before_the_next_is_offered(prompt):
         sender, offered = peer.sender(prompt, channel), 0
         running = asyncio.create_task(sender.run())
         for layer in range(3):
-            items = list(prompt.checklist.layer(layer))
+            items = list(prompt.manifest.layer(layer))
             sender.offer(items)
             offered += len(items)
             await until(lambda n=offered: peer.arrived() == n)
@@ -81,7 +81,9 @@ async def test_a_layer_is_there_before_the_next_is_offered(prompt):
 async def test_a_receiver_that_lost_what_it_took_ends_the_hand_off(prompt):
     async with open_peer() as (peer, channel):
         taken = lambda ticket: Credit(ticket.nonce, ticket.gen)  # noqa: E731
-        peer.on_frame = lambda frame: taken(frame.ticket) if 3 in frame.places else None
+        peer.on_frame = lambda frame: (
+            taken(frame.ticket) if 3 in frame.indices else None
+        )
         with pytest.raises(
             errors.TransferError, match="items of the commit never came"
         ):
@@ -133,7 +135,7 @@ async def test_an_attachment_or_a_commit_that_is_refused_is_final(
 async def test_the_deadline_ends_a_hand_off(prompt):
     async with open_peer() as (peer, channel):
         sender = peer.sender(prompt, channel, deadline_s=0.2)
-        sender.offer(prompt.checklist.layer(0))
+        sender.offer(prompt.manifest.layer(0))
         with pytest.raises(errors.DeadlineError, match=r"longer than 0\.2 s"):
             await sender.run()
 
@@ -163,7 +165,7 @@ async def test_a_frame_that_is_corrupt_there_is_sent_again_until_the_third(
         peer.on_frame = drop
         running = hand_over(peer.sender(prompt, channel), prompt)
         if times == 2:
-            assert (await running).payload_bytes > prompt.checklist.total_bytes
+            assert (await running).payload_bytes > prompt.manifest.total_bytes
             peer.assert_admitted(r=prompt)
         else:
             with pytest.raises(error, match="flipped"):
@@ -178,7 +180,7 @@ async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
     with pytest.raises(
         errors.LayoutError, match="an item of a prompt of 130 tokens takes"
     ):
-        Sender(Channel("127.0.0.1:1"), attach, plan, None)
+        Sender(Channel("127.0.0.1:1"), attach, plan)
 
 
 @pytest.mark.parametrize("codec", ["raw", "kivi", "gear", "alignedkv", "ott", "h2o"])
@@ -186,10 +188,7 @@ async def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
     """Llama 3.1 70B, 32K tokens: no item and no commit is too large."""
     plan = parse_plan(codec, KVShape(80, 8, 128, "float16", (None,) * 80))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 32768)
-    assert (
-        Sender(Channel("127.0.0.1:1"), attach, plan, None).outbox.frame_bytes
-        == FRAME_BYTES
-    )
+    assert Sender(Channel("127.0.0.1:1"), attach, plan).queue.frame_bytes == FRAME_BYTES
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(
             peer.on_attach = fail
         else:
             peer.on_frame = cut
-        sender.offer(prompt.checklist.layer(0))
+        sender.offer(prompt.manifest.layer(0))
         with pytest.raises(KeyError, match="a copy failed"):
             await sender.run()
 
@@ -236,7 +235,7 @@ async def test_a_bug_at_the_receiver_breaks_the_stream_and_hand_offs_are_resumed
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         running = [asyncio.create_task(sender.run()) for sender in senders]
         await until(
-            lambda: all(sender.outbox.credit for sender in senders)
+            lambda: all(sender.queue.credit for sender in senders)
         )  # both are attached
         for sender in senders:
             offer_all(sender, prompt)
@@ -244,7 +243,7 @@ async def test_a_bug_at_the_receiver_breaks_the_stream_and_hand_offs_are_resumed
         assert [stats.attaches for stats in several] == [2, 2]
         assert len(peer.channels) == 2
         sent = sum(stats.payload_bytes for stats in several)
-        assert sent < 2 * prompt.checklist.total_bytes + 5 * QUICK.frame_bytes
+        assert sent < 2 * prompt.manifest.total_bytes + 5 * QUICK.frame_bytes
         peer.assert_admitted(a=prompt, b=prompt)
         peer.close()
 
@@ -280,12 +279,12 @@ async def test_frames_leave_by_deadline_then_by_layer(prompt):
         late.deadline = patient.deadline
         order = []
         for layer, sender in enumerate((late, patient, urgent)):
-            sender.offer(prompt.checklist.layer(layer))
-            sender.outbox.attached({}, credit=1 << 20)
+            sender.offer(prompt.manifest.layer(layer))
+            sender.queue.restart({}, credit=1 << 20)
             channel._attached[sender.ticket.nonce] = sender
         while chosen := channel._next():
             sender, _ = chosen
-            sender.outbox.answered()
+            sender.queue.on_answer()
             order.append(sender)
         channel._attached.clear()
         assert sorted(order, key=[urgent, late, patient].index) == order
@@ -309,22 +308,22 @@ async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
         peer.pause = held.wait
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         first, second = (asyncio.create_task(hand_over(x, prompt)) for x in senders)
-        await until(lambda: all(sender.outbox.payload_bytes for sender in senders))
+        await until(lambda: all(sender.queue.payload_bytes for sender in senders))
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        left = senders[0].outbox.payload_bytes
+        left = senders[0].queue.payload_bytes
         held.set()
         await second
         assert peer.opened == 1
-        assert senders[0].outbox.payload_bytes == left  # nothing more of it was sent
+        assert senders[0].queue.payload_bytes == left  # nothing more of it was sent
         peer.assert_admitted(b=prompt)
 
 
 async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
     async with open_peer() as (peer, channel):
         bad, good = (peer.sender(prompt, channel, rid) for rid in ("bad", "good"))
-        bad.outbox._source = Mock(read=Mock(side_effect=KeyError("no such page")))
+        bad.queue._source = Mock(read=Mock(side_effect=KeyError("no such page")))
         both = (hand_over(sender, prompt) for sender in (bad, good))
         failed, fine = await asyncio.gather(*both, return_exceptions=True)
         assert isinstance(failed, KeyError)
@@ -342,7 +341,7 @@ async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_ar
         peer.pause = slow.wait
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         first, second = (asyncio.create_task(sender.run()) for sender in senders)
-        senders[1].offer(prompt.checklist.layer(0))
+        senders[1].offer(prompt.manifest.layer(0))
         await until(lambda: len(peer.renewals) >= 5)
         assert {*peer.renewals[-1]} == {sender.ticket for sender in senders}
         peer.ledger.abort("a", 0, "client gone")
@@ -350,7 +349,7 @@ async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_ar
             await first
         slow.set()
         for layer in (1, 2):
-            senders[1].offer(prompt.checklist.layer(layer))
+            senders[1].offer(prompt.manifest.layer(layer))
         senders[1].finish(42)
         assert (await second).attaches == 1
 
@@ -363,7 +362,7 @@ async def test_a_failed_renewal_breaks_the_channel_and_all_attach_anew(
         running = asyncio.create_task(sender.run())
         await until(lambda: bool(peer.renewals))
         with monkeypatch.context() as broken:
-            broken.setattr("disagg.transfer.channel.fill", None)
+            broken.setattr("disagg.transfer.channel.ticket_to_proto", None)
             await until(lambda: len(peer.attaches) >= 2)
         renewed = len(peer.renewals)
         await until(lambda: len(peer.renewals) > renewed)

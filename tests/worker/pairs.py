@@ -10,7 +10,8 @@ from disagg.config import Config, RouterConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
-from disagg.router.router import Router, TokenOutput, WorkerConnection
+from disagg.router.actions import TokenOutput
+from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role
 from disagg.transfer.rpc import connect
@@ -68,12 +69,12 @@ class House:
         self, prompt: Prompt, codec: str, heard: int = 2, max_tokens: int = 2000
     ) -> asyncio.Task[tuple[list[int], TokenOutput]]:
         """An answer of which so many tokens have come: the second is of its decode worker."""
-        said: list[int] = []
+        tokens: list[int] = []
         outputs = self.router.generate(
             prompt, GREEDY | {"max_tokens": max_tokens}, codec
         )
-        asking = asyncio.create_task(collect(outputs, said))
-        await until(lambda: len(said) >= heard or asking.done())
+        asking = asyncio.create_task(collect(outputs, tokens))
+        await until(lambda: len(tokens) >= heard or asking.done())
         return asking
 
     async def gauges(self) -> dict[str, Mapping[str, float]]:
@@ -86,9 +87,9 @@ class House:
         """Every gauge of every worker is zero, soon, and the pools are whole."""
 
         def nothing() -> bool:
-            seen = self.seen.values()
+            sightings = self.seen.values()
             return not any(
-                x for each in seen for name, x in each.items() if name not in IDLE
+                x for each in sightings for name, x in each.items() if name not in IDLE
             )
 
         self.seen = await self.gauges()
@@ -110,15 +111,15 @@ async def house(
     """Nobody home yet; everybody leaves at the end. Short prompts are handed off too."""
     config = config or Config()
     transfer = replace(config.transfer, min_disagg_tokens=min_tokens)
-    found = House(replace(config, transfer=transfer), Router(RouterConfig(**router)))  # type: ignore[arg-type]
+    home = House(replace(config, transfer=transfer), Router(RouterConfig(**router)))  # type: ignore[arg-type]
     try:
         async with asyncio.timeout(limit_s):
-            yield found
+            yield home
     finally:
-        await found.router.close()
-        for worker in found.workers.values():
+        await home.router.close()
+        for worker in home.workers.values():
             worker.stop(0.0)
-        for worker in found.workers.values():
+        for worker in home.workers.values():
             await until(lambda worker=worker: worker.wait(0.0))  # type: ignore[misc]
 
 
@@ -130,10 +131,10 @@ async def paired(
     **router: float,
 ) -> AsyncIterator[House]:
     """A prefill worker "p" and a decode worker "d"; at the end nobody holds anything."""
-    async with house(config, min_tokens, **router) as found:
-        found.pair(runners)
-        yield found
-        await found.empty()
+    async with house(config, min_tokens, **router) as home:
+        home.pair(runners)
+        yield home
+        await home.empty()
 
 
 async def on_loop(worker: Worker, call: Coroutine[Any, Any, Any]) -> Any:
@@ -150,10 +151,11 @@ def alone(prompt: Prompt, codec: str, max_tokens: int = 12) -> list[int]:
 
 
 async def collect(
-    outputs: AsyncGenerator[TokenOutput], said: list[int] | None = None
+    outputs: AsyncGenerator[TokenOutput], tokens: list[int] | None = None
 ) -> tuple[list[int], TokenOutput]:
     """Tokens and end of an answer. said: where tokens are as soon as they come"""
-    tokens = [] if said is None else said
+    if tokens is None:
+        tokens = []
     async with aclosing(outputs):
         async for output in outputs:
             if output.token is not None:

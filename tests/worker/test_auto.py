@@ -28,20 +28,23 @@ def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
         "attention_error": {"raw": [0.0], "fp8": [0.1]},
         "link_bytes_per_s": 350.0,
     }
-    rules.choices.learn(learned, ("p", "d"))
-    asked = replace(job(tokens=300), codec="auto")
-    (reserve,) = only(Reserve, rules.submit(asked, 0.0))
+    rules.codec_policy.learn(learned, ("p", "d"))
+    request = replace(job(tokens=300), codec="auto")
+    (reserve,) = only(Reserve, rules.submit(request, 0.0))
     assert isinstance(reserve, Reserve)
     assert reserve.job.codec == "fp8", (
         "600 bytes of raw take 1.7 s; 1.6 s of 2 may be counted on"
     )
-    rules.choices.learn({"link_bytes_per_s": 1e9}, ("p", "d"))
-    rules.granted("d", "r", 1, GRANT)
-    rules.hear("p", TokenEvent("r", 1, 0, error=TransferError("broken")), 0.5)
+    rules.codec_policy.learn({"link_bytes_per_s": 1e9}, ("p", "d"))
+    rules.on_grant("d", "r", 1, GRANT)
+    rules.on_event("p", TokenEvent("r", 1, 0, error=TransferError("broken")), 0.5)
     (again,) = only(Reserve, rules.tick(1.0))
     assert isinstance(again, Reserve)
     assert (again.job.attempt, again.job.codec) == (2, "fp8")
-    assert (rules.entries["r"].choice, rules.choices.chosen["fp8", "deadline"]) == (
+    assert (
+        rules.requests["r"].codec_reason,
+        rules.codec_policy.chosen["fp8", "deadline"],
+    ) == (
         "deadline",
         1,
     )
@@ -55,21 +58,21 @@ def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
         "attention_error": {"raw": [0.0], "fp8": [0.1]},
         "link_bytes_per_s": 2850.0,
     }
-    rules.choices.learn(learned, ("p", "d"))
+    rules.codec_policy.learn(learned, ("p", "d"))
     rules.submit(replace(job(tokens=300), codec="auto"), 0.0)
-    assert rules.entries["r"].job.codec == "fp8", (
+    assert rules.requests["r"].job.codec == "fp8", (
         "464 bytes cross in time behind the others"
     )
-    assert rules.entries["r"].choice == "deadline", "and 400 are sent"
+    assert rules.requests["r"].codec_reason == "deadline", "and 400 are sent"
 
 
 async def test_the_most_accurate_is_taken_once_errors_are_known(runners, story):
     async with paired(runners, Config(codec="auto", codecs=CODECS)) as home:
-        prompt, found = (story * 2)[:300], []
+        prompt, figures = (story * 2)[:300], []
         for begin, codec in enumerate(["auto", "auto", ""]):
             _, end = await home.complete(prompt[begin:], codec)
-            found.append(end.kv)
-        assert [kv["codec"] for kv in found] == ["fp8", "raw:dtype=fp16", "fp8"]
-        assert [kv.get("choice") for kv in found] == ["unmeasured", "accurate", None]
-        assert set(found[0]["attention_error"]) == set(CODECS)
-        assert found[0]["link_bytes_per_s"] > 0
+            figures.append(end.kv)
+        assert [kv["codec"] for kv in figures] == ["fp8", "raw:dtype=fp16", "fp8"]
+        assert [kv.get("choice") for kv in figures] == ["unmeasured", "accurate", None]
+        assert set(figures[0]["attention_error"]) == set(CODECS)
+        assert figures[0]["link_bytes_per_s"] > 0

@@ -14,15 +14,15 @@ async def ask(
     home: House, prompt: Prompt, tokens: int, leaves_at: int | None
 ) -> list[int]:
     """An answer, as far as its client stays."""
-    said: list[int] = []
+    emitted: list[int] = []
     params = GREEDY | {"max_tokens": tokens}
     async with aclosing(home.router.generate(prompt, params, "")) as outputs:
         async for output in outputs:
-            if leaves_at is not None and len(said) == leaves_at:
-                return said
-            said += [] if output.token is None else [output.token]
+            if leaves_at is not None and len(emitted) == leaves_at:
+                return emitted
+            emitted += [] if output.token is None else [output.token]
     assert output.finish_reason == "length"
-    return said
+    return emitted
 
 
 async def crowd(
@@ -39,8 +39,8 @@ async def crowd(
         for prompt, end in zip(prompts, ends, strict=True)
     ]
     answers = await asyncio.gather(*calls)
-    wanted = [tokens if end is None else end for end in ends]
-    assert [len(said) for said in answers] == wanted
+    expected = [tokens if end is None else end for end in ends]
+    assert [len(answer) for answer in answers] == expected
     await home.empty(within_s)
 
 

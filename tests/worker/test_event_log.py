@@ -22,42 +22,42 @@ async def first_batch(events: EventLog, have: Mapping[str, int]) -> list[TokenEv
 
 async def test_a_router_that_comes_back_hears_what_it_lacks():
     events = EventLog()
-    events.say([token(0), token(1), token(2)])
+    events.publish([token(0), token(1), token(2)])
     assert await first_batch(events, {"r": 2}) == [token(2)]
     assert await first_batch(events, {}) == [token(0), token(1), token(2)]
 
 
 async def test_an_end_is_repeated_even_if_its_token_is_known():
     events = EventLog()
-    events.say([token(0), token(1, reason="length")])
+    events.publish([token(0), token(1, reason="length")])
     assert await first_batch(events, {"r": 2}) == [token(1, reason="length")]
 
 
 async def test_a_new_attempt_replaces_what_the_old_one_said():
     events = EventLog()
-    events.say([token(0), token(1)])
-    events.say([token(1, attempt=2)])
+    events.publish([token(0), token(1)])
+    events.publish([token(1, attempt=2)])
     assert await first_batch(events, {}) == [token(1, attempt=2)]
 
 
 async def test_what_ended_is_kept_until_the_router_says_so_and_a_hand_off_until_its_figures():
     events = EventLog()
-    events.say([token(0, reason="stop"), TokenEvent("s", 1, 0, 7)])
+    events.publish([token(0, reason="stop"), TokenEvent("s", 1, 0, 7)])
     for _ in range(3):
         assert len(await first_batch(events, {})) == 2
-    events.say([TokenEvent("s", 1, 0, stats={"wire_bytes": 1})])
-    assert events.kept == 1
+    events.publish([TokenEvent("s", 1, 0, stats={"wire_bytes": 1})])
+    assert events.num_requests == 1
     events.forget("r", 1)
-    assert events.kept == 0
+    assert events.num_requests == 0
 
 
 async def test_an_abort_forgets_its_attempt_and_no_later_one():
     events = EventLog()
-    events.say([TokenEvent("r", 2, 0, error=PeerLostError("x"))])
+    events.publish([TokenEvent("r", 2, 0, error=PeerLostError("x"))])
     events.forget("r", 1)
-    assert events.kept == 1
+    assert events.num_requests == 1
     events.forget("r", 2)
-    assert events.kept == 0
+    assert events.num_requests == 0
 
 
 async def test_what_is_said_reaches_an_open_stream_with_what_could_be_taken():
@@ -65,13 +65,13 @@ async def test_what_is_said_reaches_an_open_stream_with_what_could_be_taken():
     events = EventLog(lambda: next(loads))
     stream = events.subscribe({})
     assert await anext(stream) == StepEvents((), Load(1))
-    assert events.followed
-    events.say([token(0)])
+    assert events.is_followed
+    events.publish([token(0)])
     assert await anext(stream) == StepEvents((token(0),), Load(2))
-    events.say([])
+    events.publish([])
     assert await anext(stream) == StepEvents((), Load(3))
     await stream.aclose()
-    assert not events.followed
+    assert not events.is_followed
 
 
 async def test_a_worker_follows_the_first_router_until_it_is_gone():
@@ -83,7 +83,7 @@ async def test_a_worker_follows_the_first_router_until_it_is_gone():
     again = events.subscribe({}, "one")
     await anext(again)
     await first.aclose()
-    assert events.followed
+    assert events.is_followed
     await again.aclose()
     second = events.subscribe({}, "two")
     await anext(second)

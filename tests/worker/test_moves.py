@@ -18,10 +18,10 @@ from disagg.kv.page import Kind
 from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState
 from disagg.model.runner import Runner
-from disagg.router import requests as dispatch
+from disagg.router import requests
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
-from disagg.worker.decode import MigrationHandoff
+from disagg.worker.handoff import MigrationHandoff
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
 from tests.worker.pairs import KIVI, leave, paired
@@ -58,10 +58,10 @@ async def test_a_worker_that_leaves_takes_no_token_along(
         self: MigrationHandoff, plan: Plan, groups: Sequence[GroupState]
     ) -> None:
         begin(self, plan, groups)
-        early.append({item.kind for item in self._offered})
+        early.append({item.kind for item in self.offered_items})
 
     monkeypatch.setattr(MigrationHandoff, "begin", begins)
-    with witnessed() as (left, came):
+    with witnessed() as (departures, came):
         async with paired(runners) as home:
             expected, _ = await home.complete(story, codec, max_tokens=LONG)
             asking = await home.begin(story, codec, HEARD, LONG)
@@ -72,12 +72,10 @@ async def test_a_worker_that_leaves_takes_no_token_along(
             home.router.died("d")
             assert (await asking)[0] == expected
             assert leaving.decode.counts["moved"] == 1
-            assert (
-                home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
-            )
+            assert home.router.table.retries == home.router.table.unequal_tokens == 0
             await home.empty()
             assert not leaving.engine.pool.referenced_pages
-    assert left == came
+    assert departures == came
     assert came.total() == 1
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
 
@@ -85,7 +83,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
 async def test_a_sequence_that_outgrows_its_room_moves_as_well(
     home, runners, story, monkeypatch
 ):
-    monkeypatch.setattr(dispatch, "MOVE_TOKENS", 1)
+    monkeypatch.setattr(requests, "MOVE_TOKENS", 1)
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])
@@ -93,7 +91,7 @@ async def test_a_sequence_that_outgrows_its_room_moves_as_well(
     source.assume(Role.NONE)
     assert (await asking)[0] == expected
     assert source.decode.counts["moved"] == 1
-    assert home.router.dispatch.retries == 0
+    assert home.router.table.retries == 0
 
 
 @pytest.mark.parametrize("breaks", ["the codec", "the link"])
@@ -110,11 +108,11 @@ async def test_what_cannot_move_is_computed_elsewhere(
         monkeypatch.setattr(sender.Sender, "run", cut)
     source = home.workers["d"]
     source.assume(Role.PREFILL)
-    await until(lambda: home.router.dispatch.retries > 0)
+    await until(lambda: home.router.table.retries > 0)
     monkeypatch.undo()
     assert (await asking)[0] == expected
     assert not source.decode.counts
-    assert home.router.peers["d"].started.role is Role.PREFILL
+    assert home.router.peers["d"].info.role is Role.PREFILL
 
 
 @pytest.mark.parametrize(
@@ -129,16 +127,16 @@ async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     home.add("d2", Role.DECODE, runners[2])
     does, errors = getattr(engine, part), [error]
 
-    def breaks(shares: Sequence[ScheduledTokens], *given: Any) -> Any:
+    def breaks(shares: Sequence[ScheduledTokens], *arguments: Any) -> Any:
         if errors and any(share.decodes and share.sequence.handoff for share in shares):
             raise errors.pop()
-        return does(shares, *given)
+        return does(shares, *arguments)
 
     monkeypatch.setattr(engine, part, breaks)
     home.workers["d"].assume(Role.NONE)
     assert (await asking)[0] == expected
     assert not errors
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
 
 
 async def test_a_worker_that_ends_before_all_has_moved_says_so(
@@ -154,7 +152,7 @@ async def test_a_worker_that_ends_before_all_has_moved_says_so(
     await until(lambda: leaving.wait(0.0))
     monkeypatch.undo()
     home.router.died("d")
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
     assert (await asking)[0] == expected
 
 
@@ -169,7 +167,9 @@ async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(
     await leave(asking)
     await home.empty()
     assert not source.decode._moves
-    source.decode.way.step([Moved("given-up#1/d", (1,))])  # a step was on its way
+    source.decode.context.deliver(
+        [Moved("given-up#1/d", (1,))]
+    )  # a step was on its way
 
 
 async def test_a_sequence_that_ended_before_it_was_to_move_is_not_computed_again(

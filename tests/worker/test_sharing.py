@@ -36,11 +36,11 @@ async def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(
     first, second = beginning + story[40:130], beginning + story[7:190]
     _, one = await home.complete(first, codec)
     tokens, two = await home.complete(second, codec)
-    checklist = Manifest(home.workers["d"].engine.plan(codec), len(second))
-    shared = shared_bytes(checklist, SHARED)
+    manifest = Manifest(home.workers["d"].engine.plan(codec), len(second))
+    shared = shared_bytes(manifest, SHARED)
     assert one.kv["cached_bytes"] == 0
-    assert two.kv["cached_bytes"] == shared > checklist.total_bytes / 3
-    assert two.kv["wire_bytes"] < 1.05 * (checklist.total_bytes - shared) + 20_000
+    assert two.kv["cached_bytes"] == shared > manifest.total_bytes / 3
+    assert two.kv["wire_bytes"] < 1.05 * (manifest.total_bytes - shared) + 20_000
     await home.empty()
     assert home.seen["d"]["cached_pages"] > 0  # later a scrub may own some
     assert tokens == alone(second, codec)
@@ -65,17 +65,17 @@ async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_on
     await on_loop(decode, alter_and_scrub(decode))
     assert (await asking)[0] == expected
     assert decode.receiver.reservations.counts["damaged"] == 1
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
 
 
 async def alter_and_scrub(worker: Worker) -> None:
     """Flip a bit of a code of a page in the last layer: few tokens would change."""
     pool = worker.engine.pool
-    (kept,) = pool.take(pool.kept_keys()[:1])
-    place = kept.pages[0] * ARENA_UNIT + 4097
+    (cached_page,) = pool.take(pool.kept_keys()[:1])
+    place = cached_page.pages[0] * ARENA_UNIT + 4097
     (byte,) = pool.arena.read(place, 1)
     pool.arena.write([(place, bytes([byte ^ 1]))])
-    pool.release(kept.pages)
+    pool.release(cached_page.pages)
     await worker.receiver.scrub(1 << 30)
 
 
@@ -92,12 +92,12 @@ async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_i
 ):
     (first, one), (second, two) = [await home.complete(story, KIVI) for _ in range(2)]
     assert first == second
-    known = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
-    assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, known)
+    cached_tokens = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
+    assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, cached_tokens)
     status = await home.router.status()
     prefill, decode = (status[name].info["counts"] for name in ("p", "d"))
-    assert prefill["computed_tokens"] == 2 * len(story) - known
-    assert prefill["cached_tokens"] == known
+    assert prefill["computed_tokens"] == 2 * len(story) - cached_tokens
+    assert prefill["cached_tokens"] == cached_tokens
     shared = decode["shared_tokens"]
     assert 0 < shared < len(story)
     assert decode["received_tokens"] == 2 * len(story) - shared
@@ -108,22 +108,22 @@ async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_i
 @pytest.fixture
 def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is encoded before it is known what the other side has."""
-    attached, has, known = SendQueue.attached, OutgoingHandoff.has, set[SendQueue]()
+    restart, has, queues = SendQueue.restart, OutgoingHandoff.has, set[SendQueue]()
     changed = threading.Condition()
 
     def note(self: SendQueue, *arguments: Any) -> None:
-        attached(self, *arguments)
+        restart(self, *arguments)
         with changed:
-            known.add(self)
+            queues.add(self)
             changed.notify_all()
 
     def ask(self: OutgoingHandoff, item: Item) -> bool:
-        outbox = self.sender.outbox
+        queue = self.sender.queue
         with changed:
-            assert changed.wait_for(lambda: outbox in known, timeout=30)
+            assert changed.wait_for(lambda: queue in queues, timeout=30)
         return has(self, item)
 
-    monkeypatch.setattr(SendQueue, "attached", note)
+    monkeypatch.setattr(SendQueue, "restart", note)
     monkeypatch.setattr(OutgoingHandoff, "has", ask)
 
 
@@ -136,7 +136,9 @@ async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkey
 
     async def note(self: OutgoingHandoff, *arguments: Any) -> Any:
         stats = await commit(self, *arguments)
-        left_out.append(sum(item.kind is Kind.PAGE for item in self._left_out))
+        left_out.append(
+            sum(item.kind is Kind.PAGE for item in self.sender.queue._not_encoded)
+        )
         return stats
 
     monkeypatch.setattr(OutgoingHandoff, "commit", note)
@@ -157,15 +159,15 @@ async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(
 
     def miss(self: Sender, *arguments: Any) -> None:
         if not missed:
-            missed.append(min(self.outbox._source._left_out))
-            here = dict(self.outbox.there)
-            del here[self.outbox.checklist.place(*missed)]
-            self.outbox.attached(here, self.outbox.credit)
+            missed.append(min(self.queue._not_encoded))
+            peer_has = dict(self.queue.peer_has)
+            del peer_has[self.queue.manifest.index_of(*missed)]
+            self.queue.restart(peer_has, self.queue.credit)
         finish(self, *arguments)
 
     monkeypatch.setattr(Sender, "finish", miss)
     tokens, _ = await home.complete(story, KIVI)
     assert missed
     assert tokens == expected
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
     assert home.workers["p"].prefill.failures == {TransferError.reason: 1}

@@ -84,9 +84,9 @@ async def test_a_worker_of_both_roles_hands_nothing_over_and_computes_nothing_tw
             assert first.kv["cached_tokens"] == two.kv["cached_tokens"]
         await home.empty()
         home.add("d", Role.DECODE, runners[1])
-        await until(lambda: home.router.dispatch.members.keys() == {"w", "d"})
+        await until(lambda: home.router.table.workers.keys() == {"w", "d"})
         home.workers["w"].role = Role.PREFILL  # and so the router is told
-        home.router.dispatch.members["w"].started = home.workers["w"].started
+        home.router.table.workers["w"].info = home.workers["w"].started
         assert (await home.complete(story, KIVI))[0] == tokens
         await home.empty()
 
@@ -106,7 +106,7 @@ async def test_an_answer_of_one_token_ships_nothing(home, runners, story, monkey
 
 async def test_a_worker_says_what_its_links_can_do(home, story):
     prefill, decode = home.workers["p"], home.workers["d"]
-    address = home.router.peers["d"].started.address
+    address = home.router.peers["d"].info.address
     (line,) = await asyncio.to_thread(prefill.meet, [address])
     assert line.startswith(f"link to {address}: ")
     await home.complete(story, KIVI)
@@ -130,13 +130,13 @@ async def test_where_no_c_library_was_built_the_reference_serves_and_all_say_so_
 ):
     monkeypatch.setattr(library, "load", lambda: None)
     monkeypatch.setattr(library, "paths", library.paths.__wrapped__)
-    told = "torch: no C library, the reference serves"
+    message = "torch: no C library, the reference serves"
     async with house() as home:
         home.add("w", Role.BOTH, runners[0])
         assert (await home.complete(story, KIVI))[0] == alone(story, KIVI)
-        assert (await home.workers["w"].status()).info["backend"] == told
-    assert [x for x in caplog.messages if "torch" in x] == [f"w: {told}"]
-    assert describe_machine()["kernels"] == told
+        assert (await home.workers["w"].status()).info["backend"] == message
+    assert [x for x in caplog.messages if "torch" in x] == [f"w: {message}"]
+    assert describe_machine()["kernels"] == message
 
 
 async def test_frames_may_go_over_a_socket_of_their_own(runners, story):
@@ -149,18 +149,18 @@ async def test_frames_may_go_over_a_socket_of_their_own(runners, story):
 async def test_only_the_thread_of_the_engine_computes_with_several(
     runners, monkeypatch
 ):
-    seen, run, before = [], Engine.run, torch.get_num_threads()
+    thread_counts, run, before = [], Engine.run, torch.get_num_threads()
 
-    def counted(*given: Any) -> None:
-        seen.append(torch.get_num_threads())
-        run(*given)
+    def counted(*arguments: Any) -> None:
+        thread_counts.append(torch.get_num_threads())
+        run(*arguments)
 
     monkeypatch.setattr(Engine, "run", counted)
     async with paired(
         runners, Config(KIVI, engine=EngineConfig(torch_threads=before + 1))
     ):
         pass
-    assert seen == [before + 1] * 2
+    assert thread_counts == [before + 1] * 2
     assert torch.get_num_threads() == before
     torch.set_num_threads(before)  # of threads that begin later
 
@@ -190,12 +190,12 @@ async def test_pages_of_a_device_go_by_way_of_the_host(runners, story, monkeypat
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return Pool(DeviceArena(tensor), slab_bytes), tensor
 
-    found = []
+    figures = []
     for _ in range(2):
         async with paired(runners) as home:
-            found.append(await home.complete(story, KIVI))
+            figures.append(await home.complete(story, KIVI))
         monkeypatch.setattr("disagg.engine.engine.make_pool", on_device)
-    (plain, last), (staged, end) = found
+    (plain, last), (staged, end) = figures
     assert staged == plain
     assert end.kv["wire_bytes"] == pytest.approx(last.kv["wire_bytes"], rel=0.01)
 
@@ -204,18 +204,18 @@ async def test_what_left_is_freed_without_the_garbage_collector(
     home, story, monkeypatch
 ):
     """Its collections stop every thread, the longer the more items prompts had."""
-    begin, left = OutgoingHandoff.begin, list[ref[OutgoingHandoff]]()
+    begin, handoffs = OutgoingHandoff.begin, list[ref[OutgoingHandoff]]()
 
-    def begun(self: OutgoingHandoff, *given: Any) -> None:
-        left.append(ref(self))
-        begin(self, *given)
+    def begun(self: OutgoingHandoff, *arguments: Any) -> None:
+        handoffs.append(ref(self))
+        begin(self, *arguments)
 
     monkeypatch.setattr(OutgoingHandoff, "begin", begun)
     gc.disable()
     try:
         for _ in range(2):  # the engine keeps what its last step was of
             await home.complete(story, KIVI)
-        await until(lambda: len(left) == 2 and left[0]() is None)
+        await until(lambda: len(handoffs) == 2 and handoffs[0]() is None)
     finally:
         gc.enable()
 
@@ -273,8 +273,8 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
         return encode(*args, target=target)
 
     def attending(*args: Any) -> list[View]:
-        found = views_of(*args)
-        for view in found:
+        views = views_of(*args)
+        for view in views:
             for page in (
                 view.pages.flatten().tolist()
                 if isinstance(view.fmt, PageFormat)
@@ -283,7 +283,7 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
                 start = page * ARENA_UNIT + view.base
                 block = view.arena[start : start + view.heads * view.fmt.block_bytes]
                 attended.add(digest(block.numpy().tobytes()))
-        return found
+        return views
 
     def calling(self: LayerCalls, rank: int, *args: Any) -> Tensor:
         table = self._tables[0]  # of pages; the other one is of the tail
@@ -299,11 +299,13 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     engine = home.workers["d"].engine
 
     def admitting(self: DecodeSide, admission: Admission) -> None:
-        checklist = Manifest(engine.plan(KIVI), admission.commit.tokens)
-        source = ArenaSource(engine.pool.arena, checklist, admission.groups)
-        for item, seen in zip(checklist.items, admission.commit.digests, strict=True):
+        manifest = Manifest(engine.plan(KIVI), admission.commit.tokens)
+        source = ArenaSource(engine.pool.arena, manifest, admission.groups)
+        for item, page_digest in zip(
+            manifest.items, admission.commit.digests, strict=True
+        ):
             if item.kind is Kind.PAGE:
-                wired[item] = seen
+                wired[item] = page_digest
                 (data,) = source.read([item])
                 stored[item] = digest(data)
         admit(self, admission)

@@ -56,11 +56,11 @@ async def test_a_hand_off_given_up_while_its_pages_came_is_no_failure(
     reached, go = offering
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
-    decode, (rid,) = home.workers["d"], home.router.dispatch.entries
+    decode, (rid,) = home.workers["d"], home.router.table.requests
     await on_loop(decode, decode.abort(rid, 1, "given up"))
     go.set()
     assert (await asking)[0] == alone(story, KIVI)
-    assert home.router.dispatch.retries == 1
+    assert home.router.table.retries == 1
     for worker in home.workers.values():
         assert (await worker.status()).info["failures"] == {}
 
@@ -73,7 +73,7 @@ async def test_a_worker_that_dies_costs_no_token(victim, heard, home, runners, s
     home.add(f"{victim}2", home.workers[victim].role, runners[2])
     await home.kill(victim)
     assert (await asking)[0] == expected
-    assert home.router.dispatch.unequal_tokens == 0
+    assert home.router.table.unequal_tokens == 0
 
 
 async def test_a_fenced_worker_drops_what_it_decodes(home, story):
@@ -134,7 +134,7 @@ async def test_a_worker_that_leaves_waits_until_its_last_words_were_heard(home, 
 async def test_a_worker_without_a_router_leaves(runners):
     async with house(Config(cluster=ClusterConfig(orphan_s=0.05))) as home:
         worker = home.add("d", Role.DECODE, runners[1])
-        await until(lambda: worker._events.followed)
+        await until(lambda: worker._events.is_followed)
         await home.router.close()
         await until(lambda: worker.wait(0.0))
 
@@ -154,9 +154,9 @@ async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(
             home.add("d", Role.DECODE, runners[1]),
             GREEDY | {"max_tokens": 2000},
         )
-        await until(lambda: worker._events.followed)
+        await until(lambda: worker._events.is_followed)
         cut_off(home)
-        await until(lambda: not worker._events.followed)
+        await until(lambda: not worker._events.is_followed)
         for attempt in (1, 2):
             job = Job("r", attempt, story, sampling=sampling)
             submit = Submit(job, Work.LOCAL, worker.epoch, router=home.router.id)
@@ -219,7 +219,7 @@ async def test_a_supervised_task_that_ends_ends_its_worker(error, runners, monke
     monkeypatch.setattr(Receiver, "run", keep_time)
     async with house() as home:
         worker = home.add("d", Role.DECODE, runners[0])
-        await until(lambda: worker._events.followed)
+        await until(lambda: worker._events.is_followed)
         go.set()
         del home.workers["d"]
         with pytest.raises(
@@ -243,8 +243,8 @@ async def test_what_nobody_foresaw_ends_one_request_alone(
     target, name = (sender, "pack") if side == "send" else (rules, "_on_admit")
     with monkeypatch.context() as patch:
         patch.setattr(target, name, Mock(side_effect=error))
-        asked = [home.complete(story, KIVI) for _ in range(4)]
-        failures = await asyncio.gather(*asked, return_exceptions=True)
+        requests = [home.complete(story, KIVI) for _ in range(4)]
+        failures = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(failure, DisaggError) for failure in failures)
         await home.empty()
     tokens, _ = await home.complete(story, KIVI)
@@ -257,7 +257,7 @@ async def test_the_next_router_finds_nothing_of_the_one_before(home, story):
     with pytest.raises(ConfigError, match="follows router"):
         await anext(decode.events({}, "other"))
     cut_off(home)
-    await until(lambda: not decode._events.followed)
+    await until(lambda: not decode._events.is_followed)
     steps = decode.events({}, "other")
     assert (await on_loop(decode, anext(steps))).events == ()
     assert not decode.decode.attempts

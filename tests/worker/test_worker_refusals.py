@@ -142,5 +142,5 @@ def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
         side.admit(
             Admission(job, (), Commit(Ticket(0, 0, 0), 2, "", (), 7, {name: value}))
         )
-    assert not side.events.kept
+    assert not side.events.num_requests
     assert not side.attempts
