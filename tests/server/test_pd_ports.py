@@ -218,7 +218,7 @@ class Yard:
 
     def start(self, name: str, role: Role, epoch: int) -> None:
         self.peers[name] = SimpleNamespace(
-            name=name, started=WorkerInfo(name, role, "", epoch)
+            name=name, info=WorkerInfo(name, role, "", epoch)
         )
 
     def park(self) -> dict[str, Any]:
