@@ -27,7 +27,8 @@ from disagg.engine.arena import (
     slab_bytes_for,
     wait_for_kernels,
 )
-from disagg.engine.guard import CodecErrorProbe, relative_errors
+from disagg.engine.error_probe import CodecErrorProbe, relative_errors
+from disagg.engine.exact_prefixes import ExactPrefixes
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -43,7 +44,6 @@ from disagg.engine.messages import (
     is_memory_error,
     named,
 )
-from disagg.engine.prefixes import ExactPrefixes
 from disagg.engine.sampler import Sampled, choose, score_prompts
 from disagg.engine.scheduler import ScheduledTokens, Scheduler
 from disagg.engine.sequence import Sequence, Status

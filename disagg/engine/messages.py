@@ -96,7 +96,7 @@ class Prefilled:
     encode_ms:     time spent compressing it
     cached_tokens: leading ones that were not computed
     logprobs:      of the first token, where they are wanted
-    errors:        of attention outputs, by codec and layer group, where `guard.py` measured them
+    errors:        of attention outputs, by codec and layer group, where `error_probe.py` measured them
     """
 
     rid: str

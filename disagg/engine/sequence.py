@@ -227,7 +227,7 @@ class Sequence:
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
     error:     why it has to end with the step that is running
-    sample:    which one of `guard.py` it is; None: none · errors: what was measured, by codec
+    sample:    which one of `error_probe.py` it is; None: none · errors: what was measured, by codec
     scores:    log-probabilities that nobody has heard: of the prompt from its second token on,
                then of the last token
     """

@@ -11,8 +11,8 @@ from torch import Tensor
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.codecs.registry import get_codec
 from disagg.config import EngineConfig
+from disagg.engine.exact_prefixes import MODEL
 from disagg.engine.messages import Move, Prefill
-from disagg.engine.prefixes import MODEL
 from disagg.errors import PromptTooLongError
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.prefix_keys import content_keys

@@ -7,7 +7,7 @@ import pytest
 
 from disagg.codecs.planning import parse_plan
 from disagg.config import EngineConfig
-from disagg.engine import guard
+from disagg.engine import error_probe
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill, Prefilled
 from disagg.eval.paged import EXACT, PagedKV, prefill
@@ -55,8 +55,8 @@ def test_each_layer_group_of_a_plan_has_an_error_of_its_own(runner):
 
 def test_it_is_the_error_of_the_heads_that_were_looked_at(runner, monkeypatch):
     """As evaluation has it, of all heads of the layers that the first sample takes."""
-    looked = Mock(wraps=guard._error)
-    monkeypatch.setattr(guard, "_error", looked)
+    looked = Mock(wraps=error_probe._error)
+    monkeypatch.setattr(error_probe, "_error", looked)
     codec, prompt = CODECS[3], [*random_prompt(300)[:-1], 0]
     (one,) = computed(runner, [codec], prompt)
     exact = prefill(runner, prompt)
@@ -83,12 +83,12 @@ def test_models_with_caps_and_sinks_are_measured_as_they_attend(kind, tmp_path):
 
 def test_short_prompts_and_those_that_stay_here_are_no_samples(runner, monkeypatch):
     assert not computed(runner, CODECS, random_prompt(255))[0].errors
-    monkeypatch.setattr(guard, "MOST_TOKENS", 256)
+    monkeypatch.setattr(error_probe, "MOST_TOKENS", 256)
     assert not computed(runner, CODECS, random_prompt(257))[0].errors
 
 
 def test_what_breaks_a_measurement_breaks_no_request(runner, monkeypatch, caplog):
-    monkeypatch.setattr(guard, "_error", Mock(side_effect=MemoryError("of the guard")))
+    monkeypatch.setattr(error_probe, "_error", Mock(side_effect=MemoryError("of the probe")))
     (one,) = computed(runner, CODECS[:1], random_prompt(300))
     assert not one.errors
     assert "cannot be measured" in caplog.text
