@@ -85,13 +85,13 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
 
     async def events(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for data in messages:  # only one comes
-            async for step in call("EventLog", data):
+            async for step in call("Events", data):
                 for part in _parts(step.to_message()):
                     yield part.SerializeToString()
 
     methods = pb.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name
-    calls = {name: unary(name) for name in methods if name != "EventLog"}
-    return rpc_handlers(WORKER_SERVICE, calls, {"EventLog": events})
+    calls = {name: unary(name) for name in methods if name != "Events"}
+    return rpc_handlers(WORKER_SERVICE, calls, {"Events": events})
 
 
 def _parts(step: pb.EventsResponse) -> Iterator[pb.EventsResponse]:
