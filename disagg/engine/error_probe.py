@@ -1,9 +1,9 @@
-"""What compression costs, measured where exact K and V are: while prompts prefill, on samples.
+"""The error of compression, measured on samples of prompts while their exact K and V are here.
 
-Of every eighth sequence that is handed off, and of each layer group, two heads are encoded by each
-listed codec, as a prompt is. The last queries of the prompt attend on these pages and on exact K
-and V. Every sample takes other layers and heads. It runs on the host, so that nothing is compiled
-for it on a GPU, and what breaks it breaks no request.
+Every eighth sequence that is handed off is a sample. In two layers of each layer group one head is
+encoded by each listed codec, as a prompt is. The last queries of the prompt attend on these pages
+and on exact K and V. Each sample takes other layers and heads. It runs on the host, so that nothing
+is compiled for it on a GPU; an error in it fails no request.
 """
 
 import logging
@@ -32,67 +32,85 @@ class CodecErrorProbe:
 
     def __init__(self, plans: Iterable[Plan]):
         self._plans = {plan.spec: plan for plan in plans}
-        self._seen = 0  # prompts that might be samples
+        self._candidates = 0  # prompts that could have been samples
 
-    def look(
+    def measure(
         self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, done: int
     ) -> None:
-        """Measure a layer of a prompt of which all is computed, if it is of a sample.
+        """Measure a layer of a computed prompt, if the prompt is a sample.
 
-        k, v: [H, n, D] exact, after RoPE; done: tokens that are computed, of which a layer with a
-        window has kept the last ones: it is not measured
+        k, v: [H, n, D] exact, after RoPE
+        done: tokens computed; a layer with a window has only the last ones, and is not measured
         The sums of squares go to `sequence.errors`.
         """
-        whole = done == sequence.prompt_len and sequence.handoff is not None
-        if not whole or not LEAST_TOKENS <= done <= MOST_TOKENS:
+        is_computed = done == sequence.prompt_len and sequence.handoff is not None
+        if not is_computed or not LEAST_TOKENS <= done <= MOST_TOKENS:
             return
         if layer == 0:
-            sequence.sample = None if self._seen % EVERY else self._seen // EVERY
-            self._seen += 1
-        if (turn := sequence.sample) is None or k.shape[1] < done:
+            sample, remainder = divmod(self._candidates, EVERY)
+            sequence.sample = None if remainder else sample
+            self._candidates += 1
+        if sequence.sample is None or k.shape[1] < done:
             return
         for spec, plan in self._plans.items():
-            index = plan.group_of[layer]
-            group, count = plan.groups[index], len(plan.groups[index].layers)
-            if group.rank(layer) in (turn % count, (turn + count // 2) % count):
-                try:
-                    error = _error(
-                        group, layer, sequence, k, v, (turn + layer) % group.heads
-                    )
-                    found = sequence.errors.setdefault(
-                        spec, torch.zeros(len(plan.groups), 2)
-                    )
-                    found[index] += error
-                except Exception:
-                    log.exception(
-                        "the error of %s in layer %d cannot be measured", spec, layer
-                    )
+            try:
+                self._measure_codec(spec, plan, sequence, sequence.sample, layer, k, v)
+            except Exception:
+                log.exception(
+                    "the error of %s in layer %d cannot be measured", spec, layer
+                )
+
+    def _measure_codec(
+        self,
+        spec: str,
+        plan: Plan,
+        sequence: Sequence,
+        sample: int,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+    ) -> None:
+        """Add the error under one plan, if the sample takes this layer."""
+        index = plan.group_of[layer]
+        group = plan.groups[index]
+        count = len(group.layers)
+        if group.rank(layer) not in (sample % count, (sample + count // 2) % count):
+            return
+        head = (sample + layer) % group.heads
+        error = _error(group, layer, sequence, k, v, head)
+        if spec not in sequence.errors:
+            sequence.errors[spec] = torch.zeros(len(plan.groups), 2)
+        sequence.errors[spec][index] += error
 
 
 def _error(
     group: LayerGroup, layer: int, sequence: Sequence, k: Tensor, v: Tensor, head: int
 ) -> Tensor:
-    """Sums of squares [2]: of what attention outputs are off, and of the outputs."""
+    """Sums of squares [2]: of the error of attention outputs, and of the outputs."""
     assert sequence.workspace is not None
     queries = sequence.workspace.queries(layer)
-    share = queries.last.shape[0] // group.heads
-    some = slice(head * share, (head + 1) * share)
-    seen = Queries(
-        queries.last[some].float().cpu(), queries.squares[head : head + 1].cpu()
+    query_heads = queries.last.shape[0] // group.heads  # of one KV head
+    of_head = slice(head * query_heads, (head + 1) * query_heads)
+    head_queries = Queries(
+        queries.last[of_head].float().cpu(),
+        queries.squares[head : head + 1].cpu(),
     )
-    one_k, one_v = k[head : head + 1].cpu(), v[head : head + 1].cpu()
-    pages = compress(codec_of(group), one_k, one_v, layer, seen)
+    head_k = k[head : head + 1].cpu()
+    head_v = v[head : head + 1].cpu()
+    pages = compress(codec_of(group), head_k, head_v, layer, head_queries)
     softmax = queries.softmax or Softmax(group.head_dim**-0.5)
     if softmax.sinks is not None:
-        softmax = replace(softmax, sinks=softmax.sinks[some].cpu())
-    exact = attend_exact(seen.last, one_k.float(), one_v.float(), softmax, None)
-    off = pages.attend(seen.last, softmax) - exact
-    return torch.stack([off.square().sum(), exact.square().sum()])
+        softmax = replace(softmax, sinks=softmax.sinks[of_head].cpu())
+    exact = attend_exact(
+        head_queries.last, head_k.float(), head_v.float(), softmax, None
+    )
+    difference = pages.attend(head_queries.last, softmax) - exact
+    return torch.stack([difference.square().sum(), exact.square().sum()])
 
 
 def relative_errors(sequence: Sequence) -> dict[str, list[float]]:
     """Of attention outputs, by codec and layer group; empty unless the sequence was a sample."""
     return {
-        spec: [float((off / whole).sqrt()) if whole else 0.0 for off, whole in sums]
+        spec: [float((error / total).sqrt()) if total else 0.0 for error, total in sums]
         for spec, sums in sequence.errors.items()
     }

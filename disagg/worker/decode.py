@@ -25,7 +25,7 @@ from disagg.engine.messages import (
     Moved,
     Prefill,
     Token,
-    named,
+    as_disagg_error,
 )
 from disagg.engine.sequence import Logprobs, handoff_stats
 from disagg.errors import (
@@ -193,7 +193,7 @@ class DecodeSide:
             )
             self.events.forget(rid, attempt)  # it says there what nobody heard
         except Exception as failure:
-            self.fail(rid, attempt, named(failure))
+            self.fail(rid, attempt, as_disagg_error(failure))
 
     def _free(self, name: str, rid: str, attempt: int, _: object) -> None:
         """However its hand-off ended, and if it never began: nothing of the sequence is here."""

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from weakref import proxy
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Failed, Moved, Prefilled, named
+from disagg.engine.messages import Failed, Moved, Prefilled, as_disagg_error
 from disagg.errors import TransferError
 from disagg.kv.page import Item
 from disagg.kv.plan import Plan
@@ -126,7 +126,7 @@ class OutgoingHandoff(Generic[Made]):
             self._break(error)
 
     def _break(self, error: Exception) -> None:
-        self.sender.end(named(error))
+        self.sender.end(as_disagg_error(error))
 
     # -- on the engine's thread
 

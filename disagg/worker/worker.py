@@ -98,7 +98,7 @@ class Worker:
         self._codec = self._listed[0]  # of who names none
         compiled = self._listed if self._runner.graphs else ()
         self.engine = Engine(
-            self._runner, config.engine, codecs=compiled, guarded=self._listed
+            self._runner, config.engine, codecs=compiled, probed=self._listed
         )
         pool, plans = self.engine.pool, map(self.engine.plan, self._listed)
         context = self._runner.info.context_length

@@ -27,7 +27,7 @@ def computed(
     runner: Any, codecs: list[str], prompt: Any, count: int = 1
 ) -> list[Prefilled]:
     """What an engine says of some prompts, one after another, the same but for their last token."""
-    engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), guarded=codecs)
+    engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), probed=codecs)
     found: list[Prefilled] = []
     for number in range(count):
         tokens = [*prompt[:-1], number]
@@ -88,7 +88,9 @@ def test_short_prompts_and_those_that_stay_here_are_no_samples(runner, monkeypat
 
 
 def test_what_breaks_a_measurement_breaks_no_request(runner, monkeypatch, caplog):
-    monkeypatch.setattr(error_probe, "_error", Mock(side_effect=MemoryError("of the probe")))
+    monkeypatch.setattr(
+        error_probe, "_error", Mock(side_effect=MemoryError("of the probe"))
+    )
     (one,) = computed(runner, CODECS[:1], random_prompt(300))
     assert not one.errors
     assert "cannot be measured" in caplog.text

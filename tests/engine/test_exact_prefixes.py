@@ -180,7 +180,7 @@ def test_who_starts_again_has_nothing_of_its_own_as_cached(runner):
     engine.submit(Prefill(request("a", random_prompt(130), "kivi", 3)))
     first = engine.step()
     victim = engine._scheduler.preempt()
-    engine._requeued(victim)
+    engine._on_preempted(victim)
     tokens = first.tokens + run_until_idle(engine).tokens
     assert engine.counts["cached_tokens"] == 128
     assert [(x.index, x.cached_tokens) for x in tokens] == [(0, 0), (1, 0), (2, 0)]

@@ -53,7 +53,7 @@ def test_what_is_left_does_not_depend_on_how_many_are_looked_at_first(
         [[0] * index for index in range(9)],
     )
     found = sample(logits, requests, said)
-    monkeypatch.setattr(sampler, "LARGEST", ())
+    monkeypatch.setattr(sampler, "TRUNCATION_WIDTHS", ())
     assert sample(logits, requests, said) == found
 
 
