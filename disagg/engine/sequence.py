@@ -67,12 +67,6 @@ class Bounds:
             and (self.lt is None or number < self.lt)
         )
 
-    @property
-    def limits(self) -> dict[str, float]:
-        """The limits by name, without those that are None: arguments of pydantic's `Field`."""
-        by_name = {"ge": self.ge, "gt": self.gt, "le": self.le, "lt": self.lt}
-        return {name: limit for name, limit in by_name.items() if limit is not None}
-
 
 PENALTY = Bounds("a number between -1e4 and 1e4", gt=-1e4, lt=1e4)
 LEAST_INTEGERS = {
@@ -81,7 +75,7 @@ LEAST_INTEGERS = {
     "top_k": 0,
     "seed": 0,
 }
-NUMBERS = {
+BOUNDS = {
     "temperature": Bounds("a number from 0, below 2**63", ge=0, lt=2.0**63),
     "top_p": Bounds("a number above 0, at most 1", gt=0, le=1),
     "min_p": Bounds("a number from 0 to 1", ge=0, le=1),
@@ -174,7 +168,7 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        for name, bounds in NUMBERS.items():
+        for name, bounds in BOUNDS.items():
             number = getattr(self, name)
             _require(
                 isinstance(number, int | float) and bounds.hold(number),

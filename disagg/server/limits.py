@@ -21,7 +21,6 @@ MAX_MESSAGES = (
 MAX_LOGPROBS = 20  # of the likeliest tokens, beside that of a token itself
 MAX_SCORES = 100_000  # log-probabilities of one prompt: they come in one message
 MAX_SEED = 2**63  # seeds are of 64 bits, as in OpenAI's schema
-MAX_TEMPERATURE = 2.0**63  # less than this, as the engine wants
 MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
 MAX_SHOWN_CHARS = 60  # of what a client sent, in what we say of it
