@@ -136,7 +136,7 @@ class Worker:
                 self._listed,
                 self.config.engine.max_sequences,
             )
-            warm_up(*given, tell=partial(setattr, self, "doing"))
+            warm_up(*given, report=partial(setattr, self, "doing"))
         self._threads[0].start()
         self._started.result()
         self._threads[1].start()
