@@ -77,8 +77,8 @@ def test_each_codec_of_a_batch_is_a_recorded_step(runner):
     expected = logits_of(runner, codecs)
     graphs = runner.record_steps(EagerRecorder())
     assert_alike(logits_of(runner, codecs), expected)
-    assert {len(key) - 3 for key in graphs._found} == {1, 2}  # layer groups
-    assert {key[0] for key in graphs._found} == {1}  # rows
+    assert {len(key) - 3 for key in graphs._recorded} == {1, 2}  # layer groups
+    assert {key[0] for key in graphs._recorded} == {1}  # rows
 
 
 def test_plans_that_share_a_layer_group_run_eagerly_in_one_batch(runner):
@@ -240,7 +240,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     )
     graphs = runner.record_steps(recorder)
     assert_alike(logits_of(runner, codecs), expected)
-    assert not any(graphs._found.values())
+    assert not any(graphs._recorded.values())
     assert 0 < recorder.record.call_count < 5
 
 
@@ -311,10 +311,10 @@ def test_steps_of_as_many_rows_share_the_room_for_their_logits(runner):
     graphs = runner.record_steps(Recorder())
     graphs.record_sizes(5000)
     logits_of(runner, {"a": "kivi"})
-    found = [recorded[1].output for recorded in graphs._found.values() if recorded]
+    found = [recorded[1].output for recorded in graphs._recorded.values() if recorded]
     assert len(found) > len({x.data_ptr() for x in found}) == 1
     graphs.clear()
-    assert not graphs._found
+    assert not graphs._recorded
 
 
 def test_a_cpu_records_nothing(runner):
@@ -328,7 +328,7 @@ def test_a_graph_gives_what_eager_kernels_give(tiny, codec):
     codecs = dict.fromkeys("abc", codec)
     replayed = logits_of(runner, codecs)
     assert runner.graphs is not None
-    assert runner.graphs._found
-    assert all(runner.graphs._found.values())
+    assert runner.graphs._recorded
+    assert all(runner.graphs._recorded.values())
     runner.graphs = None
     assert_alike(replayed, logits_of(runner, codecs))
