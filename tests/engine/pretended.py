@@ -111,10 +111,10 @@ def pretend_all() -> None:
 
 def serve(engine: Engine, jobs: Sequence[tuple[int, int, int, str]]) -> None:
     """Jobs of so many tokens in the prompt, of which another engine knows, and in the answer."""
-    for i, (tokens, known, most, codec) in enumerate(jobs):
-        params = SamplingParams(max_tokens=known + most, ignore_eos=True)
+    for i, (tokens, emitted, most, codec) in enumerate(jobs):
+        params = SamplingParams(max_tokens=emitted + most, ignore_eos=True)
         request = Request(str(i), (1,) * tokens, params, codec)
-        engine.submit(Prefill(request, emitted=(5,) * known))
+        engine.submit(Prefill(request, emitted=(5,) * emitted))
     while not engine.idle:
         for failed in engine.step().failed:
             raise failed.error

@@ -28,14 +28,14 @@ def computed(
 ) -> list[Prefilled]:
     """What an engine says of some prompts, one after another, the same but for their last token."""
     engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), probed=codecs)
-    found: list[Prefilled] = []
+    prefilled: list[Prefilled] = []
     for number in range(count):
         tokens = [*prompt[:-1], number]
         engine.submit(Prefill(request(str(number), tokens, "raw", 2), Nowhere()))
-        while len(found) == number:
-            found += engine.step().prefilled
+        while len(prefilled) == number:
+            prefilled += engine.step().prefilled
         engine.submit(Abort(str(number)))
-    return found
+    return prefilled
 
 
 def test_every_eighth_prompt_says_the_error_of_each_codec(runner):

@@ -32,8 +32,8 @@ def test_a_prompt_that_comes_again_computes_its_last_unit_alone(runner, length):
     expected = serve(engine, [prompt], "raw", 20)
     assert counted(engine) == (length, 0)
     assert serve(engine, [prompt], "raw", 20) == expected
-    known = (length - 1) // RAW_TOKENS * RAW_TOKENS
-    assert counted(engine) == (2 * length - known, known)
+    cached = (length - 1) // RAW_TOKENS * RAW_TOKENS
+    assert counted(engine) == (2 * length - cached, cached)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -61,10 +61,10 @@ def records_of(engine: Engine, prompt: tuple[int, ...], codec: str) -> list[byte
     prefilled(engine)
     checklist = Manifest(handoff.plan, len(prompt))
     source = ArenaSource(engine.pool.arena, checklist, handoff.groups)
-    found = [bytes(data) for data in source.read(checklist.items)]
+    records = [bytes(data) for data in source.read(checklist.items)]
     engine.submit(Abort("r"))
     run_until_idle(engine)
-    return found
+    return records
 
 
 @pytest.mark.parametrize(

@@ -33,23 +33,23 @@ def sequence(
 
 def admit_all(scheduler: Scheduler) -> list[Sequence]:
     admitted = []
-    for found in scheduler.prompts(now=0.0):
-        if found.status is Status.QUEUED:
-            if not scheduler.admit(found):
+    for prompt in scheduler.prompts(now=0.0):
+        if prompt.status is Status.QUEUED:
+            if not scheduler.admit(prompt):
                 break
-            found.enter(Status.PREFILL)
-            admitted.append(found)
+            prompt.enter(Status.PREFILL)
+            admitted.append(prompt)
     return admitted
 
 
 def decoding(scheduler: Scheduler, order: int, prompt: int, emitted: int) -> Sequence:
     """A sequence whose prompt is prefilled already."""
-    found = sequence(order, prompt, emitted=emitted)
-    scheduler.queue(found)
-    assert admit_all(scheduler) == [found]
-    found.enter(Status.DECODE)
-    found.n = prompt
-    return found
+    prefilled = sequence(order, prompt, emitted=emitted)
+    scheduler.queue(prefilled)
+    assert admit_all(scheduler) == [prefilled]
+    prefilled.enter(Status.DECODE)
+    prefilled.n = prompt
+    return prefilled
 
 
 def test_who_came_first_is_served_first_also_after_a_preemption():

@@ -31,10 +31,10 @@ def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny):
 def test_greedy_tokens_are_those_that_an_engine_says(codec, runner):
     (expected,) = serve(make_engine(runner), [ROW[:PROMPT]], codec, 16, ignore_eos=True)
     kv = PagedKV(runner, codec, prefill(runner, ROW[:PROMPT]))
-    said = [expected[0]]  # chosen from the exact logits of the prompt
-    while len(said) < len(expected):
-        said.append(int(kv.feed(said[-1:]).argmax()))
-    assert said == expected
+    tokens = [expected[0]]  # chosen from the exact logits of the prompt
+    while len(tokens) < len(expected):
+        tokens.append(int(kv.feed(tokens[-1:]).argmax()))
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("seals", [False, True], ids=["prompt", "streaming"])

@@ -39,8 +39,8 @@ def test_all_codecs_are_asked_the_same_beside_exact_kv(recall):
 def test_an_answer_is_right_if_all_of_it_is(recall, monkeypatch):
     case = recall.cases()[1]
     answer = recall._passage(case)[1]
-    said = iter([answer, [*answer[:-1], answer[-1] + 1]])
-    monkeypatch.setattr("disagg.eval.recall.greedy", lambda *_: next(said))
+    answers = iter([answer, [*answer[:-1], answer[-1] + 1]])
+    monkeypatch.setattr("disagg.eval.recall.greedy", lambda *_: next(answers))
     rows = [recall.measure(case), recall.measure(case)]
     assert [row["right"] for row in rows] == [True, False]
     assert summarize_recall(rows) == [{"codec": "kivi", "300 @ 0.1": 50}]
@@ -49,9 +49,9 @@ def test_an_answer_is_right_if_all_of_it_is(recall, monkeypatch):
 
 def test_lengths_that_neither_text_nor_context_have_are_refused(runner):
     most = runner.info.context_length - 10
-    for filler, known in ((FILLER[:400], 400), (FILLER, most)):
-        with pytest.raises(ConfigError, match=f"200 to {known} are known"):
-            Recall(runner, BYTES, filler, (300, known + 1), ("kivi",), 2)
+    for filler, limit in ((FILLER[:400], 400), (FILLER, most)):
+        with pytest.raises(ConfigError, match=f"200 to {limit} are known"):
+            Recall(runner, BYTES, filler, (300, limit + 1), ("kivi",), 2)
 
 
 def test_tokens_are_the_same_until_one_differs():
