@@ -1,4 +1,4 @@
-"""What compression costs is measured on samples, by the pages that a codec gives."""
+"""The error of compression is measured on samples, by the pages of a codec."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -18,15 +18,16 @@ from tests.model.tiny import random_prompt, save_tiny
 CODECS = [
     "raw:dtype=fp16",
     "fp8",
-    *(f"kivi:bits={x},group=64,residual=64" for x in (4, 2)),
+    "kivi:bits=4,group=64,residual=64",
+    "kivi:bits=2,group=64,residual=64",
 ]
-TWO = "0:fp8;1-:kivi:bits=2,group=64,residual=64"
+TWO_GROUPS = "0:fp8;1-:kivi:bits=2,group=64,residual=64"
 
 
 def computed(
     runner: Any, codecs: list[str], prompt: Any, count: int = 1
 ) -> list[Prefilled]:
-    """What an engine says of some prompts, one after another, the same but for their last token."""
+    """Prefill `count` prompts one after another, which differ in their last token."""
     engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), probed=codecs)
     prefilled: list[Prefilled] = []
     for number in range(count):
@@ -39,38 +40,47 @@ def computed(
 
 
 def test_every_eighth_prompt_says_the_error_of_each_codec(runner):
-    found = computed(runner, CODECS, random_prompt(300), 9)
-    assert [bool(x.errors) for x in found] == [True] + 7 * [False] + [True]
-    for one in (found[0], found[8]):
+    prefilled = computed(runner, CODECS, random_prompt(300), 9)
+
+    assert [bool(x.errors) for x in prefilled] == [True] + 7 * [False] + [True]
+    for one in (prefilled[0], prefilled[8]):
         raw, fp8, four, two = (one.errors[codec][0] for codec in CODECS)
         assert raw < 1e-3 < fp8 < two
         assert 1e-3 < four < two
 
 
 def test_each_layer_group_of_a_plan_has_an_error_of_its_own(runner):
-    (one,) = computed(runner, [TWO], random_prompt(300))
+    (one,) = computed(runner, [TWO_GROUPS], random_prompt(300))
+
     ((fp8, two),) = one.errors.values()
     assert 1e-3 < fp8 < two
 
 
-def test_it_is_the_error_of_the_heads_that_were_looked_at(runner, monkeypatch):
-    """As evaluation has it, of all heads of the layers that the first sample takes."""
-    looked = Mock(wraps=error_probe._error)
-    monkeypatch.setattr(error_probe, "_error", looked)
-    codec, prompt = CODECS[3], [*random_prompt(300)[:-1], 0]
+def test_it_is_the_error_that_evaluation_measures_for_the_same_heads(
+    runner, monkeypatch
+):
+    spy = Mock(wraps=error_probe._error)
+    monkeypatch.setattr(error_probe, "_error", spy)
+    codec = CODECS[3]
+    prompt = [*random_prompt(300)[:-1], 0]
+    kv = prefill(runner, prompt)
+    outputs = PagedKV(runner, codec, kv).attend(kv)
+    exact_outputs = PagedKV(runner, EXACT, kv).attend(kv)
+    (group,) = parse_plan(codec, runner.shape).groups
+    query_heads = outputs[0].shape[1] // group.heads  # of one KV head
+
     (one,) = computed(runner, [codec], prompt)
-    exact = prefill(runner, prompt)
-    outputs, wanted = (
-        PagedKV(runner, spec, exact).attend(exact) for spec in (codec, EXACT)
-    )
-    share = outputs[0].shape[1] // parse_plan(codec, runner.shape).groups[0].heads
-    off = whole = 0.0
-    assert looked.call_args_list
-    for _, layer, *_, head in (call.args for call in looked.call_args_list):
-        some = slice(head * share, (head + 1) * share)
-        off += float((outputs[layer][:, some] - wanted[layer][:, some]).square().sum())
-        whole += float(wanted[layer][:, some].square().sum())
-    assert one.errors[codec][0] == pytest.approx((off / whole) ** 0.5, rel=0.01)
+
+    error = total = 0.0
+    assert spy.call_args_list
+    for call in spy.call_args_list:
+        _, layer, *_, head = call.args
+        heads = slice(head * query_heads, (head + 1) * query_heads)
+        exact = exact_outputs[layer][:, heads]
+        error += float((outputs[layer][:, heads] - exact).square().sum())
+        total += float(exact.square().sum())
+    expected = (error / total) ** 0.5
+    assert one.errors[codec][0] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
@@ -81,16 +91,17 @@ def test_models_with_caps_and_sinks_are_measured_as_they_attend(kind, tmp_path):
     assert raw < 1e-5 < 1e-3 < two
 
 
-def test_short_prompts_and_those_that_stay_here_are_no_samples(runner, monkeypatch):
+def test_short_and_long_prompts_are_no_samples(runner, monkeypatch):
     assert not computed(runner, CODECS, random_prompt(255))[0].errors
     monkeypatch.setattr(error_probe, "MOST_TOKENS", 256)
     assert not computed(runner, CODECS, random_prompt(257))[0].errors
 
 
-def test_what_breaks_a_measurement_breaks_no_request(runner, monkeypatch, caplog):
-    monkeypatch.setattr(
-        error_probe, "_error", Mock(side_effect=MemoryError("of the probe"))
-    )
+def test_an_error_in_a_measurement_fails_no_request(runner, monkeypatch, caplog):
+    broken = Mock(side_effect=MemoryError("of the probe"))
+    monkeypatch.setattr(error_probe, "_error", broken)
+
     (one,) = computed(runner, CODECS[:1], random_prompt(300))
+
     assert not one.errors
     assert "cannot be measured" in caplog.text
