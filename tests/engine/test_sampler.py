@@ -132,7 +132,10 @@ def plain_scores(
         count = list(emitted).count(token)
         scores[token] -= params.frequency_penalty * count + params.presence_penalty
     if len(emitted) < params.min_tokens:
-        for token in params.ends([EOS]):
+        ends = list(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends.append(EOS)
+        for token in ends:
             scores[token] = -math.inf
     return scores
 

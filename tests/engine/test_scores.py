@@ -5,7 +5,13 @@ import pytest
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Admit, Prefill, Token
 from disagg.kv.state import allocate_group
-from tests.engine.serving import Nowhere, make_engine, request, run_until_idle
+from tests.engine.serving import (
+    Nowhere,
+    joined,
+    make_engine,
+    request,
+    run_until_idle,
+)
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt
 
@@ -16,8 +22,9 @@ SCORED = {"logprobs": 2, "ignore_eos": True}
 def serve_scored_and_plain(engine: Engine) -> dict[str, list[Token]]:
     """The tokens of a request with a scored prompt, and of one without scores."""
     scored = request("scored", PROMPT, "raw", 3, prompt_logprobs=True, **SCORED)
+    plain = request("plain", PROMPT[:20], "raw", 3, ignore_eos=True)
     engine.submit(Prefill(scored))
-    engine.submit(Prefill(request("plain", PROMPT[:20], "raw", 3, ignore_eos=True)))
+    engine.submit(Prefill(plain))
     tokens = {"scored": [], "plain": []}
     for token in run_until_idle(engine).tokens:
         tokens[token.rid].append(token)
@@ -42,13 +49,17 @@ def test_every_token_of_a_prompt_is_scored_once(batch, runner):
     text = [*PROMPT, *(token.token for token in tokens)]
     reference = ReferenceModel(str(runner.info.path)).logprobs(text)
 
-    scores = [score for token in tokens for score in token.logprobs]
+    scores = []
+    for token in tokens:
+        scores += token.logprobs
 
+    own = [logprob for logprob, _ in scores]
     expected = [float(reference[i, token]) for i, token in enumerate(text[1:])]
-    assert [own for own, _ in scores] == pytest.approx(expected, abs=1e-3)
+    assert own == pytest.approx(expected, abs=1e-3)
     for (_, likeliest), row in zip(scores, reference, strict=False):
+        values = [value for _, value in likeliest]
         best = row.topk(2).values.tolist()
-        assert [value for _, value in likeliest] == pytest.approx(best, abs=1e-3)
+        assert values == pytest.approx(best, abs=1e-3)
 
 
 def test_a_prompt_that_starts_again_is_scored_once(runner):
@@ -62,10 +73,11 @@ def test_a_prompt_that_starts_again_is_scored_once(runner):
                 str(index), PROMPT, "raw", 60, prompt_logprobs=True, **SCORED
             )
             engine.submit(Prefill(scored))
-        tokens = run_until_idle(engine).tokens
-        score_counts.append(
-            {(x.rid, x.index): len(x.logprobs) for x in tokens if x.logprobs}
-        )
+        counts = {}
+        for token in run_until_idle(engine).tokens:
+            if token.logprobs:
+                counts[token.rid, token.index] = len(token.logprobs)
+        score_counts.append(counts)
 
     assert tight.counts["preempted"]
     assert score_counts[0] == score_counts[1]
@@ -76,7 +88,8 @@ def test_decode_repeats_the_scores_of_the_first_token(runner):
     decode = make_engine(runner)
     scored = request("r", PROMPT, "raw", 2, **SCORED)
     prefill.submit(Prefill(scored, Nowhere()))
-    (prefilled,) = [x for _ in range(3) for x in prefill.step().prefilled]
+    outputs = [prefill.step() for _ in range(3)]
+    (prefilled,) = joined(outputs).prefilled
     assert len(prefilled.logprobs) == 1
 
     states = tuple(

@@ -98,10 +98,19 @@ def test_a_gpu_attends_as_well(count, dtype):
 
 @pytest.mark.parametrize("rooms", [(), (20, 7)])
 def test_a_workspace_returns_its_room_and_forgets_finished_layers(rooms):
-    k, v = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3, 20, 8, generator=generator)
     workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=rooms)
+    chunks = [
+        (0, 4),
+        (4, 6),
+        (6, 10),
+        (10, 17),
+        (17, 18),
+        (18, 20),
+    ]
 
-    for before, done in ((0, 4), (4, 6), (6, 10), (10, 17), (17, 18), (18, 20)):
+    for before, done in chunks:
         for layer, room in enumerate(rooms or (20, 20)):
             first = max(0, done - room)
             all_k, all_v = workspace.extend(
