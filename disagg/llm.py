@@ -1,9 +1,9 @@
-"""`LLM`: the whole path in one process. For notebooks, for tests, for people with one GPU.
+"""`LLM`: the whole path in one process. For notebooks, for tests, for a machine with one GPU.
 
     prompt ─► prefill engine ─► frames ─► decode engine ─► text
               pool of its own   packed, checked, unpacked   pool of its own
 
-Two engines with two pools share one model. Between them stand the frames and the hand-off rules of
+Two engines with two pools share one model. Between them are the frames and the hand-off rules of
 the service; only sockets, processes and Ray are missing.
 """
 
@@ -39,7 +39,7 @@ __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
 class Completion:
     """One answer. `finish_reason`: "stop" (end of text) or "length".
 
-    logprobs: of each token, where they are wanted; before them those of the prompt
+    logprobs: of each token, if `params` ask for them; before them those of the prompt, likewise
     """
 
     text: str
@@ -61,26 +61,25 @@ class LLM:
         device: str = "auto",
         config: EngineConfig | None = None,
     ):
-        """Load a model, by name or path; the packaged one unless given.
+        """Load a model, by name or path; without one, the packaged model.
 
         codec: a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
-        Raises ModelError, UnknownNameError and ConfigError for what cannot be used.
+        Raises ModelError, UnknownNameError and ConfigError for arguments that cannot be used.
         """
         self._runner = Runner.load(model, dtype, device)
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
-        config = config or EngineConfig()
-        halves = [nbytes // 2 for nbytes in measure_memory(config, self._runner)]
-        given = config.arena_bytes or halves[0], config.workspace_bytes or halves[1]
-        config = replace(config, arena_bytes=given[0], workspace_bytes=given[1])
+        config = _for_each_of_two(config or EngineConfig(), self._runner)
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
-        self._plan = cache(self._sound_plan)
-        pool, plans = self._decode.pool, [self._plan(codec)]  # its errors now
+        self._plan = cache(self._checked_plan)
+        pool = self._decode.pool
+        plan = self._plan(codec)  # raises its errors now
         context = self._runner.info.context_length
-        check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
-        self._rids, self._turn = count(), Lock()
-        terms = ReceiverPolicy(
+        check_slabs(pool.arena.nbytes, pool.slab_bytes, [plan], context)
+        self._rids = count()
+        self._lock = Lock()
+        policy = ReceiverPolicy(
             model=self._runner.fingerprint,
             plan_of=self._decode.plan,
             epoch=1,
@@ -88,9 +87,8 @@ class LLM:
             rows=self._decode.rows,
             may_reserve=self._decode.may_reserve,
         )
-        drop = lambda rid, attempt, reason: self._decode.submit(Abort(rid))  # noqa: E731
         self._receiver = Receiver(
-            Reservations(terms, self._decode.pool, self._take, drop)
+            Reservations(policy, pool, self._admit_to_decode, self._drop_from_decode)
         )
 
     def generate(
@@ -102,141 +100,169 @@ class LLM:
     ) -> list[Completion]:
         """Answer prompts, all in one batch; `n` completions for each, in order.
 
-        prompts: texts, or sequences of token ids · codec: instead of the one of this object
-        n:       of the seed of `params` and those that follow, as over HTTP
+        prompts: a text, several texts, or sequences of token ids
+        codec:   replaces the codec of this object for this call
+        n:       completions with the seed of `params` and with those that follow, as over HTTP
         Calls of several threads take turns: one call with all prompts is faster.
-        Raises RequestError for a prompt that cannot be answered, ConfigError for a codec; then
-        none is.
+        Raises RequestError for a prompt that cannot be answered, ConfigError for a codec; in both
+        cases no prompt is answered.
         """
         if not isinstance(params, SamplingParams | None):
             raise RequestError(
-                f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted"
+                f"params are {reprlib.repr(params)}; expected SamplingParams(...)"
             )
         if not isinstance(n, int) or n < 1:
-            raise RequestError(f"n is {reprlib.repr(n)}; an integer from 1 is wanted")
-        params, codec = params or SamplingParams(), _codec_name(codec or self._codec)
-        try:
-            texts = [prompts] if isinstance(prompts, str) else [*prompts]
-            seeds = [(params.seed + i) % MAX_NUMBER for i in range(n)]
-            seeded = [replace(params, seed=seed) for seed in seeds]
-            work = [
-                self._prepare(text, each, codec) for text in texts for each in seeded
-            ]
-        except TypeError as error:
-            wanted = "texts or lists of token ids, one for each prompt, are wanted"
-            raise RequestError(
-                f"prompts are {reprlib.repr(prompts)}; {wanted}"
-            ) from error
-        waiting = deque(work)
-        with self._turn:
-            self._plan(codec)  # its errors before anything is admitted
+            raise RequestError(f"n is {reprlib.repr(n)}; expected an integer from 1")
+        codec = _codec_name(codec or self._codec)
+        answers = self._prepare_all(prompts, params or SamplingParams(), codec, n)
+        waiting = deque(answers)
+        with self._lock:
+            self._plan(codec)  # raises its errors before anything is admitted
             try:
-                while not all(x.finish_reason for x in work):
-                    self._admit(waiting)
-                    self._step({x.request.rid: x for x in work})
-                self._prefill.step()  # frees what was acknowledged last
+                by_rid = {answer.request.rid: answer for answer in answers}
+                while not all(answer.finish_reason for answer in answers):
+                    self._start(waiting)
+                    self._step(by_rid)
+                self._prefill.step()  # frees the records that were acknowledged last
             except BaseException:
-                self._abandon(work)
+                self._abandon(answers)
                 raise
-        return [x.completion(self._tokenizer) for x in work]
+        return [answer.completion(self._tokenizer) for answer in answers]
 
-    def _sound_plan(self, codec: str) -> Plan:
-        """The plan of a codec; ConfigError unless a GPU, where this is on one, computes with it."""
+    def _checked_plan(self, codec: str) -> Plan:
+        """The plan of a codec; on a GPU, ConfigError unless the GPU computes with it correctly."""
         plan = self._decode.plan(codec)
         if self._runner.graphs:
             check_plans([plan], self._runner.info.query_heads, self._runner.device)
         return plan
 
+    def _prepare_all(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams,
+        codec: str,
+        n: int,
+    ) -> list["_Answer"]:
+        """The answers to begin: `n` for each prompt."""
+        try:
+            texts = [prompts] if isinstance(prompts, str) else [*prompts]
+            seeds = [(params.seed + i) % MAX_NUMBER for i in range(n)]
+            return [
+                self._prepare(text, replace(params, seed=seed), codec)
+                for text in texts
+                for seed in seeds
+            ]
+        except TypeError as error:
+            raise RequestError(
+                f"prompts are {reprlib.repr(prompts)}; "
+                "expected texts or lists of token ids, one for each prompt"
+            ) from error
+
     def _prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, codec: str
-    ) -> "_Work":
+    ) -> "_Answer":
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return _Work(
-            Request(str(next(self._rids)), tuple(map(index, tokens)), params, codec)
-        )
+        rid = str(next(self._rids))
+        return _Answer(Request(rid, tuple(map(index, tokens)), params, codec))
 
-    def _admit(self, waiting: deque["_Work"]) -> None:
-        """Start, in order, what the decode engine has room for."""
+    def _start(self, waiting: deque["_Answer"]) -> None:
+        """Prefill prompts, in order, while the decode engine has room for them."""
         while waiting:
-            x = waiting[0]
+            answer = waiting[0]
             try:
-                x.link = InProcessHandoff(x.request, self._receiver, self._prefill)
+                answer.handoff = InProcessHandoff(
+                    answer.request, self._receiver, self._prefill
+                )
             except CapacityError:
                 return
-            self._prefill.submit(Prefill(waiting.popleft().request, x.link))
+            waiting.popleft()
+            self._prefill.submit(Prefill(answer.request, answer.handoff))
 
-    def _step(self, work: dict[str, "_Work"]) -> None:
-        """One step of each engine, and what the hand-offs between them can do now."""
-        output = self._prefill.step()
-        for prefilled in output.prefilled:
-            work[prefilled.rid].hand_over(prefilled)
-        following = self._decode.step()
-        for failed in (*output.failed, *following.failed):
+    def _step(self, answers: dict[str, "_Answer"]) -> None:
+        """One step of each engine, with the hand-offs between them; answers: by request."""
+        prefill_output = self._prefill.step()
+        for prefilled in prefill_output.prefilled:
+            answers[prefilled.rid].on_prefilled(prefilled)
+        decode_output = self._decode.step()
+        for failed in (*prefill_output.failed, *decode_output.failed):
             raise failed.error
-        for token in following.tokens:
-            work[token.rid].take(token)
+        for token in decode_output.tokens:
+            answers[token.rid].on_token(token)
             if token.finish_reason:
                 self._receiver.reservations.finished(token.rid, 0)
 
-    def _take(self, admission: Admission) -> None:
-        """A complete prompt, for the decode engine."""
+    def _admit_to_decode(self, admission: Admission) -> None:
+        """The KV of a prompt is complete: decode it."""
         job = admission.job
-        request = Request(
-            job.rid, job.prompt, SamplingParams(**job.sampling), job.codec
-        )
-        self._decode.submit(
-            Admit(request, admission.groups, (admission.commit.first_token,))
-        )
+        params = SamplingParams(**job.sampling)
+        request = Request(job.rid, job.prompt, params, job.codec)
+        first_token = admission.commit.first_token
+        self._decode.submit(Admit(request, admission.groups, (first_token,)))
 
-    def _abandon(self, work: Sequence["_Work"]) -> None:
-        """Leave nothing behind of a call that failed."""
-        for x in work:
-            self._receiver.reservations.abort(x.request.rid, 0, "the call failed")
-            self._prefill.submit(Abort(x.request.rid))
+    def _drop_from_decode(self, rid: str, attempt: int, reason: str) -> None:
+        self._decode.submit(Abort(rid))
+
+    def _abandon(self, answers: Sequence["_Answer"]) -> None:
+        """Free everything of a call that failed."""
+        for answer in answers:
+            rid = answer.request.rid
+            self._receiver.reservations.abort(rid, 0, "the call failed")
+            self._prefill.submit(Abort(rid))
         self._prefill.step()
         self._decode.step()
+
+
+def _for_each_of_two(config: EngineConfig, runner: Runner) -> EngineConfig:
+    """The config of each of two engines on one device: what is not configured is halved."""
+    arena_bytes, workspace_bytes = measure_memory(config, runner)
+    return replace(
+        config,
+        arena_bytes=config.arena_bytes or arena_bytes // 2,
+        workspace_bytes=config.workspace_bytes or workspace_bytes // 2,
+    )
 
 
 def _codec_name(codec: object) -> str:
     if isinstance(codec, str):
         return codec
-    raise ConfigError(f"codec is {reprlib.repr(codec)}; the name of one is wanted")
+    raise ConfigError(f"codec is {reprlib.repr(codec)}; expected the name of one")
 
 
 @dataclass
-class _Work:
-    """A prompt on its way."""
+class _Answer:
+    """A prompt and its answer so far."""
 
     request: Request
-    link: InProcessHandoff | None = None
+    handoff: InProcessHandoff | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     logprobs: tuple[Logprobs, ...] = ()
 
-    def hand_over(self, prefilled: Prefilled) -> None:
+    def on_prefilled(self, prefilled: Prefilled) -> None:
         """Its prompt is computed; the first token may be the whole answer."""
-        assert self.link is not None
-        self.link.finish(prefilled)
+        assert self.handoff is not None
+        self.handoff.finish(prefilled)
         self.tokens.append(prefilled.first_token)
         self.finish_reason = prefilled.finish_reason or ""
         self.logprobs = prefilled.logprobs
 
-    def take(self, token: Token) -> None:
+    def on_token(self, token: Token) -> None:
+        """Take the next token; the last one may come a second time."""
         assert len(self.tokens) - 1 <= token.index <= len(self.tokens)
-        self.tokens[token.index :] = [token.token]  # the last one may come once more
+        self.tokens[token.index :] = [token.token]
         self.finish_reason = token.finish_reason or ""
         self.logprobs += token.logprobs
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
-        assert self.link is not None
-        assert self.link.stats is not None
-        shown = self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
+        assert self.handoff is not None
+        assert self.handoff.stats is not None
+        text_tokens = self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
         decoder = tokenizer.detokenizer(self.request.tokens)
         return Completion(
-            text=decoder.add(shown) + decoder.finish(),
+            text=decoder.add(text_tokens) + decoder.finish(),
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.tokens),
-            kv=self.link.stats,
+            kv=self.handoff.stats,
             logprobs=self.logprobs,
         )

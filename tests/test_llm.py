@@ -32,6 +32,7 @@ def llm(tiny: Path) -> Iterator[LLM]:
 
 
 def assert_empty(llm: LLM) -> None:
+    """No engine has work or records left, and no hand-off is open."""
     for engine in (llm._prefill, llm._decode):
         engine.pool.check_integrity()
         assert engine.idle
@@ -43,7 +44,9 @@ def test_exact_kv_gives_the_tokens_that_transformers_gives(llm, tiny):
     prompts = [random_prompt(n) for n in LENGTHS]
     reference = ReferenceModel(str(tiny))
     expected = [reference.generate(prompt, 20).tokens for prompt in prompts]
+
     answers = llm.generate(prompts, SamplingParams(max_tokens=20), codec="raw")
+
     assert [answer.tokens for answer in answers] == expected
     assert [answer.prompt_tokens for answer in answers] == list(LENGTHS)
     assert_empty(llm)
@@ -51,74 +54,102 @@ def test_exact_kv_gives_the_tokens_that_transformers_gives(llm, tiny):
 
 def test_text_goes_in_and_comes_out(llm):
     (answer,) = llm.generate("Call me Ishmael.", SamplingParams(max_tokens=9))
+
     assert answer.prompt_tokens == len("Call me Ishmael.")
     assert answer.text == llm._tokenizer.decode(answer.tokens)
     assert (len(answer.tokens), answer.finish_reason) == (9, "length")
-    params = SamplingParams(max_tokens=9, stop_token_ids=answer.tokens[4:5])
+
+
+def test_the_text_ends_before_a_stop_token(llm):
+    (answer,) = llm.generate("Call me Ishmael.", SamplingParams(max_tokens=9))
+    stop = answer.tokens[4]
+    end = answer.tokens.index(stop) + 1
+
+    params = SamplingParams(max_tokens=9, stop_token_ids=[stop])
     (stopped,) = llm.generate("Call me Ishmael.", params)
-    end = answer.tokens.index(answer.tokens[4]) + 1
+
     assert (stopped.tokens, stopped.finish_reason) == (answer.tokens[:end], "stop")
     assert stopped.text == llm._tokenizer.decode(answer.tokens[: end - 1])
 
 
-def test_the_answers_to_a_prompt_are_of_seeds_that_follow_each_other(llm):
+def test_n_answers_have_consecutive_seeds(llm):
     prompts = [random_prompt(40), random_prompt(50)]
     params = [
         SamplingParams(max_tokens=9, temperature=1.0, seed=seed) for seed in (7, 8)
     ]
-    apart = [
+    one_by_one = [
         llm.generate([prompt], each)[0].tokens for prompt in prompts for each in params
     ]
-    assert [answer.tokens for answer in llm.generate(prompts, params[0], n=2)] == apart
-    assert len(set(apart)) == 4
-    with pytest.raises(RequestError, match="n is 0; an integer from 1"):
-        llm.generate(prompts, n=0)
-    (_, last) = llm.generate(prompts[:1], replace(params[0], seed=2**63 - 1), n=2)
-    assert (
-        last.tokens == llm.generate(prompts[:1], replace(params[0], seed=0))[0].tokens
-    )
+
+    answers = llm.generate(prompts, params[0], n=2)
+
+    assert [answer.tokens for answer in answers] == one_by_one
+    assert len(set(one_by_one)) == 4
 
 
-def test_calls_of_several_threads_are_answered_as_one_after_another(llm):
+def test_behind_the_largest_seed_comes_0(llm):
+    prompts = [random_prompt(40)]
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=2**63 - 1)
+    (expected,) = llm.generate(prompts, replace(params, seed=0))
+
+    (_, last) = llm.generate(prompts, params, n=2)
+
+    assert last.tokens == expected.tokens
+
+
+def test_n_of_0_is_refused(llm):
+    with pytest.raises(RequestError, match="n is 0; expected an integer from 1"):
+        llm.generate([random_prompt(40)], n=0)
+
+
+def test_calls_of_several_threads_are_answered_one_after_another(llm):
     prompts = [random_prompt(40 + i, seed=i) for i in range(6)]
+
     with ThreadPoolExecutor(6) as pool:
-        together = [*pool.map(lambda prompt: llm.generate([prompt])[0].tokens, prompts)]
-    assert together == [x.tokens for x in llm.generate(prompts)]
+        answers = [*pool.map(lambda prompt: llm.generate([prompt])[0].tokens, prompts)]
+
+    assert answers == [x.tokens for x in llm.generate(prompts)]
 
 
-def test_an_answer_says_what_its_handoff_took(llm):
-    n, plan = 300, llm._decode.plan(KIVI)
-    (answer,) = llm.generate([random_prompt(n)], SamplingParams(max_tokens=2))
-    kv = answer.kv
+def test_an_answer_reports_bytes_and_times_of_its_handoff(llm):
+    n = 300
+    plan = llm._decode.plan(KIVI)
     numbers = n * 3 * 2 * 2 * 64  # layers, K and V, heads, head dim
+
+    (answer,) = llm.generate([random_prompt(n)], SamplingParams(max_tokens=2))
+
+    kv = answer.kv
     assert (kv.codec, kv.tokens) == (KIVI, n)
     assert (kv.fp16_bytes, kv.fp8_bytes) == (2 * numbers, numbers)
     assert kv.resident_bytes == plan.nbytes(n)
-    assert (
-        kv.payload_bytes + kv.cached_bytes
-        == Manifest(plan, n).total_bytes
-        <= kv.resident_bytes
-    )
+    total_bytes = Manifest(plan, n).total_bytes
+    assert kv.payload_bytes + kv.cached_bytes == total_bytes <= kv.resident_bytes
     assert kv.payload_bytes < kv.wire_bytes < 1.05 * kv.payload_bytes
     assert min(kv.encode_ms, kv.wire_ms, kv.exposed_ms, kv.admit_ms) > 0
     assert kv.exposed_ms <= kv.wire_ms
 
 
 def test_a_single_token_is_answered_without_a_commit(llm):
-    params = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2))
-    one, two = (llm.generate([random_prompt(40)], each)[0] for each in params)
+    prompts = [random_prompt(40)]
+
+    (one,) = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
+    (two,) = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+
     assert (one.tokens, one.finish_reason) == (two.tokens[:1], "length")
     assert_empty(llm)
 
 
-def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(tiny):
+def test_answers_do_not_depend_on_the_batch_or_on_room(tiny):
     prompts = [random_prompt(n) for n in (100, 120, 90, 110, 130)]
     params = SamplingParams(max_tokens=60, temperature=0.7, seed=5)
     roomy = LLM(str(tiny), "raw", config=EngineConfig(arena_bytes=16 << 20))
     expected = [roomy.generate([prompt], params)[0].tokens for prompt in prompts]
     config = EngineConfig(arena_bytes=2 << 20, watermark=0.0, max_batch_tokens=64)
     tight = LLM(str(tiny), "raw", config=config)
-    assert [answer.tokens for answer in tight.generate(prompts, params)] == expected
+
+    answers = tight.generate(prompts, params)
+
+    assert [answer.tokens for answer in answers] == expected
     assert_empty(tight)
 
 
@@ -133,44 +164,50 @@ def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(t
         ("x", []),
     ],
 )
-def test_what_is_no_prompt_or_no_params_is_refused_with_what_is_wanted(
-    prompts, params, llm
-):
+def test_other_types_than_prompts_and_params_are_refused(prompts, params, llm):
     with pytest.raises(
         RequestError, match=r"(prompts|params) are .*(texts|SamplingParams)"
     ):
         llm.generate(prompts, params)
-    with pytest.raises(ConfigError, match="codec is 5; the name of one"):
+
+
+def test_a_codec_that_is_no_name_is_refused(llm):
+    with pytest.raises(ConfigError, match="codec is 5; expected the name of one"):
         llm.generate("x", codec=5)
-    with pytest.raises(ConfigError, match="codec is 5; the name of one"):
+    with pytest.raises(ConfigError, match="codec is 5; expected the name of one"):
         LLM(codec=5)
 
 
 def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
-    good, long = random_prompt(30), random_prompt(CONTEXT)
+    good = random_prompt(30)
+
     with pytest.raises(PromptTooLongError):
-        llm.generate([good, long])
+        llm.generate([good, random_prompt(CONTEXT)])
     with pytest.raises(RequestError):
         llm.generate([good, []])
     with pytest.raises(ConfigError):
         llm.generate([good], codec="kivi:bits=3")
+
     assert_empty(llm)
-    assert len(llm.generate([good], SamplingParams(max_tokens=3))[0].tokens) == 3
+    (answer,) = llm.generate([good], SamplingParams(max_tokens=3))
+    assert len(answer.tokens) == 3
 
 
-def test_a_codec_whose_kernels_a_gpu_refuses_is_an_error_before_it_serves(
-    tiny, monkeypatch
-):
-    runner, wrong = Runner.load(str(tiny)), 0.0
+def test_a_codec_that_a_gpu_computes_wrong_is_refused_at_once(tiny, monkeypatch):
+    runner = Runner.load(str(tiny))
     runner.record_steps(EagerRecorder())  # as on a GPU
     monkeypatch.setattr("disagg.llm.Runner.load", lambda *_: runner)
-    monkeypatch.setattr("disagg.paged.doctor._error", lambda found, wanted: wrong)
-    small = EngineConfig(arena_bytes=16 << 20)
-    llm, wrong = LLM(str(tiny), KIVI, config=small), 0.5
+    error = 0.0
+    monkeypatch.setattr("disagg.paged.doctor._error", lambda actual, expected: error)
+    config = EngineConfig(arena_bytes=16 << 20)
+    llm = LLM(str(tiny), KIVI, config=config)
+
+    error = 0.5
     with pytest.raises(ConfigError, match=r"encode of gear.* is not sound"):
-        LLM(str(tiny), "gear", config=small)
+        LLM(str(tiny), "gear", config=config)
     with pytest.raises(ConfigError, match=r"encode of gear.* is not sound"):
         llm.generate([random_prompt(40)], codec="gear")
+
     assert_empty(llm)
     assert llm.generate([random_prompt(40)], SamplingParams(max_tokens=2))[0].tokens
 
@@ -178,10 +215,12 @@ def test_a_codec_whose_kernels_a_gpu_refuses_is_an_error_before_it_serves(
 @pytest.mark.parametrize("codec", [*codec_names(), PLAN])
 def test_a_hand_off_of_any_codec_changes_no_token(llm, runner, codec):
     prompt = random_prompt(250)
+
     (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12), codec=codec)
+
     assert_same(answer.tokens, serve_watched(runner, prompt, codec, 12))
-    said, meant = (parse_plan(spec, runner.shape) for spec in (answer.kv.codec, codec))
-    assert said.fingerprint == meant.fingerprint
     kv = answer.kv
+    reported = parse_plan(kv.codec, runner.shape)
+    assert reported.fingerprint == parse_plan(codec, runner.shape).fingerprint
     assert kv.wire_bytes > kv.payload_bytes + kv.cached_bytes > 0.9 * kv.resident_bytes
     assert_empty(llm)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from disagg.errors import ConfigError
 from disagg.model.describe import DEFAULT_MODEL
-from training import rows as room
+from training import rows as rows_module
 from training.figures import DISTANCES, LENGTH, MARKS, refresh_card, share_right
 from training.train import TrainConfig, Training
 
@@ -27,7 +27,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = {
         "First": "the grey cat",
         "Second": "a small dog",
-        room.HELD_OUT[3]: "secret Zanzibar",
+        rows_module.HELD_OUT[3]: "secret Zanzibar",
     }
     write_books(file, texts)
     return file
@@ -42,28 +42,27 @@ def write_books(file: Path, texts: dict[str, str]) -> None:
 
 def make_rows(
     books: Path, tokenizer: Any, folder: Path, length: int = 512
-) -> room.RowMaker:
-    return room.RowMaker(
-        room.training_tokens(books, tokenizer, folder), tokenizer, length
+) -> rows_module.RowMaker:
+    return rows_module.RowMaker(
+        rows_module.training_tokens(books, tokenizer, folder), tokenizer, length
     )
 
 
-def answer(tokenizer: Any, passage: room.Passage) -> str:
+def answer(tokenizer: Any, passage: rows_module.Passage) -> str:
     return tokenizer.decode([t for t, a in zip(*passage, strict=True) if a])
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["guided", "asked"])
+@pytest.mark.parametrize("task_first", [False, True], ids=["guided", "asked"])
 @pytest.mark.parametrize("steps", [1, 3, 8])
-def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, asked):
+def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, task_first):
     for seed in range(8):
-        passage = room.arithmetic(
-            tokenizer, np.random.default_rng(seed), steps, asked=asked
+        passage = rows_module.arithmetic(
+            tokenizer, np.random.default_rng(seed), steps, task_first=task_first
         )
         text = tokenizer.decode(passage.tokens)
         number = r"(\d(?: \d)*)"
-        start, last = (
-            re.search(f"{x} {number}", text) for x in ("Start with", "Answer:")
-        )
+        start = re.search(f"Start with {number}", text)
+        last = re.search(f"Answer: {number}", text)
         sums = re.findall(rf"{number} ([+-]) {number} = {number}\.", text)
         value = int(start[1].replace(" ", "")) if start else -1
         for left, sign, operand, result in sums:
@@ -79,19 +78,20 @@ def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, aske
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer, distance):
     book = np.full(3000, tokenizer.encode(" tree")[-1], dtype=np.uint16)
-    passage = room.passkey_prompt(
+    passage = rows_module.passkey_prompt(
         tokenizer, book, np.random.default_rng(distance), distance
     )
     text = tokenizer.decode(passage.tokens)
-    told = re.search(
+    statement = re.search(
         r"pass key for the (\w+) is ([\d ]+)\. Remember it: the \1 is \2\.", text
     )
-    assert answer(tokenizer, passage) == f" {told[2]}."
-    asked = (
-        f"the pass key for the {told[1]}? The pass key for the {told[1]} is {told[2]}."
+    place, key = statement.groups()
+
+    assert answer(tokenizer, passage) == f" {key}."
+    assert text.endswith(
+        f"the pass key for the {place}? The pass key for the {place} is {key}."
     )
-    assert text.endswith(asked)
-    between = text[told.end() : text.rindex("What is")]
+    between = text[statement.end() : text.rindex("What is")]
     assert len(tokenizer.encode(between.strip())) == pytest.approx(distance, abs=4)
     assert len(passage.tokens) <= LENGTH + 1
 
@@ -99,7 +99,7 @@ def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer, distance):
 def test_held_out_books_never_enter_training_rows(books, tokenizer, tmp_path):
     maker = make_rows(books, tokenizer, tmp_path)
     assert "Zanzibar" in tokenizer.decode(
-        room.held_out_tokens(books, tokenizer)[room.HELD_OUT[3]]
+        rows_module.held_out_tokens(books, tokenizer)[rows_module.HELD_OUT[3]]
     )
     assert "Zanzibar" not in tokenizer.decode(maker.books)
     for step in range(15):
@@ -113,25 +113,25 @@ def test_rows_of_pass_keys_ask_only_for_keys_that_were_told(books, tokenizer, tm
     maker = make_rows(books, tokenizer, tmp_path, length=2048)
     for seed in range(10):
         text = tokenizer.decode(maker.passkeys(np.random.default_rng(seed)).tokens)
-        told = dict(re.findall(r"for the (\w+) is ([\d ]+)\. Remember", text))
-        asked = re.findall(
+        keys = dict(re.findall(r"for the (\w+) is ([\d ]+)\. Remember", text))
+        questions = re.findall(
             r"for the (\w+)\? The pass key for the \w+ is ([\d ]+)\.", text
         )
-        assert asked
-        assert all(told[place] == key for place, key in asked)
-        for place, key in asked:
-            assert text.index(f"the {place} is {key}. Remember") < text.index(
-                f"the {place}?"
-            )
+
+        assert questions
+        assert all(keys[place] == key for place, key in questions)
+        for place, key in questions:
+            statement = text.index(f"the {place} is {key}. Remember")
+            assert statement < text.index(f"the {place}?")
 
 
 def test_books_without_a_held_out_one_are_refused(tokenizer, tmp_path):
     write_books(tmp_path / "books.txt", {"First": "the grey cat"})
     with pytest.raises(ConfigError, match="none of the held-out books"):
-        room.training_tokens(tmp_path / "books.txt", tokenizer, tmp_path)
+        rows_module.training_tokens(tmp_path / "books.txt", tokenizer, tmp_path)
 
 
-def tiny_training(rows: room.RowMaker) -> Training:
+def tiny_training(rows: rows_module.RowMaker) -> Training:
     torch.manual_seed(1)
     shape = {
         "hidden_size": 32,
@@ -163,7 +163,7 @@ def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(
 
 def test_the_rate_rises_then_falls_with_the_budget(tokenizer):
     training = tiny_training(
-        room.RowMaker(np.zeros(200, dtype=np.uint16), tokenizer, 128)
+        rows_module.RowMaker(np.zeros(200, dtype=np.uint16), tokenizer, 128)
     )
     training.config = TrainConfig(
         minutes=10, warmup_steps=10, peak_lr=1.0, end_lr_share=0.1
@@ -180,7 +180,9 @@ def test_an_untrained_model_recalls_nothing(tokenizer, books, tmp_path):
         make_rows(books, tokenizer, tmp_path, length=128)
     ).model.eval()
     rng = np.random.default_rng(0)
-    sums = [room.arithmetic(tokenizer, rng, 2, asked=True) for _ in range(4)]
+    sums = [
+        rows_module.arithmetic(tokenizer, rng, 2, task_first=True) for _ in range(4)
+    ]
     assert share_right(model, sums) == 0
 
 

@@ -25,10 +25,8 @@ from training.rows import (
 LENGTH = 2048
 DISTANCES = (64, 256, 512, 1024, 1536, 1900)
 SUMS = (2, 4, 8)
-MARKS = (
-    "<!-- figures -->",
-    "<!-- end of figures -->",
-)  # what stands between is written here
+# the figures are written between these marks
+MARKS = ("<!-- figures -->", "<!-- end of figures -->")
 
 
 def token_losses(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
@@ -54,16 +52,18 @@ def held_out_figures(
     nats = tokens = chars = 0.0
     for book in books.values():
         for start in np.linspace(0, len(book) - LENGTH - 1, num_rows).astype(int):
-            row = torch.from_numpy(book[start : start + LENGTH + 1].astype(np.int64))[
-                None
-            ]
+            row_tokens = book[start : start + LENGTH + 1].astype(np.int64)
+            row = torch.from_numpy(row_tokens)[None]
             nats += float(token_losses(model, row).sum())
             tokens += LENGTH
             chars += len(tokenizer.decode(row[0, 1:].tolist()))
-    figures = {"loss": nats / tokens, "perplexity": math.exp(nats / tokens)}
-    figures["bits_per_char"] = nats / math.log(2) / chars
-    return {"books": len(books), "tokens": int(tokens)} | {
-        k: round(x, 4) for k, x in figures.items()
+    loss = nats / tokens
+    return {
+        "books": len(books),
+        "tokens": int(tokens),
+        "loss": round(loss, 4),
+        "perplexity": round(math.exp(loss), 4),
+        "bits_per_char": round(nats / math.log(2) / chars, 4),
     }
 
 
@@ -78,10 +78,10 @@ def share_right(model: LlamaForCausalLM, passages: list[Passage]) -> float:
     for passage in passages:
         tokens = torch.tensor([passage.tokens])
         hits = next_logits(model, tokens).argmax(-1) == tokens[:, 1:]
-        judged = torch.tensor(passage.answers[1:]) & (
-            tokens[0, 1:] != model.config.eos_token_id
-        )
-        right += bool(hits[0, judged].all())
+        is_answer = torch.tensor(passage.answers[1:])
+        is_judged = is_answer & (tokens[0, 1:] != model.config.eos_token_id)
+        if hits[0, is_judged].all():
+            right += 1
     return round(right / len(passages), 4)
 
 
@@ -90,28 +90,32 @@ def figures(
 ) -> dict[str, Any]:
     """Held-out loss and task rates. effort: rows per book; tasks take 5 times as many passages."""
     model.eval()
-    texts, rng = held_out_tokens(books, tokenizer), np.random.default_rng(SEED)
+    texts = held_out_tokens(books, tokenizer)
+    rng = np.random.default_rng(SEED)
+    num_passages = 5 * effort
     stories = [text for text in texts.values() if len(text) > LENGTH]
-    passkeys, sums = {}, {}
-    for d in DISTANCES:
-        draws = [stories[int(rng.integers(len(stories)))] for _ in range(5 * effort)]
-        prompts = [passkey_prompt(tokenizer, text, rng, d) for text in draws]
-        passkeys[str(d)] = share_right(model, prompts)
-    for asked in (False, True):
-        rates = {
-            str(n): [
-                arithmetic(tokenizer, rng, n, asked=asked) for _ in range(5 * effort)
+    passkeys = {}
+    for distance in DISTANCES:
+        draws = [stories[int(rng.integers(len(stories)))] for _ in range(num_passages)]
+        prompts = [passkey_prompt(tokenizer, text, rng, distance) for text in draws]
+        passkeys[str(distance)] = share_right(model, prompts)
+    sums = {}
+    for name, task_first in (("guided", False), ("asked", True)):
+        passages = {
+            str(steps): [
+                arithmetic(tokenizer, rng, steps, task_first=task_first)
+                for _ in range(num_passages)
             ]
-            for n in SUMS
+            for steps in SUMS
         }
-        sums["asked" if asked else "guided"] = {
-            n: share_right(model, p) for n, p in rates.items()
+        sums[name] = {
+            steps: share_right(model, chains) for steps, chains in passages.items()
         }
     held_out = held_out_figures(model, texts, tokenizer, effort)
     model.train()
     return {
         "held_out": held_out,
-        "passages": 5 * effort,
+        "passages": num_passages,
         "passkey": passkeys,
         "arithmetic": sums,
     }
@@ -119,34 +123,34 @@ def figures(
 
 def card_table(measured: dict[str, Any]) -> str:
     """The figures as Markdown, for a model card."""
-    steps = f"{measured['step']:,} steps"
-    held, keys, sums = measured["held_out"], measured["passkey"], measured["arithmetic"]
-    return "\n".join(
-        [
-            f"After {measured['tokens']:,} tokens ({steps}) of the second stage.",
-            "",
-            f"Held-out books ({held['books']} books, {held['tokens']:,} tokens, rows of {LENGTH}): "
-            f"loss {held['loss']:.3f} nats per token, perplexity {held['perplexity']:.1f}, "
-            f"{held['bits_per_char']:.3f} bits per character.",
-            "",
-            f"Share of {measured['passages']} passages with every answer token right (greedy):",
-            "",
-            "| pass key, tokens between telling and asking | "
-            + " | ".join(keys)
-            + " |",
-            "|---|" + "---|" * len(keys),
-            "| all five digits right | "
-            + " | ".join(f"{x:.0%}" for x in keys.values())
-            + " |",
-            "",
-            "| sums in a chain | " + " | ".join(next(iter(sums.values()))) + " |",
-            "|---|" + "---|" * len(SUMS),
-            *[
-                f"| {k} | " + " | ".join(f"{x:.0%}" for x in v.values()) + " |"
-                for k, v in sums.items()
-            ],
-        ]
-    )
+    held_out = measured["held_out"]
+    passkeys = measured["passkey"]
+    sums = measured["arithmetic"]
+    distances = " | ".join(passkeys)
+    steps = " | ".join(next(iter(sums.values())))
+    lines = [
+        f"After {measured['tokens']:,} tokens ({measured['step']:,} steps) of the second stage.",
+        "",
+        f"Held-out books ({held_out['books']} books, {held_out['tokens']:,} tokens, rows of "
+        f"{LENGTH}): loss {held_out['loss']:.3f} nats per token, perplexity "
+        f"{held_out['perplexity']:.1f}, {held_out['bits_per_char']:.3f} bits per character.",
+        "",
+        f"Share of {measured['passages']} passages with every answer token right (greedy):",
+        "",
+        f"| pass key, tokens between telling and asking | {distances} |",
+        "|---|" + "---|" * len(passkeys),
+        f"| all five digits right | {_percents(passkeys)} |",
+        "",
+        f"| sums in a chain | {steps} |",
+        "|---|" + "---|" * len(SUMS),
+    ]
+    for name, shares in sums.items():
+        lines.append(f"| {name} | {_percents(shares)} |")
+    return "\n".join(lines)
+
+
+def _percents(shares: dict[str, float]) -> str:
+    return " | ".join(f"{share:.0%}" for share in shares.values())
 
 
 def refresh_card(card: Path, measured: dict[str, Any]) -> None:

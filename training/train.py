@@ -56,13 +56,19 @@ class Training:
     def __init__(
         self, model: LlamaForCausalLM, rows: RowMaker, config: TrainConfig
     ) -> None:
-        self.model, self.rows, self.config = model.train(), rows, config
-        decayed = [p for p in model.parameters() if p.dim() > 1]
-        plain = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}]
-        groups.append({"params": plain, "weight_decay": 0.0})
+        self.model = model.train()
+        self.rows = rows
+        self.config = config
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, 0.98))
-        self.step, self.elapsed_s, self.ticked = 0, 0.0, time.monotonic()
+        self.step = 0
+        self.elapsed_s = 0.0
+        self.ticked = time.monotonic()
 
     def progress(self) -> float:
         """The used share of the budget, 0 to 1."""
@@ -91,7 +97,8 @@ class Training:
         self.optimizer.step()
         self.step += 1
         now = time.monotonic()
-        self.elapsed_s, self.ticked = self.elapsed_s + now - self.ticked, now
+        self.elapsed_s += now - self.ticked
+        self.ticked = now
         return float(loss.detach())
 
     def done(self) -> dict[str, Any]:
@@ -109,8 +116,6 @@ class Training:
             "step": self.step,
             "elapsed_s": self.elapsed_s,
             "rng": torch.get_rng_state(),
-        }
-        state |= {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -123,7 +128,8 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
-        self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+        self.step = state["step"]
+        self.elapsed_s = state["elapsed_s"]
 
 
 def load_model(source: Path, *, fresh: bool = False) -> tuple[LlamaForCausalLM, Any]:
@@ -141,16 +147,15 @@ def load_model(source: Path, *, fresh: bool = False) -> tuple[LlamaForCausalLM, 
 
 
 def write_model(model: LlamaForCausalLM, source: Path, folder: Path) -> None:
-    """Write bf16 weights, configs and the tokenizer of `source`; a reader sees whole files only."""
+    """Write bf16 weights, configs and the tokenizer of `source`; readers see whole files only."""
     staging = folder / "staging"
     staging.mkdir(parents=True, exist_ok=True)
     shipped = LlamaForCausalLM(model.config).to(torch.bfloat16)
     shipped.load_state_dict(model.state_dict())
-    ids = {
-        "bos_token_id": model.config.bos_token_id,
-        "eos_token_id": model.config.eos_token_id,
-    }
-    shipped.generation_config.update(**ids)
+    shipped.generation_config.update(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+    )
     shipped.save_pretrained(staging)
     for name in TOKENIZER_FILES:
         shutil.copyfile(source / name, staging / name)
@@ -187,7 +192,7 @@ def begin(args: argparse.Namespace) -> tuple[Training, Path]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train until the budget is used or the process is told to end; checkpoint on the way."""
+    """Train until the budget is used or SIGTERM comes; checkpoint on the way."""
     training, source = begin(args)
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: stopping.append(signum))
@@ -197,12 +202,8 @@ def train(args: argparse.Namespace) -> None:
         loss = training.train_step()
         now = training.ticked
         if now - shown > 30:
-            speed = (
-                (training.step - since)
-                * training.config.num_rows
-                * LENGTH
-                / (now - shown)
-            )
+            rows = (training.step - since) * training.config.num_rows
+            speed = rows * LENGTH / (now - shown)
             print(
                 f"step {training.step} {training.progress():.1%} loss {loss:.3f} "
                 f"lr {training.lr():.2e} {speed:,.0f} tokens/s",
@@ -272,8 +273,10 @@ def main() -> None:
     try:
         if args.evaluate:
             evaluate(args.evaluate, args)
+        elif args.export:
+            export(args)
         else:
-            (export if args.export else train)(args)
+            train(args)
     except DisaggError as error:
         parser.exit(error.exit_code, f"{error}\n")
 

@@ -76,11 +76,13 @@ class NotingWorker(Worker):
         self._compute = self.engine._compute
         self.engine._compute = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, shares: Sequence[ScheduledTokens], stash: StepAllocation) -> None:
+    def _timed(
+        self, scheduled: Sequence[ScheduledTokens], allocation: StepAllocation
+    ) -> None:
         began = time.monotonic()
-        self._compute(shares, stash)
+        self._compute(scheduled, allocation)
         if prompts := {
-            x.sequence.request.tokens: x.count for x in shares if not x.decodes
+            x.sequence.request.tokens: x.count for x in scheduled if not x.decodes
         }:
             self.steps.append((began, time.monotonic(), prompts))
 

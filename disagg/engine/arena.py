@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,25 +16,26 @@ from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
 
 CPU_ARENA_BYTES = 256 << 20
-SPARE = 20  # one part of so many of a GPU is left to activations, whoever else has memory there
+SPARE_PART = 20  # one part in this many of a GPU's memory is left to activations
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
 
 class DeviceArena:
     """An arena in the memory of an accelerator.
 
-    Bytes leave and arrive on streams of their own, beside the kernels: one gather and one copy for
-    all that is staged, one copy and one scatter for all that is written, through pinned memory.
-    Fresh bytes wait for the kernels that write them, so all others leave on another stream.
+    Bytes leave and arrive on streams of their own, beside the kernels, through pinned memory: one
+    gather and one copy for all spans of a call to `stage`, one copy and one scatter for all of a
+    call to `write`. Fresh bytes wait for the kernels that write them, so others leave on a stream
+    of their own.
     """
 
     on_host = False
 
     def __init__(self, tensor: Tensor):
         self._tensor = tensor
-        self._fresh, self._lasting, self._arriving = (
-            SideStream(tensor.device) for _ in range(3)
-        )
+        self._fresh = SideStream(tensor.device)
+        self._lasting = SideStream(tensor.device)
+        self._arriving = SideStream(tensor.device)
 
     @property
     def nbytes(self) -> int:
@@ -50,46 +50,48 @@ class DeviceArena:
             return list
         sizes = [nbytes for _, nbytes in spans]
         host = self._host_bytes(sum(sizes))
-        stream = self._fresh if fresh else self._lasting
-        with stream.after_the_kernels() if fresh else stream.beside_the_kernels():
+        if fresh:
+            stream = self._fresh
+            running = stream.after_the_kernels()
+        else:
+            stream = self._lasting
+            running = stream.beside_the_kernels()
+        with running:
             parts = [self._tensor[start : start + nbytes] for start, nbytes in spans]
             host.copy_(torch.cat(parts), non_blocking=True)
-            copied = stream.mark()
+            wait_for_copy = stream.mark()
 
         def wait() -> list[memoryview]:
-            copied()
+            wait_for_copy()
             return [part.numpy().data for part in host.split(sizes)]
 
         return wait
 
     def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
-        if not places:  # of which torch copies no list
+        if not places:  # torch refuses empty lists
             return
         sizes = [len(data) for _, data in places]
         host = self._host_bytes(sum(sizes))
-        HostArena(host.numpy().data).write(
-            list(
-                zip(
-                    accumulate(sizes, initial=0),
-                    (data for _, data in places),
-                    strict=False,
-                )
-            )
-        )
+        host_places = []
+        host_start = 0
+        for _, data in places:
+            host_places.append((host_start, data))
+            host_start += len(data)
+        HostArena(host.numpy().data).write(host_places)
         with self._arriving.beside_the_kernels():
-            there = host.to(self._tensor.device, non_blocking=True).split(sizes)
+            parts = host.to(self._tensor.device, non_blocking=True).split(sizes)
             pages = [self._tensor[start : start + len(data)] for start, data in places]
-            torch._foreach_copy_(pages, there)
-            self._arriving.mark()()
+            torch._foreach_copy_(pages, parts)
+            wait = self._arriving.mark()
+            wait()
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Before whatever is written there later; kernels that are started later see it."""
+        """Fill spans with zeros, before later writes to them and kernels started later."""
         if not spans:
             return
+        parts = [self._tensor[start : start + nbytes] for start, nbytes in spans]
         with self._arriving.beside_the_kernels():
-            torch._foreach_zero_(
-                [self._tensor[start : start + n] for start, n in spans]
-            )
+            torch._foreach_zero_(parts)
         self._arriving.before_the_kernels()
 
     def _host_bytes(self, nbytes: int) -> Tensor:
@@ -97,37 +99,35 @@ class DeviceArena:
 
 
 class SideStream:
-    """Work of a device beside the kernels of an engine. On a CPU everything is in order anyway."""
+    """A stream of a device beside the kernels of an engine; on a CPU there is none."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def beside_the_kernels(self) -> torch.cuda.StreamContext:
-        """What is started within runs in this stream."""
+        """A context: work started within it runs in this stream."""
         return torch.cuda.stream(self._stream)
 
     def after_the_kernels(self) -> torch.cuda.StreamContext:
-        """The same, after the kernels that this thread has started so far."""
+        """The same context, after the kernels that this thread has started so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return self.beside_the_kernels()
 
     def before_the_kernels(self) -> None:
-        """Kernels that this thread starts later wait for what is in this stream now."""
+        """Kernels that this thread starts later wait for the work in this stream now."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
-        """The call returns when all that is in this stream now is done."""
-        return (
-            (lambda: None)
-            if self._stream is None
-            else self._stream.record_event().synchronize
-        )
+        """A function that returns when the work in this stream now is done."""
+        if self._stream is None:
+            return lambda: None
+        return self._stream.record_event().synchronize
 
 
 def wait_for_kernels(device: torch.device) -> None:
-    """Return when all that this thread has started on a device is done; on a CPU it is anyway."""
+    """Return when all work that this thread has started on a device is done; on a CPU, at once."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -137,7 +137,7 @@ def make_pool(
 ) -> tuple[Pool, Tensor]:
     """A pool over `nbytes` of a device, and the same bytes as the tensor that kernels read.
 
-    On a host by way of numpy, which asks for huge pages: frames enter and leave them faster.
+    On a host numpy allocates it, which asks for huge pages: frames enter and leave them faster.
     """
     size = align(nbytes, ARENA_UNIT)
     if device.type == "cpu":
@@ -152,28 +152,34 @@ def check_slabs(
 ) -> None:
     """ConfigError for an arena without a slab for each shape of the records of a plan."""
     for plan in plans:
-        if (shapes := len(plan.records(context))) * slab_bytes > nbytes:
+        num_shapes = len(plan.records(context))
+        needed = num_shapes * slab_bytes
+        if needed > nbytes:
             raise ConfigError(
                 f"config key engine.arena_bytes is {nbytes}; {plan.spec} has records of "
-                f"{shapes} shapes, which want at least {shapes * slab_bytes}"
+                f"{num_shapes} shapes, which want at least {needed}"
             )
 
 
 def measure_memory(config: EngineConfig, runner: Runner) -> tuple[int, int]:
-    """Bytes of the arena and of the workspaces: as configured, else as there is memory."""
+    """Bytes of the arena and of the workspaces: as configured, else by the memory of the device."""
     device = runner.device
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        mine = int(config.memory_share * total) - torch.cuda.memory_reserved(device)
-        there = min(free - total // SPARE, mine)
-        arena, workspace = split_memory(there, runner.shape, runner.info.context_length)
+        share = int(config.memory_share * total) - torch.cuda.memory_reserved(device)
+        usable = min(free - total // SPARE_PART, share)
+        arena, workspace = split_memory(
+            usable, runner.shape, runner.info.context_length
+        )
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        arena, workspace = CPU_ARENA_BYTES, int(config.memory_share * memory) // 8
+        arena = CPU_ARENA_BYTES
+        workspace = int(config.memory_share * memory) // 8
     return config.arena_bytes or arena, config.workspace_bytes or workspace
 
 
 def slab_bytes_for(layers: int, heads: int, head_dim: int) -> int:
-    """Slabs that hold some records of any codec: the largest is about 16 exact fp32 tokens."""
-    record = layers * heads * RAW_TOKENS * head_dim * 2 * 4
-    return align(max(DEFAULT_SLAB_BYTES, RECORDS_PER_SLAB * record), ARENA_UNIT)
+    """The size of slabs that hold a few records of any codec, of at most 16 exact fp32 tokens."""
+    largest_record = layers * heads * RAW_TOKENS * head_dim * 2 * 4
+    slab_bytes = max(DEFAULT_SLAB_BYTES, RECORDS_PER_SLAB * largest_record)
+    return align(slab_bytes, ARENA_UNIT)

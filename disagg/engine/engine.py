@@ -1,10 +1,15 @@
-"""The engine: the one thread that runs the model. Its loop can be recited:
+"""The engine: the one thread that runs the model. `Engine.step` can be recited:
 
-    drain inbox  →  schedule  →  forward (layers: encode, offer)  →  sample  →  one StepOutput
+    schedule   which sequences compute how many tokens; allocate the records they need
+    build      one packed row of tokens, and what each layer group does with it
+    forward    all layers; each one encodes and offers what a chunk of a prompt completes
+    sample     one token for each sequence that has fed all its tokens
+    advance    count the tokens, change states, report them in one `StepOutput`
 
-It blocks on an empty inbox and on its own kernels, and on nothing else: never on a peer, a socket
-or a credit. Whatever goes wrong with one request ends that request: its pages are freed, and its
-`Failed` says why. Where nobody can tell whose fault it was, all of the step end; the engine lives.
+Each step drains the inbox first. The engine blocks on an empty inbox and on its own kernels, and on
+nothing else: never on a peer, a socket or a credit. An error in one request ends that request: its
+pages are freed, and its `Failed` says why. If a step breaks and the culprit is unknown, all its
+requests end; the engine lives.
 """
 
 import time
@@ -13,7 +18,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from functools import lru_cache
-from itertools import count, takewhile
+from itertools import count
 from queue import Empty, SimpleQueue
 
 import torch
@@ -27,7 +32,8 @@ from disagg.engine.arena import (
     slab_bytes_for,
     wait_for_kernels,
 )
-from disagg.engine.guard import CodecErrorProbe, relative_errors
+from disagg.engine.error_probe import CodecErrorProbe, relative_errors
+from disagg.engine.exact_prefixes import ExactPrefixes
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -40,14 +46,13 @@ from disagg.engine.messages import (
     Prefilled,
     StepOutput,
     Token,
+    as_disagg_error,
     is_memory_error,
-    named,
 )
-from disagg.engine.prefixes import ExactPrefixes
 from disagg.engine.sampler import Sampled, choose, score_prompts
 from disagg.engine.scheduler import ScheduledTokens, Scheduler
-from disagg.engine.sequence import Sequence, Status
-from disagg.engine.steps import StepAllocation, build_batch, take_stash
+from disagg.engine.sequence import Handoff, Sequence, Status
+from disagg.engine.steps import StepAllocation, allocate_step, build_batch
 from disagg.errors import (
     CapacityError,
     DisaggError,
@@ -70,7 +75,7 @@ WAIT_S = 0.05  # how often a sequence without room looks again
 
 
 class Engine:
-    """Prefills and decodes; what it does with a request is a matter of the messages it gets."""
+    """Prefills and decodes; its messages say what to do with each request."""
 
     def __init__(
         self,
@@ -78,8 +83,9 @@ class Engine:
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
         codecs: Seq[str] = (),
-        guarded: Seq[str] = (),
+        probed: Seq[str] = (),
     ):
+        """codecs: those that may be served; none: all · probed: those whose error is sampled"""
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
         arena_bytes, self._workspace_bytes = measure_memory(config, runner)
@@ -95,14 +101,13 @@ class Engine:
             self.pool, config.max_batch_tokens, self.rows, config.watermark
         )
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
-        self._guard = CodecErrorProbe(list(map(self.plan, guarded)))
-        self.counts = Counter[
-            str
-        ]()  # "computed_tokens", "cached_tokens" of prompts, "preempted"
-        self._orders = count()
+        self._error_probe = CodecErrorProbe([self.plan(spec) for spec in probed])
+        # "computed_tokens" and "cached_tokens" of prompts, "preempted"
+        self.counts = Counter[str]()
+        self._arrivals = count()
         self._draining = False
-        self._refused: Sequence | None = None  # who last found no room
-        self._output = StepOutput()  # of the step that runs
+        self._last_refused: Sequence | None = None  # the last to find no room
+        self._output = StepOutput()  # of the running step
 
     def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
@@ -118,216 +123,238 @@ class Engine:
         self._inbox.put(message)
 
     def may_reserve(self) -> bool:
-        """Whether room may be promised to others: no sequence here waits for any. Any thread."""
-        refused = self._refused is not None and self._refused.status is Status.QUEUED
-        return not refused and self._scheduler.sole is None
+        """Whether others may reserve room: no sequence here waits for any. Any thread."""
+        refused = self._last_refused
+        is_short = refused is not None and refused.status is Status.QUEUED
+        return not is_short and self._scheduler.exclusive is None
 
     @property
     def load(self) -> EngineLoad:
-        """What it does and could take now. Any thread."""
-        queues = self._scheduler
-        running, waiting, held = map(len, (queues.active, queues.waiting, queues.held))
-        return EngineLoad(running, waiting, held, queues.free_bytes, queues.slots)
+        """Its sequences by state, and its free room. Any thread."""
+        scheduler = self._scheduler
+        return EngineLoad(
+            running=len(scheduler.active),
+            waiting=len(scheduler.waiting),
+            held=len(scheduler.held),
+            free_bytes=scheduler.free_bytes,
+            slots=scheduler.slots,
+        )
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and no record held for another worker."""
-        queues = self._scheduler
-        return (
-            not (queues.waiting or queues.active or queues.held) and self._inbox.empty()
-        )
+        scheduler = self._scheduler
+        if scheduler.waiting or scheduler.active or scheduler.held:
+            return False
+        return self._inbox.empty()
 
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
-        """Step until drained; the life of the engine's thread. `deliver` must not block.
+        """Step until drained; the life of the engine's thread.
 
-        It hears of every step that brought something or changed the load.
+        deliver: gets the output of every step that has any or that changed the load; must not block
         """
         load = EngineLoad()
         while not (self._draining and self.idle):
             if not self._scheduler.active and self._inbox.empty():
                 self._wait()
-            output, before = self.step(), load
-            load = self.load
-            if output != StepOutput() or load != before:
+            output = self.step()
+            load_before, load = load, self.load
+            if output != StepOutput() or load != load_before:
                 deliver(output)
 
     def step(self) -> StepOutput:
         """One turn of the loop. Never blocks; with nothing to do it returns an empty output."""
         while not self._inbox.empty():
-            self._take(self._inbox.get())
-        shares, stash = self._schedule()
-        if shares:
+            self._handle(self._inbox.get())
+        scheduled, allocation = self._schedule()
+        if scheduled:
             try:
-                self._compute(shares, stash)
+                self._compute(scheduled, allocation)
             except BaseException as error:
-                self._give_up(shares, stash, error)
-                if not isinstance(
-                    error, Exception
-                ):  # an interrupt: whoever steps hears no more
-                    self._take_output()
+                self._give_up(scheduled, allocation, error)
+                if not isinstance(error, Exception):
+                    # an interrupt: the caller of this step gets no output of it
+                    self._flush_output()
                     raise
-        return self._take_output()
+        return self._flush_output()
 
-    # -- drain inbox
+    # -- inbox
 
     def _wait(self) -> None:
-        """Block until there is a message; not for long where a sequence waits for room."""
+        """Block until there is a message; only for a moment if a sequence waits for room."""
+        timeout = WAIT_S if self._scheduler.waiting else None
         with suppress(Empty):
-            self._take(
-                self._inbox.get(timeout=WAIT_S if self._scheduler.waiting else None)
-            )
+            self._handle(self._inbox.get(timeout=timeout))
 
-    def _take(self, message: Message) -> None:
-        """Do what a message says."""
+    def _handle(self, message: Message) -> None:
         match message:
             case Abort(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._end(sequence)
             case Prefill() | Admit():
-                try:
-                    self._start(message)
-                except Exception as error:
-                    for state in message.groups if isinstance(message, Admit) else ():
-                        self.pool.release(state.ids())
-                    self._output.failed.append(
-                        Failed(message.request.rid, named(error))
-                    )
+                self._start_or_fail(message)
             case Move(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._prepare_to_move(sequence, message)
             case _:
                 self._draining = True
 
+    def _start_or_fail(self, message: Prefill | Admit) -> None:
+        try:
+            self._start(message)
+        except Exception as error:
+            if isinstance(message, Admit):
+                for state in message.groups:
+                    self.pool.release(state.ids())
+            failed = Failed(message.request.rid, as_disagg_error(error))
+            self._output.failed.append(failed)
+
     def _start(self, message: Prefill | Admit) -> None:
-        """Queue a new sequence, and repeat the last token known of it: it may have been the end."""
-        plan, emitted = self._check(message), list(message.emitted)
-        born, order = self._clock(), next(self._orders)
-        sequence = Sequence(message.request, plan, born, order, emitted=emitted)
+        """Queue a new sequence, and repeat its last token if it has any: it may be the end."""
+        sequence = Sequence(
+            request=message.request,
+            plan=self._check(message),
+            born=self._clock(),
+            order=next(self._arrivals),
+            emitted=list(message.emitted),
+        )
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
-            sequence.groups, sequence.n = (
-                message.groups,
-                message.moved or sequence.prompt_len,
-            )
-            sequence.promised = True
+            sequence.groups = message.groups
+            sequence.n = message.moved or sequence.prompt_len
+            sequence.row_promised = True
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
         else:
             sequence.handoff = message.handoff
             sequence.born -= message.waited_s
             self._scheduler.queue(sequence)
-        if emitted:
-            self._say(sequence, sequence.finish_reason(self._runner.info))
+        if sequence.emitted:
+            self._emit_token(sequence, sequence.finish_reason(self._runner.info))
 
     def _check(self, message: Prefill | Admit) -> Plan:
         """The plan of a request, or the error that says why it can never be served here."""
-        request, info = message.request, self._runner.info
-        tokens = len(request.tokens)
+        request = message.request
         if self._draining:
             raise PeerLostError("this worker is draining; it takes no new requests")
         if self._scheduler.find(request.rid) is not None:
             raise RequestError(f"request {request.rid!r} is here already")
-        if tokens >= info.context_length:
+        self._check_tokens(message)
+        if isinstance(message, Admit) and not message.emitted:
+            raise RequestError(
+                f"request {request.rid!r} is admitted without its first token"
+            )
+        num_tokens = len(request.tokens)
+        plan = self.plan(request.codec)
+        needed = plan.nbytes(num_tokens + 1)
+        room = self.pool.arena.nbytes
+        if needed > room:
             raise PromptTooLongError(
-                f"prompt of {tokens} tokens; the model's context of {info.context_length} "
-                f"holds at most {info.context_length - 1} and an answer"
+                f"prompt of {num_tokens} tokens needs {needed} bytes of KV; "
+                f"the pool holds {room}"
+            )
+        if not isinstance(message, Admit):
+            self._check_workspace(plan, num_tokens)
+        return plan
+
+    def _check_tokens(self, message: Prefill | Admit) -> None:
+        """An error for a prompt beyond the model's context, or tokens outside its vocabulary."""
+        request, info = message.request, self._runner.info
+        if len(request.tokens) >= info.context_length:
+            raise PromptTooLongError(
+                f"prompt of {len(request.tokens)} tokens; the model's context of "
+                f"{info.context_length} holds at most {info.context_length - 1} and an answer"
             )
         for token in (*request.tokens, *message.emitted, *request.params.named_tokens):
             if not 0 <= token < info.vocab_size:
                 raise RequestError(
                     f"token {token} is outside the vocabulary of {info.vocab_size}"
                 )
-        if isinstance(message, Admit) and not message.emitted:
-            raise RequestError(
-                f"request {request.rid!r} is admitted without its first token"
-            )
-        plan = self.plan(request.codec)
-        needed, room = plan.nbytes(tokens + 1), self.pool.arena.nbytes
-        if needed > room:
-            raise PromptTooLongError(
-                f"prompt of {tokens} tokens needs {needed} bytes of KV; the pool holds {room}"
-            )
-        if not isinstance(message, Admit):
-            self._check_workspace(plan, tokens)
-        return plan
 
-    def _check_workspace(self, plan: Plan, tokens: int) -> None:
+    def _check_workspace(self, plan: Plan, num_tokens: int) -> None:
         """PromptTooLongError for a prompt whose exact KV has no room here while it prefills."""
-        needed, room = self._prefill_bytes(plan, tokens), self._workspace_bytes
+        needed = self._prefill_bytes(plan, num_tokens)
+        room = self._workspace_bytes
         if needed > room:
             raise PromptTooLongError(
-                f"prompt of {tokens} tokens needs {needed} bytes of exact KV while it prefills; "
-                f"there is room for {room}"
+                f"prompt of {num_tokens} tokens needs {needed} bytes of exact KV while it "
+                f"prefills; there is room for {room}"
             )
 
     # -- schedule
 
     def _schedule(self) -> tuple[list[ScheduledTokens], StepAllocation]:
-        """Who computes how many tokens, with the records that decoding needs for it."""
-        shares, stash = self._grow()
-        left, full = (
-            self._config.max_batch_tokens - sum(share.count for share in shares),
-            False,
-        )
+        """Which sequences compute how many tokens, and the records that decoding needs for it."""
+        scheduled, allocation = self._schedule_decodes()
+        budget = self._config.max_batch_tokens - sum(x.count for x in scheduled)
+        is_full = False
         for sequence in self._scheduler.prompts(self._clock()):
-            if left <= 0:
+            if budget <= 0:
                 break
-            if full and sequence.status is Status.QUEUED:
+            is_queued = sequence.status is Status.QUEUED
+            if is_full and is_queued:
                 continue
-            if self._prepare(sequence, left):
-                count = min(sequence.prompt_len - sequence.n, left)
-                shares.append(ScheduledTokens(sequence, count))
-                left -= count
+            if self._prepare(sequence, budget):
+                num_tokens = min(sequence.prompt_len - sequence.n, budget)
+                scheduled.append(ScheduledTokens(sequence, num_tokens))
+                budget -= num_tokens
             elif sequence.status is Status.QUEUED:
-                self._refused, full = sequence, True
-        return shares, stash
+                self._last_refused = sequence
+                is_full = True
+        return scheduled, allocation
 
-    def _grow(self) -> tuple[list[ScheduledTokens], StepAllocation]:
-        """Decoding shares with the records they need; newer sequences make room for older ones.
+    def _schedule_decodes(self) -> tuple[list[ScheduledTokens], StepAllocation]:
+        """Decoding sequences with the records they need; newer ones make room for older ones.
 
-        The answer of one that had the whole pool to itself from the start ends there; one that
-        lies scattered, since others left, starts again with the pool to itself.
+        If a sequence has had the pool to itself from the start and finds no room, its answer ends.
+        If others left pages scattered, it starts again with the pool to itself.
         """
         while True:
-            shares = self._scheduler.decode_shares()
+            scheduled = self._scheduler.schedule_decodes()
             try:
-                return shares, take_stash(shares, self.pool)
+                return scheduled, allocate_step(scheduled, self.pool)
             except CapacityError:
                 victim = self._scheduler.preempt()
                 if victim is None:  # all that decode here are about to leave
-                    self._fail(
-                        shares[-1].sequence, CapacityError("no room to grow; it moves")
-                    )
+                    leaving = scheduled[-1].sequence
+                    self._fail(leaving, CapacityError("no room to grow; it moves"))
                     continue
-                self._requeued(victim)
+                self._on_preempted(victim)
                 if not self.pool.referenced_pages:
-                    if victim in (self._scheduler.alone, self._scheduler.sole):
-                        self._say(victim, "length")
-                    else:
-                        self._scheduler.sole = victim
+                    self._restart_alone(victim)
 
-    def _requeued(self, sequence: Sequence) -> None:
+    def _restart_alone(self, sequence: Sequence) -> None:
+        """Let a preempted sequence have the whole pool; end its answer if it had it already."""
+        scheduler = self._scheduler
+        if sequence in (scheduler.alone_since_start, scheduler.exclusive):
+            self._emit_token(sequence, "length")
+        else:
+            scheduler.exclusive = sequence
+
+    def _on_preempted(self, sequence: Sequence) -> None:
         """A sequence lost its records: it starts again when there is room."""
         sequence.enter(Status.QUEUED)
         self.counts["preempted"] += 1
-        self._refused = sequence
+        self._last_refused = sequence
 
-    def _prepare(self, sequence: Sequence, left: int) -> bool:
-        """Whether a prompt can compute now, of a step with so many tokens left."""
+    def _prepare(self, sequence: Sequence, budget: int) -> bool:
+        """Whether a prompt can compute now, in a step with `budget` tokens left."""
         try:
-            return sequence.status is not Status.QUEUED or self._admit(sequence, left)
+            if sequence.status is Status.QUEUED:
+                return self._admit(sequence, budget)
+            return True
         except Exception as error:
-            self._fail(sequence, named(error))
+            self._fail(sequence, as_disagg_error(error))
             return False
 
-    def _admit(self, sequence: Sequence, left: int) -> bool:
+    def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Begin with a prompt if there is room for it."""
         self._check_workspace(sequence.plan, sequence.prompt_len)
-        begun = (x for x in self._scheduler.active if x.workspace is not None)
-        wanted = sum(
-            self._prefill_bytes(x.plan, x.prompt_len) for x in (sequence, *begun)
+        prefilling = [x for x in self._scheduler.active if x.workspace is not None]
+        needed = sum(
+            self._prefill_bytes(x.plan, x.prompt_len) for x in (sequence, *prefilling)
         )
-        if wanted > self._workspace_bytes:
+        if needed > self._workspace_bytes:
             return False
         try:
             if not self._scheduler.admit(sequence):
@@ -339,220 +366,276 @@ class Engine:
         sequence.enter(Status.PREFILL)
         if sequence.handoff is not None:
             sequence.handoff.begin(sequence.plan, sequence.groups)
-        self._make_workspace(sequence, left)
+        self._make_workspace(sequence, budget)
         return True
 
-    def _prefill_bytes(self, plan: Plan, tokens: int) -> int:
-        """Of the exact K and V of a prompt while it prefills."""
-        rooms = rooms_of(plan, tokens, self._config.max_batch_tokens)
+    def _prefill_bytes(self, plan: Plan, num_tokens: int) -> int:
+        """Bytes of the exact K and V of a prompt while it prefills."""
+        rooms = rooms_of(plan, num_tokens, self._config.max_batch_tokens)
         return exact_bytes(self._runner.shape, sum(rooms)) // len(rooms)
 
-    def _make_workspace(self, sequence: Sequence, left: int) -> None:
-        """Room for exact K and V, and what is known of them.
+    def _make_workspace(self, sequence: Sequence, budget: int) -> None:
+        """Room for exact K and V, filled with the cached prefix.
 
-        Taken at once where the prompt comes in more than one chunk.
+        A prompt that takes more than one chunk gets all its memory at once.
         """
         rooms = rooms_of(
             sequence.plan, sequence.prompt_len, self._config.max_batch_tokens
         )
         sequence.workspace = self._runner.workspace(sequence.prompt_len, rooms)
         try:
-            if left < sequence.prompt_len:
+            if budget < sequence.prompt_len:
                 dtype = getattr(torch, self._runner.info.dtype)
                 sequence.workspace.reserve(dtype, self._runner.device)
             if self._config.prefix_cache:
                 self._restore(sequence)
         except (MemoryError, RuntimeError) as error:
-            what = f"no memory for the exact KV of a prompt of {sequence.prompt_len} tokens"
-            raise CapacityError(f"{what}: {error}") from None
+            raise CapacityError(
+                "no memory for the exact KV of a prompt of "
+                f"{sequence.prompt_len} tokens: {error}"
+            ) from None
 
     def _restore(self, sequence: Sequence) -> None:
-        """Begin behind what is known of a prompt; its last token is computed in any case.
+        """Begin behind the cached prefix of a prompt.
 
-        So are the last queries where a codec wants to see them, and everything where the whole
-        prompt is to be scored.
+        Always computed: its last token, the last queries that its codecs need, and all of a prompt
+        that is scored.
         """
-        wanted = max(
-            1, *(codec_of(group).last_queries for group in sequence.plan.groups)
-        )
-        limit = 0 if sequence.scored else max(0, sequence.prompt_len - wanted)
+        limit = 0
+        if not sequence.scored:
+            queries = [codec_of(x).last_queries for x in sequence.plan.groups]
+            limit = max(0, sequence.prompt_len - max(1, *queries))
         sequence.begin(self._prefixes.restore(sequence, limit))
 
-    # -- forward
+    # -- build, forward, sample
 
-    def _compute(self, shares: Seq[ScheduledTokens], stash: StepAllocation) -> None:
-        """One forward pass, and one more token for who has fed all it knows."""
-        batch = build_batch(shares, stash, self.arena, self._chunk)
-        logits = score_prompts(shares, self._runner.forward(batch))
-        ready = [share.sequence for share in shares if share.completes]
-        chosen = choose(ready, logits, self._runner.info.eos_ids)
-        wait_for_kernels(
-            self._runner.device
-        )  # what they read may be written once it is released
+    def _compute(
+        self, scheduled: Seq[ScheduledTokens], allocation: StepAllocation
+    ) -> None:
+        """One forward pass, and one more token for each sequence that has fed all its tokens."""
+        batch = build_batch(scheduled, allocation, self.arena, self._chunk)
+        logits = score_prompts(scheduled, self._runner.forward(batch))
+        ready = [entry.sequence for entry in scheduled if entry.completes]
+        sampled = choose(ready, logits, self._runner.info.eos_ids)
+        # once released, the pages that kernels read may be written
+        wait_for_kernels(self._runner.device)
         self._prefixes.close(whole=True)
         for decode in batch.decodes:
             self.pool.release(decode.step.freed)
-        stash.loose.clear()
-        self._advance(shares, ready, chosen)
+        allocation.loose.clear()
+        self._advance(scheduled, ready, sampled)
 
-    def _chunk(self, share: ScheduledTokens, row: int) -> Chunk:
-        """A chunk of a prompt whose layers are encoded and offered as they finish."""
-        sequence, workspace = share.sequence, share.sequence.workspace
+    def _chunk(self, entry: ScheduledTokens, row: int) -> Chunk:
+        """A chunk of a prompt, whose layers are encoded and offered as they finish."""
+        sequence = entry.sequence
+        workspace = sequence.workspace
         assert workspace is not None
-        new = self._prefixes.open(sequence, sequence.n + share.count)
+        units = self._prefixes.open(sequence, sequence.n + entry.count)
 
         def sink(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
-            if sequence.error is None:
-                try:
-                    self._encode(sequence, layer, k, v, chunk)
-                    self._guard.look(sequence, layer, k, v, new.done)
-                    self._prefixes.write(new, layer, k, v, chunk.tables[1])
-                except Exception as error:
-                    sequence.error = named(error)
+            if sequence.error is not None:
+                return
+            try:
+                self._encode(sequence, layer, k, v, chunk)
+                self._error_probe.measure(sequence, layer, k, v, units.done)
+                self._prefixes.write(units, layer, k, v, chunk.tables[1])
+            except Exception as error:
+                sequence.error = as_disagg_error(error)
 
-        tables = tuple(map(RecordIds.of, sequence.groups)), new.tables
-        return Chunk(row, share.count, sequence.n, workspace, sink, tables)
+        record_ids = tuple(RecordIds.of(state) for state in sequence.groups)
+        return Chunk(
+            row=row,
+            count=entry.count,
+            before=sequence.n,
+            workspace=workspace,
+            sink=sink,
+            tables=(record_ids, units.tables),
+        )
 
     def _encode(
         self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk
     ) -> None:
-        """Compress what a chunk made final in one layer, and offer it."""
-        index, total = sequence.plan.group_of[layer], sequence.prompt_len
-        group, places = sequence.plan.groups[index], chunk.tables[0][index]
-        known = chunk.before == sequence.cached  # which is not encoded yet
+        """Compress what a chunk completes in one layer, and offer it."""
+        index = sequence.plan.group_of[layer]
+        group = sequence.plan.groups[index]
+        record_ids = chunk.tables[0][index]
+        num_pages = len(record_ids.pages)
         start = time.perf_counter()
-        queries, codec = chunk.workspace.queries(layer), codec_of(group)
-        there = 0
-        if sequence.handoff is not None:
-            pages = (Item(Kind.PAGE, index, layer, i) for i in range(len(places.pages)))
-            there = len(list(takewhile(sequence.handoff.has, pages)))
-        before, first = (
-            0 if known else chunk.before,
+        # the first chunk also encodes the cached prefix
+        is_first = chunk.before == sequence.cached
+        items = write_prompt(
+            codec_of(group),
+            group,
+            record_ids,
+            layer,
+            self.arena,
+            k,
+            v,
+            0 if is_first else chunk.before,
+            sequence.prompt_len,
+            chunk.workspace.queries(layer),
             chunk.before + chunk.count - k.shape[1],
+            self._pages_at_receiver(sequence.handoff, index, layer, num_pages),
         )
-        prompt = k, v, before, total, queries, first, there
-        written = write_prompt(codec, group, places, layer, self.arena, *prompt)
         sequence.encode_s += time.perf_counter() - start
-        if sequence.handoff is not None and written:
-            found = (Item(w.kind, index, layer, i) for w in written for i in w.indices)
-            sequence.handoff.offer(list(found))
+        if sequence.handoff is not None and items:
+            sequence.handoff.offer(
+                [
+                    Item(written.kind, index, layer, i)
+                    for written in items
+                    for i in written.indices
+                ]
+            )
+
+    def _pages_at_receiver(
+        self, handoff: Handoff | None, group: int, layer: int, num_pages: int
+    ) -> int:
+        """How many leading pages of a layer the receiver has already."""
+        if handoff is None:
+            return 0
+        for i in range(num_pages):
+            if not handoff.has(Item(Kind.PAGE, group, layer, i)):
+                return i
+        return num_pages
 
     def _give_up(
-        self, shares: Seq[ScheduledTokens], stash: StepAllocation, error: BaseException
+        self,
+        scheduled: Seq[ScheduledTokens],
+        allocation: StepAllocation,
+        error: BaseException,
     ) -> None:
-        """A step broke and nobody can say for whom: all that were in it end.
+        """A step broke and the culprit is unknown: all its sequences end.
 
-        But if memory did not suffice it was for the longest prompt, and what can start again does.
+        If memory ran out, the longest prompt is the culprit; the others start again if they can.
         """
         wait_for_kernels(self._runner.device)
         self._prefixes.close(whole=False)
-        self.pool.release(stash.lost(shares))
-        told = named(error)
-        prompts = [
-            x.sequence for x in shares if not x.decodes and is_memory_error(error)
-        ]
-        asked = max(prompts, key=lambda x: x.prompt_len, default=None)
-        for sequence in (share.sequence for share in shares):
+        self.pool.release(allocation.lost(scheduled))
+        failure = as_disagg_error(error)
+        culprit = None
+        if is_memory_error(error):
+            prompts = [x.sequence for x in scheduled if not x.decodes]
+            culprit = max(prompts, key=lambda x: x.prompt_len, default=None)
+        for entry in scheduled:
+            sequence = entry.sequence
             if sequence.status is Status.DONE:
                 continue
-            if asked in (None, sequence) or sequence.error or sequence.handoff:
-                self._fail(sequence, sequence.error or told)
+            is_culprit = culprit is None or sequence is culprit
+            if is_culprit or sequence.error or sequence.handoff:
+                self._fail(sequence, sequence.error or failure)
             else:
                 self._scheduler.restart(sequence)
-                self._requeued(sequence)
+                self._on_preempted(sequence)
+
+    # -- advance
 
     def _advance(
-        self, shares: Seq[ScheduledTokens], ready: Seq[Sequence], chosen: Seq[Sampled]
+        self,
+        scheduled: Seq[ScheduledTokens],
+        ready: Seq[Sequence],
+        sampled: Seq[Sampled],
     ) -> None:
-        """Count the tokens that were fed, and say which came of them."""
-        for share in shares:
-            sequence = share.sequence
-            sequence.n += share.count
+        """Count the tokens that were fed, and report those that were sampled."""
+        for entry in scheduled:
+            sequence = entry.sequence
+            sequence.n += entry.count
             if sequence.error is not None:
                 self._fail(sequence, sequence.error)
             elif (
                 sequence.status is Status.PREFILL and sequence.n == sequence.prompt_len
             ):
-                sequence.workspace = None
-                self.counts["cached_tokens"] += sequence.cached
-                self.counts["computed_tokens"] += sequence.prompt_len - sequence.cached
-                local = sequence.handoff is None
-                sequence.enter(Status.DECODE if local else Status.HELD)
-        for sequence, sampled in zip(ready, chosen, strict=True):
+                self._on_prefilled(sequence)
+        for sequence, sample in zip(ready, sampled, strict=True):
             if sequence.error is None:
-                sequence.emitted.append(sampled.token)
-                sequence.scores += [sampled.logprobs] if sampled.logprobs else []
-                self._say(sequence, sequence.finish_reason(self._runner.info))
+                sequence.emitted.append(sample.token)
+                if sample.logprobs:
+                    sequence.scores.append(sample.logprobs)
+                self._emit_token(sequence, sequence.finish_reason(self._runner.info))
         for sequence in ready:
             if sequence.n == sequence.hold_at and sequence.status is Status.DECODE:
                 self._hold(sequence)
 
-    # -- who goes on elsewhere
+    def _on_prefilled(self, sequence: Sequence) -> None:
+        """A prompt is computed: it decodes here, or is held for another worker."""
+        sequence.workspace = None
+        self.counts["cached_tokens"] += sequence.cached
+        self.counts["computed_tokens"] += sequence.prompt_len - sequence.cached
+        is_local = sequence.handoff is None
+        sequence.enter(Status.DECODE if is_local else Status.HELD)
+
+    # -- moving to another worker
 
     def _prepare_to_move(self, sequence: Sequence, move: Move) -> None:
         """Offer what is sealed; the rest follows when the sequence stops."""
-        late = sequence.status is not Status.DECODE or sequence.length > move.tokens
+        is_late = sequence.status is not Status.DECODE or sequence.length > move.tokens
         try:
-            if late or sequence.handoff is not None:
+            if is_late or sequence.handoff is not None:
                 raise TransferError(
                     f"it has {sequence.length} tokens and is {sequence.status}; a sequence "
                     f"that decodes and has at most {move.tokens} can move"
                 )
-            sequence.handoff, sequence.hold_at = move.handoff, move.tokens
+            sequence.handoff = move.handoff
+            sequence.hold_at = move.tokens
             move.handoff.begin(sequence.plan, sequence.groups)
         except Exception as error:
-            self._fail(sequence, named(error))
+            self._fail(sequence, as_disagg_error(error))
 
     def _hold(self, sequence: Sequence) -> None:
-        """Decode no longer; offer what is left of the records."""
-        assert sequence.handoff is not None, "whoever stops here goes on elsewhere"
+        """Stop decoding, and offer the rest of the records."""
+        assert sequence.handoff is not None, "a sequence stops here only to move"
         try:
             for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
-                self.pool.release(
-                    state.drop(group.dropped(sequence.n) // group.page.tokens)
-                )
+                pages = group.dropped(sequence.n) // group.page.tokens
+                self.pool.release(state.drop(pages))
             sequence.handoff.begin(sequence.plan, sequence.groups)
         except Exception as error:
-            self._fail(sequence, named(error))
+            self._fail(sequence, as_disagg_error(error))
         else:
             sequence.enter(Status.HELD)
             self._scheduler.hold(sequence)
             self._output.moved.append(Moved(sequence.rid, tuple(sequence.emitted)))
 
-    # -- what the world hears
+    # -- output
 
-    def _say(self, sequence: Sequence, reason: str | None) -> None:
+    def _emit_token(self, sequence: Sequence, reason: str | None) -> None:
         """Report the last token of a sequence; with a reason it is the end of the answer."""
-        rid, token = sequence.rid, sequence.emitted[-1]
-        scores, sequence.scores = tuple(sequence.scores), []
+        scores = tuple(sequence.scores)
+        sequence.scores = []
         if sequence.status is Status.HELD:
             self._scheduler.hold(sequence)
-            told = (
-                rid,
-                token,
-                reason,
-                1e3 * sequence.encode_s,
-                sequence.known or 0,
-                scores,
+            prefilled = Prefilled(
+                rid=sequence.rid,
+                first_token=sequence.emitted[-1],
+                finish_reason=reason,
+                encode_ms=1e3 * sequence.encode_s,
+                cached_tokens=sequence.first_cached or 0,
+                logprobs=scores,
+                errors=relative_errors(sequence),
             )
-            self._output.prefilled.append(Prefilled(*told, relative_errors(sequence)))
+            self._output.prefilled.append(prefilled)
             return
         if reason is not None:
             self._end(sequence)
-        index = len(sequence.emitted) - 1
-        self._output.tokens.append(
-            Token(rid, index, token, reason, sequence.known or 0, scores)
+        token = Token(
+            rid=sequence.rid,
+            index=len(sequence.emitted) - 1,
+            token=sequence.emitted[-1],
+            finish_reason=reason,
+            cached_tokens=sequence.first_cached or 0,
+            logprobs=scores,
         )
+        self._output.tokens.append(token)
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)
         self._output.failed.append(Failed(sequence.rid, error))
 
     def _end(self, sequence: Sequence) -> None:
-        """Free a sequence and everything of it."""
+        """Take a sequence out of the engine and free its records."""
         self._scheduler.remove(sequence)
         sequence.enter(Status.DONE)
 
-    def _take_output(self) -> StepOutput:
-        output, self._output = self._output, StepOutput()
+    def _flush_output(self) -> StepOutput:
+        output = self._output
+        self._output = StepOutput()
         return output

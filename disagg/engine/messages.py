@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out, one object per fact; and errors, as told."""
+"""The messages that go into an engine and come out of it, one class each; and their errors."""
 
 import logging
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prefill:
-    """Compute a prompt and go on, behind the tokens that were emitted so far.
+    """Compute a prompt, and go on behind the tokens emitted so far.
 
-    handoff:  where its records are offered: they are held from the first token on, until Abort
-    waited_s: that the request is old already
+    handoff:  where its records are offered; they are held from the first token on, until Abort
+    waited_s: how long the request has waited already
     """
 
     request: Request
@@ -31,9 +31,9 @@ class Prefill:
 class Admit:
     """Decode a prompt whose KV is in this pool already; the records become the engine's.
 
-    emitted:  tokens known so far, the first one from prefill; more are fed before new ones come
+    emitted:  tokens so far, the first one from prefill; the others are fed before new ones come
     moved:    tokens in the records of a sequence that decoded elsewhere; 0: those of the prompt
-    logprobs: of the last one, where they are wanted
+    logprobs: of the last token, where the request asks for them
     """
 
     request: Request
@@ -45,9 +45,9 @@ class Admit:
 
 @dataclass(frozen=True)
 class Move:
-    """Decode on until the records hold so many tokens; then hold them, until Abort.
+    """Decode until the records hold `tokens` tokens; then hold the records, until Abort.
 
-    `handoff.begin` is called now and then again: what is sealed is final, then everything.
+    `handoff.begin` is called twice: now, when sealed pages are final, and when all records are.
     """
 
     rid: str
@@ -57,14 +57,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Abort:
-    """Forget a request in whatever state, taken over by another or not; unknown are no error."""
+    """End a request in any state and free its records; an unknown one is no error."""
 
     rid: str
 
 
 @dataclass(frozen=True)
 class Drain:
-    """Finish what is here; `Engine.run` returns when nothing is left."""
+    """Take no new requests; `Engine.run` returns when the last one has ended."""
 
 
 Message = Prefill | Admit | Move | Abort | Drain
@@ -74,10 +74,10 @@ Message = Prefill | Admit | Move | Abort | Drain
 class Token:
     """Token `index` of an answer; the last one says why it ended.
 
-    The last token that was known at the start comes once more; so does the last one where the pool
-    has no room to go on.
+    A sequence that starts with emitted tokens repeats the last of them, and an answer that ends
+    because the pool has no room repeats its last token.
     cached_tokens: leading tokens of the prompt that were not computed here
-    logprobs:      of the token, where they are wanted; before them those of the prompt
+    logprobs:      of the token, where the request asks for them; before them those of the prompt
     """
 
     rid: str
@@ -90,13 +90,13 @@ class Token:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt is computed, its records are final and held.
+    """A prompt is computed; its records are final and held.
 
-    finish_reason: there is nothing to decode, so nothing need be sent
-    encode_ms:     time spent compressing it
-    cached_tokens: leading ones that were not computed
-    logprobs:      of the first token, where they are wanted
-    errors:        of attention outputs, by codec and layer group, where `guard.py` measured them
+    finish_reason: why the answer ends with this token; None: it goes on where the records go
+    encode_ms:     time spent compressing the prompt
+    cached_tokens: leading tokens that were not computed
+    logprobs:      of the first token, where the request asks for them
+    errors:        of attention outputs, by codec and layer group, if `error_probe.py` sampled it
     """
 
     rid: str
@@ -110,7 +110,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Moved:
-    """A sequence decodes no longer: its records are final and held. `emitted`: its whole answer."""
+    """A sequence stopped decoding: its records are final and held. emitted: its answer so far."""
 
     rid: str
     emitted: tuple[int, ...]
@@ -118,7 +118,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that ends without its answer; everything of it is freed."""
+    """A request that ended with an error; all its records are freed."""
 
     rid: str
     error: DisaggError
@@ -126,11 +126,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Sequences by what they do, and what could be taken now.
+    """Sequences by state, and what the engine could take now.
 
-    waiting:    for room or for their turn
-    free_bytes: of the pool, beside what is kept free for sequences that grow
-    slots:      more sequences that may compute
+    waiting:    sequences that wait for room or for their turn
+    free_bytes: of the pool, minus those reserved for growing sequences
+    slots:      how many more sequences may compute
     """
 
     running: int = 0
@@ -142,7 +142,7 @@ class EngineLoad:
 
 @dataclass
 class StepOutput:
-    """What one step brought; the engine that made it keeps no hold of it."""
+    """The results of one step; the engine holds no reference to it."""
 
     tokens: list[Token] = field(default_factory=list)
     prefilled: list[Prefilled] = field(default_factory=list)
@@ -150,12 +150,12 @@ class StepOutput:
     failed: list[Failed] = field(default_factory=list)
 
 
-# torch of a host without memory, and of a driver that wanted some for itself
+# texts of torch: the host has no memory left; the driver found none for itself
 FULL = "can't allocate memory", "CUDA error: out of memory"
 
 
-def named(error: BaseException) -> DisaggError:
-    """An error that can be told to others, without the frames and the tensors that it came by."""
+def as_disagg_error(error: BaseException) -> DisaggError:
+    """An error as a DisaggError, without its traceback: frames would keep tensors alive."""
     if isinstance(error, DisaggError):
         return error.with_traceback(None)
     log.error("a request broke", exc_info=error)

@@ -1,8 +1,8 @@
 """From logits to tokens, and to log-probabilities: one pass over a whole batch, on its device.
 
-Randomness is a function of (seed, token index) and of nothing else. So a token does not depend on
-the batch it was sampled in, on the worker, or on how often its sequence was started: no sampler
-state travels.
+Randomness is a function of the seed and the token's index, and of nothing else. So a token does not
+depend on the batch it is sampled in, on the worker, or on how often its sequence was started. The
+sampler has no state that would have to move with a sequence.
 """
 
 import hashlib
@@ -14,17 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disagg.engine.messages import named
+from disagg.engine.messages import as_disagg_error
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Logprobs, Request, SamplingParams, Sequence
 from disagg.errors import RequestError
 
-LARGEST = 256, 4096  # shares of a row that are looked at before all are
+# how many of the largest logits are sorted at first; a full sort is slow and rarely needed
+TRUNCATION_WIDTHS = (256, 4096)
+LEAST_TEMPERATURE = 1e-30  # smaller ones would be 0 in fp32
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token, and its log-probabilities where they are wanted."""
+    """A token, and its log-probabilities if the request asks for them."""
 
     token: int
     logprobs: Logprobs | None = None
@@ -40,199 +42,301 @@ def sample(
 
     logits:  [B, V] fp32
     emitted: per row, the tokens of the answer so far
-    eos_ids: end a text, so that none comes before `min_tokens`
-    RequestError where the logits of a row are infinite or no numbers
+    eos_ids: tokens that end a text; none of them comes before `min_tokens`
+    RequestError if the logits of a row are NaN, or all infinite
     """
+    vocab_size = logits.shape[-1]
     params = [request.params for request in requests]
     scores = _edit(logits, requests, emitted, eos_ids)
     best, tokens = scores.max(dim=-1)  # on a CPU argmax takes twice as long
-    tokens = tokens.where(best.isfinite(), scores.shape[-1])
-    if drawn := [row for row, choice in enumerate(params) if choice.temperature]:
-        indices = [len(emitted[row]) for row in drawn]
-        tokens[drawn] = _draw(scores[drawn], [params[row] for row in drawn], indices)
-    chosen = tokens.tolist()
-    if max(chosen, default=0) >= logits.shape[-1]:
+    tokens = tokens.where(best.isfinite(), vocab_size)
+    random_rows = [row for row, x in enumerate(params) if x.temperature]
+    if random_rows:
+        tokens[random_rows] = _draw(
+            scores[random_rows],
+            params=[params[row] for row in random_rows],
+            indices=[len(emitted[row]) for row in random_rows],
+        )
+    ids = tokens.tolist()
+    if max(ids, default=0) >= vocab_size:
         raise RequestError(
             "no token can be drawn: its logits, as it wants them, are no numbers"
         )
-    asked = {row: x.logprobs for row, x in enumerate(params) if x.logprobs is not None}
-    rows = list(asked)
-    found = (
-        logprobs_of(logits[rows], tokens[rows], list(asked.values())) if rows else []
-    )
-    known = dict(zip(rows, found, strict=True))
-    return [Sampled(token, known.get(row)) for row, token in enumerate(chosen)]
+    logprobs = _requested_logprobs(logits, tokens, params)
+    return [Sampled(token, logprobs.get(row)) for row, token in enumerate(ids)]
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, counts: Seq[int]) -> list[Logprobs]:
-    """What the model says of tokens, whatever sampling makes of it.
+def _requested_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    params: Seq[SamplingParams],
+) -> dict[int, Logprobs]:
+    """The log-probabilities of the tokens [B], by row, for the rows that ask for them."""
+    counts = {row: x.logprobs for row, x in enumerate(params) if x.logprobs is not None}
+    if not counts:
+        return {}
+    rows = list(counts)
+    logprobs = logprobs_of(logits[rows], tokens[rows], list(counts.values()))
+    return dict(zip(rows, logprobs, strict=True))
 
-    logits: [B, V] · tokens: [B] · counts: per row, how many of the likeliest are wanted
+
+def logprobs_of(
+    logits: Tensor,
+    tokens: Tensor,
+    counts: Seq[int],
+) -> list[Logprobs]:
+    """The model's own log-probabilities of tokens, before any edit by sampling parameters.
+
+    logits: [B, V]
+    tokens: [B]
+    counts: per row, how many of the likeliest tokens to report
     """
-    shares = logits.float().log_softmax(dim=-1)
-    own = shares.gather(-1, tokens[:, None])[:, 0].tolist()
-    best, ids = (
-        x.tolist() for x in shares.topk(min(max(counts, default=0), shares.shape[-1]))
-    )
-    return [
-        (own[row], tuple(zip(ids[row][:count], best[row][:count], strict=True)))
-        for row, count in enumerate(counts)
-    ]
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    width = min(max(counts, default=0), logprobs.shape[-1])
+    best = logprobs.topk(width)
+    best_values = best.values.tolist()
+    best_ids = best.indices.tolist()
+    rows: list[Logprobs] = []
+    for row, count in enumerate(counts):
+        likeliest = zip(best_ids[row][:count], best_values[row][:count], strict=True)
+        rows.append((own[row], tuple(likeliest)))
+    return rows
 
 
-def score_prompts(shares: Seq[ScheduledTokens], logits: Tensor) -> Tensor:
-    """Keep what logits [rows, V] say of prompts; those that give the next tokens."""
-    if not any(share.scores for share in shares):
+def score_prompts(scheduled: Seq[ScheduledTokens], logits: Tensor) -> Tensor:
+    """Store the log-probabilities of scored prompts; return the logits of the next tokens.
+
+    logits:  [rows, V], the outputs of all scheduled tokens
+    returns: [sequences that have fed all their tokens, V]
+    """
+    if not any(entry.scores for entry in scheduled):
         return logits
-    last = []
-    for share, part in zip(
-        shares, logits.split([x.outputs for x in shares]), strict=True
-    ):
-        sequence = share.sequence
-        if share.scores:
-            del sequence.scores[sequence.n :]  # of a start that was given up
-            known = sequence.request.tokens[sequence.n + 1 :][: share.count]
-            counts = [sequence.request.params.logprobs or 0] * len(known)
-            tokens = torch.tensor(known, dtype=torch.int64, device=logits.device)
-            sequence.scores += logprobs_of(part[: len(known)], tokens, counts)
-        if share.completes:
-            last.append(part[-1:])
-    return torch.cat(last) if last else logits[:0]
+    last_logits = []
+    parts = logits.split([entry.outputs for entry in scheduled])
+    for entry, part in zip(scheduled, parts, strict=True):
+        if entry.scores:
+            _score_chunk(entry, part)
+        if entry.completes:
+            last_logits.append(part[-1:])
+    return torch.cat(last_logits) if last_logits else logits[:0]
+
+
+def _score_chunk(entry: ScheduledTokens, logits: Tensor) -> None:
+    """Append the log-probabilities of the prompt's tokens behind those of a chunk."""
+    sequence = entry.sequence
+    del sequence.scores[sequence.n :]  # left over from a start that was preempted
+    first = sequence.n + 1
+    tokens = sequence.request.tokens[first : first + entry.count]
+    sequence.scores += logprobs_of(
+        logits[: len(tokens)],
+        torch.tensor(tokens, dtype=torch.int64, device=logits.device),
+        [sequence.request.params.logprobs or 0] * len(tokens),
+    )
 
 
 def choose(
-    sequences: Seq[Sequence], logits: Tensor, eos_ids: Seq[int]
+    sequences: Seq[Sequence],
+    logits: Tensor,
+    eos_ids: Seq[int],
 ) -> list[Sampled]:
-    """The next token of each, alone where a batch breaks; an error and any token for a bad one."""
-    asked = [sequence.request for sequence in sequences]
+    """The next token of each sequence.
+
+    If the batch fails, each row is sampled by itself; a row that fails gets any token, and its
+    sequence the error.
+    """
+    requests = [sequence.request for sequence in sequences]
     emitted = [sequence.emitted for sequence in sequences]
     try:
-        return sample(logits, asked, emitted, eos_ids)
+        return sample(logits, requests, emitted, eos_ids)
     except Exception:
-        chosen = [Sampled(0)] * len(sequences)
+        sampled = [Sampled(0)] * len(sequences)
     for i, sequence in enumerate(sequences):
-        one = slice(i, i + 1)
+        row = slice(i, i + 1)
         try:
-            (chosen[i],) = sample(logits[one], asked[one], emitted[one], eos_ids)
+            (sampled[i],) = sample(logits[row], requests[row], emitted[row], eos_ids)
         except Exception as error:
-            sequence.error = named(error)
-    return chosen
+            sequence.error = as_disagg_error(error)
+    return sampled
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that stands for (seed, token index)."""
+    """A number in [0, 1) that is a function of the seed and the token's index."""
     text = f"{seed}:{index}".encode()
     bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
     return (bits >> 11) / (1 << 53)
 
 
 def _edit(
-    logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]], eos_ids: Seq[int]
+    logits: Tensor,
+    requests: Seq[Request],
+    emitted: Seq[Seq[int]],
+    eos_ids: Seq[int],
 ) -> Tensor:
-    """Logits with biases, penalties and what `min_tokens` forbids: in the order of vLLM."""
+    """Logits [B, V] after biases, penalties and `min_tokens`, in the order of vLLM."""
     params = [request.params for request in requests]
     biases = [(row, *bias) for row, x in enumerate(params) for bias in x.logit_bias]
-    early = [row for row, x in enumerate(params) if len(emitted[row]) < x.min_tokens]
-    forbidden = [(row, end) for row in early for end in params[row].ends(eos_ids)]
-    penalised = any(x.penalises for x in params)
-    if not (biases or forbidden or penalised):
+    early_ends = _early_ends(params, emitted, eos_ids)
+    has_penalties = any(x.penalises for x in params)
+    if not (biases or early_ends or has_penalties):
         return logits
     logits = logits.clone()
     if biases:
         rows, tokens, values = zip(*biases, strict=True)
-        logits.index_put_(
-            _at(rows, tokens, logits), logits.new_tensor(values), accumulate=True
-        )
-    if penalised:
+        entries = _entries(rows, tokens, logits.device)
+        logits.index_put_(entries, logits.new_tensor(values), accumulate=True)
+    if has_penalties:
         _penalise(logits, requests, emitted)
-    if forbidden:
-        rows, tokens = zip(*forbidden, strict=True)
-        logits[_at(rows, tokens, logits)] = -torch.inf
+    if early_ends:
+        rows, tokens = zip(*early_ends, strict=True)
+        logits[_entries(rows, tokens, logits.device)] = -torch.inf
     return logits
 
 
-def _penalise(logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]]) -> None:
-    """In place: less for tokens of prompt and answer (repetition), of the answer (the others)."""
+def _early_ends(
+    params: Seq[SamplingParams],
+    emitted: Seq[Seq[int]],
+    eos_ids: Seq[int],
+) -> list[tuple[int, int]]:
+    """Tokens that `min_tokens` excludes, each with its row."""
+    return [
+        (row, token)
+        for row, x in enumerate(params)
+        if len(emitted[row]) < x.min_tokens
+        for token in x.ends(eos_ids)
+    ]
+
+
+def _penalise(
+    logits: Tensor,
+    requests: Seq[Request],
+    emitted: Seq[Seq[int]],
+) -> None:
+    """Lower the logits of tokens that came before, in place.
+
+    The repetition penalty is for tokens of prompt and answer, the others are for those of the
+    answer.
+    """
     params = [request.params for request in requests]
-    rows, tokens, times = list[int](), list[int](), list[int]()
+    rows: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []  # in the answer
     for row, request in enumerate(requests):
-        prompt = request.tokens if params[row].repetition_penalty != 1 else ()
-        said = {**dict.fromkeys(prompt, 0), **Counter(emitted[row])}  # token: how often
-        rows += [row] * len(said)
-        tokens += said.keys()
-        times += said.values()
-    # of numpy: torch takes six times as long to read lists
-    read = torch.from_numpy(np.array([rows, tokens, times], np.int64))
-    at, token, count = read.to(logits.device)
-    seen = logits[at, token]
-    factor = _column([x.repetition_penalty for x in params], logits)[at, 0]
-    seen = torch.where(seen > 0, seen / factor, seen * factor)
-    seen -= _column([x.frequency_penalty for x in params], logits)[at, 0] * count
-    seen -= _column([x.presence_penalty for x in params], logits)[at, 0] * (count > 0)
-    logits[at, token] = seen
+        token_counts: dict[int, int] = {}
+        if params[row].repetition_penalty != 1:
+            token_counts.update(dict.fromkeys(request.tokens, 0))
+        token_counts.update(Counter(emitted[row]))
+        rows += [row] * len(token_counts)
+        tokens += token_counts.keys()
+        counts += token_counts.values()
+    # through numpy: torch takes six times as long to read lists
+    entries = torch.from_numpy(np.array([rows, tokens, counts], np.int64))
+    row_ids, token_ids, times = entries.to(logits.device)
+    repetition = _column([x.repetition_penalty for x in params], logits)[row_ids, 0]
+    frequency = _column([x.frequency_penalty for x in params], logits)[row_ids, 0]
+    presence = _column([x.presence_penalty for x in params], logits)[row_ids, 0]
+    scores = logits[row_ids, token_ids]
+    scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores -= frequency * times
+    scores -= presence * (times > 0)
+    logits[row_ids, token_ids] = scores
 
 
-def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Tensor:
-    """Inverse transform sampling: the tokens share a line between them, in their order."""
+def _draw(
+    logits: Tensor,
+    params: Seq[SamplingParams],
+    indices: Seq[int],
+) -> Tensor:
+    """One token [B] for each row of logits [B, V], by inverse transform sampling.
+
+    The probabilities of the tokens lie side by side on a line, in the order of their ids; a random
+    point on the line picks the token. indices: of the tokens to draw, within their answers
+    """
     best = logits.max(dim=-1, keepdim=True).values
-    temperature = _column(
-        [max(x.temperature, 1e-30) for x in params], logits
-    )  # in fp32 not 0
-    shares = (logits - best).div_(temperature).exp_()
-    if cut := [row for row, x in enumerate(params) if x.truncates]:
-        shares[cut] = _truncate(shares[cut], logits[cut], [params[row] for row in cut])
-    sums = shares.cumsum(dim=-1, dtype=torch.float64)
+    temperatures = [max(x.temperature, LEAST_TEMPERATURE) for x in params]
+    # proportional to probabilities: 1 for the most likely token
+    weights = (logits - best).div_(_column(temperatures, logits)).exp_()
+    truncated = [row for row, x in enumerate(params) if x.truncates]
+    if truncated:
+        weights[truncated] = _truncate(
+            weights[truncated],
+            logits[truncated],
+            [params[row] for row in truncated],
+        )
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
-    chance = [uniform(x.seed, index) for x, index in zip(params, indices, strict=True)]
-    target = _column(chance, sums) * total
-    target = target.minimum(
-        total.nextafter(torch.zeros_like(total))
-    )  # rounding reaches no end
+    points = [uniform(x.seed, index) for x, index in zip(params, indices, strict=True)]
+    target = _column(points, sums) * total
+    # rounding must not reach the end of the line
+    target = target.minimum(total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
 
-def _truncate(shares: Tensor, logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
-    """Shares [B, V], those that top_k, top_p and min_p leave; others 0. Of equal ones the first.
+def _truncate(
+    weights: Tensor,
+    logits: Tensor,
+    params: Seq[SamplingParams],
+) -> Tensor:
+    """Weights [B, V] without the tokens that top_k, top_p and min_p exclude: those get 0.
 
-    How many are left is mostly seen among few; to sort all is what takes long. By logits: shares of
-    a high temperature are alike.
+    The largest few usually decide how many survive: try those before a full sort. The order is that
+    of logits, since at a high temperature weights are equal; of equal logits the first survive.
     """
-    size, limit = shares.shape[-1], max(x.top_k for x in params)
-    most = _column([x.top_k or size for x in params], shares)
-    for width in (
-        *(max(x, limit + 1) for x in LARGEST if max(x, limit + 1) < size),
-        size,
-    ):
-        ranks = torch.arange(width, device=shares.device)
-        highest, at = logits.topk(width)
-        ranked = shares.gather(-1, at) * (ranks < most)
-        known = ranked.sum(-1, keepdim=True, dtype=torch.float64)
-        total = torch.where(
-            most < width, known, shares.sum(-1, keepdim=True, dtype=torch.float64)
-        )
-        before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
-        left = (ranks < most) & (
-            before < _column([x.top_p for x in params], total) * total
-        )
-        left &= ranked >= _column([x.min_p for x in params], shares) * ranked[:, :1]
-        count = left.sum(dim=-1, keepdim=True).clamp_min(
-            1
-        )  # of no numbers none is left
+    vocab_size = weights.shape[-1]
+    largest_top_k = max(x.top_k for x in params)
+    widths = [max(width, largest_top_k + 1) for width in TRUNCATION_WIDTHS]
+    for width in (*(x for x in widths if x < vocab_size), vocab_size):
+        highest, ids = logits.topk(width)
+        count = _survivors(weights, weights.gather(-1, ids), params)
         if int(count.max()) < width:
             break
     least = highest.gather(-1, count - 1)
-    above, equal = logits > least, logits == least
-    first = equal.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(
-        dim=-1, keepdim=True
+    is_above = logits > least
+    is_equal = logits == least
+    num_equal = count - is_above.sum(dim=-1, keepdim=True)
+    is_first = is_equal.cumsum(dim=-1, dtype=torch.int32) <= num_equal
+    return weights * (is_above | is_equal & is_first)
+
+
+def _survivors(
+    weights: Tensor,
+    highest: Tensor,
+    params: Seq[SamplingParams],
+) -> Tensor:
+    """How many of the most likely tokens survive [B, 1], at least 1 and at most the width.
+
+    weights: [B, V]
+    highest: [B, width], those of the most likely tokens in descending order
+    """
+    width = highest.shape[-1]
+    ranks = torch.arange(width, device=weights.device)
+    top_k = _column([x.top_k or weights.shape[-1] for x in params], weights)
+    top_p = [x.top_p for x in params]
+    min_p = _column([x.min_p for x in params], weights)
+    in_top_k = ranks < top_k
+    ranked = highest * in_top_k
+    total = torch.where(
+        top_k < width,
+        ranked.sum(-1, keepdim=True, dtype=torch.float64),
+        weights.sum(-1, keepdim=True, dtype=torch.float64),
     )
-    return shares * (above | equal & first)
+    sum_before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
+    survives = in_top_k & (sum_before < _column(top_p, total) * total)
+    survives &= ranked >= min_p * ranked[:, :1]
+    # NaN survives nowhere
+    return survives.sum(dim=-1, keepdim=True).clamp_min(1)
 
 
-def _at(rows: Seq[int], tokens: Seq[int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Places in [B, V]."""
-    rows_, tokens_ = torch.tensor([rows, tokens], dtype=torch.int64, device=like.device)
-    return rows_, tokens_
+def _entries(
+    rows: Seq[int],
+    tokens: Seq[int],
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Indices of entries of [B, V]."""
+    indices = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    return indices[0], indices[1]
 
 
 def _column(values: Seq[float], like: Tensor) -> Tensor:
+    """Values [B] as [B, 1], with the dtype and device of another tensor."""
     return like.new_tensor(values)[:, None]

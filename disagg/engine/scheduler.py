@@ -1,12 +1,12 @@
-"""Who computes in the next step: decoding sequences first, then chunks of prompts.
+"""Which sequences compute in the next step: decoding ones first, then chunks of prompts.
 
     waiting ──its turn, and room for all records of the prompt──► active ──► finished
        ▲                                                            │
        └─────────────── preempted: records freed ◄──────────────────┘ newest first, when a
                                                                       tail cannot grow
-Prompts share the tokens that decoding leaves in the order of `urgency`: a short one computes in the
-step after it came, a long one has what is left, and the longer any waits the less can pass it. Room
-is given in the same order: who finds none keeps those behind it from taking it.
+Prompts share the tokens that decoding leaves, in the order of `urgency`: a short one computes in
+the step after its arrival, a long one gets the rest, and the longer any of them waits the fewer can
+pass it. Room is given in the same order: a prompt without room keeps those behind it waiting.
 
 Room is counted in compressed bytes: what the plan of a sequence really stores. Knows no model.
 """
@@ -35,18 +35,20 @@ class ScheduledTokens:
 
     @property
     def completes(self) -> bool:
-        """Whether no known token is left to feed: the last logits give the next one."""
+        """Whether these are its last pending tokens: their last logits give the next token."""
         return self.sequence.n + self.count == self.sequence.length
 
     @property
     def scores(self) -> bool:
-        """Whether every token of it is to be scored by the logits before it."""
+        """Whether each of the tokens is scored by the logits before it."""
         return self.sequence.scored and not self.decodes
 
     @property
     def outputs(self) -> int:
         """How many of its last tokens need logits."""
-        return self.count if self.scores else int(self.completes)
+        if self.scores:
+            return self.count
+        return 1 if self.completes else 0
 
 
 class Scheduler:
@@ -55,11 +57,13 @@ class Scheduler:
     def __init__(
         self, pool: Pool, max_batch_tokens: int, rows: DecodeSlots, watermark: float
     ):
-        self.waiting: list[Sequence] = []
-        self.active: list[Sequence] = []  # both in order of arrival
+        self.waiting: list[Sequence] = []  # in order of arrival, as `active`
+        self.active: list[Sequence] = []
         self.held: dict[str, Sequence] = {}
-        self.alone: Sequence | None = None  # has had the pool to itself all along
-        self.sole: Sequence | None = None  # is to start again with the pool to itself
+        # the sequence that has had the pool to itself since it started
+        self.alone_since_start: Sequence | None = None
+        # the sequence that is to start again with the pool to itself
+        self.exclusive: Sequence | None = None
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._rows = rows
@@ -67,16 +71,15 @@ class Scheduler:
 
     @property
     def slots(self) -> int:
-        """How many more sequences may compute, those that wait counted."""
+        """How many more sequences may compute, those that wait already subtracted."""
         free = min(self._rows.free, self._rows.count - len(self.active))
         return max(0, free - len(self.waiting))
 
     @property
     def free_bytes(self) -> int:
-        """Room for prompts: what nobody owns, but for what is kept for sequences that grow."""
-        return max(
-            0, self._pool.arena.nbytes - self._pool.used_bytes - self._reserve_bytes
-        )
+        """Room for prompts: bytes without an owner, minus those reserved for growing sequences."""
+        free = self._pool.arena.nbytes - self._pool.used_bytes
+        return max(0, free - self._reserve_bytes)
 
     def queue(self, sequence: Sequence) -> None:
         """Wait for room."""
@@ -84,19 +87,21 @@ class Scheduler:
 
     def activate(self, sequence: Sequence) -> None:
         """Compute from the next step on."""
-        self.alone = None
+        self.alone_since_start = None
         insort(self.active, sequence, key=lambda x: x.order)
 
     def hold(self, sequence: Sequence) -> None:
         """Compute no more, and keep the records for another worker."""
         self.active.remove(sequence)
-        self._leave(sequence)
+        self._give_row_back(sequence)
         self.held[sequence.rid] = sequence
 
     def find(self, rid: str) -> Sequence | None:
-        """The sequence of a request, in whatever state."""
-        everywhere = [*self.waiting, *self.active, *self.held.values()]
-        return next((x for x in everywhere if x.rid == rid), None)
+        """The sequence of a request, in whichever queue it is."""
+        for sequence in [*self.waiting, *self.active, *self.held.values()]:
+            if sequence.rid == rid:
+                return sequence
+        return None
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of all queues and free its records."""
@@ -105,83 +110,113 @@ class Scheduler:
                 queue.remove(sequence)
         self.held.pop(sequence.rid, None)
         self._free(sequence)
-        self.sole = None if self.sole is sequence else self.sole
+        if self.exclusive is sequence:
+            self.exclusive = None
 
-    def decode_shares(self) -> list[ScheduledTokens]:
-        """One token of every decoding sequence; more where known tokens wait to be fed.
+    def schedule_decodes(self) -> list[ScheduledTokens]:
+        """One token of every decoding sequence; more where several are pending.
 
-        Decoding is never held back by the token budget; replays use what it leaves. One with
-        the pool to itself feeds a token that seals alone: those behind it use what that frees.
+        The token budget never holds decoding back; replays use what it leaves.
         """
         decoding = [x for x in self.active if x.status is Status.DECODE]
         spare = max(0, self._max_batch_tokens - len(decoding))
-        shares = []
+        scheduled = []
         for sequence in decoding:
-            groups, n = sequence.plan.groups, sequence.n
-            seals = sequence is self.sole and any(
-                x.sealed(n + 1) > x.sealed(n) for x in groups
-            )
-            wanted = 1 if seals else min(sequence.length - n, 1 + spare)
-            count = min(block_size(x, n, wanted) for x in groups) if wanted > 1 else 1
-            shares.append(ScheduledTokens(sequence, count))
+            count = self._decode_count(sequence, spare)
+            scheduled.append(ScheduledTokens(sequence, count))
             spare -= count - 1
-        return shares
+        return scheduled
+
+    def _decode_count(self, sequence: Sequence, spare: int) -> int:
+        """How many pending tokens a sequence feeds at once, at most 1 + `spare`.
+
+        With the pool to itself, a sequence feeds a token that seals a page by itself: the tokens
+        behind it use the room that sealing frees.
+        """
+        n, groups = sequence.n, sequence.plan.groups
+        if sequence is self.exclusive:
+            seals = any(group.sealed(n + 1) > group.sealed(n) for group in groups)
+            if seals:
+                return 1
+        count = min(sequence.length - n, 1 + spare)
+        if count <= 1:
+            return 1
+        return min(block_size(group, n, count) for group in groups)
 
     def prompts(self, now: float) -> list[Sequence]:
-        """Whose prompts are not computed, the most urgent first; some have no room yet."""
+        """Sequences whose prompts are not computed, most urgent first; those without room too."""
         begun = [x for x in self.active if x.status is Status.PREFILL]
-        key = {
-            x: urgency(x.length - x.n, now - x.born) for x in (*begun, *self.waiting)
-        }
-        return sorted(key, key=lambda x: (x is not self.sole, key[x], x.order))
+
+        def key(sequence: Sequence) -> tuple[bool, float, int]:
+            tokens_left = sequence.length - sequence.n
+            waited_s = now - sequence.born
+            is_exclusive = sequence is self.exclusive
+            return not is_exclusive, urgency(tokens_left, waited_s), sequence.order
+
+        return sorted([*begun, *self.waiting], key=key)
 
     def admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence records for its prompt; False: there is no room now.
 
         CapacityError if it had the whole pool to itself and that was not enough.
         """
-        if len(self.active) >= self._rows.count:
+        is_alone = not self._pool.referenced_pages
+        if not self._may_start(sequence, is_alone):
             return False
-        alone = not self._pool.referenced_pages
-        if self.sole is not None and not (alone and sequence is self.sole):
+        if not self._give_row(sequence):
             return False
-        if self.active and self._pool.used_bytes >= sequence.crowd:
-            return False
-        if not alone and sequence.plan.nbytes(sequence.length + 1) > self.free_bytes:
-            return False
-        if not (sequence.promised or sequence.handoff):
-            sequence.seated = self._rows.take()
-            if not sequence.seated:
-                return False
         try:
             for group in sequence.plan.groups:
-                sequence.groups += (
-                    allocate_group(group, sequence.prompt_len, self._pool),
-                )
+                state = allocate_group(group, sequence.prompt_len, self._pool)
+                sequence.groups += (state,)
         except CapacityError:
             self._free(sequence)
-            if alone:
+            if is_alone:
                 raise
             return False
         self.waiting.remove(sequence)
         self.activate(sequence)
-        self.alone = None if sequence.emitted or not alone else sequence
+        if is_alone and not sequence.emitted:
+            self.alone_since_start = sequence
         return True
+
+    def _may_start(self, sequence: Sequence, is_alone: bool) -> bool:
+        """Whether the rules let a sequence start now; is_alone: the pool is empty."""
+        if len(self.active) >= self._rows.count:
+            return False
+        may_be_first = is_alone and sequence is self.exclusive
+        if self.exclusive is not None and not may_be_first:
+            return False
+        if self.active and self._pool.used_bytes >= sequence.retry_below_bytes:
+            return False
+        if is_alone:
+            return True
+        return sequence.plan.nbytes(sequence.length + 1) <= self.free_bytes
+
+    def _give_row(self, sequence: Sequence) -> bool:
+        """Give a sequence a row of decode steps where it needs one; False: no row is free.
+
+        A sequence that moves on needs none, and one may come with a row promised to it.
+        """
+        if sequence.row_promised or sequence.handoff:
+            return True
+        sequence.has_row = self._rows.take()
+        return sequence.has_row
 
     def preempt(self) -> Sequence | None:
         """Free the newest sequence that can start again, and let it wait; None: there is none.
 
-        What was offered to another worker stays.
+        One that was offered to another worker is never preempted.
         """
         for sequence in reversed(self.active):
             if sequence.handoff is None:
                 self.restart(sequence)
-                sequence.crowd = self._pool.used_bytes
+                sequence.retry_below_bytes = self._pool.used_bytes
                 return sequence
         return None
 
     def restart(self, sequence: Sequence) -> None:
-        """Free what a sequence has, and let it wait."""
+        """Free the records of a sequence, and let it wait."""
         self.active.remove(sequence)
         self._free(sequence)
         self.queue(sequence)
@@ -189,11 +224,13 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         for state in sequence.groups:
             self._pool.release(state.ids())
-        sequence.groups, sequence.n, sequence.workspace = (), 0, None
-        self._leave(sequence)
+        sequence.groups = ()
+        sequence.n = 0
+        sequence.workspace = None
+        self._give_row_back(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Its row is for others; one that was promised to it is not the engine's to give."""
-        if sequence.seated:
-            sequence.seated = False
+    def _give_row_back(self, sequence: Sequence) -> None:
+        """Free its row for others; a promised row is not the engine's to give."""
+        if sequence.has_row:
+            sequence.has_row = False
             self._rows.give()

@@ -1,11 +1,11 @@
-"""A request and its sequence: what is asked, what is known so far, where its KV is, where in life.
+"""A request and its sequence: its parameters, its tokens so far, its KV records, its status.
 
     tokens    │ prompt ............................ │ emitted ........ │
     KV        │ 0 ........................ n │        pending: tokens[n:] are still to be fed
 
-A sequence whose prompt is in the pool feeds its pending tokens; when none is left, the last logits
-give the next token. One pending token is ordinary decoding, more are a replay. Its life in one
-engine, where every state can end in DONE:
+A sequence whose prompt is in the pool feeds its pending tokens; behind the last of them, the logits
+give the next token. One pending token is ordinary decoding, several are a replay. These are the
+states of a sequence in one engine; every state can end in DONE:
 
                room for it            its last chunk        acknowledged, or aborted
     QUEUED ──────────────► PREFILL ───────────────► HELD ─────────────────────► DONE
@@ -19,7 +19,7 @@ engine, where every state can end in DONE:
 """
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,8 +41,48 @@ if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
 
 MAX_NUMBER = 2**63
-MAX_PENALTY = 1e4
-AGEING_S = 1.0  # of waiting makes up for half of the work
+AGEING_S = 1.0  # waiting this long makes up for half of the work
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The range of a sampling parameter; the server's schema reads the same bounds.
+
+    ge, gt, le, lt: limits of a number, as pydantic calls them; None: not limited on this side
+    words:          the range in words, for errors
+    """
+
+    words: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def hold(self, number: float) -> bool:
+        """Whether a number is in the range; no NaN is."""
+        return (
+            (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
+
+
+PENALTY = Bounds("a number between -1e4 and 1e4", gt=-1e4, lt=1e4)
+LEAST_INTEGERS = {
+    "max_tokens": 1,
+    "min_tokens": 0,
+    "top_k": 0,
+    "seed": 0,
+}
+BOUNDS = {
+    "temperature": Bounds("a number from 0, below 2**63", ge=0, lt=2.0**63),
+    "top_p": Bounds("a number above 0, at most 1", gt=0, le=1),
+    "min_p": Bounds("a number from 0 to 1", ge=0, le=1),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": Bounds("a number between 0 and 1e4", gt=0, lt=1e4),
+}
 
 # of one token: its log-probability, and the likeliest tokens in its place with theirs
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
@@ -69,22 +109,24 @@ ARROWS: Mapping[Status, tuple[Status, ...]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop. RequestError for what makes no sense.
+    """How tokens are chosen, and when to stop. RequestError for values that make no sense.
 
     max_tokens:  tokens to generate, at least 1
-    min_tokens:  as many come before the end of the text or a stop token may
+    min_tokens:  tokens to generate before the end of the text or a stop token may come
     temperature: 0: the most likely token
     top_p:       choose among the fewest tokens whose probabilities add up to this
-    top_k:       choose among this many; 0: all
-    min_p:       choose among those at least this times as probable as the most likely one
+    top_k:       choose among this many tokens; 0: all
+    min_p:       choose among tokens at least this times as probable as the most likely one
     seed:        with the index of a token, the only source of randomness
-    presence_penalty, frequency_penalty: off the logit of a token that was said, once or each time
+    presence_penalty:   subtracted from the logit of each token of the answer, once
+    frequency_penalty:  the same, once for each time that the token was generated
     repetition_penalty: divides the logits of tokens of prompt and answer; multiplies negative ones
-    logit_bias:  (token, what is added to its logit)
-    stop_token_ids: end the answer, as the end of the text does
+    logit_bias:  (token, value added to its logit)
+    stop_token_ids: tokens that end the answer, as the end of the text does
     ignore_eos:  go on behind the end of the text
-    logprobs:    say those of each token, and of so many of the likeliest; None: do not
-    prompt_logprobs: say them of the prompt too, from its second token on
+    logprobs:    report the log-probability of each token and of this many of the likeliest tokens
+                 in its place; None: report none
+    prompt_logprobs: report them for the prompt too, from its second token on
     """
 
     max_tokens: int = 16
@@ -104,85 +146,87 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in INTEGERS.items():
-            number = getattr(self, name)
-            fits = isinstance(number, int) and least <= number < MAX_NUMBER
-            _require(
-                fits,
-                f"{name} is {number!r}; an integer from {least} to 2**63-1 is wanted",
-            )
-        for name, (may_be, wanted) in NUMBERS.items():
-            number = getattr(self, name)
-            fits = isinstance(number, int | float) and may_be(number)
-            _require(fits, f"{name} is {number!r}; {wanted} is wanted")
-        fits = self.min_tokens <= self.max_tokens
+        self._check_integers()
+        self._check_numbers()
         _require(
-            fits,
+            self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}; at most max_tokens, {self.max_tokens}",
         )
-        fits = self.logprobs is None or (
-            type(self.logprobs) is int and self.logprobs >= 0
-        )
+        self._check_logprobs()
+        self._check_named_tokens()
         _require(
-            fits,
-            f"logprobs is {self.logprobs!r}; an integer from 0, or None, is wanted",
+            self.logprobs is not None or not self.prompt_logprobs,
+            "prompt_logprobs without logprobs; say how many of the likeliest",
         )
+
+    def _check_integers(self) -> None:
+        for name, least in LEAST_INTEGERS.items():
+            number = getattr(self, name)
+            _require(
+                isinstance(number, int) and least <= number < MAX_NUMBER,
+                f"{name} is {number!r}; expected an integer from {least} to 2**63-1",
+            )
+
+    def _check_numbers(self) -> None:
+        for name, bounds in BOUNDS.items():
+            number = getattr(self, name)
+            _require(
+                isinstance(number, int | float) and bounds.hold(number),
+                f"{name} is {number!r}; expected {bounds.words}",
+            )
+
+    def _check_logprobs(self) -> None:
+        if self.logprobs is None:
+            return
+        _require(
+            type(self.logprobs) is int and self.logprobs >= 0,
+            f"logprobs is {self.logprobs!r}; expected an integer from 0, or None",
+        )
+
+    def _check_named_tokens(self) -> None:
         try:
-            fits = all(index(token) >= 0 for token in self.named_tokens)
-            fits &= all(isinstance(bias, int | float) for _, bias in self.logit_bias)
+            ids_fit = all(index(token) >= 0 for token in self.named_tokens)
+            biases_fit = all(isinstance(x, int | float) for _, x in self.logit_bias)
+            fits = ids_fit and biases_fit
         except (TypeError, ValueError):
             fits = False
-        ids, biases = reprlib.repr(self.stop_token_ids), reprlib.repr(self.logit_bias)
-        wanted = "token ids, and pairs of one and a number, are wanted"
-        _require(fits, f"stop_token_ids are {ids}, logit_bias is {biases}; {wanted}")
-        scored = self.logprobs is not None or not self.prompt_logprobs
+        ids = reprlib.repr(self.stop_token_ids)
+        biases = reprlib.repr(self.logit_bias)
         _require(
-            scored, "prompt_logprobs without logprobs; say how many of the likeliest"
+            fits,
+            f"stop_token_ids are {ids}, logit_bias is {biases}; "
+            "expected token ids, and pairs of a token id and a number",
         )
 
     @property
     def named_tokens(self) -> list[int]:
-        """The tokens that it names."""
+        """The tokens of `stop_token_ids` and `logit_bias`."""
         return [*self.stop_token_ids, *(token for token, _ in self.logit_bias)]
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that were seen have other logits than the model's."""
-        repeats = self.repetition_penalty != 1
-        return repeats or bool(self.presence_penalty or self.frequency_penalty)
+        """Whether the tokens so far change the logits."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are out of the question."""
+        """Whether some tokens can never be drawn."""
         return bool(self.top_k or self.min_p) or self.top_p < 1
 
     def ends(self, eos_ids: Seq[int]) -> tuple[int, ...]:
-        """The tokens that end an answer of a model."""
-        return (*self.stop_token_ids, *(() if self.ignore_eos else eos_ids))
-
-
-INTEGERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "seed": 0}  # with their least
-NUMBERS: dict[
-    str, tuple[Callable[[float], bool], str]
-] = {  # what they may be, and in words
-    "temperature": (lambda x: 0 <= x < MAX_NUMBER, "a number from 0, below 2**63,"),
-    "top_p": (lambda x: 0 < x <= 1, "a number above 0, at most 1,"),
-    "min_p": (lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    "presence_penalty": (
-        lambda x: abs(x) < MAX_PENALTY,
-        "a number between -1e4 and 1e4",
-    ),
-    "frequency_penalty": (
-        lambda x: abs(x) < MAX_PENALTY,
-        "a number between -1e4 and 1e4",
-    ),
-    "repetition_penalty": (lambda x: 0 < x < MAX_PENALTY, "a number between 0 and 1e4"),
-}
+        """The tokens that end an answer; eos_ids: those of the model."""
+        if self.ignore_eos:
+            return tuple(self.stop_token_ids)
+        return (*self.stop_token_ids, *eos_ids)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked: token ids of a prompt, how to go on, and the codec of its KV.
+    """The token ids of a prompt, how to sample its answer, and the codec of its KV.
 
     rid: the name of this attempt, unique in an engine while it lives
     """
@@ -193,13 +237,13 @@ class Request:
     codec: str
 
     def __post_init__(self) -> None:
-        _require(bool(self.tokens), "the prompt is empty; at least one token is wanted")
+        _require(bool(self.tokens), "the prompt is empty; expected at least one token")
 
 
 class Handoff(Protocol):
     """Where the records of a prompt go while it prefills. Called by the engine; must not block.
 
-    What these raise ends the request, and no other.
+    An error that these raise ends the request, and no other.
     """
 
     def begin(self, plan: Plan, groups: Seq[GroupState]) -> None:
@@ -209,27 +253,34 @@ class Handoff(Protocol):
         """The bytes of these items are final; they stay until an Abort."""
 
     def has(self, item: Item) -> bool:
-        """Whether an item is there already: it is neither encoded nor offered, unless it was."""
+        """Whether the receiver has an item already: the engine neither encodes nor offers it."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request in an engine. The engine's thread alone changes it.
+    """One request in an engine. Only the engine's thread changes it.
 
-    n:         tokens in the pool · groups: their records, one state per layer group; empty: none
-    emitted:   tokens generated so far, here or elsewhere
-    cached:    leading tokens of the prompt that were known when it started, or started again
-    known:     what that was at first: later some of it is its own; None: it has not started
-    keys:      of the units of its exact KV, by layer group · kept_units: those that were kept
-    born:      when it was asked, on the clock of the engine · order: who came first keeps its place
-    promised:  it came with a row of decode steps for life · seated: it was given one here
-    crowd:     bytes that others had when it was preempted: where they compute, it waits for fewer
-    hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
-    workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
-    error:     why it has to end with the step that is running
-    sample:    which one of `guard.py` it is; None: none · errors: what was measured, by codec
-    scores:    log-probabilities that nobody has heard: of the prompt from its second token on,
-               then of the last token
+    born:      when the request arrived, on the engine's clock
+    order:     number of its arrival; a preempted sequence keeps it
+    emitted:   tokens generated so far, here or on another worker
+    n:         tokens in the pool
+    cached:    leading tokens of the prompt that were cached at its last start
+    first_cached: the same at its first start, before it could find its own; None: not started
+    keys:      of the units of its exact KV, by layer group
+    stored_units: leading units of them that are in the prefix cache
+    groups:    its records, one state per layer group; empty: none
+    row_promised: it came with a row of decode steps of its own
+    has_row:   this engine gave it a row
+    retry_below_bytes: bytes that others used when it was preempted; while any sequence computes,
+               it waits until they use fewer
+    hold_at:   tokens in the pool at which it stops, to move to another worker; None: it stays
+    workspace: exact KV of the prompt, while it prefills
+    encode_s:  time spent compressing it
+    error:     why it ends with the running step
+    sample:    its number among the samples of `error_probe.py`; None: it is none
+    errors:    what the probe measured, by codec
+    scores:    log-probabilities not yet reported: of the prompt from its second token on, then of
+               the last token
     """
 
     request: Request
@@ -241,13 +292,13 @@ class Sequence:
     emitted: list[int] = field(default_factory=list)
     n: int = 0
     cached: int = 0
-    known: int | None = None
+    first_cached: int | None = None
     keys: Seq[Seq[bytes]] = ()
-    kept_units: int = 0
+    stored_units: int = 0
     groups: tuple[GroupState, ...] = ()
-    promised: bool = False
-    seated: bool = False
-    crowd: float = inf
+    row_promised: bool = False
+    has_row: bool = False
+    retry_below_bytes: float = inf
     hold_at: int | None = None
     workspace: "Workspace | None" = None
     encode_s: float = 0.0
@@ -262,9 +313,11 @@ class Sequence:
         self.status = status
 
     def begin(self, cached: int) -> None:
-        """Compute from here on: so many tokens are known."""
-        self.n = self.cached = cached
-        self.known = cached if self.known is None else self.known
+        """Compute from the token behind the cached ones on."""
+        self.n = cached
+        self.cached = cached
+        if self.first_cached is None:
+            self.first_cached = cached
 
     @property
     def rid(self) -> str:
@@ -276,12 +329,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens known: prompt and answer."""
+        """Tokens of the prompt and of the answer so far."""
         return self.prompt_len + len(self.emitted)
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of its prompt are wanted, and were not said."""
+        """Whether the log-probabilities of its prompt are still to be reported."""
         return self.request.params.prompt_logprobs and not self.emitted
 
     def pending(self, limit: int) -> list[int]:
@@ -296,14 +349,17 @@ class Sequence:
         params = self.request.params
         if self.emitted and self.emitted[-1] in params.ends(info.eos_ids):
             return "stop"
-        full = self.length >= info.context_length
-        return "length" if full or len(self.emitted) >= params.max_tokens else None
+        if self.length >= info.context_length:
+            return "length"
+        if len(self.emitted) >= params.max_tokens:
+            return "length"
+        return None
 
 
 def handoff_stats(
     plan: Plan, tokens: int, cached_tokens: int, encode_ms: float = 0.0
 ) -> HandoffStats:
-    """What the KV of the first `tokens` tokens takes, before anything of it was sent."""
+    """The bytes of the KV of the first `tokens` tokens, before any of it is sent."""
     numbers = plan.numbers(tokens)
     return HandoffStats(
         codec=plan.spec,
@@ -316,13 +372,13 @@ def handoff_stats(
     )
 
 
-def urgency(left: int, waited_s: float) -> float:
-    """Whose turn it is: the least of these.
+def urgency(tokens_left: int, waited_s: float) -> float:
+    """The key by which waiting sequences are sorted: the least comes first.
 
-    left: tokens to compute, counted half for every `AGEING_S` seconds of waiting. So prompts of l
-    tokens pass one of L only if they come within AGEING_S * log2(L / l) seconds after it.
+    tokens_left: tokens to compute, counted half for every `AGEING_S` seconds of waiting. So prompts
+    of l tokens pass one of L only if they come within AGEING_S * log2(L / l) seconds after it.
     """
-    return left * 2.0 ** (-waited_s / AGEING_S)
+    return tokens_left * 2.0 ** (-waited_s / AGEING_S)
 
 
 def _require(condition: bool, message: str) -> None:

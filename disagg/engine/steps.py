@@ -1,7 +1,7 @@
-"""From shares to one forward pass: rows, chunks of prompts, and the step plans of layer groups.
+"""From scheduled tokens to one forward pass: rows, chunks of prompts, step plans of layer groups.
 
-Everything a step needs is allocated before anything changes; then the plans of all groups are made
-of it before layer 0, and layers only follow them.
+All records of a step are allocated before any state changes. The plans of all groups are made
+before layer 0; layers only follow them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,11 @@ from disagg.paged.page_tables import plan_step
 
 @dataclass
 class StepAllocation:
-    """What decoding needs for one step, taken from the pool before anything changes.
+    """The records that decoding needs for one step, allocated before any state changes.
 
-    buckets: decoding sequences by layer group, and the fresh records of each
-    loose:   what may be in nobody's state while the step runs: taken, or in a tail that it may seal
+    buckets: decoding sequences by layer group, and the new records of each group
+    loose:   pages that may be in no state while the step runs: the new ones, and those of tails,
+             which the step may seal
     """
 
     buckets: list[tuple[LayerGroup, list[SequenceGrowth], NewRecords]] = field(
@@ -32,83 +33,83 @@ class StepAllocation:
     )
     loose: list[int] = field(default_factory=list)
 
-    def lost(self, shares: Sequence[ScheduledTokens]) -> list[int]:
-        """After a step that broke: what is in no state of its sequences, and not freed either."""
-        states = [state for share in shares for state in share.sequence.groups]
+    def lost(self, scheduled: Sequence[ScheduledTokens]) -> list[int]:
+        """After a broken step: pages in no state of its sequences, and not freed either."""
+        states = [state for entry in scheduled for state in entry.sequence.groups]
         owned = {page for state in states for page in state.ids()}
         return [page for page in self.loose if page not in owned]
 
 
-def take_stash(
-    shares: Sequence[ScheduledTokens], allocator: Allocator
+def allocate_step(
+    scheduled: Sequence[ScheduledTokens], allocator: Allocator
 ) -> StepAllocation:
-    """All records that decoding shares need; CapacityError and nothing taken if no room.
+    """All records that decoding needs; CapacityError and nothing allocated if there is no room.
 
-    shares: the first ones of the step
+    scheduled: the decoding sequences of the step, which have its first rows
     Pages that no window sees any more are released first.
     """
-    stash, buckets = StepAllocation(), _buckets(shares)
+    allocation = StepAllocation()
+    buckets = _buckets(scheduled)
     for group, growths in buckets:
-        unseen = [
-            x.state.drop(group.dropped(x.n) // group.page.tokens) for x in growths
-        ]
-        allocator.release([page for pages in unseen for page in pages])
+        unseen: list[int] = []
+        for growth in growths:
+            pages = group.dropped(growth.n) // group.page.tokens
+            unseen += growth.state.drop(pages)
+        allocator.release(unseen)
     try:
         for group, growths in buckets:
-            fresh = take_records(group, growths, allocator)
-            stash.buckets.append((group, growths, fresh))
-            stash.loose += fresh.ids()
+            records = take_records(group, growths, allocator)
+            allocation.buckets.append((group, growths, records))
+            allocation.loose += records.ids()
     except CapacityError:
-        allocator.release(stash.loose)
+        allocator.release(allocation.loose)
         raise
     for _, growths in buckets:
-        stash.loose += [page for growth in growths for page in growth.state.tail]
-    return stash
+        for growth in growths:
+            allocation.loose += growth.state.tail
+    return allocation
 
 
 def build_batch(
-    shares: Sequence[ScheduledTokens],
-    stash: StepAllocation,
+    scheduled: Sequence[ScheduledTokens],
+    allocation: StepAllocation,
     arena: Tensor,
     make_chunk: Callable[[ScheduledTokens, int], Chunk],
 ) -> Batch:
-    """One forward pass over the shares, in their order.
+    """One forward pass over the scheduled tokens, in their order.
 
-    make_chunk: the chunk of a prompt, from its share and its first row
+    make_chunk: the chunk of a prompt, from its scheduled tokens and its first row
     """
     tokens: list[int] = []
     positions: list[int] = []
-    rows: list[int] = []
     outputs: list[int] = []
-    for share in shares:
-        n = share.sequence.n
-        rows.append(len(tokens))
-        tokens += share.sequence.pending(share.count)
-        positions += range(n, n + share.count)
-        outputs += range(len(tokens) - share.outputs, len(tokens))
-    chunks = [
-        make_chunk(x, row) for x, row in zip(shares, rows, strict=True) if not x.decodes
-    ]
+    chunks: list[Chunk] = []
+    for entry in scheduled:
+        if not entry.decodes:
+            chunks.append(make_chunk(entry, len(tokens)))
+        n = entry.sequence.n
+        tokens += entry.sequence.pending(entry.count)
+        positions += range(n, n + entry.count)
+        outputs += range(len(tokens) - entry.outputs, len(tokens))
     decodes = []
-    for group, growths, fresh in stash.buckets:
+    for group, growths, records in allocation.buckets:
         codec = codec_of(group)
-        step = plan_step(codec, group, growths, fresh, arena.device)
+        step = plan_step(codec, group, growths, records, arena.device)
         decodes.append(Decode(codec, step, whole=len(step.rows) == len(tokens)))
     return Batch(tokens, positions, outputs, arena, tuple(chunks), tuple(decodes))
 
 
 def _buckets(
-    shares: Sequence[ScheduledTokens],
+    scheduled: Sequence[ScheduledTokens],
 ) -> list[tuple[LayerGroup, list[SequenceGrowth]]]:
-    """Decoding shares by layer group; replayed blocks apart, so that nothing is padded to them."""
-    found: dict[tuple[str, bool], tuple[LayerGroup, list[SequenceGrowth]]] = {}
+    """Decoding sequences by layer group; replayed blocks apart, so that none is padded to them."""
+    buckets: dict[tuple[str, bool], tuple[LayerGroup, list[SequenceGrowth]]] = {}
     row = 0
-    for share in shares:
-        for group, state in zip(
-            share.sequence.plan.groups, share.sequence.groups, strict=True
-        ):
-            key = (group.fingerprint, share.count > 1)
-            growth = SequenceGrowth(state, share.sequence.n, share.count, row)
-            found.setdefault(key, (group, []))[1].append(growth)
-        row += share.count
-    return list(found.values())
+    for entry in scheduled:
+        sequence = entry.sequence
+        is_replay = entry.count > 1
+        for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
+            _, growths = buckets.setdefault((group.fingerprint, is_replay), (group, []))
+            growths.append(SequenceGrowth(state, sequence.n, entry.count, row))
+        row += entry.count
+    return list(buckets.values())

@@ -1,8 +1,8 @@
-"""Before the first request on a GPU: what decode steps of the listed codecs run is compiled and
-recorded, by serving made-up prompts. Triton keeps what it compiled on disk, for the next start.
+"""Warm-up on a GPU: compile and record the decode steps of the listed codecs before requests come.
 
-A step of these prompts is recorded over page tables of every size that the model's context needs,
-and so launches both forms of the kernel that merges partial results. Requests record nothing.
+It serves made-up prompts. Triton keeps compiled kernels on disk, for the next start. Steps are
+recorded over page tables of every size that the model's context needs, and so launch both forms of
+the kernel that merges partial results. Later requests record nothing.
 """
 
 import logging
@@ -15,9 +15,11 @@ from disagg.engine.sequence import Request, SamplingParams
 from disagg.kv.plan import Plan
 from disagg.model.runner import Runner
 
-PAGES = (0, 1, 3)  # of a prompt; each then seals one more
+PROMPT_PAGES = (0, 1, 3)  # sealed pages of a prompt; its answer then seals one more
 STEPS = 4  # beyond the one that seals
-REPLAYED = 18  # tokens known of the first answer: one seals, the others are fed at once
+REPLAYED = (
+    18  # emitted tokens of the first request: one seals, the others are fed at once
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,48 +29,55 @@ def warm_up(
     runner: Runner,
     specs: Sequence[str],
     rows: int,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
-    """Serve `rows` prompts of each codec that end one by one, so that every size of batch occurs.
+    """Serve `rows` prompts of each codec that end one by one, so that every batch size occurs.
 
-    tell: is told what goes on, in words: the first time it takes minutes
-    Raises what a request that failed here ended with.
+    report: called with a line of progress; the first warm-up takes minutes
+    Raises the error of the first request that fails.
     """
-    assert runner.graphs is not None, "there is nothing to record with"
+    assert runner.graphs is not None, "no decode graphs to record into"
     context = runner.info.context_length
     runner.graphs.record_sizes(context)
     for number, spec in enumerate(specs, 1):
-        began = time.monotonic()
-        tell(
+        start = time.monotonic()
+        report(
             f"compiling and recording steps of {spec}, {number} of {len(specs)} codecs"
         )
-        for tokens in _lengths(engine.plan(spec), context):
-            for row in range(rows):
-                known = () if row else (0,) * REPLAYED
-                most = STEPS + 2 * (rows - row) + len(known)
-                params = SamplingParams(max_tokens=most, ignore_eos=True)
-                request = Request(str(row), (row % 2,) * tokens, params, spec)
-                engine.submit(Prefill(request, emitted=known))
-            while not engine.idle:
-                for failed in engine.step().failed:
-                    raise failed.error
-        took = time.monotonic() - began
+        for prompt_len in _prompt_lengths(engine.plan(spec), context):
+            _serve(engine, spec, prompt_len, rows)
         log.info(
             "%d of %d: compiled and recorded for %s, %.1f s",
             number,
             len(specs),
             spec,
-            took,
+            time.monotonic() - start,
         )
     runner.graphs.record_sizes(0)
     engine.counts.clear()
 
 
-def _lengths(plan: Plan, context: int) -> list[int]:
-    """Prompts after which an answer soon seals a page of each layer group."""
-    found = {
-        group.sink + group.residual + (pages + 1) * group.page.tokens - 2
-        for group in plan.groups
-        for pages in PAGES
-    }
-    return sorted({min(tokens, context - 1) for tokens in found})
+def _serve(engine: Engine, spec: str, prompt_len: int, rows: int) -> None:
+    """Serve `rows` prompts; each answer is two tokens shorter than the one before."""
+    for row in range(rows):
+        emitted = (0,) * REPLAYED if row == 0 else ()
+        params = SamplingParams(
+            max_tokens=STEPS + 2 * (rows - row) + len(emitted),
+            ignore_eos=True,
+        )
+        request = Request(str(row), (row % 2,) * prompt_len, params, spec)
+        engine.submit(Prefill(request, emitted=emitted))
+    while not engine.idle:
+        for failed in engine.step().failed:
+            raise failed.error
+
+
+def _prompt_lengths(plan: Plan, context: int) -> list[int]:
+    """Lengths of prompts whose answers soon seal a page of each layer group."""
+    lengths = set()
+    for group in plan.groups:
+        for pages in PROMPT_PAGES:
+            tokens = (pages + 1) * group.page.tokens
+            length = group.sink + group.residual + tokens - 2
+            lengths.add(min(length, context - 1))
+    return sorted(lengths)

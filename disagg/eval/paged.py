@@ -1,8 +1,8 @@
 """A prompt computed once, and its KV under any codec, fed further tokens.
 
-The pages are written, grown and attended by the functions that the workers run; so what is judged
-is what is served, kernels and 16-bit tails included. A codec's `reconstruct` is never asked: it
-would be faster, but it knows nothing of codecs that decide at read, and says nothing of kernels.
+The pages are written, grown and attended by the functions that the workers run, so the result is
+that of the service, with its kernels and 16-bit tails. A codec's `reconstruct` would be faster, but
+it cannot stand for codecs that decide at read, nor for kernels.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ NEVER = 1 << 30  # tokens of a tail that is never sealed
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer of a prompt: k, v [H, n, D] exact, after RoPE, and what codecs ask of queries."""
+    """One layer of a prompt: k, v [H, n, D] exact, after RoPE, and its queries for codecs."""
 
     k: Tensor
     v: Tensor
@@ -46,7 +46,8 @@ class LayerKV:
 
 def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
     """Exact K and V of a prompt, layer by layer."""
-    total, layers = len(tokens), list[LayerKV]()
+    total = len(tokens)
+    layers: list[LayerKV] = []
     workspace = runner.workspace(total)
 
     def sink(layer: int, k: Tensor, v: Tensor, _: Chunk) -> None:
@@ -61,7 +62,7 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
 class PagedKV:
     """The KV of one sequence under a codec spec or a plan, from a prompt's exact K and V.
 
-    seals: whether tails are sealed while tokens are fed, as in service; else only the prompt is
+    seals: whether tails are sealed while tokens are fed, as in the service; else only the prompt is
            compressed
     """
 
@@ -74,67 +75,80 @@ class PagedKV:
         self._arena = GrowingArena(runner.device)
         self._groups: list[tuple[LayerGroup, GroupState]] = []
         for group in self.plan.groups:
-            n, whole = (
-                self.num_tokens,
-                replace(group, window=None),
-            )  # its last queries see more
-            state = allocate_group(whole, n, self._arena)
-            at = upload(RecordIds.of(state), runner.device)
-            for layer in group.layers:
-                kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
-                write_prompt(
-                    codec, whole, at, layer, arena, kv.k, kv.v, 0, n, kv.queries
-                )
-            self._groups.append(
-                (group if seals else replace(group, residual=NEVER), state)
+            state = self._write(group, prompt)
+            if not seals:
+                group = replace(group, residual=NEVER)
+            self._groups.append((group, state))
+
+    def _write(self, group: LayerGroup, prompt: Sequence[LayerKV]) -> GroupState:
+        """Encode a prompt into new records of a layer group."""
+        # without a window: `attend` has queries that see more than the next token does
+        whole = replace(group, window=None)
+        state = allocate_group(whole, self.num_tokens, self._arena)
+        record_ids = upload(RecordIds.of(state), self._runner.device)
+        for layer in group.layers:
+            kv = prompt[layer]
+            write_prompt(
+                codec_of(group),
+                whole,
+                record_ids,
+                layer,
+                self._arena.bytes,
+                kv.k,
+                kv.v,
+                before=0,
+                total=self.num_tokens,
+                queries=kv.queries,
             )
+        return state
 
     def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:
-        """What the last queries of the prompt see of it, per layer: [W, Hq, D] fp32."""
-        found: dict[int, Tensor] = {}
+        """Attention outputs of the last queries of the prompt, per layer: [W, Hq, D] fp32."""
+        outputs: dict[int, Tensor] = {}
+        device = self._runner.device
+        width = prompt[0].queries.last.shape[1]
         for group, state in self._groups:
-            width = prompt[0].queries.last.shape[1]
             growth = SequenceGrowth(state, self.num_tokens - width, width, 0)
-            device = self._runner.device
             tables = build_tables(codec_of(group), group, [growth], width, device)
             tables, units = upload((tables, plan_units(group, tables, device)), device)
             for layer in group.layers:
-                q = (
-                    prompt[layer]
-                    .queries.last.transpose(0, 1)[None]
-                    .float()
-                    .contiguous()
-                )
-                softmax = prompt[layer].queries.softmax or Softmax(group.head_dim**-0.5)
+                queries = prompt[layer].queries
+                q = queries.last.transpose(0, 1)[None].float().contiguous()
+                softmax = queries.softmax or Softmax(group.head_dim**-0.5)
                 views = views_of(group, layer, self._arena.bytes, tables)
-                found[layer] = attend(q, views, softmax, units)[0]
-        return [found[layer] for layer in sorted(found)]
+                outputs[layer] = attend(q, views, softmax, units)[0]
+        return [outputs[layer] for layer in sorted(outputs)]
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Append tokens, each seeing all before it: logits [m, V] fp32 behind each of them."""
+        """Append tokens; each sees all before it. Logits [m, V] fp32 behind each of them."""
         logits: list[Tensor] = []
         done = 0
         while done < len(tokens):
-            left = len(tokens) - done
+            remaining = len(tokens) - done
             count = min(
-                block_size(group, self.num_tokens, left) for group, _ in self._groups
+                block_size(group, self.num_tokens, remaining)
+                for group, _ in self._groups
             )
             logits.append(self._step(tokens[done : done + count]))
             done += count
         return torch.cat(logits)
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
-        n, count = self.num_tokens, len(tokens)
+        n = self.num_tokens
+        count = len(tokens)
         decodes = []
         for group, state in self._groups:
             growths = [SequenceGrowth(state, n, count, 0)]
-            fresh = take_records(group, growths, self._arena)
+            records = take_records(group, growths, self._arena)
             codec = codec_of(group)
-            step = plan_step(codec, group, growths, fresh, self._runner.device)
+            step = plan_step(codec, group, growths, records, self._runner.device)
             decodes.append(Decode(codec, step, whole=True))
-        rows = range(n, n + count)
         batch = Batch(
-            tokens, rows, range(count), self._arena.bytes, decodes=tuple(decodes)
+            tokens=tokens,
+            positions=range(n, n + count),
+            outputs=range(count),
+            arena=self._arena.bytes,
+            decodes=tuple(decodes),
         )
         logits = self._runner.forward(batch)
         for decode in decodes:

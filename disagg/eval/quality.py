@@ -3,7 +3,7 @@
     row      │ prompt: exact attention, then compressed │ scored: fed to the pages in blocks │
     exact    │ the same, kept as the model computed it  │ the same                           │
 
-Every scored token but the last predicts the next one. Knows no file, and draws nothing.
+Every scored token but the last predicts the next one. Reads no file and draws nothing.
 """
 
 from collections.abc import Sequence
@@ -29,27 +29,45 @@ from disagg.model.tokenizer import Tokenizer
 
 Row = dict[str, Any]  # a JSON object
 
-CODECS = (  # every codec as it comes, and those that papers compare
-    *("raw:dtype=fp16", "int8", "fp8", "banded:bits=3", "banded:bits=2"),
-    *("kivi:bits=4", "kivi:sink=64", "kivi", "kivi:group=32"),
-    *("gear-l:bits=2,backbone=kivi", "gear:bits=2,backbone=kivi"),
-    *("ott", "kcvt", "gear-l", "gear", "pertoken", "decoquant", "h2o", "alignedkv"),
+# every codec with its defaults, and the specs that papers compare
+CODECS = (
+    "raw:dtype=fp16",
+    "int8",
+    "fp8",
+    "banded:bits=3",
+    "banded:bits=2",
+    "kivi:bits=4",
+    "kivi:sink=64",
+    "kivi",
+    "kivi:group=32",
+    "gear-l:bits=2,backbone=kivi",
+    "gear:bits=2,backbone=kivi",
+    "ott",
+    "kcvt",
+    "gear-l",
+    "gear",
+    "pertoken",
+    "decoquant",
+    "h2o",
+    "alignedkv",
 )
-FILLER_CHARS = 200_000  # of the first text, for pass keys to be lost in
-ANSWER_TOKENS = 1024  # of a long answer: what is resident then is reported too
+FILLER_CHARS = 200_000  # characters of the first text between pass keys
+ANSWER_TOKENS = 1024  # a long answer: resident bytes behind it are reported too
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What is judged, and on what.
+    """The codecs to judge, and the texts and tasks to judge them on.
 
-    codecs:  none: those of CODECS that hold the model's head dim
-    texts:   files, or "python" · rows: of each text
-    prompt:  tokens compressed · score: tokens fed behind them
-    free:    greedy tokens said behind the prompt and one more, compared with those of exact KV
-    passkeys, keys: lengths of prompts with a pass key in them, and how many of each
-    streaming: tails are sealed while tokens are fed, as in service; else all that is fed is exact
-    threads: of torch; on a busy machine more than one wait for each other
+    codecs:  empty: those of CODECS that hold the model's head dim
+    texts:   files, or "python"
+    rows:    rows of each text
+    prompt:  tokens compressed
+    score:   tokens fed behind them
+    free:    greedy tokens behind the prompt and one more token, compared with those of exact KV
+    passkeys, keys: lengths of prompts with a pass key in them, and keys of each length
+    streaming: tails are sealed while tokens are fed, as in the service; else fed tokens stay exact
+    threads: of torch; on a busy machine several threads wait for each other
     """
 
     model: str | None = None
@@ -79,16 +97,18 @@ class Case:
 
 @dataclass(frozen=True)
 class _Truth:
-    """What exact KV gives on one row.
+    """The results of exact KV on one row.
 
-    prompt: K and V · outputs: of attention, per layer [W, Hq, D] · logp: [score - 1, V]
-    said:   greedy tokens
+    prompt:  K and V
+    outputs: of attention, per layer [W, Hq, D]
+    logp:    [score - 1, V]
+    greedy:  greedy tokens
     """
 
     prompt: Sequence[LayerKV]
     outputs: Sequence[Tensor]
     logp: Tensor
-    said: Sequence[int]
+    greedy: Sequence[int]
 
 
 class Judge:
@@ -97,46 +117,50 @@ class Judge:
     def __init__(self, options: EvalOptions):
         torch.set_num_threads(options.threads)
         self.options = options
-        info, length = describe_model(options.model), options.prompt + options.score
+        info = describe_model(options.model)
         self.codecs = options.codecs or tuple(
-            x for x in CODECS if holds(x, info.head_dim)
+            codec for codec in CODECS if holds(codec, info.head_dim)
         )
-        self.specs = {x: parse_plan(x, kv_shape(info)).spec for x in self.codecs}
-        more, most = max(options.score, options.free), info.context_length
-        if options.score < 2 or options.prompt + more > most:
-            told = f"{options.prompt} + {more} tokens do not fit: 2 or more are scored, and"
-            raise ConfigError(f"{told} the context of the model is {most}")
+        shape = kv_shape(info)
+        self.specs = {codec: parse_plan(codec, shape).spec for codec in self.codecs}
+        _check_lengths(options, info.context_length)
         tokenizer = Tokenizer.load(options.model)
         texts = dict(map(read_text, options.texts))
+        length = options.prompt + options.score
         self.rows = {
             name: cut_rows(text, tokenizer, length, options.rows)
             for name, text in texts.items()
         }
         self.runner = Runner.load(options.model)
-        filler = tokenizer.encode(next(iter(texts.values()))[:FILLER_CHARS])
-        asked = (options.passkeys, self.codecs, options.keys)
-        self.recall = Recall(self.runner, tokenizer, filler, *asked)
-        self._truth_of = lru_cache(maxsize=1)(
-            self._exact
-        )  # cases of a row come together
+        first_text = next(iter(texts.values()))
+        self.recall = Recall(
+            self.runner,
+            tokenizer,
+            filler=tokenizer.encode(first_text[:FILLER_CHARS]),
+            lengths=options.passkeys,
+            codecs=self.codecs,
+            keys=options.keys,
+        )
+        # cached for one row: its cases come one after another
+        self._truth_of = lru_cache(maxsize=1)(self._exact)
 
     def cases(self, done: Sequence[Row] = ()) -> list[Case]:
-        """What is left to measure, all codecs of a row side by side."""
-        known = {(row["text"], row["row"], row["spec"]) for row in done}
-        every = (
+        """The cases left to measure, all codecs of a row side by side."""
+        measured = {(row["text"], row["row"], row["spec"]) for row in done}
+        return [
             Case(text, row, codec)
             for text, rows in self.rows.items()
             for row in range(len(rows))
             for codec in self.codecs
-        )
-        return [x for x in every if (x.text, x.row, self.specs[x.codec]) not in known]
+            if (text, row, self.specs[codec]) not in measured
+        ]
 
     def measure(self, case: Case) -> Row:
         """The figures of one case.
 
-        spec:       the codec with all its options, whatever their defaults come to be
+        spec:       the codec with all its options, so that later defaults do not change it
         nll:        sum, nats of the scored tokens under exact KV
-        delta, delta_squares: sums, of what the codec adds to each of them
+        delta, delta_squares: sums, of the nats that the codec adds to each of them, and of squares
         kl, top1:   sums, of KL(exact || codec) in nats, and of equal best tokens
         same:       greedy tokens before the first that differs
         errors:     relative, of attention outputs per layer: the last queries of the prompt
@@ -146,13 +170,17 @@ class Judge:
         kv = PagedKV(self.runner, case.codec, truth.prompt, self.options.streaming)
         outputs = kv.attend(truth.prompt)
         logp = self._score(kv, tokens)
-        targets = torch.tensor(tokens[self.options.prompt + 1 :], device=logp.device)[
-            :, None
-        ]
+        next_tokens = tokens[self.options.prompt + 1 :]
+        targets = torch.tensor(next_tokens, device=logp.device)[:, None]
         exact = -truth.logp.gather(1, targets)
         delta = -logp.gather(1, targets) - exact
-        pairs = zip(outputs, truth.outputs, strict=True)
-        return asdict(case) | {
+        greedy_tokens = self._greedy(case.codec, truth.prompt, tokens)
+        errors = [
+            float((output - expected).norm() / expected.norm())
+            for output, expected in zip(outputs, truth.outputs, strict=True)
+        ]
+        return {
+            **asdict(case),
             "spec": self.specs[case.codec],
             "tokens": len(targets),
             "nll": float(exact.sum()),
@@ -160,15 +188,14 @@ class Judge:
             "delta_squares": float(delta.square().sum()),
             "kl": float((truth.logp.exp() * (truth.logp - logp)).sum()),
             "top1": int((truth.logp.argmax(1) == logp.argmax(1)).sum()),
-            "same": same_tokens(
-                self._say(case.codec, truth.prompt, tokens), truth.said
-            ),
-            "errors": [round(float((a - b).norm() / b.norm()), 5) for a, b in pairs],
+            "same": same_tokens(greedy_tokens, truth.greedy),
+            "errors": [round(error, 5) for error in errors],
         }
 
     def sizes(self, spec: str) -> Row:
-        """Bytes that a plan gives: at hand-off, and behind an answer of `ANSWER_TOKENS`."""
-        plan, prompt = parse_plan(spec, self.runner.shape), self.options.prompt
+        """The bytes of a plan: at hand-off, and behind an answer of `ANSWER_TOKENS`."""
+        plan = parse_plan(spec, self.runner.shape)
+        prompt = self.options.prompt
         bits = sum(len(group.layers) * bits_per_element(group) for group in plan.groups)
         return {
             "bits": round(bits / len(plan.group_of), 3),
@@ -180,10 +207,14 @@ class Judge:
         tokens = self.rows[text][row]
         prompt = prefill(self.runner, tokens[: self.options.prompt])
         kv = PagedKV(self.runner, EXACT, prompt)
-        outputs, logp = kv.attend(prompt), self._score(kv, tokens)
-        return _Truth(prompt, outputs, logp, self._say(EXACT, prompt, tokens))
+        return _Truth(
+            prompt=prompt,
+            outputs=kv.attend(prompt),  # before `_score` feeds tokens
+            logp=self._score(kv, tokens),
+            greedy=self._greedy(EXACT, prompt, tokens),
+        )
 
-    def _say(
+    def _greedy(
         self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]
     ) -> list[int]:
         """Greedy tokens behind the first that is scored; their tails are always sealed."""
@@ -194,9 +225,18 @@ class Judge:
         return kv.feed(tokens[self.options.prompt : -1]).log_softmax(1)
 
 
-def percent_of_fp16(plan: Plan, tokens: int) -> float:
-    """What a sequence of so many tokens takes in all layers, tail included.
+def _check_lengths(options: EvalOptions, context: int) -> None:
+    more = max(options.score, options.free)
+    if options.score < 2 or options.prompt + more > context:
+        raise ConfigError(
+            f"{options.prompt} + {more} tokens do not fit: 2 or more are scored, and "
+            f"the context of the model is {context}"
+        )
 
-    Of layers with windows: of what the next token sees, in fp16 as in the codec.
+
+def percent_of_fp16(plan: Plan, tokens: int) -> float:
+    """The bytes of a sequence in all layers, tail included, in percent of fp16.
+
+    In layers with windows only the tokens that the next one sees count, on both sides.
     """
     return 100 * plan.nbytes(tokens) / (FP16_BYTES * plan.numbers(tokens))

@@ -23,7 +23,7 @@ PLACES = ("harbor", "garden", "mill", "tower", "castle", "school", "market", "ch
 
 @dataclass(frozen=True)
 class RecallCase:
-    """A pass key in a prompt of `length` tokens, told at `depth` of it; one of several keys."""
+    """A pass key in a prompt of `length` tokens, stated at `depth` of it; one of several keys."""
 
     length: int
     depth: float
@@ -37,7 +37,7 @@ class RecallCase:
 class Recall:
     """Pass keys in a text, asked for at its end, under exact KV and every codec.
 
-    filler: tokens of a text that is about something else
+    filler: tokens of a text about something else
     """
 
     def __init__(
@@ -49,83 +49,89 @@ class Recall:
         codecs: Sequence[str],
         keys: int,
     ):
-        self._runner, self._tokenizer, self._filler = runner, tokenizer, filler
-        self._every = [
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._filler = filler
+        self._all_cases = [
             RecallCase(length, depth, key, codec)
             for length in lengths
             for depth in DEPTHS
             for key in range(keys)
             for codec in (EXACT, *codecs)
         ]
-        self._prefill = lru_cache(maxsize=1)(
-            partial(prefill, runner)
-        )  # once for all codecs
+        # cached: once for all codecs
+        self._prefill = lru_cache(maxsize=1)(partial(prefill, runner))
         most = min(len(filler), runner.info.context_length - ANSWER_TOKENS)
         if lengths and not 200 <= min(lengths) <= max(lengths) <= most:
             raise ConfigError(f"pass keys in {lengths} tokens; 200 to {most} are known")
 
     def cases(self, done: Sequence[Row] = ()) -> list[RecallCase]:
-        """What is left, all codecs of a prompt side by side."""
-        known = {
+        """The cases left to measure, all codecs of a prompt side by side."""
+        measured = {
             RecallCase(row["length"], row["depth"], row["key"], row["codec"])
             for row in done
         }
-        return [x for x in self._every if x not in known]
+        return [case for case in self._all_cases if case not in measured]
 
     def measure(self, case: RecallCase) -> Row:
         """Whether every digit of the answer is right."""
         tokens, answer = self._passage(case)
         kv = PagedKV(self._runner, case.codec, self._prefill(tuple(tokens[:-1])))
-        said = greedy(kv, tokens[-1], len(answer))
-        return asdict(case) | {"right": said == answer}
+        tokens_of_codec = greedy(kv, tokens[-1], len(answer))
+        return {**asdict(case), "right": tokens_of_codec == answer}
 
     def _passage(self, case: RecallCase) -> tuple[list[int], list[int]]:
         """(prompt, answer): tokens."""
-        source = random.Random(f"{case.length} {case.depth} {case.key}")
-        place, key = source.choice(PLACES), " ".join(source.choices("0123456789", k=5))
-        told = f"\n\nThe pass key for the {place} is {key}. Remember it: the {place} is {key}.\n\n"
-        asked = (
+        rng = random.Random(f"{case.length} {case.depth} {case.key}")
+        place = rng.choice(PLACES)
+        key = " ".join(rng.choices("0123456789", k=5))
+        statement_text = (
+            f"\n\nThe pass key for the {place} is {key}. "
+            f"Remember it: the {place} is {key}.\n\n"
+        )
+        question_text = (
             f"\n\nWhat is the pass key for the {place}? The pass key for the {place} is"
         )
-        texts = told, asked, f"{asked} {key}"
-        before, question, whole = (
-            self._tokenizer.encode(x, special=False) for x in texts
-        )
-        room = case.length - len(before) - len(question)
-        start, cut = (
-            source.randrange(len(self._filler) - room + 1),
-            int(case.depth * room),
-        )
+        statement = self._tokenizer.encode(statement_text, special=False)
+        question = self._tokenizer.encode(question_text, special=False)
+        answered = self._tokenizer.encode(f"{question_text} {key}", special=False)
+        room = case.length - len(statement) - len(question)
+        start = rng.randrange(len(self._filler) - room + 1)
         filler = list(self._filler[start : start + room])
-        return [*filler[:cut], *before, *filler[cut:], *question], whole[
-            len(question) :
-        ]
+        cut = int(case.depth * room)
+        prompt = [*filler[:cut], *statement, *filler[cut:], *question]
+        return prompt, answered[len(question) :]
 
 
 def greedy(kv: PagedKV, token: int, count: int) -> list[int]:
     """The most likely tokens behind one, each fed in turn."""
-    said: list[int] = []
+    tokens: list[int] = []
     for _ in range(count):
         token = int(kv.feed([token]).argmax())
-        said.append(token)
-    return said
+        tokens.append(token)
+    return tokens
 
 
 def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many stand before the first difference."""
-    pairs = enumerate(zip(a, b, strict=True))
-    return next((i for i, (x, y) in pairs if x != y), len(a))
+    """How many equal tokens come before the first difference."""
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x != y:
+            return i
+    return len(a)
 
 
 def summarize_recall(rows: Sequence[Row]) -> list[Row]:
     """One object for each codec: the percentage of right keys, by "length @ depth"."""
     lines: list[Row] = []
     for codec in dict.fromkeys(row["codec"] for row in rows):
-        found: dict[str, list[bool]] = {}
+        by_place: dict[str, list[bool]] = {}
         for row in rows:
             if row["codec"] == codec:
                 place = f"{row['length']} @ {row['depth']}"
-                found.setdefault(place, []).append(row["right"])
-        shares = {place: round(100 * sum(x) / len(x)) for place, x in found.items()}
-        lines.append({"codec": codec, **shares})
+                by_place.setdefault(place, []).append(row["right"])
+        percents = {
+            place: round(100 * sum(right) / len(right))
+            for place, right in by_place.items()
+        }
+        lines.append({"codec": codec, **percents})
     return lines

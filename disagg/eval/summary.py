@@ -1,4 +1,4 @@
-"""From rows to one line for each codec: what it costs, and how sure that is."""
+"""From rows to one line for each codec: its cost in quality, with the standard error."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,35 +12,43 @@ NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
 def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
     """One object for each codec, in the order of the rows.
 
-    rows:  of `Judge.measure` · sizes: what `Judge.sizes` gives for a spec
-    ppl_pct:    what perplexity rises by; of each text in `texts`, of all tokens beside it
-    ppl_se_pct: its standard error, over tokens paired with exact KV; ppl_ci_pct: 95 % interval
-    kl, top1_pct: nats a token; tokens whose best guess is that of exact KV
-    same: greedy tokens before the first that differs, on the mean
+    rows:  of `Judge.measure`
+    sizes: the figures of `Judge.sizes` for a spec
+
+    ppl_pct:    rise of perplexity over all tokens; `texts` has it for each text
+    ppl_se_pct: its standard error, over tokens paired with exact KV
+    ppl_ci_pct: its 95 % interval
+    kl:         nats a token
+    top1_pct:   tokens whose best guess is that of exact KV
+    same:       mean number of greedy tokens before the first that differs
     error, error_min, error_max: relative, of attention outputs: mean, least and most of the layers
     """
     by_spec: dict[str, list[Row]] = {}
     for row in rows:
         by_spec.setdefault(row["spec"], []).append(row)
     return [
-        {"codec": those[0]["codec"], "spec": spec, **sizes(spec)} | _line(those)
-        for spec, those in by_spec.items()
+        {
+            "codec": spec_rows[0]["codec"],
+            "spec": spec,
+            **sizes(spec),
+            **_line(spec_rows),
+        }
+        for spec, spec_rows in by_spec.items()
     ]
 
 
 def _line(rows: Sequence[Row]) -> Row:
     tokens, delta, error = paired(rows)
-    layers = [
-        sum(x) / len(rows) for x in zip(*(row["errors"] for row in rows), strict=True)
-    ]
+    errors_by_layer = zip(*(row["errors"] for row in rows), strict=True)
+    layers = [sum(errors) / len(rows) for errors in errors_by_layer]
     bounds = (delta - NORMAL_95 * error, delta + NORMAL_95 * error)
-    names = dict.fromkeys(row["text"] for row in rows)
-    by_text = {
-        name: paired([row for row in rows if row["text"] == name])[1] for name in names
-    }
+    texts = {}
+    for name in dict.fromkeys(row["text"] for row in rows):
+        _, text_delta, _ = paired([row for row in rows if row["text"] == name])
+        texts[name] = round(percent(text_delta), 3)
     return {
         "tokens": tokens,
-        "texts": {name: round(percent(value), 3) for name, value in by_text.items()},
+        "texts": texts,
         "ppl_pct": round(percent(delta), 3),
         "ppl_se_pct": round(100 * math.exp(delta) * error, 3),
         "ppl_ci_pct": [round(percent(bound), 3) for bound in bounds],
@@ -54,7 +62,7 @@ def _line(rows: Sequence[Row]) -> Row:
 
 
 def paired(rows: Sequence[Row]) -> tuple[int, float, float]:
-    """(tokens, mean of what a codec adds to their nats, standard error of that mean)."""
+    """(tokens, mean of the nats that a codec adds to each, standard error of that mean)."""
     tokens = sum(row["tokens"] for row in rows)
     mean = sum(row["delta"] for row in rows) / tokens
     variance = sum(row["delta_squares"] for row in rows) / tokens - mean**2
@@ -62,52 +70,50 @@ def paired(rows: Sequence[Row]) -> tuple[int, float, float]:
 
 
 def percent(nats: float) -> float:
-    """What so many nats a token add to perplexity."""
+    """The rise of perplexity by this many nats a token, in percent."""
     return 100 * math.expm1(nats)
 
 
 def costs(summary: Sequence[Row]) -> dict[str, Row]:
-    """What `disagg codecs` tells of each, by canonical spec."""
-    kept = ("bits", "ppl_pct", "ppl_se_pct", "kl")
-    return {line["spec"]: {name: line[name] for name in kept} for line in summary}
+    """The figures that `disagg codecs` shows, by canonical spec."""
+    names = ("bits", "ppl_pct", "ppl_se_pct", "kl")
+    return {line["spec"]: {name: line[name] for name in names} for line in summary}
 
 
 def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:
-    """Of exact KV, by text; every row is counted once, however many codecs it has."""
-    once = {(row["text"], row["row"]): row for row in rows}.values()
-    found = {}
-    for name in dict.fromkeys(row["text"] for row in once):
-        those = [row for row in once if row["text"] == name]
-        mean = sum(row["nll"] for row in those) / sum(row["tokens"] for row in those)
-        found[name] = round(math.exp(mean), 3)
-    return found
+    """The perplexity of exact KV, by text; each row counts once, however many codecs it has."""
+    nats: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    unique_rows = {(row["text"], row["row"]): row for row in rows}
+    for (text, _), row in unique_rows.items():
+        nats[text] = nats.get(text, 0.0) + row["nll"]
+        tokens[text] = tokens.get(text, 0) + row["tokens"]
+    return {text: round(math.exp(nats[text] / tokens[text]), 3) for text in nats}
 
 
 def table_rows(summary: Sequence[Row]) -> list[list[tuple[str, str]]]:
-    """What people read: heads of columns, and cells; ">": aligned to the right."""
-    free = any(line["same"] for line in summary)
-    return [
-        [
-            ("codec", line["codec"]),
-            (">bits", f"{line['bits']:.2f}"),
-            (">% of fp16", f"{line['handoff_pct']:.1f}"),
-            (">after 1,024", f"{line['answer_pct']:.1f}"),
-            *(
-                (f">{x} %", f"{y:+.2f}")
-                for x, y in line["texts"].items()
-                if len(line["texts"]) > 1
-            ),
-            (
-                ">perplexity % ± s.e.",
-                f"{line['ppl_pct']:+.2f} ± {line['ppl_se_pct']:.2f}",
-            ),
-            (">KL", f"{line['kl']:.4f}"),
-            (">top-1 %", f"{line['top1_pct']:.1f}"),
-            *([(">same tokens", f"{line['same']:.1f}")] if free else []),
-            (
-                "error of attention (layers)",
-                f"{line['error']:.3f} ({line['error_min']:.3f}..{line['error_max']:.3f})",
-            ),
-        ]
-        for line in summary
+    """A table for people: per codec, the heads of the columns and cells; ">": right-aligned."""
+    has_free = any(line["same"] for line in summary)
+    return [_table_row(line, has_free) for line in summary]
+
+
+def _table_row(line: Row, has_free: bool) -> list[tuple[str, str]]:
+    """has_free: whether greedy tokens were compared for any codec"""
+    perplexity = f"{line['ppl_pct']:+.2f} ± {line['ppl_se_pct']:.2f}"
+    layers = f"{line['error_min']:.3f}..{line['error_max']:.3f}"
+    cells = [
+        ("codec", line["codec"]),
+        (">bits", f"{line['bits']:.2f}"),
+        (">% of fp16", f"{line['handoff_pct']:.1f}"),
+        (">after 1,024", f"{line['answer_pct']:.1f}"),
     ]
+    if len(line["texts"]) > 1:
+        for text, percent_of_text in line["texts"].items():
+            cells.append((f">{text} %", f"{percent_of_text:+.2f}"))
+    cells.append((">perplexity % ± s.e.", perplexity))
+    cells.append((">KL", f"{line['kl']:.4f}"))
+    cells.append((">top-1 %", f"{line['top1_pct']:.1f}"))
+    if has_free:
+        cells.append((">same tokens", f"{line['same']:.1f}"))
+    cells.append(("error of attention (layers)", f"{line['error']:.3f} ({layers})"))
+    return cells

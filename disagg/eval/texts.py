@@ -1,4 +1,4 @@
-"""Rows of tokens to judge by: spread evenly over texts, each cut at the same length."""
+"""Rows of tokens for the judge: spread evenly over texts, all of the same length."""
 
 import json
 import os
@@ -9,12 +9,14 @@ from pydoc_data.topics import topics
 from disagg.errors import ConfigError
 from disagg.model.tokenizer import Tokenizer
 
-PYTHON = "python"  # the text that every machine has: the language's reference, as `help` shows it
-CHARS_PER_TOKEN = 8  # more than any text has, but for rows of blanks
+PYTHON = (
+    "python"  # a text on every machine: the language's reference, as `help` shows it
+)
+CHARS_PER_TOKEN = 8  # more than in any text, except for rows of blanks
 
 
 def read_text(name: str) -> tuple[str, str]:
-    """(short name, text) of "python" or of a file; of a .jsonl file the strings of every line."""
+    """(short name, text) of "python" or of a file; for a .jsonl file the strings of every line."""
     if name == PYTHON:
         return name, "\n\n".join(topics.values())
     file = Path(os.path.expanduser(name))
@@ -24,25 +26,31 @@ def read_text(name: str) -> tuple[str, str]:
         )
     text = file.read_text(encoding="utf8", errors="replace")
     if file.suffix == ".jsonl":
-        try:
-            rows = [
-                json.loads(line).values() for line in text.split("\n") if line.strip()
-            ]
-        except (ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{name}: a JSON object in each line is wanted; {error}"
-            ) from error
-        text = "\n\n".join(
-            "\n".join(x for x in row if isinstance(x, str)) for row in rows
-        )
+        text = _text_of_jsonl(text, name)
     return file.stem, text
+
+
+def _text_of_jsonl(text: str, name: str) -> str:
+    """The strings of every object, one a line, with a blank line between objects."""
+    passages = []
+    for line in text.split("\n"):
+        if line.strip():
+            try:
+                values = json.loads(line).values()
+            except (ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"{name}: expected a JSON object in each line; {error}"
+                ) from error
+            strings = [value for value in values if isinstance(value, str)]
+            passages.append("\n".join(strings))
+    return "\n\n".join(passages)
 
 
 def cut_rows(
     text: str, tokenizer: Tokenizer, tokens: int, count: int
 ) -> list[Sequence[int]]:
-    """`count` rows of so many tokens, from places evenly spread; ConfigError if it is too short."""
-    found: list[Sequence[int]] = []
+    """`count` rows of `tokens` tokens, evenly spread; ConfigError if the text is too short."""
+    rows: list[Sequence[int]] = []
     for i in range(count):
         start = i * (len(text) // count)
         ids = tokenizer.encode(text[start : start + CHARS_PER_TOKEN * tokens])
@@ -51,5 +59,5 @@ def cut_rows(
                 f"the text has {len(ids)} tokens behind character {start:,}; row {i + 1} of "
                 f"{count} takes {tokens}: ask for fewer or shorter rows"
             )
-        found.append(ids[:tokens])
-    return found
+        rows.append(ids[:tokens])
+    return rows

@@ -1,6 +1,6 @@
 """The attention function that models call: exact for prompts, on compressed pages for new tokens.
 
-A forward pass has one packed row of tokens; the `Batch` that comes along as keyword argument says
+A forward pass has one packed row of tokens. Its `Batch`, a keyword argument of the model, says
 which of them are chunks of prompts and which decode:
 
     rows       │ chunk of prompt A │ chunk of prompt B │ c │ d │ e e e e │
@@ -30,16 +30,14 @@ from disagg.paged.layer import StepLayers
 from disagg.paged.page_tables import GroupStep
 
 IMPLEMENTATION = "disagg"
-BLOCK_SCORES = (
-    1 << 24
-)  # fp32 scores that are held at a time where no fused kernel serves
+BLOCK_SCORES = 1 << 24  # fp32 scores in memory at a time, where no fused kernel serves
 
-# layer, k [H, n, D], v [H, n, D]: exact K and V of the last n tokens so far, all but where windows
-# hide the first; the chunk, whose tables are on the device
+# called with a layer; k and v [H, n, D], the exact K and V of the last n tokens so far (all tokens,
+# except where a window hides the first); and the chunk, whose tables are on the device
 Sink = Callable[[int, Tensor, Tensor, "Chunk"], None]
 
-# what answers an attention call of a model: its module; q [Hq, N, D], k and v [H, N, D] of a packed
-# row of N tokens; how it wants their softmax; all that it says besides -> [N, Hq, D]
+# answers an attention call of a model. Called with the module; q [Hq, N, D], k and v [H, N, D] of a
+# packed row of N tokens; the softmax; and the other arguments of the call. Returns [N, Hq, D]
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Softmax, dict], Tensor]
 
 
@@ -48,7 +46,7 @@ class Chunk:
     """Rows `row` .. `row + count - 1`: tokens `before` .. of one prompt.
 
     sink:   called with the exact K and V so far, as soon as a layer has attended
-    tables: a tree of int32 tensors that the sink wants, copied with those of the step
+    tables: a tree of int32 tensors for the sink, copied to the device with those of the step
     """
 
     row: int
@@ -61,9 +59,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Decode:
-    """What one layer group's decoding rows do in a step, and the codec of its pages.
+    """The decoding rows of one layer group in a step, and the codec of its pages.
 
-    whole: the rows of the step are all rows of the batch, in order: nothing need be picked out
+    whole: the rows of the step are all rows of the batch, in order: none need be selected
     """
 
     codec: Codec
@@ -75,8 +73,9 @@ class Decode:
 class Batch:
     """One forward pass over a packed row of tokens.
 
-    tokens, positions: one per row · outputs: rows whose logits are wanted
-    arena: [bytes] u8 - where the pages of `decodes` are
+    tokens, positions: one per row
+    outputs: rows whose logits are returned
+    arena:   [bytes] u8 - the memory that holds the pages of `decodes`
     """
 
     tokens: Sequence[int]
@@ -88,13 +87,13 @@ class Batch:
 
     @cached_property
     def by_layer(self) -> dict[int, list[tuple[Decode, StepLayers]]]:
-        """The decodes that take part in each layer."""
-        found: dict[int, list[tuple[Decode, StepLayers]]] = {}
+        """The decodes of each layer."""
+        decodes: dict[int, list[tuple[Decode, StepLayers]]] = {}
         for decode in self.decodes:
             layers = StepLayers(decode.codec, decode.step, self.arena)
             for layer in decode.step.group.layers:
-                found.setdefault(layer, []).append((decode, layers))
-        return found
+                decodes.setdefault(layer, []).append((decode, layers))
+        return decodes
 
 
 @dataclass(frozen=True)
@@ -121,20 +120,23 @@ class BatchAttention:
         if len(decodes) == 1 and decodes[0][0].whole:
             return decodes[0][1].run(layer, q, k, v, softmax)
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
+        window = self.windows[layer]
         for chunk in self.batch.chunks:
             rows = slice(chunk.row, chunk.row + chunk.count)
-            exact = chunk.workspace.extend(layer, k[:, rows], v[:, rows], chunk.before)
-            window = self.windows[layer]
-            out[rows] = attend_exact(q[:, rows], *exact, softmax, window).transpose(
-                0, 1
+            chunk_q = q[:, rows]
+            exact_k, exact_v = chunk.workspace.extend(
+                layer, k[:, rows], v[:, rows], chunk.before
             )
-            chunk.workspace.observe(layer, q[:, rows], chunk.before, softmax)
-            chunk.sink(layer, *exact, chunk)
+            attended = attend_exact(chunk_q, exact_k, exact_v, softmax, window)
+            out[rows] = attended.transpose(0, 1)
+            chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
+            chunk.sink(layer, exact_k, exact_v, chunk)
         for decode, layers in decodes:
-            picked = decode.step.rows
-            some_q, some_k, some_v = (x[:, picked] for x in (q, k, v))
-            attended = layers.run(layer, some_q, some_k, some_v, softmax)
-            out.index_add_(0, picked, attended)
+            row_ids = decode.step.rows
+            attended = layers.run(
+                layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax
+            )
+            out.index_add_(0, row_ids, attended)
         return out
 
 
@@ -147,84 +149,105 @@ def attend_exact(
     """
     count = q.shape[1]
     if window is not None:
-        k, v = (x[:, -(count + window - 1) :] for x in (k, v))
+        visible = count + window - 1
+        k = k[:, -visible:]
+        v = v[:, -visible:]
     total = k.shape[1]
     if softmax.cap or softmax.sinks is not None:
         return _attend_in_blocks(q, k, v, softmax, window or total)
-    whole = window is None or window >= total
-    if count in (1, total) and whole:
-        mask: Tensor | None = None
-    elif whole and q.device.type == "cpu":
+    if window is not None and window < total:
+        return _attend_with_mask(q, k, v, softmax, window)
+    if count in (1, total):
+        return _attend_fused(q, k, v, softmax, None)
+    if q.device.type == "cpu":
         return _attend_in_two(q, k, v, softmax)
-    elif whole and can_use_flash_attention(
-        SDPAParams(q[None], k[None], v[None], None, 0, False, True)
-    ):
-        mask = causal_lower_right(
-            count, total
-        )  # no mask in memory: a flag of the kernel
-    else:
-        positions = torch.arange(total, device=q.device)
-        query = positions[total - count :, None]
-        mask = positions <= query
-        if window is not None and not whole:
-            mask &= positions > query - window
-        repeats = (
-            q.shape[0] // k.shape[0]
-        )  # with a mask, grouped heads fall back to slow kernels
-        k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
+    flash = SDPAParams(q[None], k[None], v[None], None, 0, False, True)
+    if can_use_flash_attention(flash):
+        # no mask in memory: a flag of the kernel
+        return _attend_fused(q, k, v, softmax, causal_lower_right(count, total))
+    return _attend_with_mask(q, k, v, softmax, total)
+
+
+def _attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, mask: Tensor | None
+) -> Tensor:
+    """By torch; without a mask, causal attention of one token or of all tokens."""
     out = scaled_dot_product_attention(
         q[None],
         k[None],
         v[None],
         attn_mask=mask,
-        is_causal=mask is None and count > 1,
+        is_causal=mask is None and q.shape[1] > 1,
         scale=softmax.scale,
         enable_gqa=q.shape[0] != k.shape[0],
     )
     return out[0]
 
 
-def _attend_in_two(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """The same on a CPU without a mask: tokens before the chunk, its own ones, then both joined.
+def _attend_with_mask(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int
+) -> Tensor:
+    """By torch, with a mask of the last `window` tokens of each query."""
+    count, total = q.shape[1], k.shape[1]
+    key = torch.arange(total, device=q.device)
+    query = key[total - count :, None]
+    mask = key <= query
+    if window < total:
+        mask &= key > query - window
+    # with a mask, grouped heads fall back to slow kernels
+    repeats = q.shape[0] // k.shape[0]
+    k = k.repeat_interleave(repeats, 0)
+    v = v.repeat_interleave(repeats, 0)
+    return _attend_fused(q, k, v, softmax, mask)
 
-    A mask is read for every score, and hides nothing but scores of the chunk's own tokens. The
-    kernel is the one below `scaled_dot_product_attention`, which keeps the log-sum-exps to itself.
+
+def _attend_in_two(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Causal attention on a CPU without a mask: to the tokens before the chunk, and to its own.
+
+    A mask would be read for every score, and hides only scores of the chunk's own tokens. The
+    kernel is the one below `scaled_dot_product_attention`, which returns no log-sum-exps.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     before = k.shape[1] - q.shape[1]
-    (past, past_lse), (own, own_lse) = (
-        flash(
-            q[None],
-            k[None, :, part],
-            v[None, :, part],
-            is_causal=causal,
-            scale=softmax.scale,
-        )
-        for part, causal in ((slice(0, before), False), (slice(before, None), True))
+    past, past_lse = flash(
+        q[None],
+        k[None, :, :before],
+        v[None, :, :before],
+        is_causal=False,
+        scale=softmax.scale,
     )
-    share = torch.sigmoid(past_lse - own_lse)[..., None]
-    return torch.lerp(own.float(), past.float(), share)[0].to(q.dtype)
+    own, own_lse = flash(
+        q[None],
+        k[None, :, before:],
+        v[None, :, before:],
+        is_causal=True,
+        scale=softmax.scale,
+    )
+    past_weight = torch.sigmoid(past_lse - own_lse)[..., None]
+    return torch.lerp(own.float(), past.float(), past_weight)[0].to(q.dtype)
 
 
 def _attend_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int
 ) -> Tensor:
-    """The same under caps and with sinks, which torch fuses nowhere: some queries at a time."""
-    before = k.shape[1] - q.shape[1]
-    keys = min(
-        k.shape[1], 2 * window
-    )  # at most, of as many queries as a window has tokens
-    rows = max(1, min(window, BLOCK_SCORES // (q.shape[0] * keys)))
-    found = []
-    for first in range(0, q.shape[1], rows):
-        some_q = q[:, first : first + rows]
-        end = before + first + some_q.shape[1]
+    """Causal attention under caps and with sinks, which torch has no fused kernel for.
+
+    A block of queries at a time, so that the scores fit into memory.
+    """
+    count, total = q.shape[1], k.shape[1]
+    before = total - count
+    most_keys = min(total, 2 * window)  # of a block of at most `window` queries
+    block = max(1, min(window, BLOCK_SCORES // (q.shape[0] * most_keys)))
+    outputs = []
+    for first in range(0, count, block):
+        block_q = q[:, first : first + block]
+        end = before + first + block_q.shape[1]
         start = max(0, before + first + 1 - window)
-        some_k, some_v = k[:, start:end], v[:, start:end]
-        grouped = some_q.unflatten(0, (k.shape[0], -1)).flatten(
-            1, 2
-        )  # those of a KV head
-        products = (grouped @ some_k.transpose(1, 2)).float() * softmax.scale
+        block_k = k[:, start:end]
+        block_v = v[:, start:end]
+        # the queries of one KV head side by side
+        grouped_q = block_q.unflatten(0, (k.shape[0], -1)).flatten(1, 2)
+        products = (grouped_q @ block_k.transpose(1, 2)).float() * softmax.scale
         scores = capped(products.view(q.shape[0], -1, end - start), softmax.cap)
         query = torch.arange(before + first, end, device=q.device)[:, None]
         key = torch.arange(start, end, device=q.device)
@@ -233,8 +256,9 @@ def _attend_in_blocks(
         if softmax.sinks is not None:
             lse = torch.logaddexp(lse, softmax.sinks.float()[:, None])
         p = (scores - lse[:, :, None]).exp().to(v.dtype)
-        found.append((p.view(*grouped.shape[:2], -1) @ some_v).view_as(some_q))
-    return torch.cat(found, 1)
+        out = p.view(*grouped_q.shape[:2], -1) @ block_v
+        outputs.append(out.view_as(block_q))
+    return torch.cat(outputs, 1)
 
 
 def disagg_attention(
@@ -249,9 +273,9 @@ def disagg_attention(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: query [1, Hq, N, D] -> [1, N, Hq, D].
+    """The function that transformers calls in every layer: query [1, Hq, N, D] -> [1, N, Hq, D].
 
-    softcap, s_aux: how it calls the cap of scores, and sinks
+    softcap, s_aux: its names of the cap of scores, and of sinks
     """
     if disagg is None:
         name = type(module).__name__

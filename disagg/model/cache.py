@@ -1,4 +1,4 @@
-"""Where transformers thinks the KV is, and where a prompt's exact KV really is while it prefills.
+"""The cache that transformers sees, and the real place of a prompt's exact KV while it prefills.
 
 `PassThrough` is the `Cache` that models get: it stores nothing and hands new K and V straight to
 our attention. `Workspace` holds exact K and V of one prompt, dense, until its last chunk is done.
@@ -25,7 +25,7 @@ LAST_QUERIES = 32
 
 
 class PassThrough(Cache):
-    """A cache that keeps nothing: `update` returns the new K and V untouched."""
+    """A cache that stores nothing: `update` returns the new K and V unchanged."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
@@ -37,20 +37,18 @@ class PassThrough(Cache):
 
 
 def pass_through(model: PreTrainedModel) -> dict[str, object]:
-    """The arguments that give a model a `PassThrough`, by the name that its transformers has."""
-    known = inspect.signature(model.forward).parameters
-    return {
-        "cache" if "cache" in known else "past_key_values": PassThrough(),
-        "use_cache": True,
-    }
+    """The arguments that give a model a `PassThrough`, by the names of its transformers version."""
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
+    return {name: PassThrough(), "use_cache": True}
 
 
 class Workspace:
     """Exact K and V of one prompt in all layers, after RoPE, as the model computed them.
 
-    And what codecs may ask of its queries: those of its last tokens, and sums of squares.
+    It also has what codecs ask of the queries: the queries of the last tokens, and sums of squares.
 
-    rooms: of each layer, the tokens that it holds, the last ones of all; without any: all
+    rooms: per layer, how many tokens it holds, the last ones of all; empty: each layer holds all
     """
 
     def __init__(
@@ -62,50 +60,53 @@ class Workspace:
         rooms: Sequence[int] = (),
     ):
         self.total = total
+        self._heads = heads
         self._shapes = [
             (2, heads, room, head_dim) for room in rooms or (total,) * layers
         ]
-        self._held = [0] * layers
+        self._num_stored = [0] * layers
         self._layers: list[Tensor | None] = [None] * layers
-        self._last: list[Tensor | None] = [None] * layers
+        self._last_queries: list[Tensor | None] = [None] * layers
         self._softmax: list[Softmax | None] = [None] * layers
-        self._squares: list[Tensor | None] = [
-            None
-        ] * layers  # of queries, by units of the lead
+        # sums of squares of queries, by units of the leading tokens
+        self._squares: list[Tensor | None] = [None] * layers
 
     def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Take the memory for all layers at once, before chunks come: it is there, or this raises.
+        """Allocate all layers at once, before the first chunk, so that no later chunk fails.
 
-        MemoryError, or the RuntimeError of torch, where there is none
+        MemoryError, or the RuntimeError of torch, where there is no memory
         """
         self._layers = [
-            torch.empty(x, dtype=dtype, device=device) for x in self._shapes
+            torch.empty(shape, dtype=dtype, device=device) for shape in self._shapes
         ]
 
     def extend(
         self, layer: int, k: Tensor, v: Tensor, before: int
     ) -> tuple[Tensor, Tensor]:
-        """Append k, v [H, c, D] of a chunk behind `before` tokens; K, V [H, n, D] of the last n
-        tokens so far: all, or as many as there is room for."""
-        held, shape = self._held[layer], self._shapes[layer]
-        if k.shape[1] == self.total:  # one chunk: nothing to remember
+        """Append k, v [H, c, D] of a chunk behind `before` tokens.
+
+        Returns K, V [H, n, D] of the last n tokens so far: all, or as many as there is room for.
+        """
+        if k.shape[1] == self.total:  # one chunk: nothing to store
             return k, v
-        k, v = (
-            k[:, -shape[2] :],
-            v[:, -shape[2] :],
-        )  # what was known may be more than there is room
+        shape = self._shapes[layer]
+        room = shape[2]
+        # a cached prefix may be longer than the room
+        k = k[:, -room:]
+        v = v[:, -room:]
         count = k.shape[1]
         stored = self._layers[layer]
         if stored is None:
-            stored = self._layers[layer] = torch.empty(
-                shape, dtype=k.dtype, device=k.device
-            )
-        kept = min(held, shape[2] - count)
-        if kept < held:
-            stored[:, :, :kept] = stored[:, :, held - kept : held].clone()
-        end = self._held[layer] = kept + count
-        stored[0, :, kept:end] = k
-        stored[1, :, kept:end] = v
+            stored = torch.empty(shape, dtype=k.dtype, device=k.device)
+            self._layers[layer] = stored
+        num_stored = self._num_stored[layer]
+        start = min(num_stored, room - count)
+        if start < num_stored:  # the oldest tokens leave
+            stored[:, :, :start] = stored[:, :, num_stored - start : num_stored].clone()
+        end = start + count
+        self._num_stored[layer] = end
+        stored[0, :, start:end] = k
+        stored[1, :, start:end] = v
         if before + count == self.total:
             self._layers[layer] = None
         return stored[0, :, :end], stored[1, :, :end]
@@ -113,32 +114,34 @@ class Workspace:
     def observe(
         self, layer: int, q: Tensor, before: int, softmax: Softmax | None = None
     ) -> None:
-        """Remember of a chunk's queries q [Hq, c, D] the last tokens' own, and sums of squares."""
+        """Note queries q [Hq, c, D] of a chunk: those of the last tokens, and sums of squares."""
         self._softmax[layer] = softmax
-        last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
-        earlier, sums = self._last[layer], self._squares[layer]
-        self._last[layer] = last if earlier is None else torch.cat([earlier, last], 1)
+        first = max(0, self.total - LAST_QUERIES - before)
+        last = q[:, first:].clone()
+        earlier = self._last_queries[layer]
+        if earlier is not None:
+            last = torch.cat([earlier, last], 1)
+        self._last_queries[layer] = last
+        sums = self._squares[layer]
         if sums is None or before < LEAD_END:
-            squares = squares_by_unit(q, self._shapes[layer][1], before)
+            squares = squares_by_unit(q, self._heads, before)
             self._squares[layer] = squares if sums is None else sums + squares
 
     def queries(self, layer: int) -> Queries:
-        """What is known of the queries of the chunks so far, which were all observed."""
-        last, sums = self._last[layer], self._squares[layer]
+        """The queries of the chunks so far, which were all observed."""
+        last, sums = self._last_queries[layer], self._squares[layer]
         assert last is not None
         assert sums is not None
         return Queries(last, sum_lead(sums, self.total), self._softmax[layer])
 
     def squares(self, unit: int) -> Tensor | None:
-        """Sums of squares of the queries of 16 tokens, on the host: [L, H, D]; None: nobody wants
-        them."""
-        known = [x[unit] for x in self._squares if x is not None and unit < len(x)]
-        return torch.stack(known).cpu() if known else None
+        """Sums of squares of the queries of 16 tokens, on the host: [L, H, D]; None: not needed."""
+        layers = [x[unit] for x in self._squares if x is not None and unit < len(x)]
+        return torch.stack(layers).cpu() if layers else None
 
     def recall(self, squares: Tensor) -> None:
-        """Take the sums of the first units as they were: [units, L, H, D]."""
-        for layer, some in enumerate(squares.unbind(1)):
-            rest = LEAD_UNITS - len(some)
-            self._squares[layer] = torch.cat(
-                [some, some.new_zeros(rest, *some.shape[1:])]
-            )
+        """Set the sums of the first units, as `squares` returned them: [units, L, H, D]."""
+        for layer, units in enumerate(squares.unbind(1)):
+            num_missing = LEAD_UNITS - len(units)
+            missing = units.new_zeros(num_missing, *units.shape[1:])
+            self._squares[layer] = torch.cat([units, missing])

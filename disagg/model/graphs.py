@@ -1,15 +1,16 @@
 """Decode steps under CUDA graphs: recorded once for each shape, replayed on new inputs.
 
 A decode step of a small batch is hundreds of short kernels that take longer to start than to run. A
-CUDA graph starts all of them at once. It can only repeat what it recorded, at the same addresses:
-static.py has the buffers and says which steps are alike.
+CUDA graph starts all of them at once. It can only repeat its recording, at the same addresses:
+static.py has the buffers and says which steps can share a recording.
 
-Rows of several codecs are as many recorded steps, one after another. Not recorded are steps with
-chunks of prompts or replayed blocks, steps that seal a page which an append cannot seal by itself,
-and shapes whose recording failed: they found no memory, or something in them asks the host.
+Each codec of a step is a recording of its own; they run one after another. These steps are not
+recorded: steps with chunks of prompts or replayed blocks, steps that seal a page which an append
+cannot seal by itself, and shapes whose recording failed (no memory, or a call that waits for the
+host).
 
 A service records before its first request, for every size that its context allows, and never again:
-whatever comes that was not recorded runs as it is. Elsewhere a shape is recorded when it comes.
+other steps run without a graph. Elsewhere a shape is recorded when it comes for the first time.
 """
 
 import logging
@@ -34,19 +35,18 @@ from disagg.model.static import (
 )
 
 WARM_UP = (
-    3  # runs before a recording: kernels are compiled and workspaces allocated in them
+    3  # runs before a recording, in which kernels are compiled and workspaces allocated
 )
 
 log = logging.getLogger(__name__)
 
-StepEvents = Callable[
-    [StaticStep], Tensor
-]  # logits [bucket, V] of the inputs in the buffers
+# logits [bucket, V] of the inputs in the buffers
+RunStep = Callable[[StaticStep], Tensor]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """replay: does the recorded work again; output: where its result then is."""
+    """replay: does the recorded work again; output: the tensor that then holds its result."""
 
     replay: Callable[[], object]
     output: Tensor
@@ -55,15 +55,17 @@ class Recording:
 class CudaRecorder:
     """Records CUDA graphs, which share one pool of memory: only one runs at a time.
 
-    And one stream: cuBLAS keeps a workspace for each that it ever ran in, 32 MiB on Hopper.
+    They share one stream too: cuBLAS keeps a workspace for each stream, 32 MiB on Hopper.
     """
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def record(self, call: Callable[[], Tensor]) -> Recording:
         """Record a call; RuntimeError if it cannot be."""
-        current, stream = torch.cuda.current_stream(), self._stream
+        current = torch.cuda.current_stream()
+        stream = self._stream
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
@@ -72,66 +74,71 @@ class CudaRecorder:
                 with refused_to_wait():
                     call()
         finally:
-            current.wait_stream(
-                stream
-            )  # what a broken run has started still reads its inputs
+            # kernels that a broken run has started still read its inputs
+            current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # other threads copy pages meanwhile; only what this one does may break a recording
+        # other threads copy pages meanwhile; only calls of this one may break a recording
         recording = torch.cuda.graph(graph, self._pool, stream, "thread_local")
         try:
             with recording:
                 output = call()
         finally:
-            torch.cuda.set_stream(
-                current
-            )  # a recording that fails leaves its own (torch 2.13)
+            # a recording that fails leaves its own stream current (torch 2.13)
+            torch.cuda.set_stream(current)
         return Recording(graph.replay, output)
 
 
 @contextmanager
 def refused_to_wait() -> Iterator[None]:
-    """RuntimeError for whatever asks the host. In a recording it would break more than that one:
-    torch's allocator then takes it for under way for ever, and gives no memory back (torch 2.13).
+    """RuntimeError for a call that waits for the host.
+
+    In a recording it would break later ones too: torch's allocator would take the recording for
+    unfinished for ever, and give no memory back (torch 2.13).
     """
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore"):  # that it does not find all of it
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):  # that it misses some calls
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class DecodeGraphs:
     """The recorded decode steps of a model. Not thread-safe, as the model."""
 
-    def __init__(self, step: StepEvents, recorder: CudaRecorder):
-        self._step = step
+    def __init__(self, run_step: RunStep, recorder: CudaRecorder):
+        self._run_step = run_step
         self._recorder = recorder
-        self._found: dict[
-            Key, tuple[StaticStep, Recording] | None
-        ] = {}  # None: it cannot be
-        self._outputs: dict[torch.Size, Tensor] = {}  # of steps of as many rows
+        # None: it cannot be recorded
+        self._recorded: dict[Key, tuple[StaticStep, Recording] | None] = {}
+        # logits by their shape: steps with equally many rows share them
+        self._outputs: dict[torch.Size, Tensor] = {}
         self._sizes: Callable[[Batch], Iterable[Size]] = lambda part: [size_of(part)]
 
     def record_sizes(self, context: int) -> None:
-        """Record what comes in every size that a context of so many tokens needs; 0: nothing."""
+        """Record new shapes in every size that a context of `context` tokens needs; 0: none."""
         self._sizes = partial(sizes_of, context=context)
 
     def clear(self) -> None:
-        """Forget all steps, which hold the arenas that they were recorded over."""
-        self._found.clear()
+        """Forget all recordings; they hold the arenas that they were recorded over."""
+        self._recorded.clear()
         self._outputs.clear()
 
     def run(self, batch: Batch) -> Tensor | None:
-        """The logits of a step: [len(outputs), V] fp32; None where not all of it is recorded."""
+        """The logits of a step: [len(outputs), V] fp32; None if some of it is not recorded."""
         parts = parts_of(batch)
-        steps = [(part, *found) for part in parts if (found := self._find(part))]
+        steps = []
+        for part in parts:
+            recorded = self._find(part)
+            if recorded is not None:
+                steps.append((part, *recorded))
         if not parts or len(steps) < len(parts):
             return None
-        output = steps[0][2].output
-        logits = output.new_empty(
-            len(batch.outputs) + 1, output.shape[1], dtype=torch.float32
+        _, _, first = steps[0]
+        # one row more: rows without an output write their logits there
+        logits = first.output.new_empty(
+            len(batch.outputs) + 1, first.output.shape[1], dtype=torch.float32
         )
         for part, static, recording in steps:
             static.fill(part)
@@ -143,30 +150,33 @@ class DecodeGraphs:
     def _find(self, part: Batch) -> tuple[StaticStep, Recording] | None:
         """The recorded step that serves a part; recorded now, if it may be."""
         key = key_of(part, size_of(part))
-        if key not in self._found:
+        if key not in self._recorded:
             for size in self._sizes(part):
                 self._record(part, size)
-        return self._found.get(key)
+        return self._recorded.get(key)
 
     def _record(self, part: Batch, size: Size) -> None:
-        if (key := key_of(part, size)) in self._found:
+        key = key_of(part, size)
+        if key in self._recorded:
             return
         static = StaticStep(part, size)
-        static.fill(
-            part
-        )  # runs before a recording write what the part itself will write
+        # runs before a recording write to the same pages as the part itself
+        static.fill(part)
         try:
-            self._found[key] = static, self._recorder.record(lambda: self._run(static))
+            recording = self._recorder.record(lambda: self._run(static))
+            self._recorded[key] = (static, recording)
         except RuntimeError as error:
             log.warning(
                 "decode steps of %s rows run without a graph: %s", key[0], error
             )
-            self._found[key] = None
+            self._recorded[key] = None
 
     def _run(self, static: StaticStep) -> Tensor:
-        """A step, whose logits go where those of others of as many rows go: of a large vocabulary
-        each graph would keep megabytes."""
-        logits = self._step(static)
+        """A step; its logits are copied to a tensor that all steps with as many rows share.
+
+        With tensors of their own, graphs would keep megabytes each, if the vocabulary is large.
+        """
+        logits = self._run_step(static)
         if logits.shape not in self._outputs:  # in a run before the first recording
             self._outputs[logits.shape] = torch.empty_like(logits)
         return self._outputs[logits.shape].copy_(logits)

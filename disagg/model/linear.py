@@ -1,6 +1,6 @@
-"""Linear layers of a CPU: weights laid once as oneDNN multiplies them, not anew in every step.
+"""Linear layers on a CPU: weights are reordered for oneDNN once, not in every step.
 
-A decode step multiplies a few rows with every weight: laying takes as long as multiplying. The
+A decode step multiplies a few rows with every weight: reordering takes as long as multiplying. The
 operators are those that torch's own compiler calls.
 """
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 MEMORY_PART = (
-    8  # weights above one in so many bytes of the host stay as they are, maybe mapped
+    8  # weights larger than one part in this many of the host's memory stay as they are
 )
 
 
 class PackedLinear(nn.Module):
-    """What an nn.Linear computes. `weight` tells shape and dtype and has no numbers."""
+    """An nn.Linear with reordered weights. `weight` has their shape and dtype, but no numbers."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -31,21 +31,22 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Lay the weights of a model on a CPU, where oneDNN takes them and there is room for them.
+    """Reorder the weights of a model on a CPU, if oneDNN takes them and there is room for them.
 
-    They are this process's own from then on, where mapped ones are shared with its neighbours.
+    The process then has its own copy, while mapped weights are shared with its neighbours.
     """
-    found = [
+    linears = [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and _is_packable(child.weight)
     ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    nbytes = sum(getattr(parent, name).weight.nbytes for parent, name in found)
-    if nbytes * MEMORY_PART <= memory:
-        for parent, name in found:  # one by one: what was laid is let go
-            setattr(parent, name, PackedLinear(getattr(parent, name)))
+    nbytes = sum(getattr(parent, name).weight.nbytes for parent, name in linears)
+    if nbytes * MEMORY_PART > memory:
+        return
+    for parent, name in linears:  # one by one: each original is freed before the next
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
 
 
 def _is_packable(weight: Tensor) -> bool:

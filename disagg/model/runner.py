@@ -1,7 +1,7 @@
 """The runner: a Hugging Face decoder-only model that prefills exactly and decodes on pages.
 
-One forward pass is one packed row of tokens, whatever it is made of: chunks of prompts, single
-decoding tokens, blocks of a replay. Any model that calls transformers' AttentionInterface will do.
+One forward pass is one packed row of tokens: chunks of prompts, single decoding tokens and blocks
+of a replay side by side. Any model that calls transformers' AttentionInterface will do.
 """
 
 import gc
@@ -27,36 +27,40 @@ from disagg.model.weights import fingerprint_model, load_model
 from disagg.paged.page_tables import upload
 
 
-def pick_device(wanted: str) -> str:
-    """The device meant, "cpu" or "cuda"; "auto" takes a GPU where torch sees one.
+def pick_device(device: str) -> str:
+    """The device to use, "cpu" or "cuda"; "auto" takes a GPU where torch sees one.
 
-    ConfigError for an unknown one and for a GPU that is not there.
+    ConfigError for an unknown device, and for a GPU that is not there.
     """
-    if wanted not in DEVICES:
-        raise ConfigError(f"device {wanted!r} is unknown; known: {', '.join(DEVICES)}")
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    if device not in DEVICES:
+        raise ConfigError(f"device {device!r} is unknown; known: {', '.join(DEVICES)}")
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
         raise ConfigError(
             "device 'cuda' is wanted, and torch sees no GPU here; 'auto' takes a CPU"
         )
-    return "cuda" if there and wanted != "cpu" else "cpu"
+    if device == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return device
 
 
 def has_bfloat16() -> bool:
-    """Whether the GPU computes in it, not by way of fp32."""
+    """Whether the GPU computes in bfloat16 itself, without emulation in fp32."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def fix_rotary(model: nn.Module) -> None:
-    """Let no rotary embedding look for the last position, for which a GPU would wait in every step:
-    contexts end where one would change by it, see `describe_model`."""
+    """Make rotary embeddings independent of the last position: reading it stalls a GPU every step.
+
+    Contexts end where the embedding would change with it, see `describe_model`.
+    """
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str | dict):
-            fixed = (
-                "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
-            )
-            setattr(module, "rope_type", fixed)  # noqa: B010 (of no module that is known)
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str):
+            setattr(module, "rope_type", "default")  # noqa: B010 (no attribute of nn.Module)
+        elif isinstance(rope_type, dict):  # one for each type of layer
+            defaults = dict.fromkeys(rope_type, "default")
+            setattr(module, "rope_type", defaults)  # noqa: B010
 
 
 class Runner:
@@ -71,13 +75,11 @@ class Runner:
         self._cache = pass_through(model)
         fix_rotary(model)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.graphs: DecodeGraphs | None = (
-            None  # where there are any, kernels are compiled too
-        )
+        # None: steps are not recorded, and kernels are not compiled
+        self.graphs: DecodeGraphs | None = None
         if model.device.type == "cuda":
-            torch.backends.cuda.enable_cudnn_sdp(
-                False
-            )  # it plans anew for each length of prompts
+            # cuDNN plans anew for each length of prompts
+            torch.backends.cuda.enable_cudnn_sdp(False)
             self.record_steps(CudaRecorder())
 
     @classmethod
@@ -89,12 +91,11 @@ class Runner:
         dtype: "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
                bfloat16), "float32", "bfloat16", "float16"
         ModelError if there is none, or if its attention is not plain softmax attention; ConfigError
-        as `pick_device` says.
+        for a device that `pick_device` refuses.
         """
         device = pick_device(device)
-        if (
-            device == "cuda"
-        ):  # a model before this one is in cycles, and its memory is kept
+        if device == "cuda":
+            # an earlier model has reference cycles, which keep its memory
             gc.collect()
             torch.cuda.empty_cache()
         info = describe_model(ref, dtype, device)
@@ -108,7 +109,7 @@ class Runner:
 
     @classmethod
     def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
-        """A model of random weights, of the sizes that a folder's config.json says: for timing."""
+        """A model with random weights, of the sizes in a folder's config.json: for timing."""
         info = describe_model(folder, dtype, device)
         config = AutoConfig.from_pretrained(info.path, local_files_only=True)
         with torch.device(device):
@@ -121,7 +122,7 @@ class Runner:
         return cls(model, info, "random")
 
     def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
-        """Record decode steps from now on, and replay those that are alike."""
+        """Record decode steps from now on, and replay equal ones."""
         self.graphs = DecodeGraphs(self._static_step, recorder)
         return self.graphs
 
@@ -137,36 +138,40 @@ class Runner:
 
         A decode step like an earlier one is replayed where steps are recorded: on a GPU.
         """
-        if self.graphs is not None and (recorded := self.graphs.run(batch)) is not None:
-            return recorded
-        given = (
+        if self.graphs is not None:
+            logits = self.graphs.run(batch)
+            if logits is not None:
+                return logits
+        inputs = (
             torch.tensor([batch.tokens], dtype=torch.int32),
             torch.tensor([batch.positions], dtype=torch.int32),
             torch.tensor(batch.outputs, dtype=torch.int32),
             tuple(decode.step for decode in batch.decodes),
             tuple(chunk.tables for chunk in batch.chunks),
         )
-        tokens, positions, outputs, steps, tables = upload(given, self.device)
+        tokens, positions, outputs, steps, tables = upload(inputs, self.device)
         decodes = [
-            replace(x, step=step) for x, step in zip(batch.decodes, steps, strict=True)
+            replace(decode, step=step)
+            for decode, step in zip(batch.decodes, steps, strict=True)
         ]
         chunks = [
-            replace(x, tables=some)
-            for x, some in zip(batch.chunks, tables, strict=True)
+            replace(chunk, tables=chunk_tables)
+            for chunk, chunk_tables in zip(batch.chunks, tables, strict=True)
         ]
         batch = replace(batch, decodes=tuple(decodes), chunks=tuple(chunks))
-        selection = {"logits_to_keep": outputs.long()} if self._selects else {}
-        logits = self._logits(tokens, positions, batch, **selection)
-        return (logits if self._selects else logits[outputs]).float()
+        if self._selects:
+            selection = {"logits_to_keep": outputs.long()}
+            return self._logits(tokens, positions, batch, **selection).float()
+        return self._logits(tokens, positions, batch)[outputs].float()
 
     def _static_step(self, static: StaticStep) -> Tensor:
-        """Logits [bucket, V] of every row of a step in its buffers; asks the host for nothing."""
+        """Logits [bucket, V] of every row of a step in its buffers; never waits for the host."""
         return self._logits(static.tokens, static.positions, static.batch)
 
     def _logits(
         self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
     ) -> Tensor:
-        """What the model makes of tokens and positions [1, N]: [N, V], or the selected rows."""
+        """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
         return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),

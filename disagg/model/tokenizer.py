@@ -14,13 +14,11 @@ import tokenizers
 from disagg.errors import ModelError, RequestError
 from disagg.model.describe import locate_model
 
-KNOWN = (
-    1 << 16
-)  # tokens that are spelled once: answers with log-probabilities name thousands
-MOST_PENDING = 64  # tokens; what is no character by then never becomes one
-BEFORE = 5  # tokens of a prompt that its answer is decoded behind
-UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
-FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a byte, in vocabularies of characters
+SPELLING_CACHE = 1 << 16  # tokens: answers with log-probabilities name thousands
+MOST_PENDING = 64  # tokens; bytes that are no character by then never become one
+CONTEXT = 5  # tokens of a prompt that its answer is decoded with
+UNFINISHED = "\ufffd"  # the decoders' sign for bytes that are no character (yet)
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # a byte, in vocabularies of characters
 
 
 class Tokenizer:
@@ -31,7 +29,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, ref: str | Path | None = None) -> "Tokenizer":
-        """The tokenizer of a model, found as `locate_model` does; ModelError if it has none."""
+        """The tokenizer of a model that `locate_model` finds; ModelError if it has none."""
         folder = locate_model(None if ref is None else str(ref))
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -43,24 +41,24 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text of n has at least n / `longest_token` tokens."""
+        """Characters of the longest token: n characters have at least n / this many tokens."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     @property
     def size(self) -> int:
-        """Tokens of the vocabulary, without those that were added to it."""
+        """Tokens of the vocabulary, without added ones."""
         return self._backend.get_vocab_size(with_added_tokens=False)
 
     @property
     def special_ids(self) -> set[int]:
-        """Ids of the tokens that are no text."""
+        """Ids of the special tokens, which are no text."""
         added = self._backend.get_added_tokens_decoder()
         return {number for number, token in added.items() if token.special}
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt. Other threads go on meanwhile.
 
-        special: with the special tokens that the model wants around it
+        special: with the special tokens that the model expects around it
 
         RequestError for text that is no UTF-8: lone surrogates, or bytes of another encoding.
         """
@@ -68,40 +66,49 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not UTF-8 text: {error}") from error
-        # of a batch: `encode` holds Python's lock, for seconds if the text is long; fast: without
-        # offsets, since to free those of a million tokens holds it for half a second
-        return self._backend.encode_batch_fast([text], add_special_tokens=special)[
-            0
-        ].ids
+        # a batch, since `encode` holds Python's lock, for seconds if the text is long; and without
+        # offsets, since freeing those of a million tokens holds it for half a second
+        (encoding,) = self._backend.encode_batch_fast(
+            [text], add_special_tokens=special
+        )
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of token ids. special: with that of special tokens."""
+        """The text of token ids. special: with the text of special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
-    @lru_cache(KNOWN)  # noqa: B019 - a service has one tokenizer
+    @lru_cache(SPELLING_CACHE)  # noqa: B019 - a service has one tokenizer
     def spell(self, token: int) -> str:
         """The text of one token behind another: some decoders strip a space in front of a text."""
-        once, twice = (self.decode([token] * n, special=True) for n in (1, 2))
+        once = self.decode([token], special=True)
+        twice = self.decode([token, token], special=True)
         return twice[len(once) :]
 
-    @lru_cache(KNOWN)  # noqa: B019
+    @lru_cache(SPELLING_CACHE)  # noqa: B019
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token, which may be a part of a character."""
-        if UNFINISHED in (text := self.spell(token)):
-            written, known = self._backend.id_to_token(token) or "", _bytes_by_letter()
-            if fallback := FALLBACK.fullmatch(written):
-                return bytes.fromhex(fallback[1])
-            if known.keys() >= set(written):
-                return bytes(known[letter] for letter in written)
+        text = self.spell(token)
+        if UNFINISHED not in text:
+            return text.encode()
+        written = self._backend.id_to_token(token) or ""
+        byte_token = BYTE_TOKEN.fullmatch(written)
+        if byte_token:
+            return bytes.fromhex(byte_token[1])
+        byte_of = _bytes_by_letter()
+        if all(letter in byte_of for letter in written):
+            return bytes(byte_of[letter] for letter in written)
         return text.encode()
 
     def detokenizer(self, before: Sequence[int] = ()) -> "Detokenizer":
-        """A new incremental decoder for one stream of tokens, behind others that are not told."""
+        """A new incremental decoder for one stream of tokens.
+
+        before: tokens in front of the stream; their text is not returned
+        """
         return Detokenizer(self, before)
 
 
 class Detokenizer:
-    """Turns a stream of tokens into text, piece by piece, never half a character.
+    """Turns a stream of tokens into text, piece by piece, without half characters.
 
         emitted text │ context │ pending
         ─────────────┴─────────┴────────  tokens
@@ -112,44 +119,50 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._tokens = [*before[-BEFORE:]]
-        self._context, self._pending = 0, len(self._tokens)
+        self._tokens = [*before[-CONTEXT:]]
+        self._context = 0
+        self._pending = len(self._tokens)
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that is now certain; empty while a character is incomplete."""
         self._tokens.extend(ids)
         text = self._unread()
         is_full = len(self._tokens) - self._pending >= MOST_PENDING
-        if (
-            is_full and not text
-        ):  # special tokens: what follows is decoded as if they were not
+        if is_full and not text:
+            # only special tokens: later tokens are decoded without them
             del self._tokens[self._pending : -1]
         if not text or (text.endswith(UNFINISHED) and not is_full):
             return ""
-        self._context, self._pending = self._pending, len(self._tokens)
+        self._context = self._pending
+        self._pending = len(self._tokens)
         return text
 
     def finish(self) -> str:
-        """The rest: bytes that never became a character are shown as U+FFFD."""
+        """The rest of the text: bytes that never became a character are shown as U+FFFD."""
         text = self._unread()
         self._pending = len(self._tokens)
         return text
 
     def _unread(self) -> str:
-        known = self._tokenizer.decode(self._tokens[self._context : self._pending])
-        return self._tokenizer.decode(self._tokens[self._context :])[len(known) :]
+        context = self._tokenizer.decode(self._tokens[self._context : self._pending])
+        text = self._tokenizer.decode(self._tokens[self._context :])
+        return text[len(context) :]
 
 
 @cache
 def _bytes_by_letter() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: as the letter of that number, or as one above."""
+    """The byte of each letter of a byte-level vocabulary.
+
+    A byte is the letter with its number, or, if that cannot be printed, a letter above 255.
+    """
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    own = [ord(letter) for letter in letters if ord(letter) < 256]
-    return dict(zip(letters, own + sorted({*range(256)} - {*own}), strict=True))
+    printed = [ord(letter) for letter in letters if ord(letter) < 256]
+    others = sorted(set(range(256)) - set(printed))
+    return dict(zip(letters, printed + others, strict=True))
 
 
 def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
-    # slow, seconds: models of before tokenizer.json
+    # slow, seconds: models older than tokenizer.json
     from transformers import AutoTokenizer
 
     try:

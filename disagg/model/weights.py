@@ -29,10 +29,10 @@ from disagg.model.describe import (
 )
 
 READ_BYTES = 16 << 20
-NOTED_BYTES = 64 << 20  # less is read as soon as a note is found
+NOTED_BYTES = 64 << 20  # smaller weights are read as fast as a note
 SETTLED_NS = (
     2 * 10**9
-)  # files that changed a moment ago may change again within a tick of clocks
+)  # files that changed just now may change again within a tick of clocks
 LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -45,9 +45,9 @@ VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
-    """The model of a folder on a device; ModelError where its weights cannot be read or lack some.
+    """The model of a folder on a device; ModelError if weights are missing or cannot be read.
 
-    What is no safetensors, or is quantized, transformers reads as it does.
+    Other files than safetensors, and quantized ones, are read by transformers.
     """
     transformers_logging.disable_progress_bar()
     kind, config = class_of(info)
@@ -63,27 +63,30 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
         if tensors is None:
             model, report = AutoModelForCausalLM.from_pretrained(info.path, **options)
         else:
-            options |= {"config": config, "state_dict": tensors}
-            model, report = kind.from_pretrained(None, **options)
+            model, report = kind.from_pretrained(
+                None, config=config, state_dict=tensors, **options
+            )
     except LOAD_ERRORS as error:
         raise ModelError(
             f"cannot load {info.architecture} from {info.path}: {error}"
         ) from error
-    if missing := sorted(report["missing_keys"]):
-        listed = ", ".join(missing[:3])
+    missing = sorted(report["missing_keys"])
+    if missing:
+        examples = ", ".join(missing[:3])
         raise ModelError(
-            f"{info.path} lacks {len(missing)} weights of its model, such as {listed}"
+            f"{info.path} lacks {len(missing)} weights of its model, such as {examples}"
         )
     return model
 
 
 def _open(info: ModelInfo, device: str) -> dict[str, Any] | None:
-    """Slices of all tensors by name, of which none is read yet; None: others have to read them."""
-    config, names = read_config(info.path), named_weights(info.path)
+    """Slices of all tensors by name, none read yet; None: transformers has to read the files."""
+    config = read_config(info.path)
+    names = named_weights(info.path)
     if "quantization_config" in config or not names:
         return None
-    as_it_is = device == "cpu" and stored_dtype(config) == info.dtype
-    backend = "mmap" if as_it_is else "pread"
+    needs_no_conversion = device == "cpu" and stored_dtype(config) == info.dtype
+    backend = "mmap" if needs_no_conversion else "pread"
     files = [
         safe_open(info.path / name, framework="pt", backend=backend) for name in names
     ]
@@ -91,59 +94,69 @@ def _open(info: ModelInfo, device: str) -> dict[str, Any] | None:
 
 
 def fingerprint_model(path: Path) -> str:
-    """32 hex digits that stand for a model's config and weights, wherever they lie.
+    """32 hex digits that stand for a model's config and weights, in whichever folder they are.
 
-    That of large weights is noted in the user's cache under all that would change with the files:
-    where they are, what they are, how large, and when they changed. A note that does not say its
-    own name is none.
+    The fingerprint of large weights is noted in the user's cache. The name of the note is a digest
+    of the config and of the files' paths, numbers, sizes and times; a note that does not repeat its
+    own name is ignored.
     """
     config = {k: v for k, v in read_config(path).items() if k not in VOLATILE}
-    told = json.dumps(config, sort_keys=True).encode()
+    config_bytes = json.dumps(config, sort_keys=True).encode()
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
-    seen = _look(files)
-    note = (
-        user_cache() / "fingerprints" / xxh3_128(told + repr(seen).encode()).hexdigest()
-    )
-    if (known := _read(note)) is not None:
-        return known
-    state = xxh3_128(told)
+    stats = _stat_all(files)
+    note_name = xxh3_128(config_bytes + repr(stats).encode()).hexdigest()
+    note = user_cache() / "fingerprints" / note_name
+    fingerprint = _read_note(note)
+    if fingerprint is not None:
+        return fingerprint
+    fingerprint = _digest(config_bytes, files)
+    nbytes = sum(size for _, _, size, _, _ in stats)
+    changed_ns = max((ctime_ns for *_, ctime_ns in stats), default=0)
+    is_settled = changed_ns + SETTLED_NS < time.time_ns()
+    if nbytes >= NOTED_BYTES and is_settled and _stat_all(files) == stats:
+        _write_note(note, fingerprint)
+    return fingerprint
+
+
+def _digest(config: bytes, files: Sequence[Path]) -> str:
+    """The digest of a config, and of the names and contents of files."""
+    state = xxh3_128(config)
     for file in files:
         state.update(file.name.encode())
         with file.open("rb") as stream:
             while data := stream.read(READ_BYTES):
                 state.update(data)
-    found = state.hexdigest()
-    size, changed = sum(x[2] for x in seen), max((at for *_, at in seen), default=0)
-    settled = _look(files) == seen and changed + SETTLED_NS < time.time_ns()
-    if size >= NOTED_BYTES and settled:
-        _write(note, found)
-    return found
+    return state.hexdigest()
 
 
-def _look(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
-    """Of each file its path, number, size, and when its content and when anything of it changed."""
-    looks = [(str(file.resolve()), file.stat()) for file in files]
-    return [(at, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for at, x in looks]
+def _stat_all(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
+    """Of each file its path, number, size, and the times its content and its inode changed."""
+    stats = []
+    for file in files:
+        path = str(file.resolve())
+        x = file.stat()
+        stats.append((path, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns))
+    return stats
 
 
-def _read(note: Path) -> str | None:
+def _read_note(note: Path) -> str | None:
     try:
-        known, check = note.read_text().split()
+        fingerprint, check = note.read_text().split()
     except (OSError, ValueError):
         return None
-    return known if check == _check(note, known) else None
+    return fingerprint if check == _check(note, fingerprint) else None
 
 
-def _write(note: Path, found: str) -> None:
-    """All of it or nothing; where nothing can be written it is found again the next time."""
+def _write_note(note: Path, fingerprint: str) -> None:
+    """Write all of it or nothing; without a note the next load reads the weights again."""
     draft = note.with_suffix(f".{os.getpid()}")
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(f"{found} {_check(note, found)}\n")
+        draft.write_text(f"{fingerprint} {_check(note, fingerprint)}\n")
         draft.replace(note)
     except OSError:
         draft.unlink(missing_ok=True)
 
 
-def _check(note: Path, found: str) -> str:
-    return xxh3_128(f"{note.name} {found}".encode()).hexdigest()
+def _check(note: Path, fingerprint: str) -> str:
+    return xxh3_128(f"{note.name} {fingerprint}".encode()).hexdigest()

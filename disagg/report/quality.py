@@ -7,13 +7,13 @@ from typing import Any
 
 from disagg.report.transfer import COLORS, new_figure
 
-Row = dict[str, Any]  # of the summary of `disagg.eval`
+Row = dict[str, Any]  # a line of the summary of `disagg.eval`
 
 PANELS = {
     "kl": "KL from exact KV, nats a token",
     "ppl_pct": "perplexity above exact KV, %",
 }
-LEAST = {"kl": 1e-5, "ppl_pct": 1e-2}  # what is below is drawn there
+LEAST = {"kl": 1e-5, "ppl_pct": 1e-2}  # smaller values are drawn here
 
 
 def draw(summary: Sequence[Row], title: str, file: Path) -> None:
@@ -28,7 +28,8 @@ def draw(summary: Sequence[Row], title: str, file: Path) -> None:
 
 def _panel(panel: Any, summary: Sequence[Row], key: str) -> None:
     for line, color in zip(summary, cycle(COLORS), strict=False):
-        x, y = line["handoff_pct"], max(line[key], LEAST[key])
+        x = line["handoff_pct"]
+        y = max(line[key], LEAST[key])
         if key == "ppl_pct":
             low, high = (max(bound, LEAST[key]) for bound in line["ppl_ci_pct"])
             panel.vlines(x, low, high, color=color, linewidth=1)

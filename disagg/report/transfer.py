@@ -1,8 +1,9 @@
 """Times against the rate of the link, one line for each codec.
 
-Of `bench transfer` the time to the first decode token. Solid lines: encoded while it is sent;
-dashed: pages were ready. A cross marks a point where encode takes longer than the link: from there
-on a faster link helps no more. Of `bench compare` seconds of a request, beside co-located workers.
+For `bench transfer`: the time to the first decode token. Solid lines: encoded while it is sent;
+dashed: encoded beforehand. A cross marks a point where encode takes longer than the link: from
+there on a faster link no longer helps. For `bench compare`: seconds of a request, beside co-located
+workers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,9 +67,9 @@ def transfer_figure(result: Row) -> Figure:
     figure = new_figure(1 + 5.5 * len(lengths), 5.5)
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for panel, tokens in zip(panels, lengths, strict=True):
-        chosen = [row for row in rows if row["tokens"] == tokens]
-        _panel(panel, chosen, codecs)
-        size = f"{1e-6 * chosen[0]['fp16_bytes']:,.0f} MB in fp16"
+        panel_rows = [row for row in rows if row["tokens"] == tokens]
+        _panel(panel, panel_rows, codecs)
+        size = f"{1e-6 * panel_rows[0]['fp16_bytes']:,.0f} MB in fp16"
         panel.set_title(f"prompt of {tokens:,} tokens, {size}")
     panels[0].set_ylabel("seconds to the first decode token, without compute")
     lines = [
@@ -82,7 +83,7 @@ def transfer_figure(result: Row) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches, to be drawn without a screen."""
+    """An empty figure, its size in inches, drawn without a screen."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -92,16 +93,21 @@ def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
             line = [
                 row for row in rows if (row["codec"], row["pages"]) == (codec, pages)
             ]
-            x, y = [row["gbps"] for row in line], [row["seconds"] for row in line]
             panel.plot(
-                x, y, style, color=color, linewidth=1.8 if pages == "inline" else 1.0
+                [row["gbps"] for row in line],
+                [row["seconds"] for row in line],
+                style,
+                color=color,
+                linewidth=1.8 if pages == "inline" else 1.0,
             )
             for row in line:
-                marker, size = (
-                    ("X", 8.0) if row["bottleneck"] == "encode" else ("o", 3.5)
-                )
+                is_crossed = row["bottleneck"] == "encode"
                 panel.plot(
-                    row["gbps"], row["seconds"], marker, color=color, markersize=size
+                    row["gbps"],
+                    row["seconds"],
+                    "X" if is_crossed else "o",
+                    color=color,
+                    markersize=8.0 if is_crossed else 3.5,
                 )
     panel.set_xscale("log")
     draw_log_scale(panel)
@@ -112,7 +118,7 @@ def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
 
 
 def draw_log_scale(panel: Axes) -> None:
-    """Plain numbers on a logarithmic axis of y, and a grid."""
+    """A logarithmic y axis with plain numbers, and a grid."""
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     panel.yaxis.set_minor_formatter(NullFormatter())
@@ -124,25 +130,32 @@ def draw_log_scale(panel: Axes) -> None:
 def compare_figure(result: Row) -> Figure:
     """The picture of `bench compare`, with a panel for each measure of a request."""
     figure = new_figure(12, 5.5)
-    together, *apart = result["rows"]
-    known = "known to prefill" if result["cached"] else "computed"
+    colocated, *disaggregated = result["rows"]
+    prompts = "known to prefill" if result["cached"] else "computed"
     figure.suptitle(
-        f"{result['model']}, prompts of {result['tokens']} tokens, {known}; prefill makes "
+        f"{result['model']}, prompts of {result['tokens']} tokens, {prompts}; prefill makes "
         f"{1e-6 * result['kv_bytes_per_s']:.3g} MB of KV a second in fp16",
         fontsize=11,
     )
-    codecs = dict.fromkeys(row["codec"] for row in apart)
-    rates = sorted({row["link_times"] for row in apart})
+    codecs = dict.fromkeys(row["codec"] for row in disaggregated)
+    rates = sorted({row["link_times"] for row in disaggregated})
     for panel, (key, label) in zip(
         figure.subplots(1, 2), COMPARED.items(), strict=True
     ):
-        panel.axhline(together[key], color="black", linestyle="--", label="co-located")
+        panel.axhline(colocated[key], color="black", linestyle="--", label="co-located")
         for codec, color in zip(codecs, cycle(COLORS), strict=False):
-            line = sorted(
-                (x["link_times"], x[key]) for x in apart if x["codec"] == codec
+            points = sorted(
+                (row["link_times"], row[key])
+                for row in disaggregated
+                if row["codec"] == codec
             )
             panel.plot(
-                *zip(*line, strict=True), "o-", color=color, markersize=4, label=codec
+                [x for x, _ in points],
+                [y for _, y in points],
+                "o-",
+                color=color,
+                markersize=4,
+                label=codec,
             )
         panel.set_xscale("log", base=2)
         draw_log_scale(panel)

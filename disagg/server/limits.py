@@ -20,7 +20,6 @@ MAX_MESSAGES = 1 << 14
 MAX_LOGPROBS = 20  # of the likeliest tokens, besides that of the token itself
 MAX_SCORES = 100_000  # log-probabilities of one prompt: they are sent in one message
 MAX_SEED = 2**63  # seeds have 64 bits, as in OpenAI's schema
-MAX_TEMPERATURE = 2.0**63  # exclusive, the same as the engine's
 MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
 MAX_SHOWN_CHARS = 60  # of a client's value, in an error message

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from disagg.engine.sequence import BOUNDS, Bounds
 from disagg.errors import RequestError
 from disagg.server import limits
 
@@ -120,6 +121,11 @@ def string_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def within(bounds: Bounds) -> Any:
+    """The engine's bounds of a sampling parameter."""
+    return Field(ge=bounds.ge, gt=bounds.gt, le=bounds.le, lt=bounds.lt)
+
+
 StopString = Annotated[str, Field(max_length=limits.MAX_STOP_CHARS)]
 Stops = Annotated[
     list[StopString],
@@ -210,12 +216,12 @@ class GenerationRequest(Body, ABC):
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
     max_tokens: Count | None = None
     min_tokens: int = Field(0, ge=0, le=limits.MAX_COUNT)
-    temperature: float = Field(
-        1.0, ge=0, lt=limits.MAX_TEMPERATURE, allow_inf_nan=False
+    temperature: Annotated[float, within(BOUNDS["temperature"])] = Field(
+        1.0, allow_inf_nan=False
     )
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, within(BOUNDS["top_p"])] = 1.0
     top_k: int = Field(0, ge=-1, le=limits.MAX_COUNT, description="0 and -1: all")
-    min_p: float = Field(0.0, ge=0, le=1)
+    min_p: Annotated[float, within(BOUNDS["min_p"])] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float = Field(1.0, gt=0, le=100)

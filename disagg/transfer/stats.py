@@ -22,7 +22,7 @@ class HandoffStats:
     attaches:       how often the sender attached; 1 if nothing broke
     link_bytes_per_s: of frames on that link, since the last hand-off on it ended; 0: none came
     attention_error:  relative, of attention outputs, by listed codec and layer group: of prompts
-                      that were sampled, see `engine/guard.py`
+                      that were sampled, see `engine/error_probe.py`
     """
 
     codec: str

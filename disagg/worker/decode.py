@@ -24,7 +24,7 @@ from disagg.engine.messages import (
     Move,
     Prefill,
     Token,
-    named,
+    as_disagg_error,
 )
 from disagg.engine.sequence import Logprobs, handoff_stats
 from disagg.errors import (
@@ -232,7 +232,7 @@ class DecodeSide:
             # the other worker publishes the tokens that the router may have missed
             self.events.forget(rid, attempt)
         except Exception as failure:
-            self.fail(rid, attempt, named(failure))
+            self.fail(rid, attempt, as_disagg_error(failure))
 
     def _free(self, name: str, rid: str, attempt: int, _: object) -> None:
         """Free the sequence, however its hand-off ended, and even if it never began."""

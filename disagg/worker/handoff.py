@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Failed, Moved, Prefilled, named
+from disagg.engine.messages import Failed, Moved, Prefilled, as_disagg_error
 from disagg.kv.page import FinalAt, Item, Kind
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.state import GroupState
@@ -168,7 +168,7 @@ class OutgoingHandoff(Generic[EngineResult]):
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self.sender.end(named(error))
+        self.sender.end(as_disagg_error(error))
 
     # -- on the engine's thread
 

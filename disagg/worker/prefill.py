@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disagg.engine.messages import Abort, Prefill, Prefilled, named
+from disagg.engine.messages import Abort, Prefill, Prefilled, as_disagg_error
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
 from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
@@ -77,7 +77,7 @@ class PrefillSide:
         try:
             await self._hand_over(submit)
         except Exception as failure:
-            error = named(failure)
+            error = as_disagg_error(failure)
             self.failures[error.reason] += 1
             self.events.publish([TokenEvent(job.rid, job.attempt, 0, error=error)])
 

@@ -103,7 +103,7 @@ class Worker:
         self._codec = self._listed[0]  # of jobs that name none
         compiled = self._listed if self._runner.graphs else ()
         self.engine = Engine(
-            self._runner, config.engine, codecs=compiled, guarded=self._listed
+            self._runner, config.engine, codecs=compiled, probed=self._listed
         )
         check_slabs(
             self.engine.pool.arena.nbytes,
@@ -138,7 +138,7 @@ class Worker:
                 self._runner,
                 self._listed,
                 self.config.engine.max_sequences,
-                tell=partial(setattr, self, "doing"),
+                report=partial(setattr, self, "doing"),
             )
         self._io_thread.start()
         self._started.result()

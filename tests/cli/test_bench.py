@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from disagg.bench import child, handoff, transfer
-from disagg.engine.guard import LEAST_TOKENS
+from disagg.engine.error_probe import LEAST_TOKENS
 from disagg.model.runner import Runner
 from tests.model.tiny import save_tiny
 

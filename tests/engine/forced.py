@@ -30,8 +30,8 @@ class ForcedRunner(StandIn):
 
     def forward(self, batch: Batch) -> Tensor:
         self.logits = self._runner.forward(batch)
-        said = [token_at(batch.positions[row]) for row in batch.outputs]
-        tokens = torch.tensor(said, dtype=torch.int64)
+        next_tokens = [token_at(batch.positions[row]) for row in batch.outputs]
+        tokens = torch.tensor(next_tokens, dtype=torch.int64)
         return torch.nn.functional.one_hot(tokens, VOCAB).float()
 
 
@@ -44,7 +44,7 @@ def allowed(codec: str) -> float:
 
 
 @dataclass(frozen=True)
-class Said:
+class SampledToken:
     """A token of an answer, and the logits that it would have been chosen from.
 
     logits: [VOCAB] fp32; empty for a token that was known before
@@ -67,12 +67,12 @@ def make_forced(runner: Runner, **config: Any) -> tuple[Engine, ForcedRunner]:
 
 def collect(
     engine: Engine, forced: ForcedRunner, preempted: set[str] | None = None
-) -> list[Said]:
+) -> list[SampledToken]:
     """All tokens until nothing is left, in order; the pool must be whole and empty then.
 
     preempted: gets the requests that waited again when they had said something
     """
-    found: list[Said] = []
+    tokens: list[SampledToken] = []
     for _ in range(MAX_STEPS):
         if engine.idle:
             break
@@ -81,15 +81,17 @@ def collect(
         assert not output.failed, output.failed
         if preempted is not None:
             preempted |= {x.rid for x in engine._scheduler.waiting if x.emitted}
-        known = len(output.tokens) - len(
+        num_repeated = len(output.tokens) - len(
             forced.logits
         )  # said once more, before the step
-        rows = [torch.empty(0)] * known + list(forced.logits)
-        found += [Said(*pair) for pair in zip(output.tokens, rows, strict=True)]
+        rows = [torch.empty(0)] * num_repeated + list(forced.logits)
+        tokens += [
+            SampledToken(*pair) for pair in zip(output.tokens, rows, strict=True)
+        ]
     assert engine.idle
     engine.pool.check_integrity()
     assert engine.pool.used_bytes == 0
-    return found
+    return tokens
 
 
 def forced_logits(
@@ -103,8 +105,8 @@ def forced_logits(
     engine, forced = make_forced(runner, **config)
     for rid, prompt in prompts.items():
         engine.submit(Prefill(request(rid, prompt, codecs[rid], max_tokens)))
-    found: dict[str, list[Tensor]] = {rid: [] for rid in prompts}
-    for said in collect(engine, forced):
-        assert said.token.index == len(found[said.token.rid])
-        found[said.token.rid].append(said.logits)
-    return {rid: torch.stack(rows) for rid, rows in found.items()}
+    logits: dict[str, list[Tensor]] = {rid: [] for rid in prompts}
+    for sampled in collect(engine, forced):
+        assert sampled.token.index == len(logits[sampled.token.rid])
+        logits[sampled.token.rid].append(sampled.logits)
+    return {rid: torch.stack(rows) for rid, rows in logits.items()}

@@ -40,13 +40,13 @@ def serve_watched(
     return Reference(tuple(tokens), tuple(watched.margins))
 
 
-def assert_same(found: Sequence[int], expected: Reference) -> None:
+def assert_same(tokens: Sequence[int], expected: Reference) -> None:
     """Tokens are the expected ones, up to a tie in the second half of the answer, if any."""
-    assert len(found) == len(expected.tokens) == len(expected.margins)
-    differs = torch.tensor(list(found)) != torch.tensor(expected.tokens)
+    assert len(tokens) == len(expected.tokens) == len(expected.margins)
+    differs = torch.tensor(list(tokens)) != torch.tensor(expected.tokens)
     if differs.any():
         index = int(differs.int().argmax())
         assert expected.margins[index] < TIE, (
             f"token {index} differs by {expected.margins[index]}"
         )
-        assert 2 * index >= len(found), f"a tie at token {index}: take another prompt"
+        assert 2 * index >= len(tokens), f"a tie at token {index}: take another prompt"

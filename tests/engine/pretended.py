@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from disagg.config import EngineConfig
 from disagg.engine import engine as engine_module
-from disagg.engine import prefixes
+from disagg.engine import exact_prefixes
 from disagg.engine.arena import DeviceArena, SideStream
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill
@@ -91,7 +91,7 @@ def pretend_all() -> None:
         (engine_module, "make_pool"),
     ):
         on_device(owner, name)
-    on_device(prefixes.ExactPrefixes, "_read")
+    on_device(exact_prefixes.ExactPrefixes, "_read")
     on_device(Upload, "__init__", "copied")
     Upload.fill = fill
     on_device(Runner, "_logits", "eager")
@@ -106,15 +106,15 @@ def pretend_all() -> None:
     runner_module.CudaRecorder = Recorder
     engine_module.measure_memory = lambda *_: (ARENA, WORKSPACE)
     engine_module.choose = lambda ready, *_: [Sampled(5)] * len(ready)
-    engine_module.wait_for_kernels = prefixes.wait_for_kernels = lambda _: None
+    engine_module.wait_for_kernels = exact_prefixes.wait_for_kernels = lambda _: None
 
 
 def serve(engine: Engine, jobs: Sequence[tuple[int, int, int, str]]) -> None:
     """Jobs of so many tokens in the prompt, of which another engine knows, and in the answer."""
-    for i, (tokens, known, most, codec) in enumerate(jobs):
-        params = SamplingParams(max_tokens=known + most, ignore_eos=True)
+    for i, (tokens, emitted, most, codec) in enumerate(jobs):
+        params = SamplingParams(max_tokens=emitted + most, ignore_eos=True)
         request = Request(str(i), (1,) * tokens, params, codec)
-        engine.submit(Prefill(request, emitted=(5,) * known))
+        engine.submit(Prefill(request, emitted=(5,) * emitted))
     while not engine.idle:
         for failed in engine.step().failed:
             raise failed.error

@@ -16,7 +16,7 @@ MAX_STEPS = 5000
 
 
 class StandIn:
-    """In place of a runner: as that one, but for what a subclass, or `forward`, does otherwise."""
+    """Stands for a runner; a subclass, or `forward`, replaces parts of it."""
 
     def __init__(
         self, runner: Runner, forward: Callable[[Batch], Tensor] | None = None
@@ -30,10 +30,11 @@ class StandIn:
 
 
 class Nowhere:
-    """A hand-off that nobody takes."""
+    """A hand-off without a receiver."""
 
     def begin(self, plan: Any, groups: Any) -> None:
-        self.plan, self.groups = plan, groups
+        self.plan = plan
+        self.groups = groups
 
     def offer(self, items: Any) -> None:
         pass
@@ -43,22 +44,20 @@ class Nowhere:
 
 
 def make_engine(runner: Runner | StandIn, **config: Any) -> Engine:
-    return Engine(
-        cast(Runner, runner), EngineConfig(**({"arena_bytes": 32 << 20} | config))
-    )
+    config.setdefault("arena_bytes", 32 << 20)
+    return Engine(cast(Runner, runner), EngineConfig(**config))
 
 
 def request(
-    rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **how: Any
+    rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **sampling: Any
 ) -> Request:
-    return Request(
-        rid, tuple(prompt), SamplingParams(max_tokens=max_tokens, **how), codec
-    )
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return Request(rid, tuple(prompt), params, codec)
 
 
 def run_until_idle(engine: Engine) -> StepOutput:
-    """What all steps bring until nothing is left; the pool must be whole and empty then."""
-    outputs = list[StepOutput]()
+    """The outputs of all steps until the engine is idle; the pool must then be whole and empty."""
+    outputs: list[StepOutput] = []
     while not engine.idle:
         assert len(outputs) < MAX_STEPS
         outputs.append(engine.step())
@@ -68,23 +67,25 @@ def run_until_idle(engine: Engine) -> StepOutput:
 
 
 def joined(outputs: Sequence[StepOutput]) -> StepOutput:
-    """What several steps brought, as one."""
-    found = StepOutput()
+    """The outputs of several steps, as one."""
+    total = StepOutput()
     for output in outputs:
-        for name, some in vars(found).items():
-            some += getattr(output, name)
-    return found
+        total.tokens += output.tokens
+        total.prefilled += output.prefilled
+        total.moved += output.moved
+        total.failed += output.failed
+    return total
 
 
 def answers(output: StepOutput) -> dict[str, list[int]]:
     """Tokens by request; every index must come once and in order."""
-    found: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
     assert not output.failed, output.failed
     for token in output.tokens:
-        answer = found.setdefault(token.rid, [])
+        answer = tokens.setdefault(token.rid, [])
         assert token.index == len(answer)
         answer.append(token.token)
-    return found
+    return tokens
 
 
 def serve(
@@ -92,10 +93,11 @@ def serve(
     prompts: Sequence[Sequence[int]],
     codec: str,
     max_tokens: int,
-    **how: Any,
+    **sampling: Any,
 ) -> list[list[int]]:
     """Greedy continuations of prompts that arrive together."""
     for index, prompt in enumerate(prompts):
-        engine.submit(Prefill(request(str(index), prompt, codec, max_tokens, **how)))
-    found = answers(run_until_idle(engine))
-    return [found[str(index)] for index in range(len(prompts))]
+        work = request(str(index), prompt, codec, max_tokens, **sampling)
+        engine.submit(Prefill(work))
+    tokens = answers(run_until_idle(engine))
+    return [tokens[str(index)] for index in range(len(prompts))]

@@ -59,8 +59,8 @@ def test_the_tolerance_tells_one_codec_from_another(runner):
         "token": [*prompt[:40], (prompt[40] + 1) % 250, *prompt[41:]],
     }
     for codec in EIGHT:
-        seen = forced_logits(runner, changed, dict.fromkeys(changed, codec), 16)
-        assert relative_error(seen["token"], seen["same"]) > 2 * allowed(codec)
+        logits = forced_logits(runner, changed, dict.fromkeys(changed, codec), 16)
+        assert relative_error(logits["token"], logits["same"]) > 2 * allowed(codec)
     others = ["raw", KIVI, MIXED, *(x for x in EIGHT[2:] if x != "alignedkv")]
     each = forced_logits(
         runner, dict.fromkeys(others, prompt), {x: x for x in others}, 16

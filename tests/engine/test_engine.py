@@ -70,21 +70,21 @@ def test_a_ragged_batch_answers_as_unbatched_generate_does(runner):
 
 
 @pytest.mark.parametrize("codec", [KIVI, MIXED, "raw"])
-@pytest.mark.parametrize("known", [1, 90])
-def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
+@pytest.mark.parametrize("num_emitted", [1, 90])
+def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, num_emitted):
     whole = forced_logits(runner, {"a": random_prompt(100)}, {"a": codec}, 140)["a"]
     engine, forced = make_forced(runner)
-    emitted = [token_at(99 + index) for index in range(known)]
+    emitted = [token_at(99 + index) for index in range(num_emitted)]
     engine.submit(
         Prefill(
             request("again", random_prompt(100), codec, 140), emitted=tuple(emitted)
         )
     )
     first, *tokens = collect(engine, forced)
-    assert (first.token.index, first.token.token) == (known - 1, emitted[-1])
-    assert [said.token.index for said in tokens] == list(range(known, 140))
-    found = torch.stack([said.logits for said in tokens])
-    assert relative_error(found, whole[known:]) <= allowed(codec)
+    assert (first.token.index, first.token.token) == (num_emitted - 1, emitted[-1])
+    assert [sampled.token.index for sampled in tokens] == list(range(num_emitted, 140))
+    logits = torch.stack([sampled.logits for sampled in tokens])
+    assert relative_error(logits, whole[num_emitted:]) <= allowed(codec)
 
 
 @pytest.mark.parametrize("codec", [KIVI, "raw", "banded"])
@@ -103,11 +103,10 @@ def test_an_answer_goes_on_by_another_backend_and_loses_or_repeats_none(
     monkeypatch.setattr(runner, "forward", forward)
     engine, forced = make_forced(runner)
     engine.submit(Prefill(request("a", random_prompt(100), codec, 140)))
-    said = collect(engine, forced)
-    assert [x.token.index for x in said] == list(range(140))
-    assert relative_error(torch.stack([x.logits for x in said]), whole) <= allowed(
-        codec
-    )
+    sampled = collect(engine, forced)
+    assert [x.token.index for x in sampled] == list(range(140))
+    logits = torch.stack([x.logits for x in sampled])
+    assert relative_error(logits, whole) <= allowed(codec)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +129,14 @@ def test_preempted_sequences_lose_nothing(runner, codec, lengths, tokens, mib):
     for rid, prompt in prompts.items():
         tight.submit(Prefill(request(rid, prompt, codec, tokens)))
     preempted: set[str] = set()
-    said = collect(tight, forced, preempted)
+    sampled = collect(tight, forced, preempted)
     assert preempted
     assert "0" not in preempted
     for rid in prompts:
-        own = [x for x in said if x.token.rid == rid]
+        own = [x for x in sampled if x.token.rid == rid]
         assert [x.token.index for x in own] == list(range(tokens))
-        found = torch.stack([x.logits for x in own])
-        assert relative_error(found, expected[rid]) <= allowed(codec)
+        logits = torch.stack([x.logits for x in own])
+        assert relative_error(logits, expected[rid]) <= allowed(codec)
 
 
 def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
@@ -150,10 +149,10 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
     *tokens, last = output.tokens
     assert not any(token.finish_reason for token in tokens)
     assert (last.finish_reason, last.index) == ("length", len(tokens) - 1)
-    said = [token.token for token in tokens]
-    assert 10 < len(said) < 300
-    assert said == expected[: len(said)]
-    assert last.token == said[-1]
+    answer = [token.token for token in tokens]
+    assert 10 < len(answer) < 300
+    assert answer == expected[: len(answer)]
+    assert last.token == answer[-1]
 
 
 def test_who_lies_scattered_over_slabs_starts_again_alone_before_it_is_cut_off(
@@ -162,10 +161,10 @@ def test_who_lies_scattered_over_slabs_starts_again_alone_before_it_is_cut_off(
     monkeypatch.setattr(engine_module, "slab_bytes_for", lambda *_: 1 << 18)
     engine = make_engine(runner, arena_bytes=4 << 18, watermark=0.0)
     for rid, n in (("0", 340), ("1", 300), ("2", 250)):
-        how = request(rid, random_prompt(n), "gear:bits=2", 150, ignore_eos=True)
-        engine.submit(Prefill(how))
-    said = answers(run_until_idle(engine))
-    assert [len(answer) for answer in said.values()] == [150] * 3
+        work = request(rid, random_prompt(n), "gear:bits=2", 150, ignore_eos=True)
+        engine.submit(Prefill(work))
+    tokens = answers(run_until_idle(engine))
+    assert [len(answer) for answer in tokens.values()] == [150] * 3
     assert engine.counts["preempted"] < 6  # who finds no room waits for it
 
 
@@ -206,9 +205,9 @@ def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
     )
     first, *tokens = collect(engine, forced)
     assert (first.token.index, first.token.token) == (0, done.first_token)
-    assert [said.token.index for said in tokens] == list(range(1, 60))
-    found = torch.stack([said.logits for said in tokens])
-    assert relative_error(found, whole[1:]) <= allowed(codec)
+    assert [sampled.token.index for sampled in tokens] == list(range(1, 60))
+    logits = torch.stack([sampled.logits for sampled in tokens])
+    assert relative_error(logits, whole[1:]) <= allowed(codec)
 
 
 def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner):

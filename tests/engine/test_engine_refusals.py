@@ -29,34 +29,52 @@ def test_requests_that_can_never_be_served_fail_at_once(runner, prompt, codec, e
     assert engine.idle
 
 
-@pytest.mark.parametrize("codec", [KIVI, "raw"])
-def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refused(
-    runner, codec
-):
-    room, wanted = (exact_bytes(runner.shape, tokens) for tokens in (200, 201))
-    config = {"workspace_bytes": room, "arena_bytes": 4 << 20, "watermark": 0.0}
-    engine = make_engine(runner, max_batch_tokens=64, **config)
+def serve_short_and_long(runner, codec: str) -> tuple[StepOutput, int]:
+    """Serve prompts of up to 192 tokens, and others of 201, with exact KV for 200.
+
+    Returns the outputs, and the most tokens that had exact KV at a time.
+    """
+    engine = make_engine(
+        runner,
+        max_batch_tokens=64,
+        workspace_bytes=exact_bytes(runner.shape, 200),
+        arena_bytes=4 << 20,
+        watermark=0.0,
+    )
     for i in range(12):
-        engine.submit(Prefill(request(f"{i}", random_prompt(60 + 12 * i), codec, 8)))
+        short = random_prompt(60 + 12 * i)
+        engine.submit(Prefill(request(f"{i}", short, codec, 8)))
         engine.submit(Prefill(request(f"long {i}", random_prompt(201), codec, 8)))
-    outputs, most = [], 0
+    outputs = []
+    most_tokens = 0
     while not engine.idle:
         outputs.append(engine.step())
-        begun = [
-            x.prompt_len for x in engine._scheduler.active if x.workspace is not None
-        ]
-        most = max(most, sum(begun))
-    said = joined(outputs)
-    failed = {x.rid: x.error for x in said.failed}
-    assert failed.keys() == {f"long {i}" for i in range(12)}
-    assert all(
-        isinstance(error, errors.PromptTooLongError) for error in failed.values()
-    )
-    for told in (f"needs {wanted} bytes of exact KV", f"room for {room}"):
-        assert all(told in str(error) for error in failed.values())
-    assert 100 < most <= 200
-    whole = {(f"{i}", j) for i in range(12) for j in range(8)}
-    assert {(x.rid, x.index) for x in said.tokens} == whole
+        active = engine._scheduler.active
+        prefilling = [x.prompt_len for x in active if x.workspace is not None]
+        most_tokens = max(most_tokens, sum(prefilling))
+    return joined(outputs), most_tokens
+
+
+@pytest.mark.parametrize("codec", [KIVI, "raw"])
+def test_prompts_beyond_the_workspace_are_refused_under_load(runner, codec):
+    output, _ = serve_short_and_long(runner, codec)
+
+    needed = exact_bytes(runner.shape, 201)
+    room = exact_bytes(runner.shape, 200)
+    assert {x.rid for x in output.failed} == {f"long {i}" for i in range(12)}
+    for failed in output.failed:
+        assert isinstance(failed.error, errors.PromptTooLongError)
+        assert f"needs {needed} bytes of exact KV" in str(failed.error)
+        assert f"room for {room}" in str(failed.error)
+
+
+@pytest.mark.parametrize("codec", [KIVI, "raw"])
+def test_prompts_within_the_workspace_are_served_under_load(runner, codec):
+    output, most_tokens = serve_short_and_long(runner, codec)
+
+    assert 100 < most_tokens <= 200
+    expected = {(f"{i}", index) for i in range(12) for index in range(8)}
+    assert {(x.rid, x.index) for x in output.tokens} == expected
 
 
 def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner):
@@ -75,8 +93,9 @@ def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner):
     engine.submit(Prefill(request("new", [1, 2, 3], KIVI, 4)))
     outputs: list[StepOutput] = []
     engine.run(outputs.append)
-    said = joined(outputs)
-    (failed,) = said.failed
+
+    output = joined(outputs)
+    (failed,) = output.failed
     assert (failed.rid, type(failed.error)) == ("new", errors.PeerLostError)
-    assert len(said.tokens) == 4
+    assert len(output.tokens) == 4
     assert not engine.pool.used_bytes

@@ -219,11 +219,11 @@ def test_a_step_without_memory_ends_its_longest_prompt_and_no_other(
     output = run_until_idle(engine)
     (failed,) = output.failed
     assert (failed.rid, type(failed.error)) == ("bad", CapacityError)
-    said = {name: {} for name in ("decoding", "beside")}
+    tokens = {"decoding": {}, "beside": {}}
     for token in output.tokens:
-        said[token.rid][token.index] = token.token
-    assert list(said["beside"].values()) == expected
-    assert [said["decoding"][i] for i in range(2, 12)] == expected[2:]
+        tokens[token.rid][token.index] = token.token
+    assert list(tokens["beside"].values()) == expected
+    assert [tokens["decoding"][i] for i in range(2, 12)] == expected[2:]
 
 
 def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(runner):

@@ -33,23 +33,23 @@ def sequence(
 
 def admit_all(scheduler: Scheduler) -> list[Sequence]:
     admitted = []
-    for found in scheduler.prompts(now=0.0):
-        if found.status is Status.QUEUED:
-            if not scheduler.admit(found):
+    for prompt in scheduler.prompts(now=0.0):
+        if prompt.status is Status.QUEUED:
+            if not scheduler.admit(prompt):
                 break
-            found.enter(Status.PREFILL)
-            admitted.append(found)
+            prompt.enter(Status.PREFILL)
+            admitted.append(prompt)
     return admitted
 
 
 def decoding(scheduler: Scheduler, order: int, prompt: int, emitted: int) -> Sequence:
     """A sequence whose prompt is prefilled already."""
-    found = sequence(order, prompt, emitted=emitted)
-    scheduler.queue(found)
-    assert admit_all(scheduler) == [found]
-    found.enter(Status.DECODE)
-    found.n = prompt
-    return found
+    prefilled = sequence(order, prompt, emitted=emitted)
+    scheduler.queue(prefilled)
+    assert admit_all(scheduler) == [prefilled]
+    prefilled.enter(Status.DECODE)
+    prefilled.n = prompt
+    return prefilled
 
 
 def test_who_came_first_is_served_first_also_after_a_preemption():
@@ -85,20 +85,20 @@ def test_decoding_is_never_held_back_and_replays_use_what_is_spare():
     scheduler, _ = make(tokens=12)
     for order, emitted in ((0, 1), (1, 40), (2, 40)):
         decoding(scheduler, order, 30, emitted)
-    assert [share.count for share in scheduler.decode_shares()] == [1, 10, 1]
+    assert [share.count for share in scheduler.schedule_decodes()] == [1, 10, 1]
     scheduler, _ = make(tokens=2)
     for order in range(3):
         decoding(scheduler, order, 30, emitted=40)
-    assert [share.count for share in scheduler.decode_shares()] == [1, 1, 1]
+    assert [share.count for share in scheduler.schedule_decodes()] == [1, 1, 1]
 
 
 def test_a_replayed_block_ends_before_the_next_seal():
     scheduler, _ = make(tokens=500)
     replayed = decoding(scheduler, 0, 100, emitted=49)
-    (share,) = scheduler.decode_shares()
+    (share,) = scheduler.schedule_decodes()
     assert share.count == 27  # 127 tokens: one more would seal a page
     replayed.n += 27
-    (share,) = scheduler.decode_shares()
+    (share,) = scheduler.schedule_decodes()
     assert (share.count, share.completes) == (22, True)
 
 
@@ -146,7 +146,7 @@ def test_who_is_to_have_the_pool_to_itself_comes_first_and_nobody_beside_it():
     scheduler, _ = make()
     for order, prompt in ((0, 20), (1, 90), (2, 20)):
         scheduler.queue(sequence(order, prompt))
-    scheduler.sole = scheduler.waiting[1]
+    scheduler.exclusive = scheduler.waiting[1]
     assert [x.order for x in admit_all(scheduler)] == [1]
     scheduler.remove(scheduler.active[0])
     assert [x.order for x in admit_all(scheduler)] == [0, 2]

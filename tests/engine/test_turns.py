@@ -1,6 +1,6 @@
-"""Whose turn it is under load: engines whose model computes nothing, on a clock of their own.
+"""The order of prompts under load: engines whose model computes nothing, on a made-up clock.
 
-Prompt i is made of the token i alone, so a batch says how much of whom it computes.
+Prompt i repeats the token i, so a batch shows how many tokens of each prompt it computes.
 """
 
 import math
@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,15 +23,17 @@ from disagg.engine.sequence import AGEING_S, Request, SamplingParams, urgency
 from disagg.model.attention import Batch
 from disagg.model.cache import Workspace
 
-STEP_S, BUDGET, VOCAB = 0.05, 512, 4096
+STEP_S = 0.05
+BUDGET = 512
+VOCAB = 4096
 SHAPE = KVShape(num_layers=1, heads=1, head_dim=64, dtype="float32", windows=(None,))
 
 
 @dataclass
 class Load:
-    """An engine over a model that says token 0, and what it computed in every step.
+    """An engine over a model that answers token 0, and the tokens computed in every step.
 
-    steps: per step, when it began, and tokens by prompt
+    steps: per step, its start, and tokens by prompt
     """
 
     arena_bytes: int = 64 << 20
@@ -59,10 +62,18 @@ class Load:
     def submit(
         self, name: int, length: int, max_tokens: int = 1, waited_s: float = 0.0
     ) -> None:
-        self.lengths[name], self.born[name] = length, self.now
+        self.lengths[name] = length
+        self.born[name] = self.now
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(str(name), (name,) * length, params, "raw")
         self.engine.submit(Prefill(request, waited_s=waited_s))
+
+    def keys(self, backlog: dict[int, int], now: float) -> dict[int, tuple]:
+        """The order of prompts with tokens left, the most urgent least."""
+        return {
+            name: (urgency(tokens, now - self.born[name]), name)
+            for name, tokens in backlog.items()
+        }
 
     def step(self) -> StepOutput:
         output = self.engine.step()
@@ -79,40 +90,58 @@ class Load:
             if self.engine.idle and pending:
                 self.now = max(self.now, pending[0][0])
 
-    def lefts(self) -> Iterator[tuple[float, dict[int, int], Counter[int]]]:
-        """Per step: when, what was left of every prompt that was there, and what was computed."""
-        left = dict(self.lengths)
+    def backlogs(self) -> Iterator[tuple[float, dict[int, int], Counter[int]]]:
+        """Per step: its time, the tokens left of each prompt that had come, those computed."""
+        remaining = dict(self.lengths)
         for now, done in self.steps:
-            there = {x: left[x] for x in left if left[x] and self.born[x] <= now}
-            yield now, there, done
+            backlog = {
+                name: tokens
+                for name, tokens in remaining.items()
+                if tokens and self.born[name] <= now
+            }
+            yield now, backlog, done
             for name, count in done.items():
-                left[name] -= count
+                remaining[name] -= count
 
 
-def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_longer_one():
+def serve_long_and_mixed() -> Load:
     """8 long prompts, and 40 of 4 to 1,500 tokens that come while those are computed."""
-    pick, load = random.Random(1), Load()
+    pick = random.Random(1)
+    load = Load()
     long = [(0.1 * i, 1500) for i in range(8)]
-    load.serve(long + [(pick.uniform(0, 3), pick.randint(4, 1500)) for _ in range(40)])
+    mixed = [(pick.uniform(0, 3), pick.randint(4, 1500)) for _ in range(40)]
+    load.serve(long + mixed)
+    return load
+
+
+def test_a_prompt_waits_only_for_more_urgent_ones():
+    load = serve_long_and_mixed()
     assert len(load.lengths) == 48
-    ahead = dict.fromkeys(load.lengths, 0)  # work that was more urgent when they met
+    for now, backlog, done in load.backlogs():
+        keys = load.keys(backlog, now)
+        for name in backlog:
+            is_waiting = done[name] < backlog[name]
+            if is_waiting:
+                assert all(keys[x] <= keys[name] for x in done)
+                assert done.total() == BUDGET
+
+
+def test_a_prompt_takes_no_more_steps_than_the_work_ahead_of_it():
+    """Work that was more urgent when they met, and its own."""
+    load = serve_long_and_mixed()
+    work_ahead: Counter[int] = Counter()
     met: set[tuple[int, int]] = set()
     steps: Counter[int] = Counter()
-    for now, left, done in load.lefts():
-        keys = {x: (urgency(left[x], now - load.born[x]), x) for x in left}
-        for one in left:
-            steps[one] += 1
-            for other in left:
-                if (one, other) not in met:
-                    met.add((one, other))
-                    ahead[one] += left[other] if keys[other] <= keys[one] else 0
-            if done[one] < left[one]:  # it waits, and for nobody with more to do
-                assert all(keys[x] <= keys[one] for x in done)
-                assert done.total() == BUDGET
-    for (
-        name
-    ) in load.lengths:  # its submission waited for the chunk that was being computed
-        assert steps[name] <= math.ceil(ahead[name] / BUDGET)
+    for now, backlog, _ in load.backlogs():
+        keys = load.keys(backlog, now)
+        steps.update(backlog.keys())
+        for name, other in product(backlog, backlog):
+            if (name, other) not in met and keys[other] <= keys[name]:
+                work_ahead[name] += backlog[other]
+            met.add((name, other))
+    for name in load.lengths:
+        # the chunk being computed when it came is not counted: it was submitted after that
+        assert steps[name] <= math.ceil(work_ahead[name] / BUDGET)
 
 
 def test_a_prompt_that_waited_for_its_worker_is_as_old_there():
@@ -123,36 +152,37 @@ def test_a_prompt_that_waited_for_its_worker_is_as_old_there():
     assert load.steps[0][1] == {2: BUDGET}
 
 
-def test_short_prompts_without_end_hold_a_long_one_back_for_so_long_and_no_longer():
-    load, name = Load(), 1
+def test_endless_short_prompts_hold_a_long_one_back_for_a_bounded_time():
+    load = Load()
+    name = 1
     load.submit(1, 1500)
     while not any(token.rid == "1" for token in load.step().tokens):
         for _ in range(6):  # more than a step can compute
             name += 1
             load.submit(name, 100)
     passing_s = AGEING_S * math.log2(1500 / 100)
-    backlog = (6 * 100 - BUDGET) * passing_s / STEP_S  # of those who came before that
-    assert (
-        passing_s
-        < load.now
-        <= passing_s + (1500 + backlog) / BUDGET * STEP_S + 2 * STEP_S
-    )
+    backlog = (6 * 100 - BUDGET) * passing_s / STEP_S  # of prompts before that time
+    work_s = (1500 + backlog) / BUDGET * STEP_S
+    assert passing_s < load.now <= passing_s + work_s + 2 * STEP_S
 
 
-def test_small_prompts_pass_a_large_one_that_finds_no_room_but_not_for_ever():
-    load, name, large = Load(arena_bytes=2 << 20), 12, 2600  # of 4,096 tokens
+def test_small_prompts_pass_a_large_one_without_room_but_not_for_ever():
+    load = Load(arena_bytes=2 << 20)  # 4,096 tokens
+    name = 12
+    large = 2600
     for early in (11, 12):
         load.submit(early, 1200, max_tokens=20)
     load.step()
     load.submit(1, large)
-    crowded = 0
+    num_refusals = 0
     while not any(done[1] for _, done in load.steps):
         name += 1
         load.submit(name, 400, max_tokens=20)
         load.step()
-        crowded += not load.engine.may_reserve()
+        if not load.engine.may_reserve():
+            num_refusals += 1
     passed = {x for _, done in load.steps for x in done if x > 12}
     last = load.born[1] + AGEING_S * math.log2(large / 400)
-    assert crowded
+    assert num_refusals
     assert len(passed) > 10
     assert all(load.born[x] <= last for x in passed)

@@ -79,12 +79,12 @@ def test_a_gpu_compiles_records_and_copies_nothing_but_tables_after_the_start():
         command, cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    found = Counter(json.loads(done.stdout.splitlines()[-1]))
-    assert found["start"]["merge_kernel"] == 2  # its forms for few and for many units
-    assert not found["requests"]
-    assert not found["recorded"]
-    assert found["copied"] == found["eager"] + found["replayed"]
-    assert found["replayed"] > found["eager"] > 0
+    counts = Counter(json.loads(done.stdout.splitlines()[-1]))
+    assert counts["start"]["merge_kernel"] == 2  # its forms for few and for many units
+    assert not counts["requests"]
+    assert not counts["recorded"]
+    assert counts["copied"] == counts["eager"] + counts["replayed"]
+    assert counts["replayed"] > counts["eager"] > 0
 
 
 def test_the_start_feeds_more_known_tokens_at_once_than_one_tile_of_queries_has(runner):
@@ -133,7 +133,7 @@ def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reac
 def test_a_worker_whose_kernels_are_wrong_refuses_to_start(runner, monkeypatch):
     runner.record_steps(EagerRecorder())
     monkeypatch.setattr("disagg.paged.doctor.GPU_BYTES", 0.0)
-    monkeypatch.setattr("disagg.paged.doctor._error", lambda found, wanted: 0.5)
+    monkeypatch.setattr("disagg.paged.doctor._error", lambda actual, expected: 0.5)
     worker = Worker(Config(KIVI), Role.BOTH, "w", runner=runner)
     with pytest.raises(ConfigError, match="encode of kivi"):
         worker.start()

@@ -1,4 +1,4 @@
-"""Layers with a window keep, send and attend only what their window sees, and answers stay."""
+"""Layers with a window store, send and attend only what it sees; answers stay the same."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from torch import Tensor
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.codecs.registry import get_codec
 from disagg.config import EngineConfig
+from disagg.engine.exact_prefixes import MODEL
 from disagg.engine.messages import Move, Prefill
-from disagg.engine.prefixes import MODEL
 from disagg.errors import PromptTooLongError
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.prefix_keys import content_keys
@@ -32,22 +32,23 @@ from tests.model.tiny import random_prompt, save_tiny
 from tests.synthetic import exact_attention, relative_error
 from tests.transfer.prompts import make_pool
 
-WINDOW, PROMPT, ANSWER = (
-    320,
-    1472,
-    40,
-)  # whole pages: a window is less than one page longer
+# whole pages: a window is less than one page longer
+WINDOW = 320
+PROMPT = 1472
+ANSWER = 40
 KIVI = "kivi:bits=4,residual=64"
 WINDOWS = tuple(None if i % 6 == 5 else 1024 for i in range(62))
 GEMMA_3_27B = KVShape(62, 16, 128, "bfloat16", WINDOWS)
 
 
 def needed_bytes(plan: Plan, tokens: int) -> int:
-    """What layers with a window hold if they are told no more than a window of tokens."""
-    parts = (
-        (Plan((replace(x, window=None),), ()), x.window or tokens) for x in plan.groups
-    )
-    return sum(part.nbytes(min(tokens, window)) for part, window in parts)
+    """The bytes of a plan whose layers with a window get only a window of tokens."""
+    nbytes = 0
+    for group in plan.groups:
+        visible = min(tokens, group.window or tokens)
+        without_window = Plan((replace(group, window=None),), ())
+        nbytes += without_window.nbytes(visible)
+    return nbytes
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +58,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny("gemma3_text", folder, **changes))
 
 
-def test_what_is_known_of_a_prompt_may_be_more_than_a_layer_has_room_for() -> None:
-    workspace, k = Workspace(1, 2, 500, 4, rooms=[64]), torch.randn(2, 100, 4)
-    kept, _ = workspace.extend(0, k, k, 0)
-    assert torch.equal(kept, k[:, -64:])
+def test_a_cached_prefix_may_be_longer_than_the_room_of_a_layer() -> None:
+    workspace = Workspace(1, 2, 500, 4, rooms=[64])
+    k = torch.randn(2, 100, 4)
+
+    stored, _ = workspace.extend(0, k, k, 0)
+
+    assert torch.equal(stored, k[:, -64:])
 
 
 def test_gemma_3_27b_at_32k_holds_what_its_windows_need() -> None:
@@ -78,26 +82,26 @@ def test_what_is_sent_and_resident_is_what_windows_need(path, codec):
     llm = LLM(path, codec, config=EngineConfig(arena_bytes=32 << 20))
     (answer,) = llm.generate([random_prompt(PROMPT)], SamplingParams(max_tokens=ANSWER))
     plan = llm._decode.plan(codec)
-    assert answer.kv.resident_bytes <= 1.05 * needed_bytes(plan, PROMPT)
-    assert (
-        answer.kv.wire_bytes <= 1.05 * needed_bytes(plan, PROMPT) + 8192
-    )  # headers of frames
+    needed = needed_bytes(plan, PROMPT)
+    frame_headers = 8192
+    assert answer.kv.resident_bytes <= 1.05 * needed
+    assert answer.kv.wire_bytes <= 1.05 * needed + frame_headers
     assert answer.kv.fp16_bytes == 2 * 2 * 2 * 32 * (PROMPT + 2 * WINDOW)
     if codec == "raw":
-        assert_same(
-            answer.tokens, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER)
-        )
+        expected = ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER)
+        assert_same(answer.tokens, expected)
 
 
 @pytest.mark.parametrize("codec", ["raw", KIVI, "kcvt", "h2o"])
 def test_dropping_what_no_query_sees_changes_no_answer(path, codec, monkeypatch):
     runner = Runner.load(path)
     prompts = [random_prompt(n) for n in (300, 700)]
+
     dropping = serve(make_engine(runner, max_batch_tokens=256), prompts, codec, ANSWER)
+
     monkeypatch.setattr(LayerGroup, "dropped", lambda self, n: 0)
-    assert dropping == serve(
-        make_engine(runner, max_batch_tokens=256), prompts, codec, ANSWER
-    )
+    engine = make_engine(runner, max_batch_tokens=256)
+    assert dropping == serve(engine, prompts, codec, ANSWER)
 
 
 def test_pages_sealed_behind_a_window_join_the_segment_that_the_first_one_began():
@@ -132,12 +136,16 @@ def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(
     path, monkeypatch
 ):
     engine = make_engine(Runner.load(path), max_batch_tokens=256)
-    plan, run, errors = engine.plan(KIVI), StepLayers.run, list[float]()
+    plan = engine.plan(KIVI)
+    run = StepLayers.run
+    errors: list[float] = []
     arena = cast(GrowingArena, SimpleNamespace(bytes=engine.arena))
 
     def checked(self: StepLayers, layer: int, q: Tensor, *rest: Any) -> Tensor:
-        out, index = run(self, layer, q, *rest), plan.group_of[layer]
-        group, (sequence,) = plan.groups[index], engine._scheduler.active
+        out = run(self, layer, q, *rest)
+        index = plan.group_of[layer]
+        group = plan.groups[index]
+        (sequence,) = engine._scheduler.active
         if layer == group.layers[0]:
             cache = CompressedKV(
                 codec_of(group),
@@ -146,11 +154,12 @@ def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(
                 arena,
                 num_tokens=sequence.n + 1,
             )
-            seen = slice(-min(cache.num_tokens, group.window or cache.num_tokens), None)
-            k, v = (x[:, seen] for x in cache.reconstruct())
-            errors.append(
-                relative_error(out[0], exact_attention(q[:, 0], k, v, rest[-1].scale))
+            visible = min(cache.num_tokens, group.window or cache.num_tokens)
+            k, v = cache.reconstruct()
+            expected = exact_attention(
+                q[:, 0], k[:, -visible:], v[:, -visible:], rest[-1].scale
             )
+            errors.append(relative_error(out[0], expected))
         return out
 
     monkeypatch.setattr(StepLayers, "run", checked)
@@ -159,37 +168,45 @@ def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(
     assert max(errors) <= codec_of(plan.groups[0]).attend_error
 
 
-def test_layers_with_windows_prefill_in_the_room_that_they_need(path):
-    runner, chunk = Runner.load(path), 256
+def prefill_room(runner: Runner, chunk: int) -> int:
+    """Bytes of exact KV that the layers need for a prompt of PROMPT tokens."""
     rooms = rooms_of(parse_plan("raw", runner.shape), PROMPT, chunk)
-    assert rooms == [
-        WINDOW + 16 + chunk,
-        PROMPT,
-        WINDOW + 16 + chunk,
-    ]  # 16: a page of raw
-    room = exact_bytes(runner.shape, sum(rooms)) // 3
-    for workspace_bytes in (room, room - 1):
-        engine = make_engine(
-            runner, max_batch_tokens=chunk, workspace_bytes=workspace_bytes
-        )
-        engine.submit(Prefill(request("a", random_prompt(PROMPT), "raw", ANSWER)))
-        outputs, held = [], [0]
-        while not engine.idle:
-            outputs.append(engine.step())
-            begun = [
-                x.workspace for x in engine._scheduler.active if x.workspace is not None
-            ]
-            held += [sum(x.nbytes for x in y._layers if x is not None) for y in begun]
-        if workspace_bytes == room:
-            answer = [token.token for output in outputs for token in output.tokens]
-            assert_same(
-                answer, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER)
-            )
-            assert max(held) == room
-        else:
-            (failed,) = outputs[0].failed
-            assert isinstance(failed.error, PromptTooLongError)
-            assert f"needs {room} bytes of exact KV" in str(failed.error)
+    with_window = WINDOW + 16 + chunk  # 16: a page of raw
+    assert rooms == [with_window, PROMPT, with_window]
+    return exact_bytes(runner.shape, sum(rooms)) // 3
+
+
+def test_layers_with_windows_prefill_in_the_room_that_they_need(path):
+    runner = Runner.load(path)
+    room = prefill_room(runner, 256)
+    engine = make_engine(runner, max_batch_tokens=256, workspace_bytes=room)
+    engine.submit(Prefill(request("a", random_prompt(PROMPT), "raw", ANSWER)))
+
+    answer = []
+    workspace_bytes = [0]
+    while not engine.idle:
+        answer += [token.token for token in engine.step().tokens]
+        for sequence in engine._scheduler.active:
+            if sequence.workspace is not None:
+                layers = [x for x in sequence.workspace._layers if x is not None]
+                workspace_bytes.append(sum(x.nbytes for x in layers))
+
+    expected = ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER)
+    assert_same(answer, expected)
+    assert max(workspace_bytes) == room
+
+
+def test_a_prompt_with_a_byte_too_little_room_is_refused(path):
+    runner = Runner.load(path)
+    room = prefill_room(runner, 256)
+    engine = make_engine(runner, max_batch_tokens=256, workspace_bytes=room - 1)
+    engine.submit(Prefill(request("a", random_prompt(PROMPT), "raw", ANSWER)))
+
+    (failed,) = engine.step().failed
+
+    assert isinstance(failed.error, PromptTooLongError)
+    assert f"needs {room} bytes of exact KV" in str(failed.error)
+    run_until_idle(engine)
 
 
 @pytest.mark.parametrize("codec", ["raw", KIVI])
@@ -199,11 +216,10 @@ def test_a_longer_prompt_shares_what_it_sees_of_a_shorter_one(path, codec):
     llm = LLM(path, codec, config=config)
     llm.generate([longer[:1000]], params)
     (answer,) = llm.generate([longer], params)
+
     assert answer.kv.cached_bytes > 0
-    assert (
-        answer.tokens
-        == LLM(path, codec, config=config).generate([longer], params)[0].tokens
-    )
+    (expected,) = LLM(path, codec, config=config).generate([longer], params)
+    assert answer.tokens == expected.tokens
 
 
 @pytest.mark.parametrize("count", range(396, 404))
@@ -217,18 +233,20 @@ def test_a_sequence_can_stop_anywhere_and_have_what_its_windows_need(path, count
     Manifest(engine.plan("raw"), count).match(handoff.groups)
 
 
-def test_a_prefix_is_known_where_its_last_window_is(path):
-    engine, prompt = (
-        make_engine(Runner.load(path), max_batch_tokens=256),
-        random_prompt(1000),
-    )
+def test_a_prefix_is_cached_as_long_as_its_last_window_is(path):
+    engine = make_engine(Runner.load(path), max_batch_tokens=256)
+    prompt = random_prompt(1000)
     expected = serve(engine, [prompt], "raw", 8)
     of_windows, of_all = content_keys(MODEL, engine._prefixes._plan, prompt)
-    known = []
-    for lost in (of_windows[:20], of_windows[50:51], of_windows[40:41], of_all[10:11]):
-        for key in lost:
+
+    for dropped_keys, cached_units in (
+        (of_windows[:20], 62),
+        (of_windows[50:51], 50),
+        (of_windows[40:41], 62),
+        (of_all[10:11], 0),
+    ):
+        for key in dropped_keys:
             engine.pool.drop(key)
         before = engine.counts["cached_tokens"]
         assert serve(engine, [prompt], "raw", 8) == expected
-        known.append((engine.counts["cached_tokens"] - before) // 16)
-    assert known == [62, 50, 62, 0]
+        assert (engine.counts["cached_tokens"] - before) // 16 == cached_units

@@ -1,4 +1,4 @@
-"""Pages fed by the instrument are those of a service, and exact KV is the model itself."""
+"""Evaluation writes the pages of a service, and its exact KV is the model itself."""
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ PROMPT = 310  # ten tokens later a tail of 64 is full and seals
 
 def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny):
     kv = PagedKV(runner, EXACT, prefill(runner, ROW[:PROMPT]))
+
     logits = kv.feed(ROW[PROMPT:])
+
     model = AutoModelForCausalLM.from_pretrained(tiny)
     with torch.inference_mode():
         expected = model(torch.tensor([ROW])).logits[0, PROMPT:]
@@ -28,32 +30,39 @@ def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny):
 @pytest.mark.parametrize(
     "codec", ["kivi:bits=2,residual=64", "gear:bits=2", "h2o", "banded"]
 )
-def test_greedy_tokens_are_those_that_an_engine_says(codec, runner):
+def test_greedy_tokens_are_those_of_an_engine(codec, runner):
     (expected,) = serve(make_engine(runner), [ROW[:PROMPT]], codec, 16, ignore_eos=True)
     kv = PagedKV(runner, codec, prefill(runner, ROW[:PROMPT]))
-    said = [expected[0]]  # chosen from the exact logits of the prompt
-    while len(said) < len(expected):
-        said.append(int(kv.feed(said[-1:]).argmax()))
-    assert said == expected
+
+    tokens = [expected[0]]  # chosen from the exact logits of the prompt
+    while len(tokens) < len(expected):
+        tokens.append(int(kv.feed(tokens[-1:]).argmax()))
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("seals", [False, True], ids=["prompt", "streaming"])
 def test_only_streaming_seals_what_is_fed(seals, runner):
-    kv = PagedKV(
-        runner, "kivi:bits=2,residual=64", prefill(runner, ROW[:PROMPT]), seals
-    )
-    (_, state), before = kv._groups[0], kv._groups[0][1].num_pages
+    prompt = prefill(runner, ROW[:PROMPT])
+    kv = PagedKV(runner, "kivi:bits=2,residual=64", prompt, seals)
+    _, state = kv._groups[0]
+    before = state.num_pages
+
     kv.feed(ROW[PROMPT:])
+
     assert kv.num_tokens == len(ROW)
     assert (state.num_pages > before) == seals
 
 
 def test_layers_may_have_codecs_of_their_own(runner):
     prompt = prefill(runner, ROW[:PROMPT])
-    mixed = PagedKV(runner, "0:raw:dtype=model;1-:kivi:bits=2", prompt).attend(prompt)
-    exact = PagedKV(runner, EXACT, prompt).attend(prompt)
+
+    mixed = PagedKV(runner, "0:raw:dtype=model;1-:kivi:bits=2", prompt)
+
+    exact = PagedKV(runner, EXACT, prompt)
+    pairs = zip(mixed.attend(prompt), exact.attend(prompt), strict=True)
     errors = [
-        float((a - b).norm() / b.norm()) for a, b in zip(mixed, exact, strict=True)
+        float((output - expected).norm() / expected.norm())
+        for output, expected in pairs
     ]
     assert errors[0] == 0
     assert min(errors[1:]) > 0.01
@@ -62,20 +71,26 @@ def test_layers_may_have_codecs_of_their_own(runner):
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "gear:bits=2", "h2o"])
 def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runner):
     prompt = prefill(runner, ROW[:PROMPT])
+
     outputs = PagedKV(runner, codec, prompt).attend(prompt)
+
     for layer, kv in enumerate(prompt):
-        q = kv.queries.last
-        cache = compress(get_codec(codec), kv.k, kv.v, layer, q)
-        expected = cache.attend(q[:, -1])
-        assert torch.allclose(outputs[layer][-1], expected, atol=1e-5)
+        queries = kv.queries.last
+        cache = compress(get_codec(codec), kv.k, kv.v, layer, queries)
+        expected = cache.attend(queries[:, -1])
+        last_output = outputs[layer][-1]
+        assert torch.allclose(last_output, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "granite"])
 def test_attention_is_as_the_model_has_it_scale_cap_and_sinks(kind, tmp_path):
     runner = Runner.load(str(save_tiny(kind, tmp_path)))
     prompt = prefill(runner, random_prompt(100))
+
     outputs = PagedKV(runner, EXACT, prompt).attend(prompt)
-    for window in {*runner.info.windows}:
-        kv, output = (x[runner.info.windows.index(window)] for x in (prompt, outputs))
+
+    for window in set(runner.info.windows):
+        layer = runner.info.windows.index(window)
+        kv = prompt[layer]
         exact = attend_exact(kv.queries.last, kv.k, kv.v, kv.queries.softmax, window)
-        assert torch.allclose(output, exact.transpose(0, 1), atol=1e-5)
+        assert torch.allclose(outputs[layer], exact.transpose(0, 1), atol=1e-5)

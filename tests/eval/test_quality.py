@@ -35,8 +35,9 @@ def test_exact_kv_differs_from_itself_in_nothing(rows):
 
 
 def test_fewer_bits_are_farther_from_exact(judge, rows):
-    lines = {line["codec"]: line for line in summarize(rows, judge.sizes)}
-    exact, four, two = (lines[spec] for spec in SPECS)
+    exact, four, two = summarize(rows, judge.sizes)
+
+    assert [line["codec"] for line in (exact, four, two)] == list(SPECS)
     assert exact["kl"] < four["kl"] < two["kl"]
     assert exact["error"] < four["error"] < two["error"]
     assert four["handoff_pct"] > two["handoff_pct"] > two["answer_pct"]
@@ -45,26 +46,37 @@ def test_fewer_bits_are_farther_from_exact(judge, rows):
 
 def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):
     for first in range(0, len(rows), len(SPECS)):
-        assert len({row["nll"] for row in rows[first : first + len(SPECS)]}) == 1
-    assert exact_perplexity(rows) == exact_perplexity(rows[:: len(SPECS)])
+        of_all_codecs = rows[first : first + len(SPECS)]
+        assert len({row["nll"] for row in of_all_codecs}) == 1
+    of_one_codec = rows[:: len(SPECS)]
+    assert exact_perplexity(rows) == exact_perplexity(of_one_codec)
 
 
 def test_rows_are_known_by_all_options_of_their_codec(judge, rows):
     lines = summarize(rows, judge.sizes)
-    spec = "kivi:bits=2,group=64,residual=64"
     assert [line["codec"] for line in lines] == list(SPECS)
-    names = ("bits", "ppl_pct", "ppl_se_pct", "kl")
-    assert costs(lines)[spec] == {name: lines[2][name] for name in names}
-    other = [row | {"spec": "kivi:bits=2,group=32,residual=64"} for row in rows]
-    assert len(judge.cases(other)) == len(rows)
+    spec = "kivi:bits=2,group=64,residual=64"
+    assert costs(lines)[spec] == {
+        "bits": lines[2]["bits"],
+        "ppl_pct": lines[2]["ppl_pct"],
+        "ppl_se_pct": lines[2]["ppl_se_pct"],
+        "kl": lines[2]["kl"],
+    }
+
+    other_spec = "kivi:bits=2,group=32,residual=64"
+    other_rows = [{**row, "spec": other_spec} for row in rows]
+    assert len(judge.cases(other_rows)) == len(rows)
 
 
-def test_a_summary_is_what_its_tokens_are():
+def test_a_summary_has_the_mean_and_error_of_its_tokens():
     deltas = [0.5, -0.1, 0.2, 0.4]
     squares = sum(x * x for x in deltas)
     row = {"tokens": 4, "delta": sum(deltas), "delta_squares": squares}
+
     tokens, mean, error = paired([row, row])
-    assert (tokens, mean) == (8, pytest.approx(0.25))
+
+    assert tokens == 8
+    assert mean == pytest.approx(0.25)
     variance = sum((x - 0.25) ** 2 for x in deltas) / 4
     assert error == pytest.approx(math.sqrt(variance / 8))
 

@@ -29,10 +29,9 @@ def test_the_folder_is_an_ordinary_model_with_its_licence():
     assert (info.context_length, info.vocab_size, info.eos_ids) == (8192, 49152, (2,))
     assert "Apache-2.0" in (FOLDER / "NOTICE").read_text()
     assert "Apache License" in (FOLDER / "LICENSE").read_text()
-    said = [{"role": "user", "content": "hello"}]
-    chat = AutoTokenizer.from_pretrained(FOLDER).apply_chat_template(
-        said, tokenize=False
-    )
+    messages = [{"role": "user", "content": "hello"}]
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    chat = tokenizer.apply_chat_template(messages, tokenize=False)
     assert "<|im_start|>user\nhello<|im_end|>" in chat
 
 

@@ -47,6 +47,6 @@ def test_a_file_of_json_lines_is_the_text_in_it(tmp_path):
 def test_lines_that_are_no_json_objects_are_named(line, tmp_path):
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(
-        ConfigError, match=r"a\.jsonl: a JSON object in each line is wanted"
+        ConfigError, match=r"a\.jsonl: expected a JSON object in each line"
     ):
         read_text(str(tmp_path / "a.jsonl"))

@@ -36,15 +36,15 @@ def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -
     codec = "raw:dtype=model"
     inputs = make_prompts(ref, text, prompts)
     reference = ReferenceModel(ref)
-    asked = tell(inputs, lambda prompt: f"the reference, {len(prompt)} tokens")
-    expected = [reference.generate(prompt, max_tokens) for prompt in asked]
+    shown_inputs = tell(inputs, lambda prompt: f"the reference, {len(prompt)} tokens")
+    expected = [reference.generate(prompt, max_tokens) for prompt in shown_inputs]
     engine = make_engine(Runner.load(ref), arena_bytes=1 << 30)
 
     started = time.perf_counter()
-    asked = tell(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
+    shown_inputs = tell(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
     alone = [
         serve(engine, [prompt], codec, max_tokens, ignore_eos=True)[0]
-        for prompt in asked
+        for prompt in shown_inputs
     ]
     middle = time.perf_counter()
     together = serve(engine, inputs, codec, max_tokens, ignore_eos=True)
@@ -89,15 +89,15 @@ def compare(
         ):
             compared += 1
             if token != right:
-                mismatches += margin >= TIE
-                ties += margin < TIE
+                if margin >= TIE:
+                    mismatches += 1
+                else:
+                    ties += 1
                 break
-    found = {
+    return {
         "prompts": len(answers),
         "tokens": sum(map(len, answers)),
         "compared": compared,
-    }
-    return found | {
         "mismatches": mismatches,
         "ties": ties,
         "seconds": round(seconds, 2),
@@ -132,10 +132,10 @@ def main() -> None:
         return
     print("{model}, {codec}, prompts of {lengths} tokens".format(**result))
     for name in ("one_by_one", "ragged"):
-        found = "{mismatches} mismatches, {ties} ties in {compared} tokens".format(
+        summary = "{mismatches} mismatches, {ties} ties in {compared} tokens".format(
             **result[name]
         )
-        print(f"{name}: {found}")
+        print(f"{name}: {summary}")
 
 
 if __name__ == "__main__":

@@ -16,17 +16,22 @@ def naive(
 ) -> Tensor:
     """Query by query, in double precision."""
     out = torch.empty_like(q, dtype=torch.float64)
-    start, group = k.shape[1] - q.shape[1], q.shape[0] // k.shape[0]
+    before = k.shape[1] - q.shape[1]
+    query_heads = q.shape[0] // k.shape[0]  # of one KV head
     for head in range(q.shape[0]):
+        sink = None if softmax.sinks is None else softmax.sinks[head : head + 1]
         for i in range(q.shape[1]):
-            last = start + i + 1
-            seen = slice(0 if window is None else max(0, last - window), last)
-            keys, values = k[head // group, seen], v[head // group, seen]
-            sink = None if softmax.sinks is None else softmax.sinks[head : head + 1]
-            how = softmax.scale, None, softmax.cap, sink
-            out[head, i] = exact_attention(
-                q[[head], i], keys[None], values[None], *how
-            )[0]
+            end = before + i + 1
+            start = 0 if window is None else max(0, end - window)
+            (out[head, i],) = exact_attention(
+                q[[head], i],
+                k[head // query_heads, start:end][None],
+                v[head // query_heads, start:end][None],
+                softmax.scale,
+                None,
+                softmax.cap,
+                sink,
+            )
     return out
 
 
@@ -34,40 +39,47 @@ def naive(
 @pytest.mark.parametrize("count", [1, 7, 23])
 @pytest.mark.parametrize("heads", [1, 2, 6])
 @pytest.mark.parametrize(
-    "softmax", [Softmax(0.3), Softmax(0.3, 1.5), Softmax(0.3, 0.0, SINKS)]
+    "softmax",
+    [
+        Softmax(0.3),
+        Softmax(0.3, 1.5),
+        Softmax(0.3, 0.0, SINKS),
+    ],
 )
-def test_the_last_tokens_attend_on_what_they_may_see(
+def test_the_last_tokens_attend_to_all_visible_ones(
     softmax, window, count, heads, monkeypatch
 ):
     torch.manual_seed(0)
     monkeypatch.setattr(attention, "BLOCK_SCORES", 6 * 23 * 4)  # four queries at a time
     q = torch.randn(6, count, 20)
     k, v = torch.randn(2, heads, 23, 20)
+
+    out = attention.attend_exact(q, k, v, softmax, window)
+
     expected = naive(q, k, v, softmax, window)
-    found = attention.attend_exact(q, k, v, softmax, window)
-    assert torch.allclose(found.double(), expected, atol=1e-5)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
 
 
-def test_later_chunks_make_no_mask_and_repeat_no_heads_where_flash_kernels_serve(
-    monkeypatch,
-):
-    given = {}
+def test_flash_kernels_get_no_mask_in_memory_and_no_repeated_heads(monkeypatch):
+    arguments = {}
 
     def spy(q, k, v, attn_mask, **options):
-        given.update(mask=attn_mask, heads=k.shape[1], **options)
+        arguments.update(mask=attn_mask, heads=k.shape[1], **options)
         return q
 
     monkeypatch.setattr(attention, "can_use_flash_attention", lambda _: True)
     monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
-    q, k = (torch.empty(heads, n, 8, device="meta") for heads, n in ((6, 7), (2, 23)))
+    q = torch.empty(6, 7, 8, device="meta")
+    k = torch.empty(2, 23, 8, device="meta")
+
     attention.attend_exact(q, k, k, Softmax(0.3), None)
-    mask = given["mask"]
-    assert (mask.variant, mask.seq_len_q, mask.seq_len_kv) == (
-        CausalVariant.LOWER_RIGHT,
-        7,
-        23,
-    )
-    assert (given["heads"], given["enable_gqa"], given["is_causal"]) == (2, True, False)
+
+    mask = arguments["mask"]
+    assert mask.variant == CausalVariant.LOWER_RIGHT
+    assert (mask.seq_len_q, mask.seq_len_kv) == (7, 23)
+    assert arguments["heads"] == 2
+    assert arguments["enable_gqa"] is True
+    assert arguments["is_causal"] is False
 
 
 @pytest.mark.gpu
@@ -77,19 +89,34 @@ def test_a_gpu_attends_as_well(count, dtype):
     torch.manual_seed(0)
     q = torch.randn(6, count, 64, dtype=dtype)
     k, v = torch.randn(2, 2, 23, 64, dtype=dtype)
-    found = attention.attend_exact(q.cuda(), k.cuda(), v.cuda(), Softmax(0.1), None)
+
+    out = attention.attend_exact(q.cuda(), k.cuda(), v.cuda(), Softmax(0.1), None)
+
     expected = naive(q, k, v, Softmax(0.1), None)
-    assert torch.allclose(found.double().cpu(), expected, atol=5e-3)
+    assert torch.allclose(out.double().cpu(), expected, atol=5e-3)
 
 
 @pytest.mark.parametrize("rooms", [(), (20, 7)])
-def test_a_workspace_gives_back_what_it_has_room_for_and_forgets_finished_layers(rooms):
-    k, v = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
+def test_a_workspace_returns_its_room_and_forgets_finished_layers(rooms):
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3, 20, 8, generator=generator)
     workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=rooms)
-    for before, done in ((0, 4), (4, 6), (6, 10), (10, 17), (17, 18), (18, 20)):
+    chunks = [
+        (0, 4),
+        (4, 6),
+        (6, 10),
+        (10, 17),
+        (17, 18),
+        (18, 20),
+    ]
+
+    for before, done in chunks:
         for layer, room in enumerate(rooms or (20, 20)):
-            part, seen = slice(before, done), slice(max(0, done - room), done)
-            so_far = workspace.extend(layer, k[:, part], v[:, part], before)
-            assert torch.equal(so_far[0], k[:, seen])
-            assert torch.equal(so_far[1], v[:, seen])
+            first = max(0, done - room)
+            all_k, all_v = workspace.extend(
+                layer, k[:, before:done], v[:, before:done], before
+            )
+            assert torch.equal(all_k, k[:, first:done])
+            assert torch.equal(all_v, v[:, first:done])
+
     assert workspace._layers == [None, None]

@@ -74,19 +74,21 @@ def test_the_command_says_the_reason_in_one_line_and_ends_as_a_model_error(
     )
     (line,) = disagg("models check", path, code=ModelError.exit_code).out.splitlines()
     assert "not served: qwen3_next has layers of type linear_attention" in line
-    said = disagg("models check --json", path, code=ModelError.exit_code).out
-    assert not json.loads(said)["served"]
+    output = disagg("models check --json", path, code=ModelError.exit_code).out
+    assert not json.loads(output)["served"]
 
 
 def test_the_command_needs_no_weights(tmp_path, disagg):
     path = write(tmp_path, **LLAMA_8B)
-    found = json.loads(disagg("models check", path, "--memory", "24GiB", "--json").out)
-    assert found["served"]
-    assert all(codec["tokens"] > 0 for codec in found["codecs"])
-    told = disagg("models check", path).out
-    assert "recommended: banded:bits=3" in told
-    assert (told.count("banded:bits=3"), "tokens that fit" in told) == (2, False)
-    assert "--memory 24GiB" in told
+    as_json = disagg("models check", path, "--memory", "24GiB", "--json").out
+    fit = json.loads(as_json)
+    assert fit["served"]
+    assert all(codec["tokens"] > 0 for codec in fit["codecs"])
+    text = disagg("models check", path).out
+    assert "recommended: banded:bits=3" in text
+    assert text.count("banded:bits=3") == 2
+    assert "tokens that fit" not in text
+    assert "--memory 24GiB" in text
 
 
 def test_sizes_are_written_with_units() -> None:

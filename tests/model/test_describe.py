@@ -56,7 +56,7 @@ def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "expected"),
+    ("dtype", "device", "expected"),
     [
         ("auto", "cpu", "float32"),
         ("auto", "cuda", "bfloat16"),
@@ -64,12 +64,10 @@ def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
     ],
 )
 def test_auto_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(
-    asked, device, expected, tmp_path
+    dtype, device, expected, tmp_path
 ):
-    assert (
-        describe_model(write(tmp_path, dtype="bfloat16"), asked, device).dtype
-        == expected
-    )
+    path = write(tmp_path, dtype="bfloat16")
+    assert describe_model(path, dtype, device).dtype == expected
 
 
 def test_windows_follow_the_layer_types(tmp_path):

@@ -57,9 +57,9 @@ def logits_of(
     return forced_logits(runner, prompts, codecs, tokens)
 
 
-def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_alike(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for rid, logits in expected.items():
-        assert relative_error(found[rid], logits) <= allowed("kivi")
+        assert relative_error(actual[rid], logits) <= allowed("kivi")
 
 
 @pytest.mark.parametrize("codec", [*codec_names(), MIXED])
@@ -77,8 +77,8 @@ def test_each_codec_of_a_batch_is_a_recorded_step(runner):
     expected = logits_of(runner, codecs)
     graphs = runner.record_steps(EagerRecorder())
     assert_alike(logits_of(runner, codecs), expected)
-    assert {len(key) - 3 for key in graphs._found} == {1, 2}  # layer groups
-    assert {key[0] for key in graphs._found} == {1}  # rows
+    assert {len(key) - 3 for key in graphs._recorded} == {1, 2}  # layer groups
+    assert {key[0] for key in graphs._recorded} == {1}  # rows
 
 
 def test_plans_that_share_a_layer_group_run_eagerly_in_one_batch(runner):
@@ -102,9 +102,9 @@ def eager_and_replayed(
 ) -> Any:
     """Arenas of engines that served three rows, in a bucket of four."""
     recorder, arenas = EagerRecorder(), []
-    for given in (None, recorder):
-        if given is not None:
-            runner.record_steps(given)
+    for step_recorder in (None, recorder):
+        if step_recorder is not None:
+            runner.record_steps(step_recorder)
         engine = make_engine(runner)
         engine.arena.zero_()
         serve(engine, [random_prompt(n) for n in lengths], codec, tokens)
@@ -115,17 +115,21 @@ def eager_and_replayed(
 
 def test_padding_sees_nothing_and_is_not_written(runner):
     (batch,) = static.parts_of(batches_of(runner, list(LENGTHS), 3, "kivi")[-1])
-    held = static.StaticStep(batch, static.size_of(batch))
-    (found,), (given,) = held.batch.decodes, batch.decodes
-    sealed, tail = found.step.tables
-    for buffer in (held.tokens, held.positions, sealed.lo, sealed.hi, tail.lo, tail.hi):
+    buffers = static.StaticStep(batch, static.size_of(batch))
+    (padded,) = buffers.batch.decodes
+    (original,) = batch.decodes
+    sealed, tail = padded.step.tables
+    bounds = (sealed.lo, sealed.hi, tail.lo, tail.hi)
+    for buffer in (buffers.tokens, buffers.positions, *bounds):
         buffer.fill_(7)  # as a larger batch may have left them
-    held.fill(batch)
-    assert held.tokens.tolist() == [[*batch.tokens, 0]]
-    assert held.positions.tolist() == [[*batch.positions, 0]]
-    assert found.step.rows.tolist() == [0, 1, 2, 3]
-    assert found.step.pages.tolist() == [*given.step.pages.tolist(), NO_PAGE]
-    pages = given.step.tables[0].pages
+
+    buffers.fill(batch)
+
+    assert buffers.tokens.tolist() == [[*batch.tokens, 0]]
+    assert buffers.positions.tolist() == [[*batch.positions, 0]]
+    assert padded.step.rows.tolist() == [0, 1, 2, 3]
+    assert padded.step.pages.tolist() == [*original.step.pages.tolist(), NO_PAGE]
+    pages = original.step.tables[0].pages
     assert torch.equal(sealed.pages[:3, : pages.shape[1]], pages)
     assert (sealed.pages[3] == pages[0, 0]).all()
     assert sealed.hi[3:].tolist() == tail.hi[3:].tolist() == [[0]]
@@ -172,22 +176,22 @@ def test_a_replayed_step_seals_what_an_eager_one_seals(runner, codec):
 
 
 def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
-    def keys(prompts: list[int], codec: str) -> list[Any]:
+    def keys_of(prompts: list[int], codec: str) -> list[Any]:
         batches = batches_of(runner, prompts, 40, codec)
         parts = [part for batch in batches for part in static.parts_of(batch)]
-        found = [static.key_of(part, static.size_of(part)) for part in parts]
-        return [
-            (key[0], *key[2:]) for key in found
-        ]  # every engine has an arena of its own
+        keys = [static.key_of(part, static.size_of(part)) for part in parts]
+        # without the arena: every engine has its own
+        return [(key[0], *key[2:]) for key in keys]
 
-    few = keys([70, 75], "kivi")
-    assert len(few) > 30
-    assert len(set(few)) <= 2  # without pages and with pages
-    assert not set(few) & set(keys([70, 75], "int8"))
-    assert not set(few) & set(keys([70, 75, 72], "kivi"))
-    assert set(keys([70, 75, 72], "kivi")) & set(
-        keys([70, 75, 72, 71], "kivi")
-    )  # both four rows
+    two_rows = keys_of([70, 75], "kivi")
+    three_rows = keys_of([70, 75, 72], "kivi")
+    four_rows = keys_of([70, 75, 72, 71], "kivi")
+
+    assert len(two_rows) > 30
+    assert len(set(two_rows)) <= 2  # without pages and with pages
+    assert not set(two_rows) & set(keys_of([70, 75], "int8"))
+    assert not set(two_rows) & set(three_rows)
+    assert set(three_rows) & set(four_rows)  # both in a bucket of four
 
 
 def test_buckets_are_close_above_what_they_hold_and_tables_have_a_few_sizes():
@@ -214,9 +218,9 @@ def test_one_long_row_makes_no_room_for_units_of_each_row(
     decodes = [replace(x, step=replace(x.step, units=units)) for x in batch.decodes]
     part = replace(batch, decodes=tuple(decodes))
     size = static.size_of(part)
-    (found,) = static.StaticStep(part, size).batch.decodes
-    assert found.step.units.table.shape == (room, 5)
-    assert found.step.units.table.sum() == need * 5
+    (padded,) = static.StaticStep(part, size).batch.decodes
+    assert padded.step.units.table.shape == (room, 5)
+    assert padded.step.units.table.sum() == need * 5
     assert room in (most, size[1])
     assert size in static.sizes_of(part, 5000)
     keys = {static.key_of(part, x) for x in static.sizes_of(part, 5000)}
@@ -240,7 +244,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     )
     graphs = runner.record_steps(recorder)
     assert_alike(logits_of(runner, codecs), expected)
-    assert not any(graphs._found.values())
+    assert not any(graphs._recorded.values())
     assert 0 < recorder.record.call_count < 5
 
 
@@ -311,10 +315,10 @@ def test_steps_of_as_many_rows_share_the_room_for_their_logits(runner):
     graphs = runner.record_steps(Recorder())
     graphs.record_sizes(5000)
     logits_of(runner, {"a": "kivi"})
-    found = [recorded[1].output for recorded in graphs._found.values() if recorded]
-    assert len(found) > len({x.data_ptr() for x in found}) == 1
+    outputs = [recorded[1].output for recorded in graphs._recorded.values() if recorded]
+    assert len(outputs) > len({x.data_ptr() for x in outputs}) == 1
     graphs.clear()
-    assert not graphs._found
+    assert not graphs._recorded
 
 
 def test_a_cpu_records_nothing(runner):
@@ -328,7 +332,7 @@ def test_a_graph_gives_what_eager_kernels_give(tiny, codec):
     codecs = dict.fromkeys("abc", codec)
     replayed = logits_of(runner, codecs)
     assert runner.graphs is not None
-    assert runner.graphs._found
-    assert all(runner.graphs._found.values())
+    assert runner.graphs._recorded
+    assert all(runner.graphs._recorded.values())
     runner.graphs = None
     assert_alike(replayed, logits_of(runner, codecs))

@@ -69,10 +69,9 @@ def test_a_window_that_the_architecture_does_not_know_is_none(kind, tmp_path):
     (answer,) = serve(
         make_engine(Runner.load(path), max_batch_tokens=61), [prompt], "raw", 8
     )
-    said = ReferenceModel(path).logprobs(
-        [*prompt, *answer]
-    )  # a cache would have the window
-    assert said[len(prompt) - 1 : -1].argmax(1).tolist() == answer
+    # without a cache, which would have the window
+    logprobs = ReferenceModel(path).logprobs([*prompt, *answer])
+    assert logprobs[len(prompt) - 1 : -1].argmax(1).tolist() == answer
 
 
 def test_windows_by_layer_that_the_architecture_does_not_know_are_refused(tmp_path):
@@ -105,21 +104,20 @@ def test_only_wanted_rows_have_logits(tiny):
 def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(
     tiny, monkeypatch
 ):
-    asked = replace(describe_model(str(tiny)), dtype="bfloat16")  # as on a GPU
-    monkeypatch.setattr("disagg.model.runner.describe_model", lambda *_: asked)
+    info = replace(describe_model(str(tiny)), dtype="bfloat16")  # as on a GPU
+    monkeypatch.setattr("disagg.model.runner.describe_model", lambda *_: info)
     for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr("disagg.model.runner.has_bfloat16", lambda has=has: has)
         runner = Runner.load(str(tiny))
         assert runner.info.dtype == str(dtype).removeprefix("torch.")
         assert next(runner._model.parameters()).dtype == dtype
-    assert (
-        Runner.load(str(tiny), dtype="bfloat16").info.dtype == "bfloat16"
-    )  # asked for by name
+    by_name = Runner.load(str(tiny), dtype="bfloat16")
+    assert by_name.info.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("there", "device"), [(True, "cuda"), (False, "cpu")])
-def test_auto_takes_a_gpu_where_there_is_one(there, device, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+@pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
+def test_auto_takes_a_gpu_where_there_is_one(has_gpu, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert pick_device("auto") == device
     assert pick_device("cpu") == "cpu"
 

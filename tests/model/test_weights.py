@@ -41,15 +41,16 @@ def path(tmp_path, monkeypatch):
 def opened(monkeypatch):
     """The files whose content was read for a fingerprint."""
     monkeypatch.setattr(weights, "SETTLED_NS", 0)
-    found, path_type = [], type(user_cache())
+    names = []
+    path_type = type(user_cache())
     read = path_type.open
 
-    def note(self, *how, **more):
-        found.append(self.name)
-        return read(self, *how, **more)
+    def note(self, *args, **options):
+        names.append(self.name)
+        return read(self, *args, **options)
 
     monkeypatch.setattr(path_type, "open", note)
-    return lambda: found.count("model.safetensors")
+    return lambda: names.count("model.safetensors")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -73,9 +74,9 @@ def test_weights_in_several_files_are_all_loaded(path):
 
 
 def test_weights_are_read_once_for_all_their_fingerprints(path, opened):
-    found = [fingerprint_model(path) for _ in range(3)]
+    fingerprints = [fingerprint_model(path) for _ in range(3)]
     assert opened() == 1
-    assert len(set(found)) == 1
+    assert len(set(fingerprints)) == 1
 
 
 def test_weights_that_only_look_as_they_did_have_a_fingerprint_of_their_own(
@@ -114,8 +115,8 @@ def test_weights_that_changed_a_moment_ago_are_read_again(path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_loading_takes_the_memory_of_the_weights_and_little_more(dtype):
     code = [sys.executable, "-c", LOAD.format(dtype=dtype)]
-    found = subprocess.run(code, capture_output=True, text=True, check=True)
-    assert 0.9 < float(found.stdout.split()[-1]) < 1.15
+    process = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert 0.9 < float(process.stdout.split()[-1]) < 1.15
 
 
 def test_nothing_is_noted_of_small_weights(path, monkeypatch):

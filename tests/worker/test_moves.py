@@ -117,7 +117,7 @@ async def test_what_cannot_move_is_computed_elsewhere(
 
 @pytest.mark.parametrize(
     ("part", "error"),
-    [("take_stash", CapacityError("no room")), ("build_batch", MemoryError())],
+    [("allocate_step", CapacityError("no room")), ("build_batch", MemoryError())],
 )
 async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
     part, error, home, runners, story, monkeypatch

@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once: what is kept, for whom, and for how long."""
+"""Shared prefixes are computed once: what is cached, for which prompts, and for how long."""
 
 import random
 
@@ -28,20 +28,23 @@ def counted(engine: Engine) -> tuple[int, int]:
 
 @pytest.mark.parametrize("length", [15, 16, 17, 64, 130, 300])
 def test_a_prompt_that_comes_again_computes_its_last_unit_alone(runner, length):
-    prompt, engine = random_prompt(length), make_engine(runner)
+    prompt = random_prompt(length)
+    engine = make_engine(runner)
+
     expected = serve(engine, [prompt], "raw", 20)
     assert counted(engine) == (length, 0)
     assert serve(engine, [prompt], "raw", 20) == expected
-    known = (length - 1) // RAW_TOKENS * RAW_TOKENS
-    assert counted(engine) == (2 * length - known, known)
+    cached = (length - 1) // RAW_TOKENS * RAW_TOKENS
+    assert counted(engine) == (2 * length - cached, cached)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_follows_a_known_beginning_is_answered_as_without_it(runner, codec):
     beginning = random_prompt(260)
-    first, second = beginning + random_prompt(40), beginning + random_prompt(75)[::-1]
+    first = beginning + random_prompt(40)
+    second = beginning + random_prompt(75)[::-1]
     engine = make_engine(runner)
-    serve(engine, [first], "raw", 1)  # whatever the codec, exact KV is the same
+    serve(engine, [first], "raw", 1)  # exact KV is the same for all codecs
     expected = serve_watched(runner, second, codec, 24)
     assert_same(serve(engine, [second], codec, 24)[0], expected)
     assert engine.counts["cached_tokens"] == 256
@@ -61,10 +64,10 @@ def records_of(engine: Engine, prompt: tuple[int, ...], codec: str) -> list[byte
     prefilled(engine)
     checklist = Manifest(handoff.plan, len(prompt))
     source = ArenaSource(engine.pool.arena, checklist, handoff.groups)
-    found = [bytes(data) for data in source.read(checklist.items)]
+    records = [bytes(data) for data in source.read(checklist.items)]
     engine.submit(Abort("r"))
     run_until_idle(engine)
-    return found
+    return records
 
 
 @pytest.mark.parametrize(
@@ -112,10 +115,8 @@ def test_a_step_that_breaks_leaves_nothing_to_share(runner):
     engine.submit(Prefill(request("a", random_prompt(100), "raw", 2)))
     assert engine.step().failed
     assert not engine.pool.cached_pages
-    one, other = (
-        serve(x, [random_prompt(100)], "raw", 2) for x in (engine, make_engine(runner))
-    )
-    assert one == other
+    answers = serve(engine, [random_prompt(100)], "raw", 2)
+    assert answers == serve(make_engine(runner), [random_prompt(100)], "raw", 2)
 
 
 def test_sequences_take_the_room_of_what_is_only_kept(runner):
@@ -134,36 +135,37 @@ class IdealLru:
         self.units = units
         self.order: dict[tuple[int, ...], None] = {}
 
-    def known(self, prompt: tuple[int, ...]) -> int:
-        """Leading units of a prompt that are there; all of it is afterwards."""
+    def hits(self, prompt: tuple[int, ...]) -> int:
+        """Cached leading units of a prompt; afterwards all its units are cached."""
         ends = range(RAW_TOKENS, len(prompt) + 1, RAW_TOKENS)
         keys = [prompt[:end] for end in ends]
         usable = keys[: (len(prompt) - 1) // RAW_TOKENS]
-        known = next(
-            (i for i, key in enumerate(usable) if key not in self.order), len(usable)
-        )
+        num_cached = 0
+        while num_cached < len(usable) and usable[num_cached] in self.order:
+            num_cached += 1
         for key in reversed(keys):
             self.order.pop(key, None)
             self.order[key] = None
         while len(self.order) > self.units:
             del self.order[next(iter(self.order))]
-        return known
+        return num_cached
 
 
 def test_hits_are_those_of_an_ideal_lru_of_the_same_size():
     """Conversations that grow turn by turn, more of them than there is room for."""
-    load, pick = Load(arena_bytes=8 << 20), random.Random(3)
-    room = (
-        load.engine.pool.arena.nbytes * 3 // 4
-    )  # an eighth is spared, one slab or two are used
-    ideal, expected, total = IdealLru(room // UNIT_BYTES), 0, 0
+    load = Load(arena_bytes=8 << 20)
+    pick = random.Random(3)
+    # an eighth is spared, one slab or two are used
+    room = load.engine.pool.arena.nbytes * 3 // 4
+    ideal = IdealLru(room // UNIT_BYTES)
+    expected = total = 0
     chats = [[pick.randrange(4000) for _ in range(64)] for _ in range(40)]
     for number in range(400):
         chat = chats[int(len(chats) * pick.random() ** 2)]
         chat += [pick.randrange(4000) for _ in range(pick.randrange(8, 60))]
         if len(chat) > 900:
             del chat[64:]
-        expected += RAW_TOKENS * ideal.known(tuple(chat))
+        expected += RAW_TOKENS * ideal.hits(tuple(chat))
         total += len(chat)
         load.engine.submit(Prefill(request(str(number), chat, "kivi:bits=2", 1)))
         while not load.engine.idle:
@@ -180,7 +182,7 @@ def test_who_starts_again_has_nothing_of_its_own_as_cached(runner):
     engine.submit(Prefill(request("a", random_prompt(130), "kivi", 3)))
     first = engine.step()
     victim = engine._scheduler.preempt()
-    engine._requeued(victim)
+    engine._on_preempted(victim)
     tokens = first.tokens + run_until_idle(engine).tokens
     assert engine.counts["cached_tokens"] == 128
     assert [(x.index, x.cached_tokens) for x in tokens] == [(0, 0), (1, 0), (2, 0)]

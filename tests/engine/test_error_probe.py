@@ -1,0 +1,107 @@
+"""The error of compression is measured on samples, by the pages of a codec."""
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from disagg.codecs.planning import parse_plan
+from disagg.config import EngineConfig
+from disagg.engine import error_probe
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Abort, Prefill, Prefilled
+from disagg.eval.paged import EXACT, PagedKV, prefill
+from disagg.model.runner import Runner
+from tests.engine.serving import Nowhere, request
+from tests.model.tiny import random_prompt, save_tiny
+
+CODECS = [
+    "raw:dtype=fp16",
+    "fp8",
+    "kivi:bits=4,group=64,residual=64",
+    "kivi:bits=2,group=64,residual=64",
+]
+TWO_GROUPS = "0:fp8;1-:kivi:bits=2,group=64,residual=64"
+
+
+def computed(
+    runner: Any, codecs: list[str], prompt: Any, count: int = 1
+) -> list[Prefilled]:
+    """Prefill `count` prompts one after another, which differ in their last token."""
+    engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), probed=codecs)
+    prefilled: list[Prefilled] = []
+    for number in range(count):
+        tokens = [*prompt[:-1], number]
+        engine.submit(Prefill(request(str(number), tokens, "raw", 2), Nowhere()))
+        while len(prefilled) == number:
+            prefilled += engine.step().prefilled
+        engine.submit(Abort(str(number)))
+    return prefilled
+
+
+def test_every_eighth_prompt_says_the_error_of_each_codec(runner):
+    prefilled = computed(runner, CODECS, random_prompt(300), 9)
+
+    assert [bool(x.errors) for x in prefilled] == [True] + 7 * [False] + [True]
+    for one in (prefilled[0], prefilled[8]):
+        raw, fp8, four, two = (one.errors[codec][0] for codec in CODECS)
+        assert raw < 1e-3 < fp8 < two
+        assert 1e-3 < four < two
+
+
+def test_each_layer_group_of_a_plan_has_an_error_of_its_own(runner):
+    (one,) = computed(runner, [TWO_GROUPS], random_prompt(300))
+
+    ((fp8, two),) = one.errors.values()
+    assert 1e-3 < fp8 < two
+
+
+def test_it_is_the_error_that_evaluation_measures_for_the_same_heads(
+    runner, monkeypatch
+):
+    spy = Mock(wraps=error_probe._error)
+    monkeypatch.setattr(error_probe, "_error", spy)
+    codec = CODECS[3]
+    prompt = [*random_prompt(300)[:-1], 0]
+    kv = prefill(runner, prompt)
+    outputs = PagedKV(runner, codec, kv).attend(kv)
+    exact_outputs = PagedKV(runner, EXACT, kv).attend(kv)
+    (group,) = parse_plan(codec, runner.shape).groups
+    query_heads = outputs[0].shape[1] // group.heads  # of one KV head
+
+    (one,) = computed(runner, [codec], prompt)
+
+    error = total = 0.0
+    assert spy.call_args_list
+    for call in spy.call_args_list:
+        _, layer, *_, head = call.args
+        heads = slice(head * query_heads, (head + 1) * query_heads)
+        exact = exact_outputs[layer][:, heads]
+        error += float((outputs[layer][:, heads] - exact).square().sum())
+        total += float(exact.square().sum())
+    expected = (error / total) ** 0.5
+    assert one.errors[codec][0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_models_with_caps_and_sinks_are_measured_as_they_attend(kind, tmp_path):
+    runner = Runner.load(str(save_tiny(kind, tmp_path)))
+    (one,) = computed(runner, ["raw:dtype=fp32", "kivi:group=32"], random_prompt(300))
+    raw, two = (max(errors) for errors in one.errors.values())
+    assert raw < 1e-5 < 1e-3 < two
+
+
+def test_short_and_long_prompts_are_no_samples(runner, monkeypatch):
+    assert not computed(runner, CODECS, random_prompt(255))[0].errors
+    monkeypatch.setattr(error_probe, "MOST_TOKENS", 256)
+    assert not computed(runner, CODECS, random_prompt(257))[0].errors
+
+
+def test_an_error_in_a_measurement_fails_no_request(runner, monkeypatch, caplog):
+    broken = Mock(side_effect=MemoryError("of the probe"))
+    monkeypatch.setattr(error_probe, "_error", broken)
+
+    (one,) = computed(runner, CODECS[:1], random_prompt(300))
+
+    assert not one.errors
+    assert "cannot be measured" in caplog.text
