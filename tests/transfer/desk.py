@@ -10,7 +10,7 @@ from disagg.kv.pool import Pool
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import PageFrame, Ticket
-from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
+from tests.transfer.prompts import MODEL, Prompt, make_pool, make_policy
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
 
@@ -23,15 +23,15 @@ class Desk:
         nbytes: int = 1 << 20,
         pool: Pool | None = None,
         clock: Callable[[], float] | None = None,
-        **terms: object,
+        **policy: object,
     ):
         self.pool = pool or make_pool(nbytes)
         self.now = 0.0
-        self.terms = make_terms(**terms)
+        self.policy = make_policy(**policy)
         self.engine: dict[str, Admission] = {}
         self.dropped: list[tuple[str, int, str]] = []
         self.ledger = Reservations(
-            self.terms,
+            self.policy,
             self.pool,
             on_admit=lambda admission: self.admit(admission),
             on_drop=lambda *what: self.drop(*what),
@@ -58,7 +58,7 @@ class Desk:
         return self.ledger._live[rid].live().cached_tokens
 
     def here(self, ticket: Ticket) -> dict[int, int]:
-        return self.ledger._by_nonce[ticket.nonce].live().arrivals.here
+        return self.ledger._by_nonce[ticket.nonce].live().received.digests
 
     def ask(
         self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0

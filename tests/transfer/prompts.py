@@ -68,7 +68,7 @@ def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:
     return Pool(HostArena(bytearray(nbytes)), slab_bytes)
 
 
-def make_terms(plan: Plan = PLAN, **changes: object) -> ReceiverPolicy:
+def make_policy(plan: Plan = PLAN, **changes: object) -> ReceiverPolicy:
     return replace(ReceiverPolicy(MODEL, lambda spec: plan, EPOCH), **changes)
 
 

@@ -143,7 +143,7 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
     pool.release(pages)
     assert pool.cached_pages == 3
     holding = cache.hold(MODEL, BY_PAGE, prompt.job(), 0)
-    assert (holding.cached_tokens, holding.arrivals.here) == (0, {})
+    assert (holding.cached_tokens, holding.received.digests) == (0, {})
     cache.release(holding.groups)
     pool.check_integrity()
     assert pool.referenced_pages == 0
@@ -260,10 +260,10 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
             for unit in chain.from_iterable(units_of(plan, len(tokens)))
             for i, item in enumerate(unit.items(plan.groups[unit.group]))
         }
-        items = holding.arrivals.manifest.items
+        items = holding.received.manifest.items
         assert all(
             seen[items[place]] == known
-            for place, known in holding.arrivals.here.items()
+            for place, known in holding.received.digests.items()
         )
         cache.keep(holding, [seen.get(item, 0) for item in items])
         return holding
@@ -276,7 +276,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     )  # the window begins among what the first prompt kept
     found = [
         x
-        for x in map(longer.arrivals.manifest.item, longer.arrivals.here)
+        for x in map(longer.received.manifest.item, longer.received.digests)
         if x.group == 1
     ]
     pages = (sealed - plan.groups[1].dropped(1100)) // 64

@@ -102,20 +102,20 @@ def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
     """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
     addresses = Addresses(prompt.manifest, prompt.states)
-    arrivals, place = (
+    received, index_of = (
         ReceivedItems(prompt.manifest, addresses, {}),
         prompt.manifest.index_of,
     )
     whole, rows = (Item(Kind.RAW, 0, 2, record) for record in (6, 7))
     frame = prompt.frame(TICKET, [whole, rows])
-    assert len(arrivals.absent(frame)[0]) == 2
+    assert len(received.verify(frame)[0]) == 2
     for wrong in (
-        replace(frame, indices=(prompt.manifest.num_items, place(rows))),
-        replace(frame, indices=(place(rows), place(whole))),
+        replace(frame, indices=(prompt.manifest.num_items, index_of(rows))),
+        replace(frame, indices=(index_of(rows), index_of(whole))),
         replace(frame, payload=frame.payload[:1] * 2),
     ):
         with pytest.raises(LayoutError):
-            arrivals.absent(wrong)
+            received.verify(wrong)
 
 
 # -- units

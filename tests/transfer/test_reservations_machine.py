@@ -50,12 +50,12 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        terms = {
+        policy = {
             "lease_s": LEASE_S,
             "rows": DecodeSlots(MAX_SEQUENCES),
             "watermark_bytes": 1 << 13,
         }
-        self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **terms)
+        self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **policy)
         self.desk.admit, self.desk.drop = self.admit, self.drop
         self.pool, self.ledger = self.desk.pool, self.desk.ledger
         self.engine_waits = False
@@ -146,7 +146,7 @@ class Machine(stateful.RuleBasedStateMachine):
             assert bound in (None, channel)
             assert reservation.channel == channel
             assert (
-                not {start // 128 for start, _ in pieces} & reservation.holding.shared
+                not {start // 128 for start, _ in pieces} & reservation.pending.shared
             )
             written(pieces)
 
@@ -207,8 +207,8 @@ class Machine(stateful.RuleBasedStateMachine):
         except CorruptFrameError:
             return
         except TransferError:
-            holding = self.ledger._by_nonce[ticket.nonce].holding
-            assert len(holding.arrivals.here) < len(digests)
+            holding = self.ledger._by_nonce[ticket.nonce].pending
+            assert len(holding.received.digests) < len(digests)
         else:
             assert last or ticket.nonce in self.acks
             assert self.acks.setdefault(ticket.nonce, (said, ack)) == (said, ack)
@@ -304,14 +304,14 @@ class Machine(stateful.RuleBasedStateMachine):
         self.pool.check_integrity()
         gauges, known = self.ledger.gauges(), self.ledger._by_nonce
         taken = gauges["reservations"] + gauges["running"]
-        assert self.desk.terms.rows.free == MAX_SEQUENCES - taken >= 0
+        assert self.desk.policy.rows.free == MAX_SEQUENCES - taken >= 0
         assert len(known) == len(self.ledger._of()) + len(self.ledger._ended)
         if not (gauges["reservations"] or self.engine):
             assert self.pool.referenced_pages == 0
 
     @stateful.invariant()
     def what_ended_keeps_names_and_numbers_and_nothing_of_its_prompt(self) -> None:
-        assert all(x.holding is None for x in self.ledger._running.values())
+        assert all(x.pending is None for x in self.ledger._running.values())
         for reservation in self.ledger._ended:
             assert reservation.state not in LIVE
             for kept in vars(reservation).values():
