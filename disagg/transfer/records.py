@@ -52,7 +52,7 @@ class Tail:
 
 
 class Manifest:
-    """The items of a prompt of `tokens` tokens under a plan, in the order in which they are numbered.
+    """The items of a prompt of `tokens` tokens under a plan, in the order of their indices.
 
     Records that no token has touched are no items: the empty rows of the last raw record, and the
     side record of a prompt without pages. Both sides have zeros there.

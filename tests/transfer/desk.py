@@ -10,7 +10,7 @@ from disagg.kv.pool import Pool
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import PageFrame, Ticket
-from tests.transfer.prompts import MODEL, Prompt, make_pool, make_policy
+from tests.transfer.prompts import MODEL, Prompt, make_policy, make_pool
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
 
