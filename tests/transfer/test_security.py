@@ -45,7 +45,7 @@ WRONG = {
     ),
     "no absolute path": (
         {"token_file": "token"},
-        r"security\.token_file is 'token'; an absolute",
+        r"security\.token_file is 'token'; expected an absolute",
     ),
     "no such file": (
         {"key": "/none"},

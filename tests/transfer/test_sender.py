@@ -282,7 +282,7 @@ async def test_frames_leave_by_deadline_then_by_layer(prompt):
             sender.offer(prompt.manifest.layer(layer))
             sender.queue.restart({}, credit=1 << 20)
             channel._attached[sender.ticket.nonce] = sender
-        while chosen := channel._next():
+        while chosen := channel._next_frame():
             sender, _ = chosen
             sender.queue.on_answer()
             order.append(sender)
