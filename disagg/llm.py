@@ -80,7 +80,7 @@ class LLM:
         context = self._runner.info.context_length
         check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
         self._rids, self._turn = count(), Lock()
-        policy = ReceiverPolicy(
+        terms = ReceiverPolicy(
             model=self._runner.fingerprint,
             plan_of=self._decode.plan,
             epoch=1,
@@ -90,7 +90,7 @@ class LLM:
         )
         drop = lambda rid, attempt, reason: self._decode.submit(Abort(rid))  # noqa: E731
         self._receiver = Receiver(
-            Reservations(policy, self._decode.pool, self._take, drop)
+            Reservations(terms, self._decode.pool, self._take, drop)
         )
 
     def generate(

@@ -368,7 +368,7 @@ class Worker:
             events,
             on_done=lambda *which: self.reservations.finished(*which),
         )
-        policy = ReceiverPolicy(
+        terms = ReceiverPolicy(
             model=model,
             plan_of=engine.plan,
             epoch=self.epoch,
@@ -378,7 +378,7 @@ class Worker:
             may_reserve=engine.may_reserve,
             share=transfer.dedup,
         )
-        self.reservations = Reservations(policy, pool, decode.admit, decode.drop)
+        self.reservations = Reservations(terms, pool, decode.admit, decode.drop)
         self.receiver = Receiver(self.reservations, decode.fail)
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
