@@ -7,6 +7,8 @@ commands; in a Python block every line is code, and a comment `# -> text` states
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,11 @@ def test_the_site_shows_every_page_that_it_lists():
     listed = {name for entry in nav for name in entry.values()}
     assert listed <= {page.name for page in PAGES}
     assert "index.md" in listed
+
+
+def test_settings_and_commands_are_those_of_the_code() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "reference.py"), "--check"]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def test_the_readme_has_no_figure_left_to_fill_in() -> None:

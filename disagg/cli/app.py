@@ -45,8 +45,8 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"disagg {version('disagg')}")
         raise typer.Exit
 
@@ -54,7 +54,7 @@ def _print_version(wanted: bool) -> None:
 Version = Annotated[
     bool,
     typer.Option(
-        "--version", callback=_print_version, is_eager=True, help="Say which this is."
+        "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ]
 
@@ -69,18 +69,14 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     status = 0
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # where a terminal has not all of Unicode
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack some of Unicode
     try:
         status = _status(arguments, as_json)
         print(end="", flush=True)
     except OSError as error:
-        sys.stdout = (
-            sys.stderr
-        )  # what is left in the old one would be written at the end
-        told = f"{error.filename or 'input or output'}: {error.strerror or error}"
-        status = status or report(ConfigError(told), as_json)
+        sys.stdout = sys.stderr  # else the rest of the buffer is written at exit
+        problem = f"{error.filename or 'input or output'}: {error.strerror or error}"
+        status = status or report(ConfigError(problem), as_json)
     return status
 
 
@@ -102,12 +98,14 @@ def _status(arguments: Sequence[str], as_json: bool) -> int:
 
 
 def check_text(arguments: Sequence[str]) -> None:
-    """ConfigError for what is no text: Ray reads the command line too, and breaks at it."""
-    for each in arguments:
+    """ConfigError for an argument that is no text: Ray reads the command line too, and breaks."""
+    for argument in arguments:
         try:
-            each.encode()
+            argument.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"argument {quoted(each)} is not UTF-8 text") from error
+            raise ConfigError(
+                f"argument {quoted(argument)} is not UTF-8 text"
+            ) from error
 
 
 def report(error: DisaggError, as_json: bool) -> int:

@@ -14,8 +14,8 @@ import typer
 from typer import Option
 
 from disagg.cli import bench_serve, options
+from disagg.cli.checks import check_codecs
 from disagg.cli.output import print_json
-from disagg.cli.serve import check_codecs
 from disagg.errors import ConfigError
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)

@@ -1,146 +1,28 @@
-"""A client of the service: the state file that tells where it is, and how it is asked.
+"""A client of the service over HTTP: JSON requests, and answers as server-sent events.
 
-HTTP and server-sent events with the standard library alone.
+httpx is imported when a request is made: it takes a tenth of a second, and `--help` needs none.
 """
 
 import json
-import os
 import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from http.client import (
-    BadStatusLine,
-    HTTPConnection,
-    HTTPException,
-    HTTPResponse,
-    HTTPSConnection,
-)
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
+from disagg.cli.state_file import RunningService
 from disagg.errors import ConfigError, PeerLostError, TransferError, error_from
-from disagg.launch.reaper import birth
+
+if TYPE_CHECKING:
+    import httpx
 
 CONNECT_S = 5.0
-ANSWER_S = 15.0  # a service asks its workers for 5 s before it answers for them
+ANSWER_S = 15.0  # a service asks its workers for up to 5 s before it answers
 RESUME_S, RETRY_S = 60.0, 0.2
-
-
-@dataclass(frozen=True)
-class RunningService:
-    """A running service. `ready`: its workers serve.
-
-    token:       an API key; that of the state file is what POST /stop asks for, and as good as one
-    certificate: of its HTTPS, to be trusted; a file
-    grace_s:     how long its workers may finish what they have when it stops
-    born:        when its process started; None: unknown. Another one may have its number by now
-    """
-
-    url: str
-    pid: int
-    token: str
-    certificate: str | None = None
-    grace_s: float = 5.0
-    ready: bool = False
-    born: str | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process exists."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return self.born in (None, birth(self.pid))
-
-
-def write_state(path: Path, state: RunningService) -> None:
-    """Readable by this user alone from its first byte on, and whole when it appears."""
-    begun = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        begun.unlink(missing_ok=True)
-        with os.fdopen(
-            os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
-        ) as file:
-            json.dump(asdict(state), file)
-        begun.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            begun.unlink()
-        raise ConfigError(
-            f"state file {path} cannot be written: {error.strerror}"
-        ) from error
-
-
-def check_unannounced(path: Path) -> None:
-    """ConfigError if a state file tells of a service that runs: nobody else could find it then."""
-    there = read_state(path)
-    if there is not None:
-        raise ConfigError(
-            f"a service runs at {there.url} (process {there.pid}), says {path}; `disagg stop` ends "
-            "it, --state-file FILE --port PORT starts another one beside it"
-        )
-
-
-@contextmanager
-def announced(path: Path, state: RunningService) -> Iterator[Callable[[], None]]:
-    """The state file exists inside this block; one that somebody else wrote meanwhile stays.
-
-    Gives what is to be called when the service is ready.
-    """
-    check_unannounced(path)
-    write_state(path, state)
-    try:
-        yield lambda: write_state(path, replace(state, ready=True))
-    finally:
-        there = read_state(path)
-        if there is not None and replace(there, ready=state.ready) == state:
-            path.unlink(missing_ok=True)
-
-
-def read_state(path: Path) -> RunningService | None:
-    """The service of a state file, if it runs. ConfigError for a file that others could write."""
-    state = _state_of(path)
-    return state if state and state.alive else None
-
-
-def left_token(path: Path) -> str | None:
-    """Of a service that was killed: its clients, who resume at the next one, have it still."""
-    state = _state_of(path)
-    return state.token if state else None
-
-
-def _state_of(path: Path) -> RunningService | None:
-    try:
-        found = path.stat()
-        text = path.read_text()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"state file {path} cannot be read: {error}") from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"state file {path} belongs or is open to others; remove it")
-    try:
-        state = RunningService(**json.loads(text))
-        # to signal 0 or -1 is to signal many processes
-        if (
-            type(state.pid) is not int
-            or not 0 < state.pid < 1 << 31
-            or type(state.url) is not str
-        ):
-            raise ValueError(f"no process {state.pid!r} is at {state.url!r}")
-        return state
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"state file {path} cannot be read: {error}; remove it"
-        ) from error
+EVENT_PREFIX = "data: "
 
 
 @dataclass
@@ -161,30 +43,25 @@ def complete(
 ) -> Answer:
     """Stream an answer to a `prompt` or to `messages`; `show` gets every piece of text.
 
-    Closing early cancels it there.
-    Raises the error that the service named, or PeerLostError where there is none.
+    Leaving early cancels the request at the service.
+    Raises the error that the service named, or PeerLostError where it names none.
     """
-    wanted = {"stream": True, "stream_options": {"include_usage": True}, "kv": True}
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    answer, times = Answer(), [time.monotonic()]
-    sent = dict(body) | wanted
+    is_chat = "messages" in body
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    request = {
+        **body,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "kv": True,
+    }
+    answer = Answer()
+    times = [time.monotonic()]
     with (
-        _exchange(service, path, sent, timeout_s=None) as response,
+        _exchange(service, path, request, timeout_s=None) as response,
         understood(service),
     ):
         for event in _events(response):
-            if "error" in event:
-                raise error_from(event["error"]["type"], event["error"]["message"])
-            if usage := event.get("usage"):
-                answer.prompt_tokens = usage["prompt_tokens"]
-                answer.completion_tokens = usage["completion_tokens"]
-            for choice in event["choices"]:
-                times.append(time.monotonic())
-                text = choice.get("text") or choice.get("delta", {}).get("content", "")
-                answer.text += text
-                answer.finish_reason = choice.get("finish_reason") or ""
-                show(text)
-                answer.kv = choice.get("kv") or answer.kv
+            _add_event(answer, event, times, show)
     if not answer.finish_reason:
         raise PeerLostError(f"the answer of {service.url} broke off")
     answer.ttft_ms = 1e3 * (times[1] - times[0])
@@ -192,67 +69,91 @@ def complete(
     return answer
 
 
+def _add_event(
+    answer: Answer,
+    event: Mapping[str, Any],
+    times: list[float],
+    show: Callable[[str], None],
+) -> None:
+    if "error" in event:
+        raise error_from(event["error"]["type"], event["error"]["message"])
+    usage = event.get("usage")
+    if usage:
+        answer.prompt_tokens = usage["prompt_tokens"]
+        answer.completion_tokens = usage["completion_tokens"]
+    for choice in event["choices"]:
+        times.append(time.monotonic())
+        text = choice.get("text") or choice.get("delta", {}).get("content", "")
+        answer.text += text
+        answer.finish_reason = choice.get("finish_reason") or ""
+        answer.kv = choice.get("kv") or answer.kv
+        show(text)
+
+
 def persist(
     service: RunningService, body: Mapping[str, Any], show: Callable[[str], None]
 ) -> Answer:
-    """`complete`, once more where the service is lost in the middle and comes back.
+    """`complete`, and again from the start if the service is lost on the way and comes back.
 
-    The same seed makes the same answer, which is shown from where it broke off. TransferError if it
-    comes out otherwise, PeerLostError if nobody answers for RESUME_S.
+    The same seed gives the same answer, of which only the new part is shown. TransferError if the
+    second answer differs from what was shown, PeerLostError if no service answers for RESUME_S.
     """
-    shown, seed = "", body.get("seed")
+    shown = ""
+    seed = body.get("seed")
     body = {**body, "seed": secrets.randbits(31) if seed is None else seed}
     while True:
-        said = ""
+        received = ""
 
-        def tell(piece: str) -> None:
-            nonlocal said, shown
-            said += piece
-            if not (said.startswith(shown) or shown.startswith(said)):
+        def show_new(piece: str) -> None:
+            nonlocal received, shown
+            received += piece
+            if not (received.startswith(shown) or shown.startswith(received)):
                 raise TransferError("the answer broke off, and comes out otherwise now")
-            if new := said[len(shown) :]:
-                shown = said
+            new = received[len(shown) :]
+            if new:
+                shown = received
                 show(new)
 
         try:
-            return complete(service, body, tell)
+            return complete(service, body, show_new)
         except PeerLostError:
             if not shown or not _comes_back(service):
                 raise
 
 
 def _comes_back(service: RunningService) -> bool:
-    """Whether a service is gone, and there again soon."""
-    gone, until = False, time.monotonic() + RESUME_S
-    while time.monotonic() < until:
+    """Whether the service was lost, and answers again within RESUME_S."""
+    was_lost = False
+    deadline = time.monotonic() + RESUME_S
+    while time.monotonic() < deadline:
         try:
             get(service, "/health")
         except PeerLostError:
-            gone = True
+            was_lost = True
             time.sleep(RETRY_S)
         else:
-            return gone
+            return was_lost
     return False
 
 
 def get(service: RunningService, path: str) -> dict[str, Any]:
     """The JSON object at a path."""
-    return _ask(service, path, None)
+    return _json_of(service, path, None)
 
 
 def post(
     service: RunningService, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Ask for something that only the owner of the service may ask for."""
-    return _ask(service, path, body or {})
+    """The JSON object that answers a POST; only the owner of the service may send one."""
+    return _json_of(service, path, body or {})
 
 
-def _ask(
+def _json_of(
     service: RunningService, path: str, body: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     with _exchange(service, path, body, ANSWER_S) as response:
-        no_json = f"{service.url} does not answer with JSON; is it a disagg service?"
-        return _object(response.read(), no_json)
+        problem = f"{service.url} does not answer with JSON; is it a disagg service?"
+        return _object(response.read(), problem)
 
 
 @contextmanager
@@ -261,46 +162,57 @@ def _exchange(
     path: str,
     body: Mapping[str, Any] | None,
     timeout_s: float | None,
-) -> Iterator[HTTPResponse]:
+) -> "Iterator[httpx.Response]":
     """A response with a good status, to a POST if there is a body; closed on every way out."""
-    parts, host, port = _address(service.url)
-    connection = HTTPConnection(host, port, timeout=CONNECT_S)
-    if parts.scheme == "https":
-        trust = _trust(service.certificate)
-        connection = HTTPSConnection(host, port, timeout=CONNECT_S, context=trust)
+    import httpx
+
+    parts = _parts(service.url)
+    base = parts.path.rstrip("/").removesuffix(
+        "/v1"
+    )  # the address of the API is fine too
+    url = f"{parts.scheme}://{parts.netloc}{base}{path}"
     headers = {"Content-Type": "application/json"}
     if service.token:
         headers["Authorization"] = f"Bearer {service.token}"
+    method = "GET" if body is None else "POST"
+    content = None if body is None else json.dumps(body)
+    timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+    trust = _trust(service.certificate) if parts.scheme == "https" else False
     try:
-        connection.connect()
-        connection.sock.settimeout(timeout_s)
-        method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
-        base = parts.path.rstrip("/").removesuffix(
-            "/v1"
-        )  # some write the address of the API
-        try:
-            connection.request(method, base + path, payload, headers)
-        except ValueError as error:  # a key or a path that HTTP cannot carry
-            raise ConfigError(f"{service.url} cannot be asked so: {error}") from error
-        response = connection.getresponse()
-        if response.status >= 400:
-            raise _error(service.url, response.status, response.read())
-        yield response
-    except (OSError, HTTPException) as error:
-        hint, plain = "", parts.scheme == "http"
-        if isinstance(error, BadStatusLine) if plain else type(error) is ssl.SSLError:
-            hint = f"; does it speak {'https' if plain else 'http'}?"
-        elif isinstance(error, ssl.SSLCertVerificationError):
-            hint = "; SSL_CERT_FILE=FILE names whom to trust"
+        with (
+            httpx.Client(verify=trust, timeout=timeout, trust_env=False) as client,
+            client.stream(method, url, content=content, headers=headers) as response,
+        ):
+            if response.status_code >= 400:
+                raise _error(service.url, response.status_code, response.read())
+            yield response
+    except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise ConfigError(f"{service.url} cannot be asked so: {error}") from error
+    except httpx.TransportError as error:
+        hint = _hint(error, parts.scheme)
         raise PeerLostError(
             f"no service answers at {service.url}: {error}{hint}"
         ) from error
-    finally:
-        connection.close()
+
+
+def _hint(error: Exception, scheme: str) -> str:
+    """What may be wrong between a client and a server that do not understand each other."""
+    import httpx
+
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(causes[-1].__cause__ or causes[-1].__context__)  # type: ignore[arg-type]
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
+        return "; SSL_CERT_FILE=FILE names a certificate to trust"
+    if any(type(cause) is ssl.SSLError for cause in causes):
+        return "; does it speak http?"
+    if scheme == "http" and isinstance(error, httpx.RemoteProtocolError):
+        return "; does it speak https?"
+    return ""
 
 
 def _trust(certificate: str | None) -> ssl.SSLContext:
-    """Trust in what this host trusts; or in one certificate, whatever name it has."""
+    """Trust in what this host trusts; or in one certificate, whatever name it carries."""
     try:
         trust = ssl.create_default_context(cafile=certificate)
     except OSError as error:
@@ -315,29 +227,28 @@ def _trust(certificate: str | None) -> ssl.SSLContext:
 
 @contextmanager
 def understood(service: RunningService) -> Iterator[None]:
-    """PeerLostError where what it said in JSON is not what such a service says."""
+    """PeerLostError where the JSON of an answer is not that of such a service."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        told = f"{service.url} answers otherwise than expected; is it a disagg service?"
-        raise PeerLostError(f"{told} ({error!r})") from error
+        problem = f"{service.url} answers otherwise than expected"
+        raise PeerLostError(
+            f"{problem}; is it a disagg service? ({error!r})"
+        ) from error
 
 
-def _address(url: str) -> tuple[SplitResult, str, int | None]:
-    """A URL in parts, its host and its port; ConfigError for what is no URL of a service."""
+def _parts(url: str) -> SplitResult:
+    """A URL in parts; ConfigError for one that no service can have."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        _ = parts.port  # ValueError for a port that is no number or too large
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL of a service: {error}") from error
-    if (
-        parts.scheme not in ("http", "https")
-        or not host
-        or not host.isprintable()
-        or " " in host
-    ):
+    is_http = parts.scheme in ("http", "https")
+    if not is_http or not host or not host.isprintable() or " " in host:
         raise ConfigError(f"{url!r} is no URL of a service; write http://host:port")
-    return parts, host, port
+    return parts
 
 
 def _error(url: str, status: int, body: bytes) -> Exception:
@@ -350,18 +261,18 @@ def _error(url: str, status: int, body: bytes) -> Exception:
     return PeerLostError(f"{url} answers with status {status}; is it a disagg service?")
 
 
-def _object(data: str | bytes, otherwise: str) -> dict[str, Any]:
+def _object(data: str | bytes, problem: str) -> dict[str, Any]:
     try:
         return dict(json.loads(data))
     except (ValueError, TypeError) as error:
-        raise PeerLostError(otherwise) from error
+        raise PeerLostError(problem) from error
 
 
-def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE]."""
-    for line in response:
-        data = line.decode().strip().removeprefix("data: ")
+    for line in response.iter_lines():
+        data = line.strip().removeprefix(EVENT_PREFIX)
         if data == "[DONE]":
             return
-        if data:
+        if data and not data.startswith(":"):
             yield _object(data, f"the answer was cut short: {data[:80]!r} is no event")

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from disagg.kv.page import Layout
     from disagg.kv.plan import LayerGroup
 
-HeadDim = Annotated[int, Option(min=1, help="Dimensions of a head.")]
+HeadDim = Annotated[int, Option(min=1, help="Channels of a head.")]
 Specs = Annotated[
-    list[str] | None, Argument(help="Specs; every codec's default if none.")
+    list[str] | None, Argument(help="Codec specs; by default every codec.")
 ]
 Spec = Annotated[str, Argument(help='Codec spec, "kivi:bits=2", or a plan.')]
 
@@ -26,7 +26,7 @@ def codecs(
     tokens: int = Option(2048, min=1, help="Length of the prompt."),
     as_json: options.Json = False,
 ) -> None:
-    """List codecs: options, page, and size beside fp16, tail included."""
+    """List codecs: options, page, and size relative to fp16, tail included."""
     from disagg.codecs.describe import describe, describe_all, measured_costs
     from disagg.codecs.registry import codec_names
 
@@ -60,20 +60,20 @@ def codecs(
     ]
     title = f"{heads} KV heads of {head_dim}, {tokens} tokens; perplexity and KL as measured on "
     print_table(title + measured_costs()["model"], columns, cells)
-    lacking = sorted({*codec_names()} - {*codec_names(head_dim)})
-    if lacking and not specs:
-        print(f"without pages for a head dim of {head_dim}: {', '.join(lacking)}")
+    unsupported = sorted(set(codec_names()) - set(codec_names(head_dim)))
+    if unsupported and not specs:
+        print(f"not for a head dim of {head_dim}: {', '.join(unsupported)}")
 
 
 def page(
     spec: Spec, model: options.Model = None, as_json: options.Json = False
 ) -> None:
-    """Draw where the bytes of a model's KV are under a codec."""
-    found = layouts_of(spec, model)
+    """Show where the bytes of a model's KV are under a codec."""
+    layouts = layouts_of(spec, model)
     if as_json:
-        print_json(found)
+        print_json(layouts)
         return
-    for group in found["groups"]:
+    for group in layouts["groups"]:
         _draw(group)
 
 

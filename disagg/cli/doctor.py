@@ -1,9 +1,11 @@
-"""`disagg doctor`: does what serves each codec on this machine compute what it should?
+"""`disagg doctor`: do the kernels of this machine compute what their references compute?
 
-Exit status 1 if anything does not.
+Exit status 1 if any does not.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 from typer import Option
@@ -12,8 +14,16 @@ from disagg.cli import options
 from disagg.cli.codecs import HeadDim, Specs
 from disagg.cli.output import print_json, print_table, stages
 
+if TYPE_CHECKING:
+    from disagg.paged.doctor import Finding
+
 HEADS = 2
 COLUMNS = ["codec", "kernel", "backend", ">error", ">bound", ">first ms", ">ms", ""]
+LEGEND = (
+    "encode: a prompt into pages; append: decoded tokens until a page is sealed; attend: one "
+    "query; replay: several queries\n"
+    "error is relative to the reference; first ms includes compiling"
+)
 
 
 def doctor(
@@ -22,33 +32,55 @@ def doctor(
     head_dim: HeadDim = 128,
     as_json: options.Json = False,
 ) -> None:
-    """Hold every kernel of every codec against its reference."""
-    with stages() as say:
-        say("loading torch and the codecs")
+    """Compare every kernel of every codec with its reference, and give a verdict."""
+    with stages() as report:
+        report("loading torch and the codecs")
         from disagg.codecs.registry import codec_names, get_codec
         from disagg.model.runner import pick_device
         from disagg.paged.doctor import examine, name_of
 
-        where, found = pick_device(device), []
+        device = pick_device(device)
         for spec in specs or ():
-            get_codec(spec, head_dim)  # its errors now
+            get_codec(spec, head_dim)  # raises for a wrong spec before anything runs
+        findings: list[Finding] = []
         for spec in specs or codec_names(head_dim):
-            say(f"{spec} on {where}")
-            found += examine(spec, HEADS, head_dim, where)
-    sound = all(x.sound for x in found)
+            report(f"{spec} on {device}")
+            findings += examine(spec, HEADS, head_dim, device)
+    is_sound = all(finding.sound for finding in findings)
     if as_json:
-        rows = [asdict(x) | {"sound": x.sound} for x in found]
-        print_json(
-            {"device": where, "name": name_of(where), "sound": sound, "rows": rows}
-        )
+        rows = [{**asdict(finding), "sound": finding.sound} for finding in findings]
+        name = name_of(device)
+        print_json({"device": device, "name": name, "sound": is_sound, "rows": rows})
     else:
-        cells = [
-            [x.codec, x.kernel, x.backend]
-            + [f"{y:.2g}" for y in (x.error, x.bound)]
-            + [f"{y:.1f}" for y in (x.first_ms, x.ms)]
-            + [x.failure or ("" if x.sound else "WRONG")]
-            for x in found
-        ]
-        print_table(f"{where}: {name_of(where)}", COLUMNS, cells)
-    if not sound:
+        rows_of_text = [row_of(finding) for finding in findings]
+        print_table(f"{device}: {name_of(device)}", COLUMNS, rows_of_text)
+        print(LEGEND)
+        print(verdict(findings))
+    if not is_sound:
         raise typer.Exit(1)
+
+
+def row_of(finding: "Finding") -> list[str]:
+    """A line of the table."""
+    return [
+        finding.codec,
+        finding.kernel,
+        finding.backend,
+        f"{finding.error:.2g}",
+        f"{finding.bound:.2g}",
+        f"{finding.first_ms:.1f}",
+        f"{finding.ms:.1f}",
+        finding.failure or ("ok" if finding.sound else "WRONG"),
+    ]
+
+
+def verdict(findings: "Sequence[Finding]") -> str:
+    """One line that says whether this machine may serve."""
+    wrong = [finding for finding in findings if not finding.sound]
+    count = (
+        f"{len(findings) - len(wrong)} of {len(findings)} kernels within their bounds"
+    )
+    if not wrong:
+        return f"sound: {count}"
+    names = ", ".join(f"{finding.codec} {finding.kernel}" for finding in wrong)
+    return f"NOT SOUND: {count}; wrong: {names}"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from disagg.eval.quality import Judge
 
 Row = dict[str, Any]  # a JSON object
+SHAPE_OPTIONS = ("rows", "prompt", "score", "free", "streaming")
 
 
 def evaluate(
@@ -26,48 +27,57 @@ def evaluate(
     text: list[str] | None = Option(
         None, "--text", help='A file, or "python"; may be repeated.'
     ),
-    rows: int = Option(4, min=1, help="Of each text."),
+    rows: int = Option(4, min=1, help="Rows of each text."),
     prompt: int = Option(1152, min=1, help="Tokens that are compressed."),
-    score: int = Option(384, min=2, help="Tokens fed behind them."),
+    score: int = Option(384, min=2, help="Tokens that follow and are scored."),
     free: int = Option(0, min=0, help="Greedy tokens compared with those of exact KV."),
     passkey: list[int] | None = Option(
-        None, "--passkey", help="Ask for pass keys in so many tokens; may be repeated."
+        None,
+        "--passkey",
+        help="Hide pass keys in prompts of this many tokens; may be repeated.",
     ),
-    keys: int | None = Option(None, min=1, help="Of each --passkey and depth; 5."),
+    keys: int | None = Option(
+        None, min=1, help="Pass keys for each length and depth; 5."
+    ),
     streaming: bool = Option(
-        False, "--streaming", help="Seal tails meanwhile, as service."
+        False, "--streaming", help="Seal pages while tokens are fed, as in service."
     ),
-    threads: int = Option(1, min=1, max=1024, help="Of torch."),
+    threads: int = Option(1, min=1, max=1024, help="Threads of torch."),
     out: Path | None = Option(
-        None, callback=options.writable, help="Write rows to it."
+        None, callback=options.writable, help="Write rows to this file."
     ),
     plot: options.Plot = None,
-    resume: bool = Option(False, "--resume", help="Keep the rows that --out has."),
+    resume: bool = Option(False, "--resume", help="Continue the rows in --out."),
     save_costs: bool = Option(
-        False, "--save-costs", help="Put perplexity and KL where `disagg codecs` looks."
+        False, "--save-costs", help="Store perplexity and KL for `disagg codecs`."
     ),
     as_json: options.Json = False,
 ) -> None:
-    """Perplexity, KL, top-1 and bytes of codecs, paired with exact KV."""
+    """Measure what codecs cost in quality: perplexity, KL, top-1 and bytes, against exact KV."""
     from disagg.eval.texts import PYTHON
 
     texts = tuple(text or (PYTHON,))
     options.refuse_idle(not passkey, "without --passkey", keys=keys)
     _check(model, texts, out, resume)
-    with stages() as say:
-        say("loading torch and the model")
+    with stages() as report:
+        report("loading torch and the model")
         from disagg.eval.quality import EvalOptions, Judge
 
-        lengths = (
-            rows,
-            prompt,
-            score,
-            free,
-            tuple(passkey or ()),
-            keys or EvalOptions.keys,
+        judge = Judge(
+            EvalOptions(
+                model=model,
+                codecs=tuple(codec or ()),
+                texts=texts,
+                rows=rows,
+                prompt=prompt,
+                score=score,
+                free=free,
+                passkeys=tuple(passkey or ()),
+                keys=keys or EvalOptions.keys,
+                streaming=streaming,
+                threads=threads,
+            )
         )
-        asked = (*lengths, streaming, threads)
-        judge = Judge(EvalOptions(model, tuple(codec or ()), texts, *asked))
     result = _measure(judge, out, plot, resume)
     if save_costs:
         _save_costs(result)
@@ -99,7 +109,7 @@ def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) 
     from disagg.eval.quality import Case
     from disagg.eval.recall import RecallCase
 
-    rows, keys = _known(judge, out) if resume and out else ([], [])
+    rows, keys = _earlier_rows(judge, out) if resume and out else ([], [])
     cases: list[Case | RecallCase] = [*judge.cases(rows), *judge.recall.cases(keys)]
     for case in tell(cases, str):
         if isinstance(case, Case):
@@ -141,37 +151,37 @@ def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
 
 def _options(judge: "Judge") -> Row:
     """What rows depend on, but for the model and their codecs."""
-    given = asdict(judge.options)
-    return {
-        name: given[name] for name in ("rows", "prompt", "score", "free", "streaming")
-    }
+    values = asdict(judge.options)
+    return {name: values[name] for name in SHAPE_OPTIONS}
 
 
-def _known(judge: "Judge", out: Path) -> tuple[list[Row], list[Row]]:
+def _earlier_rows(judge: "Judge", out: Path) -> tuple[list[Row], list[Row]]:
     """Rows and pass keys of an earlier run of the same kind."""
-    *there, rows, keys = _earlier(out)
-    if [judge.runner.fingerprint, here := _options(judge)] != there:
+    fingerprint, options_of_file, rows, keys = _earlier(out)
+    options_of_run = _options(judge)
+    same_model = fingerprint == judge.runner.fingerprint
+    if not same_model or options_of_run != options_of_file:
         raise ConfigError(
-            f"{out} is of another model or of {there[1]}; this run: {here}"
+            f"{out} is of another model or of {options_of_file}; this run: {options_of_run}"
         )
     return rows, keys
 
 
 def _earlier(out: Path | None) -> tuple[str, Row, list[Row], list[Row]]:
     """Fingerprint, options, rows and pass keys of a file; ConfigError for one without."""
-    wanted = "--resume goes on with a result of `disagg eval`, the file of --out"
+    rule = "--resume goes on with a result of `disagg eval`, the file of --out"
     if out is None or not out.is_file():
-        raise ConfigError(f"{wanted}, and there is none")
+        raise ConfigError(f"{rule}, and there is none")
     try:
-        found = json.loads(out.read_text())
+        result = json.loads(out.read_text())
         return (
-            found["model"]["fingerprint"],
-            found["options"],
-            found["rows"],
-            found["keys"],
+            result["model"]["fingerprint"],
+            result["options"],
+            result["rows"],
+            result["keys"],
         )
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{wanted}; {out} is none: {error!r}") from error
+        raise ConfigError(f"{rule}; {out} is none: {error!r}") from error
 
 
 def _save_costs(result: Row) -> None:
@@ -180,13 +190,14 @@ def _save_costs(result: Row) -> None:
     from disagg.codecs.describe import COSTS
     from disagg.eval.summary import costs
 
-    kept = {name: result[name] for name in ("command", "options", "perplexity")}
-    found = {
+    measured = {
         "model": result["model"]["name"],
-        **kept,
+        "command": result["command"],
+        "options": result["options"],
+        "perplexity": result["perplexity"],
         "codecs": costs(result["summary"]),
     }
-    write(found, COSTS)
+    write(measured, COSTS)
 
 
 def _title(result: Row) -> str:
@@ -201,15 +212,14 @@ def _title(result: Row) -> str:
 def _show(result: Row) -> None:
     from disagg.eval.summary import table_rows
 
-    rows, exact = table_rows(result["summary"]), result["perplexity"]
-    print_table(
-        _title(result), [x for x, _ in rows[0]], [[y for _, y in row] for row in rows]
-    )
-    if recall := result["recall"]:
-        cells = [[str(value) for value in line.values()] for line in recall]
-        heads = ["codec", *(f">{place}" for place in recall[0] if place != "codec")]
-        print_table("% of pass keys found, by tokens @ depth", heads, cells)
-    print(
-        "exact perplexity: "
-        + ", ".join(f"{name} {value}" for name, value in exact.items())
-    )
+    rows = table_rows(result["summary"])
+    columns = [column for column, _ in rows[0]]
+    cells = [[cell for _, cell in row] for row in rows]
+    print_table(_title(result), columns, cells)
+    recall = result["recall"]
+    if recall:
+        cells = [[str(value) for value in row.values()] for row in recall]
+        columns = ["codec", *(f">{case}" for case in recall[0] if case != "codec")]
+        print_table("% of pass keys found, by tokens @ depth", columns, cells)
+    exact = ", ".join(f"{name} {value}" for name, value in result["perplexity"].items())
+    print(f"exact perplexity: {exact}")

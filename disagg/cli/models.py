@@ -15,7 +15,7 @@ from disagg.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from disagg.model.capacity import ModelFit
 
-app = typer.Typer(no_args_is_help=True, help="What models there are to serve.")
+app = typer.Typer(no_args_is_help=True, help="Check whether a model can be served.")
 UNITS = {
     "": 1,
     "M": 10**6,
@@ -26,10 +26,12 @@ UNITS = {
     "Ti": 1 << 40,
 }
 
-Ref = Annotated[str | None, Argument(help="As for --model; the packaged one if none.")]
-Memory = Annotated[str | None, Option(help="Of one accelerator: 80GB, 24GiB.")]
+Ref = Annotated[
+    str | None, Argument(help="As for --model; by default the packaged model.")
+]
+Memory = Annotated[str | None, Option(help="Memory of one accelerator: 80GB, 24GiB.")]
 Dtype = Annotated[
-    str, Option(help="What it computes in; that of the checkpoint unless given.")
+    str, Option(help="Of weights and activations; by default that of the checkpoint.")
 ]
 
 
@@ -44,12 +46,12 @@ def check(
     from disagg.model.capacity import check_model
 
     room = None if memory is None else parse_bytes(memory)
-    found = check_model(ref, dtype, room, EngineConfig().memory_share)
+    fit = check_model(ref, dtype, room, EngineConfig().memory_share)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(fit))
     else:
-        _draw(found)
-    if not found.served:
+        _draw(fit)
+    if not fit.served:
         raise typer.Exit(ModelError.exit_code)
 
 
@@ -66,7 +68,10 @@ def _draw(fit: "ModelFit") -> None:
     if not fit.served:
         print(f"{fit.architecture}: not served: {fit.reason}")
         return
-    spans = [f"{n} x {f'{w} tokens' if w else 'all'}" for w, n in fit.windows.items()]
+    spans = [
+        f"{count} x {f'{window} tokens' if window else 'all'}"
+        for window, count in fit.windows.items()
+    ]
     print(f"{fit.architecture}: served")
     print(
         f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}"
@@ -81,12 +86,11 @@ def _draw(fit: "ModelFit") -> None:
         for codec in fit.codecs
     ]
     columns = ["codec", ">bytes a token"]
-    if any(
-        codec.tokens is not None for codec in fit.codecs
-    ):  # else nobody said into what
-        columns += [">tokens that fit"]
+    has_memory = any(codec.tokens is not None for codec in fit.codecs)
+    if has_memory:
+        columns.append(">tokens that fit")
         for row, codec in zip(rows, fit.codecs, strict=True):
             row.append(f"{codec.tokens or 0:,}" if not codec.refused else "")
     print_table(f"in prompts of {fit.context_length:,} tokens", columns, rows)
-    if len(columns) == 2:
-        print("how many tokens fit on an accelerator, --memory 24GiB tells")
+    if not has_memory:
+        print("--memory 24GiB adds how many tokens fit on an accelerator")

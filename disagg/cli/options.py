@@ -18,7 +18,7 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     str | None,
     Option(
-        help='Folder, Hugging Face name or "smollm2"; the packaged one unless given.'
+        help='Folder, Hugging Face name or "smollm2"; by default the packaged model.'
     ),
 ]
 Codec = Annotated[str | None, Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
@@ -26,17 +26,18 @@ ConfigFile = Annotated[
     Path | None, Option("--config", help="YAML file; see --show-config for its keys.")
 ]
 Set = Annotated[
-    list[str] | None, Option("--set", help="Any config key: engine.max_sequences=8.")
+    list[str] | None, Option("--set", help="Any setting: engine.max_sequences=8.")
 ]
 ShowConfig = Annotated[
-    bool, Option("--show-config", help="Print the config that would be used, and exit.")
+    bool, Option("--show-config", help="Print the settings in force, and exit.")
 ]
 ApiKey = Annotated[
-    str | None, Option(envvar="DISAGG_API_KEY", help="What --url asks of its clients.")
+    str | None,
+    Option(envvar="DISAGG_API_KEY", help="The key that the service at --url asks for."),
 ]
 StateFile = Annotated[
     Path | None,
-    Option("--state-file", help="Where a running service says where it is."),
+    Option("--state-file", help="File in which a running service announces itself."),
 ]
 
 
@@ -44,18 +45,21 @@ def read_config(
     path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]
 ) -> Config:
     """Defaults, a file, `--set key=value`, flags: the later one wins."""
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for item in sets or []:
         key, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item!r} has no value; write key=value")
-        given[key.strip()] = value.strip()
-    return load_config(path, given | {k: v for k, v in flags.items() if v is not None})
+        overrides[key.strip()] = value.strip()
+    for key, value in flags.items():
+        if value is not None:
+            overrides[key] = value
+    return load_config(path, overrides)
 
 
-def refuse_idle(idle: object, where: str, **given: object) -> None:
-    """ConfigError for an option that is given where it would be left out in silence."""
-    for name, value in given.items():
+def refuse_idle(idle: object, where: str, **values: object) -> None:
+    """ConfigError for an option that would have no effect."""
+    for name, value in values.items():
         if idle and value:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing {where}")
 
@@ -63,11 +67,13 @@ def refuse_idle(idle: object, where: str, **given: object) -> None:
 def writable(path: Path | None) -> Path | None:
     """ConfigError for a file that cannot be written, before anything is measured for it."""
     if path is not None:
-        whole = path.absolute()
-        there = next(x for x in (whole, *whole.parents) if x.exists())
-        if there.is_dir() == (there == whole) or not os.access(there, os.W_OK):
+        target = path.absolute()
+        nearest = next(x for x in (target, *target.parents) if x.exists())
+        is_folder = nearest == target and nearest.is_dir()
+        is_below_file = nearest != target and not nearest.is_dir()
+        if is_folder or is_below_file or not os.access(nearest, os.W_OK):
             raise ConfigError(
-                f"{path} cannot be written; a file where you may write is wanted"
+                f"{path} cannot be written; expected a file where you may write"
             )
     return path
 
@@ -76,8 +82,11 @@ def drawable(path: Path | None) -> Path | None:
     """ConfigError unless a picture can be drawn there, before anything is measured for it."""
     if path is not None:
         if path.suffix not in PICTURES or not path.parent.is_dir():
-            known = f"folders must exist, and {', '.join(PICTURES)}"
-            raise ConfigError(f"no picture can be written to {path}: {known}")
+            formats = ", ".join(PICTURES)
+            raise ConfigError(
+                f"no picture can be written to {path}; "
+                f"expected a file in a folder that exists, {formats}"
+            )
         import disagg.report.transfer  # noqa: F401  # ConfigError without matplotlib
     return writable(path)
 
@@ -96,19 +105,16 @@ def print_config(config: Config, as_json: bool) -> None:
     import yaml
 
     print(
-        "# null: not set; of engine.arena_bytes 256 MiB on a CPU, by memory_share on a GPU"
+        "# null: not set; engine.arena_bytes is 256 MiB on a CPU, by memory_share on a GPU"
     )
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
 
 
-def state_path(given: Path | str | None, name: str = ClusterConfig.name) -> Path:
-    """The state file of this user's service of a name, unless another one is given."""
-    if given is not None:
-        return Path(given)
+def state_path(path: Path | str | None, name: str = ClusterConfig.name) -> Path:
+    """The state file at a path, by default that of this user's service of a name."""
+    if path is not None:
+        return Path(path)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = (
-        Path(runtime)
-        if runtime
-        else Path(tempfile.gettempdir()) / f"disagg-{os.getuid()}"
-    )
-    return folder / f"{name}.json"
+    if runtime:
+        return Path(runtime) / f"{name}.json"
+    return Path(tempfile.gettempdir()) / f"disagg-{os.getuid()}" / f"{name}.json"

@@ -1,6 +1,7 @@
-"""What people read: small tables, and what goes on meanwhile. Programs get JSON."""
+"""What commands print: tables and progress for people, JSON for programs."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +24,7 @@ SHORT_TOKENS = 256  # longer prompts have pages that are sealed
 
 
 def tell(line: str) -> None:
-    """A line on standard error, where it may be that nobody reads it any more, or its disk is full:
-    what goes on matters more."""
+    """Print a line on standard error; a closed pipe or a full disk there stops no work."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -54,9 +54,12 @@ def print_table(
 
 def print_savings(answer: Answer, max_tokens: int) -> None:
     """What the hand-off saved, after the text of an answer."""
-    if kv := answer.kv:
+    kv = answer.kv
+    if kv:
         _print_bytes(kv)
-        times = [f"{told} {kv[x]:.1f} ms" for x, told in TIMES.items() if x in kv]
+        times = [
+            f"{label} {kv[key]:.1f} ms" for key, label in TIMES.items() if key in kv
+        ]
         if kv["wire_bytes"]:
             print(f"hand-off: {', '.join(times)}")
     count = answer.completion_tokens
@@ -72,48 +75,70 @@ def print_savings(answer: Answer, max_tokens: int) -> None:
 
 
 def _print_bytes(kv: Mapping[str, Any]) -> None:
-    """A table, or one line for a prompt that is not sent, or as it is because it is so short."""
-    fp16, fp8, wire = kv["fp16_bytes"], kv["fp8_bytes"], kv["wire_bytes"]
-    if kv["tokens"] < SHORT_TOKENS and (
-        not wire or min(wire, kv["resident_bytes"]) >= fp16
-    ):
-        saved = f"too few to save anything; {wire:,} bytes sent, {fp16:,} as fp16"
-        whole = "too few to hand off, computed whole at a decode worker"
-        print(f"KV of {kv['tokens']} tokens: {saved if wire else whole}")
+    """A table of sizes; one line for a prompt that is too short to save anything."""
+    fp16 = kv["fp16_bytes"]
+    wire = kv["wire_bytes"]
+    resident = kv["resident_bytes"]
+    saves_nothing = not wire or min(wire, resident) >= fp16
+    if kv["tokens"] < SHORT_TOKENS and saves_nothing:
+        outcome = "too few to hand off, computed whole at a decode worker"
+        if wire:
+            outcome = f"too few to save anything; {wire:,} bytes sent, {fp16:,} as fp16"
+        print(f"KV of {kv['tokens']} tokens: {outcome}")
         return
-    rows = [("as fp16", fp16), ("as fp8", fp8)] + (
-        [("on the wire", wire)] if wire else []
-    )
-    rows += (
-        [("known there before", kv["cached_bytes"])] if kv.get("cached_bytes") else []
-    )
-    rows += [("resident in decode", kv["resident_bytes"])]
-    cells = [
-        (x, f"{y:,}", f"{100 * y / fp16:.1f}", f"{100 * y / fp8:.1f}") for x, y in rows
+    sizes = {
+        "as fp16": fp16,
+        "as fp8": kv["fp8_bytes"],
+        "on the wire": wire,
+        "cached there before": kv.get("cached_bytes"),
+        "resident in decode": resident,
+    }
+    rows = [
+        (
+            label,
+            f"{nbytes:,}",
+            f"{100 * nbytes / fp16:.1f}",
+            f"{100 * nbytes / kv['fp8_bytes']:.1f}",
+        )
+        for label, nbytes in sizes.items()
+        if nbytes
     ]
-    print_table(f"KV of {kv['tokens']} tokens, {kv['codec']}", COLUMNS, cells)
+    print_table(f"KV of {kv['tokens']} tokens, {kv['codec']}", COLUMNS, rows)
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """Tell on standard error what goes on, for as long as this block takes.
+def stages(is_live: bool = True) -> Iterator[Callable[[str], None]]:
+    """Report on standard error what goes on, for as long as this block takes.
 
-    A terminal has one line with the seconds so far; anything else gets a line for each stage.
+    is_live: on a terminal, one line that is overwritten, with the seconds so far. A process in the
+             background, or one that stays (`disagg serve`), gets a line per stage instead: what it
+             overwrites could be the answer of another command
     """
-    if not sys.stderr.isatty():
+    if not (is_live and _owns_terminal()):
         began = time.monotonic()
         yield lambda stage: tell(f"{time.monotonic() - began:5.1f} s  {stage} ...")
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Column
 
-    told = TextColumn(
-        "{task.description}", markup=False, table_column=Column()
-    )  # may wrap
-    screen = Console(stderr=True)
+    description = TextColumn("{task.description}", markup=False)
+    console = Console(stderr=True)
     with Progress(
-        SpinnerColumn(), told, TimeElapsedColumn(), console=screen, transient=True
-    ) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda stage: bar.update(task, description=stage)
+        SpinnerColumn(),
+        description,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda stage: progress.update(task, description=stage)
+
+
+def _owns_terminal() -> bool:
+    """Whether standard error is a terminal, and this process is in its foreground."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except OSError:
+        return False

@@ -1,80 +1,92 @@
-"""`disagg serve`, `disagg stop`: a service that stays, and its end.
+"""`disagg serve` and `disagg stop`, and the private service that `disagg submit` starts.
 
-Also the service that `disagg submit` starts for one prompt, and what is checked before anything
-heavy starts. What needs tokenizers, torch or Ray is imported inside functions.
+What needs tokenizers, torch or Ray is imported inside functions.
 """
 
-import json
 import os
 import re
 import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from disagg.cli import client, options
-from disagg.cli.client import RunningService
+from disagg.cli import state_file as state_files
+from disagg.cli.checks import check_model, check_request
 from disagg.cli.output import print_json, stages, tell
-from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, replace_keys
-from disagg.errors import DeadlineError, PeerLostError, PromptTooLongError, RequestError
+from disagg.cli.shutdown import RAY_STOP_S, ShutdownGuard
+from disagg.cli.state_file import RunningService, read_state
+from disagg.config import Config, replace_keys
+from disagg.errors import ConfigError, DeadlineError, PeerLostError
 from disagg.launch.reaper import birth
 
 if TYPE_CHECKING:
-    from disagg.model.describe import ModelInfo
-    from disagg.model.tokenizer import Tokenizer
+    from disagg.server.service import Service
 
-ENDS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # the last one: a terminal was closed
-STUCK_S = 15.0  # for all that Ray has to do at the end
 STOP_S = 5.0  # beyond what the end may take
 POLL_S = 0.05
-DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
+PRIVATE = {  # a service for one prompt listens on this host, for one client
+    "host": "127.0.0.1",
+    "port": 0,
+    "api_key": None,
+    "api_key_file": None,
+    "tls_certificate": None,
+    "tls_key": None,
+    "pd_ports": None,
+}
+ModelArgument = Annotated[
+    str | None, Argument(metavar="[MODEL]", help="The same as --model.")
+]
 
 
 def serve(
+    model_argument: ModelArgument = None,
     model: options.Model = None,
-    served_model_name: str | None = Option(None, help="What clients call the model."),
+    served_model_name: str | None = Option(
+        None, help="The name that clients use for the model."
+    ),
+    dtype: str | None = Option(
+        None, help="Of weights and activations: auto, float32, bfloat16, float16."
+    ),
     codec: options.Codec = None,
     codecs: str | None = Option(
-        None, help='Of --codec auto, and all there are on a GPU: "fp8,kivi:bits=4".'
+        None,
+        help='What --codec auto chooses from; on a GPU, all that requests may name: "fp8,int8".',
     ),
     error_budget: float | None = Option(
-        None, min=0, help="Of --codec auto: relative error of attention outputs."
+        None, min=0, help="With --codec auto: allowed relative error of attention."
+    ),
+    prefill: int | None = Option(None, min=1, help="Prefill workers; 1."),
+    decode: int | None = Option(None, min=1, help="Decode workers; 1."),
+    colocated: bool | None = Option(
+        None, "--colocated", help="Every worker prefills and decodes; no hand-offs."
+    ),
+    min_disagg_tokens: int | None = Option(
+        None, min=0, help="Compute shorter prompts where they decode."
     ),
     host: str | None = Option(None, help="Address to listen on."),
     port: int | None = Option(None, help="Port to listen on; 0: any free one."),
     pd_ports: int | None = Option(
-        None, help="First of one port for each worker, for vLLM's routers; 0: any."
+        None, help="First of one port per worker, for vLLM's routers; 0: any free ones."
     ),
     api_key: str | None = Option(
-        None, envvar="DISAGG_API_KEY", help="What clients have to show."
+        None, envvar="DISAGG_API_KEY", help="A key that clients must send."
     ),
-    api_key_file: str | None = Option(None, help="File with such keys, one in a line."),
+    api_key_file: str | None = Option(None, help="A file of such keys, one per line."),
     ssl_certfile: str | None = Option(
-        None, help="PEM file; with --ssl-keyfile: HTTPS."
+        None, help="PEM file of a certificate; with --ssl-keyfile: HTTPS."
     ),
-    ssl_keyfile: str | None = Option(
-        None, help="PEM file with the key of the certificate."
-    ),
+    ssl_keyfile: str | None = Option(None, help="PEM file of its private key."),
     allowed_origins: str | None = Option(
-        None, help='Whose pages may ask: "https://chat.example"; "*": all.'
-    ),
-    colocated: bool | None = Option(None, "--colocated", help="Workers do both."),
-    min_disagg_tokens: int | None = Option(
-        None, min=0, help="Shorter prompts stay whole where they decode."
+        None, help='Web origins allowed by CORS: "https://chat.example"; "*": all.'
     ),
     name: str | None = Option(
-        None, "--name", help="Of this service among those on a cluster."
+        None, "--name", help="Name of this service among others on a cluster."
     ),
     config: options.ConfigFile = None,
     sets: options.Set = None,
@@ -82,50 +94,131 @@ def serve(
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Serve completions until stopped, with workers of its own."""
-    flags: dict[str, Any] = {"model.name": model, "codec": codec, "server.host": host}
-    flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
-    flags |= {"server.port": port, "server.pd_ports": pd_ports}
-    flags |= {"router.error_budget": error_budget}
-    flags |= {
-        "codecs": codecs and re.split(r",(?![\w-]+=)", codecs)
-    }  # options have = behind them
-    if api_key is None:
-        api_key = os.environ.get(
-            "DISAGG_API_KEY"
-        )  # typer takes an empty one, an error, for none
-    flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
-    flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
-    flags |= {"server.allowed_origins": allowed_origins}
-    if allowed_origins and not allowed_origins.startswith(
-        "["
-    ):  # a list, as vLLM takes it
-        flags |= {"server.allowed_origins": allowed_origins.split(",")}
-    flags |= {
+    """Serve completions until stopped."""
+    if model is not None and model_argument is not None:
+        raise ConfigError(
+            f"the model is {model_argument!r} and --model {model!r}; give one of them"
+        )
+    flags = {
+        "model.name": model or model_argument,
+        "model.dtype": dtype,
+        "codec": codec,
+        "codecs": split_specs(codecs),
+        "cluster.name": name,
+        "cluster.prefill": prefill,
+        "cluster.decode": decode,
         "cluster.colocated": colocated,
         "transfer.min_disagg_tokens": min_disagg_tokens,
+        "router.error_budget": error_budget,
+        "server.served_model_name": served_model_name,
+        "server.host": host,
+        "server.port": port,
+        "server.pd_ports": pd_ports,
+        "server.api_key": read_api_key(api_key),
+        "server.api_key_file": api_key_file,
+        "server.tls_certificate": ssl_certfile,
+        "server.tls_key": ssl_keyfile,
+        "server.allowed_origins": split_origins(allowed_origins),
+        "server.state_file": state_file and str(state_file),
     }
-    state = state_file and str(state_file)
-    settled = options.read_config(config, sets, flags | {"server.state_file": state})
+    settings = options.read_config(config, sets, flags)
     if show_config:
-        options.print_config(settled, as_json)
+        options.print_config(settings, as_json)
     else:
-        run_service(settled, as_json)
+        run_service(settings, as_json)
+
+
+def split_specs(specs: str | None) -> list[str] | None:
+    """Specs that stand between commas; the options of one spec are joined by commas too."""
+    return specs and re.split(r",(?![\w-]+=)", specs)  # type: ignore[return-value]
+
+
+def split_origins(origins: str | None) -> str | list[str] | None:
+    """Origins between commas, or a list as vLLM takes it."""
+    is_list = not origins or origins.startswith("[")
+    return origins if is_list else origins.split(",")  # type: ignore[union-attr]
+
+
+def read_api_key(api_key: str | None) -> str | None:
+    """The flag, else the environment: typer takes an empty variable, an error here, for none."""
+    return os.environ.get("DISAGG_API_KEY") if api_key is None else api_key
+
+
+def run_service(config: Config, as_json: bool) -> None:
+    """Serve until a stop signal or `disagg stop`; the state file lives as long."""
+    path = options.state_path(config.server.state_file, config.cluster.name)
+    state_files.check_unannounced(path)
+    check_model(config)
+    from disagg.server.service import Service
+
+    try:
+        with ShutdownGuard(config.cluster.grace_s) as guard, ExitStack() as stack:
+            with stages(is_live=False) as report:
+                token = state_files.previous_token(path)
+                service = Service(config, guard.reporting(report), token)
+                announced = state_files.announced(path, state_of(service, config))
+                mark_ready = stack.enter_context(announced)
+                stack.enter_context(service)
+                stack.callback(guard.begin)
+            mark_ready()
+            guard.started()
+            print_start(service, config, as_json)
+            while not service.stopped.wait(1.0):
+                guard.take_signals()  # a restarted Ray has set its own handlers
+    except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
+        tell("stopped")
+
+
+def state_of(service: "Service", config: Config) -> RunningService:
+    """What the state file says of a service in this process."""
+    certificate = config.server.tls_certificate
+    return RunningService(
+        url=service.url,
+        pid=os.getpid(),
+        token=service.secret,
+        certificate=certificate and os.path.abspath(certificate),
+        grace_s=config.cluster.grace_s,
+        born=birth(os.getpid()),
+    )
+
+
+def print_start(service: "Service", config: Config, as_json: bool) -> None:
+    """Where it listens, and what its owner should know."""
+    if as_json:
+        print_json({"url": service.url, "pid": os.getpid()})
+    for line in (*service.links, *service.doors, *open_access_warnings(config)):
+        tell(line)
+    tell(f"serving {service.name} at {service.url}")
+
+
+def open_access_warnings(config: Config) -> list[str]:
+    """A warning where other machines can reach a service that asks for no key."""
+    host = config.server.host
+    if config.server.api_key or config.server.api_key_file:
+        return []
+    try:
+        is_local = ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    if is_local:
+        return []
+    return [f"warning: whoever reaches {host} may use this service, without a key"]
 
 
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
-    """Stop the running service; returns when nothing of it is left."""
+    """Stop the running service; returns when all of its processes have ended."""
     state = running(state_file)
     if state.ready:
-        with suppress(PeerLostError):  # it ends already, and HTTP goes first
+        with suppress(PeerLostError):  # it is ending already, and HTTP goes first
             client.post(state, "/stop")
     else:
         os.kill(state.pid, signal.SIGTERM)
-    began, patience_s = time.monotonic(), 2 * state.grace_s + STUCK_S + STOP_S
-    with stages() as say:
-        say(f"stopping the service at {state.url}")
+    patience_s = 2 * state.grace_s + RAY_STOP_S + STOP_S
+    deadline = time.monotonic() + patience_s
+    with stages() as report:
+        report(f"stopping the service at {state.url}")
         while state.alive:
-            if time.monotonic() > began + patience_s:
+            if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"process {state.pid} still runs after {patience_s:.0f} s"
                 )
@@ -134,133 +227,25 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
         print_json({"stopped": state.url})
 
 
-def running(state_file: Any) -> RunningService:
+def running(state_file: Path | None) -> RunningService:
     """The service of the state file; PeerLostError if there is none."""
     path = options.state_path(state_file)
-    state = client.read_state(path)
+    state = read_state(path)
     if state is None:
         raise PeerLostError(f"no service runs, says {path}; `disagg serve` starts one")
     return state
 
 
-def run_service(config: Config, as_json: bool) -> None:
-    """Serve until a signal of ENDS or `disagg stop`; the state file lives as long."""
-    path = options.state_path(config.server.state_file, config.cluster.name)
-    client.check_unannounced(path)
-    check_model(config)
-    from disagg.server.service import Service
-
-    try:
-        with ShutdownGuard(config.cluster.grace_s) as ending, ExitStack() as stack:
-            with stages() as say:
-                service = Service(config, ending.telling(say), client.left_token(path))
-                tls = config.server.tls_certificate
-                tls = tls and os.path.abspath(tls)  # clients are in other folders
-                mine = os.getpid(), service.secret, tls, config.cluster.grace_s
-                state = RunningService(service.url, *mine, born=birth(os.getpid()))
-                is_ready = stack.enter_context(client.announced(path, state))
-                stack.enter_context(service)
-                stack.callback(ending.begin)
-            is_ready()
-            ending.started()
-            if as_json:
-                print_json({"url": service.url, "pid": os.getpid()})
-            told = f"serving {service.name} at {service.url}"
-            for line in (*service.links, *service.doors, *_open_to_all(config), told):
-                tell(line)
-            while not service.stopped.wait(1.0):
-                ending.take_signals()  # a Ray that starts anew has its own again
-    except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
-        tell("stopped")
-
-
-class ShutdownGuard:
-    """How this process ends: by the signals of ENDS, unless they are ignored, and whatever hangs.
-
-    Ray's C++ waits without end for a raylet that had the signal too, or that answers no more, and
-    Python's handlers wait for it. What is left of a private service then its reaper takes away.
-    """
-
-    def __init__(self, grace_s: float):
-        self._limit_s = 2 * grace_s + STUCK_S  # for answers, then for workers
-        self._deaf_until = 0.0
-        self._started = threading.Event()
-
-    def __enter__(self) -> Self:
-        self._ours, theirs = socket.socketpair()
-        self._ours.setblocking(False)
-        self._before = signal.set_wakeup_fd(
-            self._ours.fileno(), warn_on_full_buffer=False
-        )
-        threading.Thread(target=self._watch, args=[theirs], daemon=True).start()
-        told = b"stopped, though Ray answers no more\n"
-        self._timer = threading.Timer(self._limit_s, _leave, [told, 1])
-        self._timer.daemon = True
-        self.take_signals()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.started()
-        self._timer.cancel()
-        signal.set_wakeup_fd(self._before)
-        self._ours.close()
-
-    def started(self) -> None:
-        """From here on the handlers suffice; before, the end came STUCK_S after a signal."""
-        self._started.set()
-
-    def begin(self) -> None:
-        """It ends now, within its time."""
-        self._timer.start()
-
-    def take_signals(self) -> None:
-        """Again after each start of Ray: its C++ handler of SIGTERM aborts the process."""
-        for number in ENDS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._interrupt)
-
-    def telling(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """What tells of stages, and takes the signals before each."""
-
-        def take_and_say(stage: str) -> None:
-            self.take_signals()
-            say(stage)
-
-        return take_and_say
-
-    def _interrupt(self, *_: object) -> None:
-        """Say that the end begins, which takes seconds, and begin with it: signals come in twos,
-        and a second one would leave half of it undone."""
-        if time.monotonic() < self._deaf_until:
-            return
-        self._deaf_until = time.monotonic() + STUCK_S
-        with suppress(RuntimeError):  # a line was just being written
-            tell("stopping ...")
-        raise KeyboardInterrupt
-
-    def _watch(self, theirs: socket.socket) -> None:
-        with theirs:
-            while told := theirs.recv(1):
-                if told[0] in ENDS and not self._started.wait(STUCK_S):
-                    _leave(b"stopped while Ray started\n", 128 + told[0])
-
-
-def _leave(told: bytes, status: int) -> None:
-    with suppress(OSError):
-        os.write(2, told)
-    os._exit(status)
-
-
 def ready(path: Path) -> RunningService | None:
-    """The service of a state file, once its workers serve; None if there is none to wait for.
+    """The service of a state file, once its workers serve; None if no service is announced.
 
-    PeerLostError if it ends before.
+    PeerLostError if it ends while it starts.
     """
-    state = client.read_state(path)
+    state = read_state(path)
     if state is None or state.ready:
         return state
-    with stages() as say:
-        say(f"waiting for the service at {state.url}")
+    with stages() as report:
+        report(f"waiting for the service at {state.url}")
         while not state.ready:
             time.sleep(POLL_S)
             state = running(path)
@@ -271,116 +256,15 @@ def ready(path: Path) -> RunningService | None:
 def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     """The URL of a service that ends with this block, whatever ends it.
 
-    body: the request it is for; what is wrong with it is found out first
+    body: the request it is for; its errors are raised before anything starts
     """
-    check(config, body)
-    alone = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_file": None}
-    alone |= {"tls_certificate": None, "tls_key": None, "pd_ports": None}
-    config = replace_keys(config, {"server": alone})
+    check_request(config, body)
+    config = replace_keys(config, {"server": PRIVATE})
     from disagg.server.service import Service
 
-    with ShutdownGuard(config.cluster.grace_s) as ending, ExitStack() as stack:
-        with stages() as say:
-            service = stack.enter_context(Service(config, ending.telling(say)))
-            stack.callback(ending.begin)
-        ending.started()
+    with ShutdownGuard(config.cluster.grace_s) as guard, ExitStack() as stack:
+        with stages() as report:
+            service = stack.enter_context(Service(config, guard.reporting(report)))
+            stack.callback(guard.begin)
+        guard.started()
         yield service.url
-
-
-def check(config: Config, body: Mapping[str, Any]) -> None:
-    """What can be known of a request before workers run: model, codec, length, all its fields."""
-    from disagg.model.chat import read_template
-    from disagg.server.limits import check_prompt, check_text
-    from disagg.server.schema import ChatRequest, CompletionRequest
-
-    info, tokenizer = check_model(config)
-    text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-    check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
-    check_prompt(len(tokenizer.encode(text)), info.context_length)
-    (ChatRequest if "messages" in body else CompletionRequest).read(
-        json.dumps(body).encode()
-    )
-    if "messages" in body and read_template(config.model.name) is None:
-        raise RequestError(
-            f"{info.path.name!r} has no chat template; without --chat it goes on"
-        )
-
-
-def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
-    """What the files of a model tell before workers run: sizes, tokenizer, codecs that fit."""
-    from disagg.model.chat import read_template
-    from disagg.model.describe import check_weights
-    from disagg.model.tokenizer import Tokenizer
-
-    info = check_codecs(config.model.name, config.listed, config.model.dtype)
-    if (
-        config.cluster.address == ClusterConfig.address
-    ):  # else workers have them, on their hosts
-        check_weights(info.path)
-        if config.model.device == "cuda":
-            from disagg.model.runner import pick_device
-
-            pick_device("cuda")
-    read_template(config.model.name)  # its errors now
-    check_arena(config, info)
-    return info, Tokenizer.load(config.model.name)
-
-
-def check_codecs(
-    model: str | None, specs: Iterable[str], dtype: str = "auto", tokens: int = 0
-) -> "ModelInfo":
-    """What a model is; ConfigError unless all specs make plans, PromptTooLongError unless a prompt
-    with its answer, of so many tokens, fits."""
-    from disagg.model.describe import describe_model
-
-    info = describe_model(model, dtype)
-    if tokens > info.context_length:
-        told = f"{tokens:,} tokens of a prompt and its answer are too many"
-        most = f"the model's context holds at most {info.context_length:,}"
-        raise PromptTooLongError(f"{told}; {most}")
-    for spec in specs:
-        check_codec(spec, info)
-    return info
-
-
-def check_codec(spec: str, info: "ModelInfo") -> None:
-    """ConfigError unless a spec makes a plan for a model.
-
-    Codecs need torch, which takes a second to import: the default is known to be good for heads
-    of whole 16 channels, so that who asks for nothing special waits for nothing.
-    """
-    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_DIM == 0:
-        return
-    from disagg.codecs.planning import parse_plan
-    from disagg.model.capacity import kv_shape
-
-    parse_plan(spec, kv_shape(info))
-
-
-def check_arena(config: Config, info: "ModelInfo") -> None:
-    """ConfigError where the codecs of a service want a larger arena than is configured."""
-    if config.engine.arena_bytes is None:
-        return
-    from disagg.codecs.planning import parse_plan
-    from disagg.engine.arena import check_slabs, slab_bytes_for
-    from disagg.model.capacity import kv_shape
-
-    slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim)
-    plans = [parse_plan(spec, kv_shape(info)) for spec in config.listed]
-    check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)
-
-
-def _open_to_all(config: Config) -> list[str]:
-    """A warning for who serves more than this machine and asks nobody for a key."""
-    host = config.server.host
-    if config.server.api_key or config.server.api_key_file:
-        return []
-    try:
-        here = ip_address(host).is_loopback
-    except ValueError:
-        here = host == "localhost"
-    return (
-        []
-        if here
-        else [f"warning: whoever reaches {host} may use this service, without a key"]
-    )

@@ -11,100 +11,123 @@ from urllib.parse import quote
 from typer import Argument, Option
 
 from disagg.cli import client, options
-from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, print_table
 from disagg.cli.serve import running
+from disagg.cli.state_file import RunningService
 from disagg.errors import ConfigError
 
-Wanted = Annotated[list[str], Argument(help="prefill=2 decode=3; or one of them.")]
-Name = Annotated[str, Argument(help="A worker, as `disagg status` calls it.")]
+Counts = Annotated[list[str], Argument(help="prefill=2 decode=3; or one of them.")]
+Name = Annotated[str, Argument(help="A worker's name in `disagg status`.")]
 PAUSE_S = 1.0
 CLEAR = "\033[H\033[2J"
 COLUMNS = ["worker", "role", ">running", ">waiting", ">pages %", ">tokens fit"]
-COLUMNS += ["node", "backend"]  # last, so that a narrow terminal breaks nothing else
+COLUMNS += ["node", "backend"]  # last: a narrow terminal breaks nothing else
 
 
 def status(
-    url: str | None = Option(None, help="A service; else the one of the state file."),
+    url: str | None = Option(None, help="A service; by default the running one."),
     api_key: options.ApiKey = None,
-    watch: bool = Option(False, "--watch", help="Again every second, until Ctrl-C."),
+    watch: bool = Option(False, "--watch", help="Repeat every second, until Ctrl-C."),
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Say how the running service is and what its workers do."""
+    """Show the running service and its workers."""
     options.refuse_idle(url, "with --url, which names a service", state_file=state_file)
     service = RunningService(url, 0, api_key or "") if url else running(state_file)
-    for found in looks(service, watch):
+    clear = CLEAR if watch and sys.stdout.isatty() else ""
+    for report in reports(service, watch):
         if as_json:
-            print_json(found)
-        else:
-            print(CLEAR if watch and sys.stdout.isatty() else "", end="")
-            with client.understood(service):
-                draw(found)
-            sys.stdout.flush()
+            print_json(report)
+            continue
+        print(clear, end="")
+        with client.understood(service):
+            draw(report)
+        sys.stdout.flush()
 
 
 def scale(
-    wanted: Wanted, state_file: options.StateFile = None, as_json: options.Json = False
+    counts: Counts, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
-    """Run so many workers of each role; what they have moves."""
-    if wrong := [
-        x for x in wanted if not re.fullmatch(r"(prefill|decode)=[0-9]{1,9}", x)
-    ]:
-        raise ConfigError(f"{wrong[0]!r} is no prefill=NUMBER or decode=NUMBER")
-    pairs = [each.split("=") for each in wanted]
-    body = {role: int(number) for role, number in pairs}
-    if len(body) < len(pairs):
-        raise ConfigError(f"{' '.join(wanted)!r} names a role twice; once is wanted")
+    """Change the number of workers of each role; running sequences move."""
+    body = parse_counts(counts)
     state = running(state_file)
-    found = client.post(state, "/scale", body)
-    told = ", ".join(f"{number} {role}" for role, number in body.items())
-    print_json(found) if as_json else print(f"{told}: they come and leave one by one")
+    answer = client.post(state, "/scale", body)
+    if as_json:
+        print_json(answer)
+        return
+    target = ", ".join(f"{number} {role}" for role, number in body.items())
+    print(f"{target}: workers start and leave one by one; `disagg status` shows them")
+
+
+def parse_counts(counts: list[str]) -> dict[str, int]:
+    """{"prefill": 2} of ["prefill=2"]; ConfigError for anything else."""
+    body: dict[str, int] = {}
+    for count in counts:
+        if not re.fullmatch(r"(prefill|decode)=[0-9]{1,9}", count):
+            raise ConfigError(f"{count!r} is no prefill=NUMBER or decode=NUMBER")
+        role, number = count.split("=")
+        if role in body:
+            raise ConfigError(
+                f"{' '.join(counts)!r} names a role twice; expected it once"
+            )
+        body[role] = int(number)
+    return body
 
 
 def drain(
     name: Name, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
-    """Let a worker leave once another one has its place."""
+    """Replace a worker: it leaves once its replacement serves, and its sequences move."""
     state = running(state_file)
-    found = client.post(state, f"/workers/{quote(name, safe='')}/drain")
-    print_json(found) if as_json else print(f"{name} leaves once another worker serves")
+    answer = client.post(state, f"/workers/{quote(name, safe='')}/drain")
+    if as_json:
+        print_json(answer)
+    else:
+        print(f"{name} leaves once its replacement serves; `disagg status` shows both")
 
 
-def looks(service: RunningService, again: bool) -> Iterator[dict[str, Any]]:
-    """What the service says of itself: once, or every second."""
+def reports(service: RunningService, repeat: bool) -> Iterator[dict[str, Any]]:
+    """The status of a service: once, or every second."""
     yield client.get(service, "/status")
-    while again:
+    while repeat:
         time.sleep(PAUSE_S)
         yield client.get(service, "/status")
 
 
-def draw(found: dict[str, Any]) -> None:
+def draw(report: dict[str, Any]) -> None:
     """One screen."""
-    told = [found["model"], found["codec"], f"{found['requests']} requests"]
-    told += [f"{found[x]} {x}" for x in ("queued", "moved", "retried") if found.get(x)]
-    if fp16 := found.get("fp16_bytes"):
-        share = 100 * found["wire_bytes"] / fp16
-        told.append(f"{found['wire_bytes']:,} bytes sent, {share:.0f} % of fp16")
-    print_table(" · ".join(told), COLUMNS, map(row_of, found["workers"]))
-    there = Counter(worker["role"] for worker in found["workers"])
-    for role, number in found.get("wanted", {}).items():
-        if there[role] != number:
-            rest = (
-                "more load, or wait for a place"
-                if there[role] < number
-                else "others leave"
+    parts = [report["model"], report["codec"], f"{report['requests']} requests"]
+    for key in ("queued", "moved", "retried"):
+        if report.get(key):
+            parts.append(f"{report[key]} {key}")
+    fp16_bytes = report.get("fp16_bytes")
+    if fp16_bytes:
+        share = 100 * report["wire_bytes"] / fp16_bytes
+        parts.append(f"{report['wire_bytes']:,} bytes sent, {share:.0f} % of fp16")
+    print_table(" · ".join(parts), COLUMNS, map(row_of, report["workers"]))
+    current = Counter(worker["role"] for worker in report["workers"])
+    for role, number in report.get("wanted", {}).items():
+        if current[role] < number:
+            print(
+                f"{role}: {current[role]} of {number}; more load, or wait for a place"
             )
-            print(f"{role}: {there[role]} there, {number} wanted; {rest}")
+        elif current[role] > number:
+            print(f"{role}: {current[role]} of {number}; the others leave")
 
 
 def row_of(worker: dict[str, Any]) -> list[str]:
     """A line about one worker."""
-    gauges, cells = worker.get("gauges", {}), [worker["name"], worker["role"]]
+    head = [worker["name"], worker["role"]]
     if "error" in worker:
-        return [*cells, *[""] * 4, worker["address"], worker["error"]]
+        return [*head, "", "", "", "", worker["address"], worker["error"]]
+    gauges = worker.get("gauges", {})
     pages = 100 * gauges.get("used_bytes", 0) / gauges.get("arena_bytes", 1)
-    busy = [f"{gauges.get(f'engine_{x}', 0):.0f}" for x in ("running", "waiting")]
-    fit = f"{worker.get('tokens_fit', 0):,}"
-    cells += [*busy, f"{pages:.0f}", fit]
-    return [*cells, worker.get("node", ""), worker.get("backend", "")]
+    return [
+        *head,
+        f"{gauges.get('engine_running', 0):.0f}",
+        f"{gauges.get('engine_waiting', 0):.0f}",
+        f"{pages:.0f}",
+        f"{worker.get('tokens_fit', 0):,}",
+        worker.get("node", ""),
+        worker.get("backend", ""),
+    ]

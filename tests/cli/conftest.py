@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from disagg.cli.client import RunningService, get, write_state
+from disagg.cli.client import get
+from disagg.cli.state_file import RunningService, write_state
 from disagg.errors import PeerLostError, UnknownNameError
 from disagg.server.app import create_app
 from disagg.server.service import bind

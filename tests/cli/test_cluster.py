@@ -19,7 +19,8 @@ from typing import Self
 import pytest
 
 from disagg.cli import client
-from disagg.cli.client import RunningService, complete, get, persist
+from disagg.cli.client import complete, get, persist
+from disagg.cli.state_file import RunningService
 from tests.cli.conftest import PATIENCE_S, answering, free_port, wait_for
 from tests.cli.test_private import ASKED, PROMPT, Home, idle, workers
 from tests.processes import ray_head

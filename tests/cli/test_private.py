@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from disagg.cli.client import RunningService, complete, get, read_state
+from disagg.cli.client import complete, get
+from disagg.cli.state_file import RunningService, read_state
 from tests.cli.conftest import PATIENCE_S, wait_for
 from tests.papers import make_papers
 

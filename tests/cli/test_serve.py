@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.cli.client import (
+from disagg.cli.output import stages
+from disagg.cli.state_file import (
     RunningService,
     announced,
-    left_token,
+    previous_token,
     read_state,
     write_state,
 )
-from disagg.cli.output import stages
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
 from disagg.launch.reaper import birth
@@ -49,14 +49,14 @@ def test_the_state_file_is_for_its_owner_alone(state_file):
 
 STUCK = """
 import ctypes, sys, threading
-from disagg.cli import serve
-serve.STUCK_S = 0.1
+from disagg.cli import shutdown
+shutdown.RAY_STOP_S = 0.1
 mutex, stuck = ctypes.create_string_buffer(64), threading.Event()
 threading.Thread(target=lambda: stuck.wait() and print("stuck", flush=True), daemon=True).start()
-with serve.Ending(0.0) as ending:
+with shutdown.ShutdownGuard(0.0) as guard:
     if sys.argv[1:]:
-        ending.started()
-        ending.begin()
+        guard.started()
+        guard.begin()
     sys.setswitchinterval(1000)  # the thread runs when C has let the interpreter go
     ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     lock = ctypes.CDLL(None).pthread_mutex_lock
@@ -156,7 +156,7 @@ def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
     write_state(state_file, service(pid=pid))
     assert read_state(state_file) is None
     assert (
-        left_token(state_file) == "secret"
+        previous_token(state_file) == "secret"
     )  # for clients that resume at the next service
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from disagg.cli import client, submit
-from disagg.cli.client import Answer, RunningService
+from disagg.cli.client import Answer
 from disagg.cli.output import print_savings
+from disagg.cli.state_file import RunningService
 from disagg.errors import PeerLostError, TransferError
 from tests.cli.conftest import STATS, wait_for
 

@@ -6,7 +6,8 @@ from itertools import islice
 import pytest
 
 from disagg.cli import workers
-from disagg.cli.client import RunningService, post
+from disagg.cli.client import post
+from disagg.cli.state_file import RunningService
 from disagg.errors import AuthError, RequestError
 
 STATUS = {

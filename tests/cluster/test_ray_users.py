@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disagg.cli.client import RunningService, complete, get, read_state
+from disagg.cli.client import complete, get
+from disagg.cli.state_file import RunningService, read_state
 from tests.cli.conftest import answering, free_port
 from tests.processes import ray_head, wait_for
 

@@ -6,7 +6,8 @@ import httpx
 import openai
 import pytest
 
-from disagg.cli.client import RunningService, complete, get
+from disagg.cli.client import complete, get
+from disagg.cli.state_file import RunningService
 from disagg.config import ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.server.access import check_tls, read_keys

@@ -1,0 +1,103 @@
+"""What can be known before workers start: model, codecs, sizes, and a whole request.
+
+A wrong value is reported within a second, before torch or Ray is imported where that is possible.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from disagg.config import DEFAULT_CODEC, ClusterConfig, Config
+from disagg.errors import PromptTooLongError, RequestError
+
+if TYPE_CHECKING:
+    from disagg.model.describe import ModelInfo
+    from disagg.model.tokenizer import Tokenizer
+
+DEFAULT_CODEC_DIM = 16  # the default codec takes heads of any multiple
+
+
+def check_request(config: Config, body: Mapping[str, Any]) -> None:
+    """Raise what a service would answer to a request: its model, codec, length and fields."""
+    from disagg.model.chat import read_template
+    from disagg.server.limits import check_prompt, check_text
+    from disagg.server.schema import ChatRequest, CompletionRequest
+
+    info, tokenizer = check_model(config)
+    is_chat = "messages" in body
+    text = body["messages"][0]["content"] if is_chat else body["prompt"]
+    check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
+    check_prompt(len(tokenizer.encode(text)), info.context_length)
+    schema = ChatRequest if is_chat else CompletionRequest
+    schema.read(json.dumps(body).encode())
+    if is_chat and read_template(config.model.name) is None:
+        raise RequestError(
+            f"{info.path.name!r} has no chat template; without --chat it goes on"
+        )
+
+
+def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
+    """What the files of a model say: sizes, tokenizer, and that the codecs fit."""
+    from disagg.model.chat import read_template
+    from disagg.model.describe import check_weights
+    from disagg.model.tokenizer import Tokenizer
+
+    info = check_codecs(config.model.name, config.listed, config.model.dtype)
+    is_local = config.cluster.address == ClusterConfig.address
+    if is_local:  # on a cluster, weights and devices are those of other hosts
+        check_weights(info.path)
+        if config.model.device == "cuda":
+            from disagg.model.runner import pick_device
+
+            pick_device("cuda")
+    read_template(config.model.name)  # raises for a template that cannot be read
+    check_arena(config, info)
+    return info, Tokenizer.load(config.model.name)
+
+
+def check_codecs(
+    model: str | None, specs: Iterable[str], dtype: str = "auto", tokens: int = 0
+) -> "ModelInfo":
+    """The description of a model.
+
+    tokens: length of a prompt with its answer; PromptTooLongError if it exceeds the context
+    Raises ConfigError for a spec that makes no plan for the model.
+    """
+    from disagg.model.describe import describe_model
+
+    info = describe_model(model, dtype)
+    if tokens > info.context_length:
+        raise PromptTooLongError(
+            f"{tokens:,} tokens of a prompt and its answer are too many; "
+            f"the model's context holds at most {info.context_length:,}"
+        )
+    for spec in specs:
+        check_codec(spec, info)
+    return info
+
+
+def check_codec(spec: str, info: "ModelInfo") -> None:
+    """ConfigError unless a spec makes a plan for a model.
+
+    Codecs need torch, which takes a second to import. The default is known to fit heads of whole
+    16 channels, so the common case does not wait.
+    """
+    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_CODEC_DIM == 0:
+        return
+    from disagg.codecs.planning import parse_plan
+    from disagg.model.capacity import kv_shape
+
+    parse_plan(spec, kv_shape(info))
+
+
+def check_arena(config: Config, info: "ModelInfo") -> None:
+    """ConfigError where the codecs need a larger arena than the configured one."""
+    if config.engine.arena_bytes is None:
+        return
+    from disagg.codecs.planning import parse_plan
+    from disagg.engine.arena import check_slabs, slab_bytes_for
+    from disagg.model.capacity import kv_shape
+
+    slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim)
+    plans = [parse_plan(spec, kv_shape(info)) for spec in config.listed]
+    check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)

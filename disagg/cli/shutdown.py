@@ -1,0 +1,101 @@
+"""How `disagg serve` and `disagg submit` end: by a signal, and within a bounded time.
+
+Ray's C++ code waits without end for a raylet that got the signal too, or that no longer answers,
+and Python's signal handlers wait for it. This guard ends the process then; the reaper of a
+private Ray removes what is left.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+from disagg.cli.output import tell
+
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # SIGHUP: a closed terminal
+RAY_STOP_S = 15.0  # for everything that Ray does at the end
+
+
+class ShutdownGuard:
+    """Ends this process on the first stop signal, whatever hangs; ignored signals stay ignored.
+
+    grace_s: how long answers may take to finish, and then again workers
+    """
+
+    def __init__(self, grace_s: float):
+        self._limit_s = 2 * grace_s + RAY_STOP_S
+        self._ignore_until = 0.0
+        self._started = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._wakeup, watched = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._previous_wakeup = signal.set_wakeup_fd(
+            self._wakeup.fileno(), warn_on_full_buffer=False
+        )
+        threading.Thread(target=self._watch, args=[watched], daemon=True).start()
+        message = b"stopped, though Ray answers no more\n"
+        self._timer = threading.Timer(self._limit_s, _exit_now, [message, 1])
+        self._timer.daemon = True
+        self.take_signals()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.started()
+        self._timer.cancel()
+        signal.set_wakeup_fd(self._previous_wakeup)
+        self._wakeup.close()
+
+    def started(self) -> None:
+        """From here on signal handlers suffice; until now a signal ended the process by force."""
+        self._started.set()
+
+    def begin(self) -> None:
+        """The end begins and must be over within its time."""
+        self._timer.start()
+
+    def take_signals(self) -> None:
+        """Again after each start of Ray, whose C++ handler of SIGTERM aborts the process."""
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._interrupt)
+
+    def reporting(self, report: Callable[[str], None]) -> Callable[[str], None]:
+        """Reports stages, and takes the signals before each."""
+
+        def take_signals_and_report(stage: str) -> None:
+            self.take_signals()
+            report(stage)
+
+        return take_signals_and_report
+
+    def _interrupt(self, *_: object) -> None:
+        """Start the end once: signals come in twos, and a second one would leave half undone."""
+        if time.monotonic() < self._ignore_until:
+            return
+        self._ignore_until = time.monotonic() + RAY_STOP_S
+        with suppress(RuntimeError):  # a line was just being written
+            tell("stopping ...")
+        raise KeyboardInterrupt
+
+    def _watch(self, watched: socket.socket) -> None:
+        """End the process where a signal during the start is not handled in time."""
+        with watched:
+            while received := watched.recv(1):
+                number = received[0]
+                if number in STOP_SIGNALS and not self._started.wait(RAY_STOP_S):
+                    _exit_now(b"stopped while Ray started\n", 128 + number)
+
+
+def _exit_now(message: bytes, status: int) -> None:
+    with suppress(OSError):
+        os.write(2, message)
+    os._exit(status)

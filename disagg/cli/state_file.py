@@ -1,0 +1,130 @@
+"""The state file: how commands of one user find the service that runs on this host.
+
+Only its owner may read or write it, because it holds the secret that stops the service.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from disagg.launch.reaper import birth
+
+MAX_PID = 1 << 31
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """A service that runs, or that is starting.
+
+    token:       an API key; the one in the state file also stops the service
+    certificate: PEM file of its HTTPS certificate, trusted whatever name it carries
+    grace_s:     how long its workers may finish their requests when it stops
+    ready:       its workers serve
+    born:        start time of its process; a reused process id has another one. None: unknown
+    """
+
+    url: str
+    pid: int
+    token: str
+    certificate: str | None = None
+    grace_s: float = 5.0
+    ready: bool = False
+    born: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process exists."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it exists and belongs to another user
+        return self.born in (None, birth(self.pid))
+
+
+def write_state(path: Path, state: RunningService) -> None:
+    """Write the file at once and for this user alone; ConfigError where that fails."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(state), file)
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise ConfigError(
+            f"state file {path} cannot be written: {error.strerror}"
+        ) from error
+
+
+def check_unannounced(path: Path) -> None:
+    """ConfigError if the file belongs to a running service, which would become unreachable."""
+    running = read_state(path)
+    if running is not None:
+        raise ConfigError(
+            f"a service runs at {running.url} (process {running.pid}), says {path}; "
+            "`disagg stop` ends it, --state-file FILE --port PORT starts another one beside it"
+        )
+
+
+@contextmanager
+def announced(path: Path, state: RunningService) -> Iterator[Callable[[], None]]:
+    """Keep the state file for as long as this block runs; yields a call that marks it ready.
+
+    At the end, a file that another service has written since stays.
+    """
+    check_unannounced(path)
+    write_state(path, state)
+    try:
+        yield lambda: write_state(path, replace(state, ready=True))
+    finally:
+        current = read_state(path)
+        if current is not None and replace(current, ready=state.ready) == state:
+            path.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> RunningService | None:
+    """The service of a state file, if it runs. ConfigError for a file that others could write."""
+    state = _parse_state(path)
+    return state if state and state.alive else None
+
+
+def previous_token(path: Path) -> str | None:
+    """The token of a service that was killed: clients that resume at the next one still use it."""
+    state = _parse_state(path)
+    return state.token if state else None
+
+
+def _parse_state(path: Path) -> RunningService | None:
+    try:
+        status = path.stat()
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"state file {path} cannot be read: {error}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"state file {path} belongs or is open to others; remove it")
+    try:
+        state = RunningService(**json.loads(text))
+        _check_target(state)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"state file {path} cannot be read: {error}; remove it"
+        ) from error
+    return state
+
+
+def _check_target(state: RunningService) -> None:
+    """ValueError unless the process id is that of one process: 0 and -1 signal many."""
+    is_one_process = type(state.pid) is int and 0 < state.pid < MAX_PID
+    if not is_one_process or type(state.url) is not str:
+        raise ValueError(f"no process {state.pid!r} is at {state.url!r}")
