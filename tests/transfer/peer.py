@@ -67,7 +67,7 @@ class Peer(Desk):
         """A hand-off to it that is reserved."""
         attach = self.promise(prompt, rid)
         sender = Sender(channel, attach, prompt.plan, deadline_s)
-        sender.queue.read_from(prompt.read)
+        sender.queue.read_from(prompt.source)
         return sender
 
     def arrived(self) -> int:

@@ -171,7 +171,7 @@ async def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
             writer.write_eof()
             await until(lambda n=round_: peer.ended == n + 1)
             writer.close()
-        assert peer.here(attach.ticket).items() <= prompt.digests().items()
+        assert peer.received(attach.ticket).items() <= prompt.digests().items()
         assert peer.arrived()
         rules.abort("r", 0, "over")
         peer.close()

@@ -51,7 +51,7 @@ def send(
     async def scene() -> None:
         prompt = make_prompt(TOKENS)
         sender = Sender(Channel(address, None, options), attach, prompt.plan)
-        sender.queue.read_from(prompt.read)
+        sender.queue.read_from(prompt.source)
         try:
             await hand_over(sender, prompt)
         except ReservationError as error:
@@ -71,7 +71,7 @@ async def push_until(
     """Hand over, and strike once so much of the records is out; the commit follows the strike."""
     channel = Channel(address, None, options)
     sender = Sender(channel, attach, prompt.plan, deadline_s=30.0)
-    sender.queue.read_from(prompt.read)
+    sender.queue.read_from(prompt.source)
     running = asyncio.create_task(sender.run())
     for layer in range(len(prompt.plan.group_of)):
         sender.offer(prompt.manifest.layer(layer))

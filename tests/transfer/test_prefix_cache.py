@@ -59,7 +59,7 @@ def test_a_reservation_says_how_much_is_here_and_what():
     desk = Desk(1 << 21)
     desk.give(first, "one")
     grant = desk.reserve(second, rid="two")
-    assert desk.known_tokens("two") == 2048
+    assert desk.cached_tokens("two") == 2048
     attached = desk.ask(second, grant)
     units = units_of(PLAN, 2250)
     named = [*units[0][:1], *units[1][:32]]
@@ -96,7 +96,7 @@ def test_what_was_not_committed_is_offered_to_nobody(desk):
     first = make_related(500, 1, 400)
     desk.push(first, desk.begin(first, rid="one"))
     desk.reserve(make_related(450, 2, 400), rid="two")
-    assert desk.known_tokens("two") == 0
+    assert desk.cached_tokens("two") == 0
 
 
 def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
@@ -105,7 +105,7 @@ def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
     desk.give(first, "one")
     assert desk.give(second, "two", codec="other") == second.manifest.total_bytes
     desk.reserve(second, rid="three", codec="other")
-    assert desk.known_tokens("three") == 384
+    assert desk.cached_tokens("three") == 384
 
 
 def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
@@ -116,7 +116,7 @@ def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
     desk.free()
     assert desk.pool.cached_pages == 127
     desk.begin(second, rid="two")
-    assert desk.known_tokens("two") == 127 * 64
+    assert desk.cached_tokens("two") == 127 * 64
     with pytest.raises(CapacityError):
         desk.reserve(large, rid="large")
     desk.at(0.0).abort("two", 0, "client gone")
@@ -237,7 +237,7 @@ def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk)
     scrub = desk.ledger.cache.begin_scrub(1 << 30)
     damaged = scrub.verify()
     grant = desk.reserve(prompt, rid="two")
-    assert desk.known_tokens("two")
+    assert desk.cached_tokens("two")
     assert list(desk.at(0.0).end_scrub(scrub, damaged).values()) == [[("two", 0)]]
     ticket = Ticket(grant.nonce, EPOCH, 1)
     assert desk.ledger._find(ticket).state is State.ABORTED

@@ -30,7 +30,7 @@ def make_queue(
 ) -> SendQueue:
     """One that was offered these items."""
     queue = SendQueue(prompt.manifest, frame_bytes)
-    queue.read_from(prompt.read)
+    queue.read_from(prompt.source)
     queue.restart({}, credit)
     queue.offer(items, 0.0)
     return queue
