@@ -104,8 +104,8 @@ async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_complete
         for point in range(POINTS):
             attach = peer.promise(prompt, f"r{point}")
             with process(send, peer.address, attach, slow) as (child, _):
-                some = source.randrange(1, len(prompt.manifest.items) - 15)
-                await until(lambda n=some: peer.arrived() >= n or not peer.held)
+                num_items = source.randrange(1, len(prompt.manifest.items) - 15)
+                await until(lambda n=num_items: peer.arrived() >= n or not peer.held)
                 child.kill()
             await until(lambda: not peer.held)
             assert not peer.engine
@@ -172,12 +172,12 @@ class Proxy:
             writer.close()
 
     async def _serve(
-        self, here: asyncio.StreamReader, back: asyncio.StreamWriter
+        self, reader: asyncio.StreamReader, back: asyncio.StreamWriter
     ) -> None:
-        there, onward = await asyncio.open_connection(HOST, self._target)
+        target_reader, onward = await asyncio.open_connection(HOST, self._target)
         self._writers += [back, onward]
         await asyncio.gather(
-            self._pump(here, onward, True), self._pump(there, back, False)
+            self._pump(reader, onward, True), self._pump(target_reader, back, False)
         )
 
     async def _pump(

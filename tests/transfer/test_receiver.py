@@ -168,10 +168,10 @@ async def test_who_asks_for_a_direct_channel_is_told_where(prompt, booth):
 async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(
     prompt, booth
 ):
-    kept, lost = booth.begin(prompt, rid="kept"), booth.begin(prompt, rid="lost")
+    live, lost = booth.begin(prompt, rid="kept"), booth.begin(prompt, rid="lost")
     timers = asyncio.create_task(booth.receiver.run())
     booth.now += 6.0
-    tickets = [kept, Ticket(1, EPOCH, 1)]
+    tickets = [live, Ticket(1, EPOCH, 1)]
     request = kv.RenewRequest(tickets=map(ticket_to_proto, tickets))
     answer = await booth.receiver.renew(request.SerializeToString())
     assert list(kv.RenewResponse.FromString(answer).over) == [1]

@@ -142,8 +142,8 @@ def test_what_an_empty_pool_cannot_hold_is_never_called_a_lack_of_room():
 
 
 def test_a_reservation_leaves_the_watermark_free_unless_the_pool_is_empty(prompt):
-    wanted = prompt.plan.nbytes(300)
-    desk = Desk(1 << 20, watermark_bytes=(1 << 20) - 2 * wanted)
+    nbytes = prompt.plan.nbytes(300)
+    desk = Desk(1 << 20, watermark_bytes=(1 << 20) - 2 * nbytes)
     desk.reserve(prompt)
     desk.reserve(prompt, rid="second")
     with pytest.raises(errors.CapacityError, match="stay free"):
@@ -179,12 +179,13 @@ def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none
     desk, prompt
 ):
     desk.give(prompt, "one")
-    longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys()
+    longer = make_prompt(prompt.tokens + 200)
+    keys = desk.pool.kept_keys()
     ids = longer.ids[: prompt.tokens]
     ticket = desk.attach(longer, desk.reserve(longer, prompt=ids, moved=longer.tokens))
     assert desk.push(longer, ticket) == longer.manifest.total_bytes
     assert isinstance(desk.at(1.0).commit(longer.commit(ticket)), Ack)
-    assert desk.pool.kept_keys() == known
+    assert desk.pool.kept_keys() == keys
     with pytest.raises(errors.RequestError, match="moves with 7"):
         desk.reserve(prompt, rid="new", moved=7)
 

@@ -166,7 +166,7 @@ class Machine(stateful.RuleBasedStateMachine):
     def everything(
         self, data: st.DataObject, then_commit: bool, spoilt: bool, channel: str
     ) -> None:
-        """Send all items that the receiver lacks, if `spoilt` one of them first with a flipped bit."""
+        """Send all items that the receiver lacks; if `spoilt`, one first with a flipped bit."""
         ticket, key = data.draw(st.sampled_from(self.tickets))
         prompt = self.prompts[key]
         have = self.have[ticket.nonce]

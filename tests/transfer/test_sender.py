@@ -127,8 +127,8 @@ async def test_an_attachment_or_a_commit_that_is_refused_is_final(
         setattr(peer, call, Mock(side_effect=error))
         with pytest.raises(errors.DisaggError, match=words) as caught:
             await hand_over(peer.sender(prompt, channel), prompt)
-        known = errors.DisaggError if words == "has logged why" else type(error)
-        assert type(caught.value) is known
+        expected = errors.DisaggError if words == "has logged why" else type(error)
+        assert type(caught.value) is expected
         assert len(peer.attaches) == 1
 
 
@@ -312,11 +312,13 @@ async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        left = senders[0].queue.payload_bytes
+        sent_bytes = senders[0].queue.payload_bytes
         held.set()
         await second
         assert peer.opened == 1
-        assert senders[0].queue.payload_bytes == left  # nothing more of it was sent
+        assert (
+            senders[0].queue.payload_bytes == sent_bytes
+        )  # nothing more of it was sent
         peer.assert_admitted(b=prompt)
 
 
