@@ -80,7 +80,8 @@ class Desk:
 
     def begin(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Ticket:
         """Reserve and attach."""
-        return self.attach(prompt, self.reserve(prompt, now, **changes), now=now)
+        grant = self.reserve(prompt, now, **changes)
+        return self.attach(prompt, grant, now=now)
 
     def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> int:
         """Pieces that were written for a frame."""
@@ -125,7 +126,8 @@ class Desk:
         self, max_bytes: int = 1 << 30
     ) -> dict[CorruptFrameError, list[tuple[str, int]]]:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
-        return self.at(0.0).end_scrub(scrub, scrub.verify())
+        damaged = scrub.verify()
+        return self.at(0.0).end_scrub(scrub, damaged)
 
     def assert_nothing_held(self) -> None:
         self.pool.check_integrity()
