@@ -92,7 +92,7 @@ async def test_calls_arrive_as_they_were_made():
         ]
 
 
-async def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_leaves():
+async def test_events_arrive_step_by_step_until_the_router_leaves():
     async with open_worker() as (worker, client):
         async with aclosing(client.events({"r": 4}, "me")) as events:
             steps = [await anext(events) for _ in STEPS]

@@ -93,7 +93,7 @@ async def test_who_says_no_valid_hello_is_hung_up_on(hello):
         assert not peer.ended
 
 
-async def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(
+async def test_silent_connections_are_closed_and_of_many_the_oldest_first(
     monkeypatch,
 ):
     monkeypatch.setattr(direct, "MAX_STRANGERS", 3)

@@ -77,7 +77,7 @@ def test_a_reservation_answers_which_items_are_cached():
     assert attached.received() == expected
 
 
-def test_a_receiver_reserves_a_cached_prompt_without_a_list_of_its_items(monkeypatch):
+def test_a_cached_prompt_is_reserved_without_a_list_of_its_items(monkeypatch):
     """A long prompt has 70,000: a list of them stopped the loop for longer than a decode step."""
     prompt = make_prompt(2300)
     desk = Desk(1 << 21)
@@ -87,7 +87,7 @@ def test_a_receiver_reserves_a_cached_prompt_without_a_list_of_its_items(monkeyp
     assert len(desk.ask(prompt, desk.reserve(prompt, rid="two")).have) > 64
 
 
-def test_a_record_that_is_shared_is_never_written_whatever_a_frame_says():
+def test_a_shared_record_is_never_written():
     first, second = make_related(400, 1, 400), make_related(400, 1, 400, noise=5)
     desk = Desk()
     desk.give(first, "one")
@@ -136,7 +136,7 @@ def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
     desk.assert_nothing_held()
 
 
-def test_cached_pages_that_lie_scattered_do_not_keep_out_a_prompt_that_has_them():
+def test_scattered_cached_pages_do_not_keep_their_prompt_out():
     """Three slabs with a cached page in each, and a prompt that needs a slab for its tail."""
     prompt = make_related(127 * 64 + 1, 1, 8192, BY_PAGE)
     pool = make_pool(3 << 14)
@@ -186,9 +186,7 @@ def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
 
 @pytest.mark.parametrize("which", [0, 7, 13, -1])
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
-    desk, which, place
-):
+def test_a_cached_page_with_a_flipped_bit_is_named_and_dropped(desk, which, place):
     prompt = make_related(700, 1, 700)
     item = [x for x in prompt.manifest.items if x.kind in ("page", "segment")][which]
     desk.give(prompt, "one")
@@ -207,7 +205,7 @@ def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
     assert prompt.equals(desk.pool.arena, desk.engine["two"].groups)
 
 
-def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(desk):
+def test_requests_that_use_a_damaged_page_are_over(desk):
     prompts = {"one": make_related(500, 1, 400), "two": make_related(450, 2, 400)}
     prompts["other"] = make_related(300, 3, 0)
     for rid, prompt in prompts.items():
@@ -225,7 +223,7 @@ def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(d
     desk.assert_nothing_held()
 
 
-def test_a_scrub_goes_on_where_the_last_one_stopped_and_owns_what_it_reads(desk):
+def test_a_scrub_continues_the_last_one_and_owns_its_pages(desk):
     prompt = make_related(1500, 1, 1500)
     desk.give(prompt, "one")
     flip(desk, prompt, desk.engine["one"], Item("page", 1, 1, 11))
@@ -241,7 +239,7 @@ def test_a_scrub_goes_on_where_the_last_one_stopped_and_owns_what_it_reads(desk)
     assert sum(len(desk.scrub(1)) for _ in keys) == 1
 
 
-def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk):
+def test_a_reservation_of_pages_that_are_being_verified_may_end(desk):
     prompt = make_related(500, 1, 500)
     desk.give(prompt, "one")
     admission = desk.engine["one"]

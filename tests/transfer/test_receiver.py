@@ -75,9 +75,7 @@ def test_the_methods_of_the_proto_are_served_by_their_names(booth):
 
 
 # -- frames of one channel
-async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(
-    prompt, booth
-):
+async def test_a_refused_frame_is_answered_with_its_error(prompt, booth):
     gone, old, live = [booth.begin(prompt, rid=rid) for rid in ("gone", "old", "live")]
     booth.ledger.abort("gone", 0, "client gone")
     held = booth.reserve(prompt, rid="held")
@@ -194,7 +192,7 @@ async def test_the_failure_of_a_timer_is_raised_to_the_worker(booth, broken):
         await asyncio.wait_for(booth.receiver.run(), 30)
 
 
-async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_reported():
+async def test_pages_on_a_device_are_verified_in_a_thread():
     """A synchronous read would wait behind the kernels of a decode step, on the io loop."""
     booth = Booth(pool=Pool(SlowArena(bytearray(1 << 20)), 1 << 14))
     booth.give(make_related(500, 1, 400))

@@ -125,7 +125,7 @@ def test_staged_items_are_read_as_they_were_and_others_as_they_are():
     assert len(arena.waited) == 3
 
 
-def test_frames_of_items_that_do_not_exist_or_have_other_sizes_are_layout_errors():
+def test_frames_of_other_items_or_sizes_are_layout_errors():
     """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
     addresses = Addresses(prompt.manifest, prompt.states)
@@ -180,7 +180,7 @@ def test_the_blocks_of_a_prompt_are_its_pages_and_segments_each_once(plan, token
         (BY_PROMPT, []),
     ],
 )
-def test_a_block_ends_where_its_bytes_are_final_before_the_whole_prompt(plan, ends):
+def test_a_block_ends_where_its_bytes_are_final(plan, ends):
     (blocks,) = units_of(plan, 2300)
     assert [block.end for block in blocks] == ends
 
@@ -192,7 +192,7 @@ def test_a_block_ends_where_its_bytes_are_final_before_the_whole_prompt(plan, en
         (BY_SEGMENT, 0),
     ],
 )
-def test_prompts_with_a_common_prefix_have_the_keys_of_its_final_blocks(plan, common):
+def test_prompts_share_the_keys_of_final_blocks_of_a_common_prefix(plan, common):
     first = keys_of(plan, TOKENS[:2500])
     second = keys_of(plan, TOKENS[:1000] + [5] * 1200)
 
@@ -236,7 +236,7 @@ def test_a_sink_is_a_block_of_its_own():
 
 
 @pytest.mark.parametrize("sink", [0, 64])
-def test_pages_have_equal_keys_only_if_all_that_they_depend_on_is_equal(sink):
+def test_pages_have_equal_keys_if_all_that_they_depend_on_is_equal(sink):
     shape = KVShape(1, 1, 64, "float16", (None,))
     plan = parse_plan(f"banded:sink={sink}", shape)
 

@@ -341,7 +341,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(120)
-def test_no_interleaving_leaks_or_admits_what_is_not_complete_and_verified():
+def test_no_interleaving_leaks_or_admits_an_incomplete_prompt():
     size = {"max_examples": 300, "stateful_step_count": 60, "deadline": None}
     chosen = settings(suppress_health_check=list(HealthCheck), **size)
     stateful.run_state_machine_as_test(Machine, settings=chosen)

@@ -251,7 +251,7 @@ def two_free_ports() -> list[int]:
     raise AssertionError("no ports are free")
 
 
-async def test_who_asks_on_a_link_that_is_closed_loses_the_peer_and_is_not_cancelled():
+async def test_a_call_on_a_closed_link_is_a_lost_peer():
     """A status of all workers must not end with the link of one that leaves meanwhile."""
     async with open_service() as (service, link):
         slow_call = asyncio.create_task(link.call("/a.B/One", b"slow", 10.0))

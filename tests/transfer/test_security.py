@@ -80,9 +80,7 @@ def test_an_authority_is_pem(ca):
 
 
 @pytest.mark.parametrize("key", ["foreign.key", "locked.key", "peer"])
-def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
-    papers, key
-):
+def test_a_key_that_does_not_fit_its_certificate_is_refused(papers, key):
     lock = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
     locked = subprocess.run(
         lock, input=papers["peer.key"], check=True, capture_output=True

@@ -100,7 +100,7 @@ def test_frames_are_full_and_larger_items_travel_alone(tokens, size):
         assert nbytes > size - header_bytes
 
 
-def test_the_largest_configurable_frames_fit_into_messages_and_the_credit():
+def test_the_largest_configurable_frames_fit_into_messages_and_credit():
     """Else a prompt would never be sent."""
     frame_bytes = next(x for x in fields(TransferConfig) if x.name == "frame_bytes")
     plan = parse_plan("raw", KVShape(2, 8, 128, "float32", (None, None)))
@@ -200,7 +200,7 @@ def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
     assert bytes_then != bytes_now
 
 
-def test_a_receiver_that_has_or_answers_what_was_never_sent_is_an_error(prompt):
+def test_an_answer_to_a_frame_that_was_never_sent_is_an_error(prompt):
     queue = make_queue(prompt)
     with pytest.raises(CorruptFrameError):
         queue.on_answer()
