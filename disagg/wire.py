@@ -3,10 +3,10 @@
     prelude, 32 bytes: magic · version · type · sizes · xxh3 │ header: msgpack │ payload: bytes
 
 The unit is an *item*, one layer page of one record. Both sides derive the same list of a prompt's
-items, so each is named by its place there and never by an address. A page frame carries items, each
-with its digest; the commit frame is the last of a hand-off and names the digest of every item.
-The prelude's checksum covers prelude and header, the header's digests cover the payload: every
-byte is checked, each once. Packing joins nothing and unpacking copies nothing.
+items, so each item is named by its index in that list and never by an address. A page frame carries
+items, each with its digest. The commit frame is the last of a hand-off and names the digest of
+every item. The checksum of the prelude covers prelude and header, and the digests in the header
+cover the payload: every byte is checked once. Packing joins nothing and unpacking copies nothing.
 """
 
 import struct
@@ -21,16 +21,15 @@ from xxhash import xxh3_64_intdigest
 
 from disagg.errors import CorruptFrameError, VersionError
 
-MAGIC, WIRE_VERSION = b"dgKV", 4
-FRAME_BYTES = (
-    2 << 20
-)  # a frame is cut at this payload; a single larger item travels alone
-MAX_HEADER_BYTES, MAX_ITEMS = 256 << 10, 4096  # of one frame
+MAGIC = b"dgKV"
+WIRE_VERSION = 4
+FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a larger item travels alone
+MAX_HEADER_BYTES = 256 << 10  # of one frame
+MAX_ITEMS = 4096  # of one frame
 MAX_FRAME_BYTES = (4 << 20) - 16  # in its message, as much as gRPC takes at once
 
-_FRAME_TAG = (
-    b"\x0a"  # protobuf: field 1, length-delimited; of PushRequest and CommitRequest
-)
+# protobuf: field 1, length-delimited; of PushRequest and CommitRequest
+_FRAME_TAG = b"\x0a"
 _PRELUDE = struct.Struct("<4sHHQQ")
 _CHECKSUM = struct.Struct("<Q")
 PRELUDE_BYTES = _PRELUDE.size + _CHECKSUM.size
@@ -52,7 +51,8 @@ PlainValue = (
 class Ticket:
     """Which reservation a frame belongs to.
 
-    nonce: the reservation · epoch: the incarnation of the decode worker that made it
+    nonce: of the reservation
+    epoch: the incarnation of the decode worker that made it
     gen:   how often a stream attached; frames of an older stream are refused
     """
 
@@ -63,7 +63,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class PageFrame:
-    """Some items of a prompt: the place, the digest and the bytes of each."""
+    """Some items of a prompt: the index, the digest and the bytes of each."""
 
     ticket: Ticket
     indices: tuple[int, ...]
@@ -73,12 +73,13 @@ class PageFrame:
 
 @dataclass(frozen=True)
 class Commit:
-    """The last frame of a hand-off: what must have arrived, and what only prefill knows. Only this
-    completes it; the end of a stream does not.
+    """The last frame of a hand-off: what must have arrived, and what only prefill knows.
+
+    Only a commit completes a hand-off; the end of a stream does not.
 
     tokens:      length of the prompt
     plan:        fingerprint of the plan that fixes the order of the items
-    digests:     one per item, in the order of `transfer.records.Checklist`
+    digests:     one per item, in the order of `transfer.records.Manifest`
     first_token: sampled by prefill; decode starts behind it
     extras:      plain values that only prefill knows (log-probabilities, say)
     """
@@ -95,9 +96,16 @@ Frame = PageFrame | Commit
 
 
 FrameType = IntEnum("FrameType", ["PAGES", "COMMIT"])  # numbers in the prelude
-_FIELDS: dict[str, type] = {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
-_PAGES = {"places": list, "sizes": list}
-_COMMIT = {
+
+# names and types in msgpack: of every header, of page frames, and of the payload of a commit
+_HEADER_FIELDS: dict[str, type] = {
+    "nonce": int,
+    "epoch": int,
+    "gen": int,
+    "digests": bytes,
+}
+_PAGES_FIELDS: dict[str, type] = {**_HEADER_FIELDS, "places": list, "sizes": list}
+_COMMIT_FIELDS: dict[str, type] = {
     "tokens": int,
     "plan": str,
     "digests": bytes,
@@ -112,54 +120,58 @@ def digest(data: Buffer) -> int:
 
 
 def pack(frame: Frame) -> list[Buffer]:
-    """The buffers of a frame, to be joined by whoever sends them; payloads are not copied."""
-    header: dict[str, object] = vars(frame.ticket) | {"digests": b""}
-    payload: Sequence[Buffer] = ()
+    """The buffers of a frame, for the sender to join; payloads are not copied."""
     if isinstance(frame, PageFrame):
-        what, payload = FrameType.PAGES, frame.payload
-        header |= {"places": frame.indices, "sizes": [*map(len, payload)]}
-        header["digests"] = pack_digests(frame.digests)
+        frame_type = FrameType.PAGES
+        digests = pack_digests(frame.digests)
+        payload: Sequence[Buffer] = frame.payload
     else:
-        commit = {name: getattr(frame, name) for name in _COMMIT}
-        commit["digests"] = pack_digests(frame.digests)
-        what, payload = FrameType.COMMIT, (msgpack.packb(commit),)
-        header["digests"] = pack_digests([digest(payload[0])])
-    packed = msgpack.packb(header)
-    size = sum(map(len, payload))
-    prelude = _PRELUDE.pack(MAGIC, WIRE_VERSION, what, len(packed), size)
-    return [prelude + _CHECKSUM.pack(digest(prelude + packed)) + packed, *payload]
+        frame_type = FrameType.COMMIT
+        payload = (_pack_commit(frame),)
+        digests = pack_digests([digest(payload[0])])
+    header: dict[str, object] = {
+        "nonce": frame.ticket.nonce,
+        "epoch": frame.ticket.epoch,
+        "gen": frame.ticket.gen,
+        "digests": digests,
+    }
+    if isinstance(frame, PageFrame):
+        header["places"] = frame.indices
+        header["sizes"] = [*map(len, payload)]
+    packed_header = msgpack.packb(header)
+    payload_bytes = sum(map(len, payload))
+    prelude = _PRELUDE.pack(
+        MAGIC, WIRE_VERSION, frame_type, len(packed_header), payload_bytes
+    )
+    checksum = _CHECKSUM.pack(digest(prelude + packed_header))
+    return [prelude + checksum + packed_header, *payload]
 
 
 def unpack(data: Buffer) -> Frame:
     """The frame of these bytes; a page frame holds views of them, not verified yet.
 
-    Raises VersionError for another version, CorruptFrameError for whatever else is wrong with it.
+    Raises VersionError for another version, CorruptFrameError for anything else that is wrong.
     """
     view = memoryview(data)
-    if len(view) != (size := frame_bytes(view)):
+    size = frame_bytes(view)
+    if len(view) != size:
         raise CorruptFrameError(f"a frame of {len(view)} bytes says that it has {size}")
-    _, _, what, header_bytes, payload_bytes = _PRELUDE.unpack_from(view)
-    prelude, packed = (
-        view[: _PRELUDE.size],
-        view[PRELUDE_BYTES : PRELUDE_BYTES + header_bytes],
-    )
+    _, _, frame_type, header_bytes, payload_bytes = _PRELUDE.unpack_from(view)
+    (checksum,) = _CHECKSUM.unpack_from(view, _PRELUDE.size)
+    prelude = view[: _PRELUDE.size]
+    packed_header = view[PRELUDE_BYTES : PRELUDE_BYTES + header_bytes]
     payload = view[size - payload_bytes :]
-    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (
-        digest(bytes(prelude) + bytes(packed)),
-    ):
+    if checksum != digest(bytes(prelude) + bytes(packed_header)):
         raise CorruptFrameError("the checksum of a frame header does not match")
-    if what not in list(FrameType):
-        raise CorruptFrameError(f"a frame of unknown type {what}")
-    fields = _FIELDS | _PAGES if what == FrameType.PAGES else _FIELDS
-    header = _read_map("frame header", packed, fields)
-    ticket = Ticket(header["nonce"], header["epoch"], header["gen"])
-    if what == FrameType.PAGES:
-        return _page_frame(ticket, header, payload)
-    if unpack_digests(header["digests"]) != (digest(payload),):
-        raise CorruptFrameError("the digest of a commit frame does not match")
-    commit = _read_map("commit", payload, _COMMIT)
-    commit["digests"] = unpack_digests(commit["digests"])
-    return Commit(ticket, **commit)
+    if frame_type == FrameType.PAGES:
+        header = _read_map("frame header", packed_header, _PAGES_FIELDS)
+        return _page_frame(_ticket(header), header, payload)
+    if frame_type == FrameType.COMMIT:
+        header = _read_map("frame header", packed_header, _HEADER_FIELDS)
+        if unpack_digests(header["digests"]) != (digest(payload),):
+            raise CorruptFrameError("the digest of a commit frame does not match")
+        return _unpack_commit(_ticket(header), payload)
+    raise CorruptFrameError(f"a frame of unknown type {frame_type}")
 
 
 def frame_bytes(start: Buffer) -> int:
@@ -191,9 +203,8 @@ def frame_message(parts: Sequence[Buffer]) -> bytes:
 def message_frame(message: Buffer) -> memoryview:
     """The frame in the bytes of a PushRequest or a CommitRequest, not copied."""
     view = memoryview(message)
-    for start in range(
-        2, min(7, len(view) + 1)
-    ):  # behind the tag and a size of 1 to 5 bytes
+    # the frame begins behind the tag and a size of 1 to 5 bytes
+    for start in range(2, min(7, len(view) + 1)):
         if view[:start] == _FRAME_TAG + _varint(len(view) - start):
             return view[start:]
     raise CorruptFrameError(f"a message of {len(view)} bytes is not one frame")
@@ -211,46 +222,77 @@ def unpack_digests(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
-def _read_map(what: str, data: Buffer, fields: Mapping[str, type]) -> dict[str, Any]:
-    """A msgpack map with exactly these fields of exactly these types; integers are >= 0."""
-    try:
-        found = msgpack.unpackb(data, ext_hook=_refuse_extension)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise CorruptFrameError(f"{what} is not msgpack: {error}") from error
-    if not isinstance(found, dict) or found.keys() != fields.keys():
-        raise CorruptFrameError(f"{what} does not have the fields {', '.join(fields)}")
-    for name, wanted in fields.items():
-        value = found[name]
-        counts = value if wanted is list else [value] if wanted is int else []
-        if type(value) is not wanted or any(
-            type(x) is not int or x < 0 for x in counts
-        ):
-            raise CorruptFrameError(
-                f"{what}: {name} is no {wanted.__name__}, or below 0"
-            )
-    return found
+def _pack_commit(commit: Commit) -> bytes:
+    fields = {
+        "tokens": commit.tokens,
+        "plan": commit.plan,
+        "digests": pack_digests(commit.digests),
+        "first_token": commit.first_token,
+        "extras": commit.extras,
+    }
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def _unpack_commit(ticket: Ticket, payload: memoryview) -> Commit:
+    fields = _read_map("commit", payload, _COMMIT_FIELDS)
+    return Commit(
+        ticket=ticket,
+        tokens=fields["tokens"],
+        plan=fields["plan"],
+        digests=unpack_digests(fields["digests"]),
+        first_token=fields["first_token"],
+        extras=fields["extras"],
+    )
+
+
+def _ticket(header: Mapping[str, Any]) -> Ticket:
+    return Ticket(header["nonce"], header["epoch"], header["gen"])
 
 
 def _page_frame(
     ticket: Ticket, header: Mapping[str, Any], payload: memoryview
 ) -> PageFrame:
-    places, sizes, digests = (
-        header["places"],
-        header["sizes"],
-        unpack_digests(header["digests"]),
-    )
-    counts = len(places), len(sizes), len(digests)
-    if (
-        not 0 < len(places) <= MAX_ITEMS
-        or len({*counts}) > 1
-        or sum(sizes) != len(payload)
-    ):
+    indices = tuple(header["places"])
+    sizes = header["sizes"]
+    digests = unpack_digests(header["digests"])
+    has_items = 0 < len(indices) <= MAX_ITEMS
+    is_even = len(indices) == len(sizes) == len(digests)
+    if not has_items or not is_even or sum(sizes) != len(payload):
+        counts = (len(indices), len(sizes), len(digests))
         raise CorruptFrameError(
-            f"{counts} places, sizes and digests in one frame of {len(payload)} bytes"
+            f"{counts} indices, sizes and digests in one frame of {len(payload)} bytes"
         )
     ends = zip(sizes, accumulate(sizes), strict=True)
     views = tuple(payload[end - size : end] for size, end in ends)
-    return PageFrame(ticket, tuple(places), digests, views)
+    return PageFrame(ticket, indices, digests, views)
+
+
+def _read_map(name: str, data: Buffer, types: Mapping[str, type]) -> dict[str, Any]:
+    """A msgpack map with exactly these fields of exactly these types; integers are >= 0."""
+    try:
+        fields = msgpack.unpackb(data, ext_hook=_refuse_extension)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise CorruptFrameError(f"{name} is not msgpack: {error}") from error
+    if not isinstance(fields, dict) or fields.keys() != types.keys():
+        raise CorruptFrameError(f"{name} does not have the fields {', '.join(types)}")
+    for field_name, expected in types.items():
+        if not _is_valid(fields[field_name], expected):
+            raise CorruptFrameError(
+                f"{name}: {field_name} is no {expected.__name__}, or below 0"
+            )
+    return fields
+
+
+def _is_valid(value: object, expected: type) -> bool:
+    """Whether a value has exactly this type; integers, and those of a list, are >= 0."""
+    if type(value) is not expected:
+        return False
+    if isinstance(value, list):
+        return all(type(x) is int and x >= 0 for x in value)
+    if isinstance(value, int):
+        return value >= 0
+    return True
 
 
 def _refuse_extension(code: int, data: bytes) -> object:
@@ -261,5 +303,6 @@ def _varint(value: int) -> bytes:
     """As protobuf writes a size: seven bits a byte, the lowest first."""
     out = b""
     while value > 0x7F:
-        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
     return out + bytes([value])

@@ -1,7 +1,7 @@
-"""Certificates that a service on a cluster makes for itself where no file gives them, in PEM.
+"""Certificates that a service on a cluster issues for itself if it has no files of them, in PEM.
 
-An authority signs certificates of this service alone: whoever has one belongs to the service.
-How it comes to other hosts it does not know.
+An authority signs certificates of this service alone, so a process that has one belongs to it. How
+the authority gets to other hosts is not known here.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 NAME = "disagg"
-SKEW, LIFE = timedelta(days=1), timedelta(days=3650)  # clocks of hosts differ
+SKEW = timedelta(days=1)  # clocks of hosts differ
+LIFE = timedelta(days=3650)
 
 
 def make_authority() -> tuple[bytes, bytes]:
-    """The certificate of a new one, and its key."""
+    """The certificate of a new authority, and its key."""
     key = generate_private_key(SECP256R1())
-    return _sign(NAME, key, key, x509.BasicConstraints(ca=True, path_length=0)), _pem(
-        key
-    )
+    is_authority = x509.BasicConstraints(ca=True, path_length=0)
+    return _sign(NAME, key, key, is_authority), _pem(key)
 
 
 def issue(authority_key: bytes, host: str) -> tuple[bytes, bytes]:
-    """A certificate of a host, by address or name, and its key."""
+    """A certificate of a host, which is an address or a name, and its key."""
     name: x509.GeneralName = x509.DNSName(host)
     with contextlib.suppress(ValueError):
         name = x509.IPAddress(ip_address(host))
@@ -53,10 +53,8 @@ def _sign(
     extension: x509.ExtensionType,
 ) -> bytes:
     """A certificate of a key, in the name of the authority."""
-    issuer, owner = (
-        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        for name in (NAME, subject)
-    )
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    owner = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder(issuer, owner, key.public_key())

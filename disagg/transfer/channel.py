@@ -1,9 +1,9 @@
 """All hand-offs from one worker to another: one stream of frames, one renewal of their leases.
 
-The channel chooses whose frame is next, of those that have credit: the earliest deadline, then the
-lowest layer. Credit is per hand-off, so none holds up another. Whatever ends the stream, a failure
-of our own included, breaks it loudly, and all that is attached on it attaches anew; an error of one
-hand-off ends that one. A stream that nobody needs for a while ends, and then gRPC closes the link.
+The channel sends the frame of the most urgent hand-off that has credit: the earliest deadline, then
+the lowest layer. Credit is per hand-off, so none holds up another. Anything that ends the stream,
+failures of our own included, breaks it for all attached hand-offs, which attach again; an error of
+one hand-off ends only that one. An idle stream ends after a while, and then gRPC closes the link.
 Lives on the io loop.
 """
 
@@ -47,21 +47,22 @@ from disagg.wire import FRAME_BYTES, Buffer, Commit, frame_message, pack
 
 log = logging.getLogger(__name__)
 
-RENEWALS_PER_LEASE, LEAST_PAUSE_S = 3, 0.01
+RENEWALS_PER_LEASE = 3
+LEAST_PAUSE_S = 0.01  # between two renewals
 
 
 @dataclass(frozen=True)
 class ChannelOptions:
     """How hand-offs to one worker are sent.
 
-    frame_bytes: where frames are cut; smaller ones for slow links
+    frame_bytes: frames are cut at this size, or at a smaller one for slow links
     silence_s:   a peer that cannot be reached, or breaks every stream, for this long is lost
-    stall_s:     frames that are not answered this long mean a broken stream; a commit that is not
-                 is sent again, on another attachment
-    call_s:      every single call but the commit
+    stall_s:     a stream is broken if it answers no frame for this long; a commit that is not
+                 answered is sent again, on another attachment
+    call_s:      time limit of every call but the commit
     idle_s:      a stream without hand-offs ends after this
-    pace:        a slower link than there is, for benchmarks
-    direct:      frames over a socket of their own, where the peer has one
+    pace:        makes the link slower, for benchmarks
+    direct:      send frames over a socket of their own, if the peer listens on one
     """
 
     frame_bytes: int = FRAME_BYTES
@@ -77,20 +78,20 @@ class FrameStream(Protocol):
     """Frames out and answers in, on one connection: gRPC's Push, or a direct one."""
 
     async def send(self, parts: Sequence[Buffer]) -> int:
-        """Hand one frame over; waits while the stream is full. The bytes of the message.
+        """Send one frame; waits while the stream is full. Returns the bytes of the message.
 
-        0: the stream is over, and `answers` knows why.
+        0: the stream has ended, and `answers` raises why.
         """
 
     def answers(self) -> AsyncGenerator[bytes, None]:
         """PushResponses, until the stream ends or raises what ended it."""
 
     def close(self) -> None:
-        """End it from our side."""
+        """End the stream from our side."""
 
 
 class PushStream:
-    """A `FrameStream` over gRPC. The one copy of what is sent is made here."""
+    """A `FrameStream` over gRPC. It copies what is sent once, into one message."""
 
     def __init__(self, link: Link):
         self._address = link.address
@@ -116,7 +117,11 @@ class PushStream:
 
 
 class Channel:
-    """All hand-offs from this worker to one other: their stream, their leases, their calls."""
+    """All hand-offs from this worker to one other: their stream, their leases, their calls.
+
+    report: what the link can do; None until it was measured
+    meter:  of the current stream
+    """
 
     def __init__(
         self,
@@ -131,14 +136,14 @@ class Channel:
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self.report: LinkReport | None = None  # once the link was measured
-        self.meter = RateMeter()  # of the stream of now
-        self._needed_at = 0.0  # when the last hand-off left
+        self.report: LinkReport | None = None
+        self.meter = RateMeter()
+        self._needed_at = 0.0  # when the last hand-off ended
         self._lease_s = math.inf
 
     @property
     def frame_bytes(self) -> int:
-        """Where frames are cut: so that the link, once it was measured, answers them in time."""
+        """Where frames are cut: small enough for a measured link to answer in time."""
         most = self.options.frame_bytes
         return most if self.report is None else self.report.frame_bytes(most)
 
@@ -152,17 +157,17 @@ class Channel:
             log.info("%s", self.report)
 
     async def close(self) -> None:
-        """Break what is carried and close the link."""
+        """Break all attachments and close the link."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait([self._serving])
         await self.link.close()
 
-    # -- for senders
+    # -- called by senders
 
     @contextmanager
     def carry(self, sender: Sender, attached: Attached) -> Iterator[None]:
-        """Send the frames of an attached hand-off and renew it, meanwhile."""
+        """Send the frames of an attached hand-off and renew its lease, until the block ends."""
         self._attached[sender.ticket.nonce] = sender
         self._lease_s = attached.lease_s
         if self._serving is None:
@@ -179,13 +184,13 @@ class Channel:
         self._wake.set()
 
     async def attach(self, sender: Sender, attach: Attach) -> Attached:
-        """Take a reservation over: what is there."""
+        """Take a reservation over; answers what the receiver has."""
         data = attach.to_proto().SerializeToString()
         reply = await self._call("Attach", data, self.options.call_s, sender)
         return Attached.from_proto(parse(kv.AttachResponse, reply))
 
     async def commit(self, sender: Sender, commit: Commit) -> Ack:
-        """The answer to a commit."""
+        """Commit a hand-off."""
         data = frame_message(pack(commit))
         reply = await self._call("Commit", data, self.options.stall_s, sender)
         return Ack.from_proto(parse(kv.CommitResponse, reply))
@@ -193,7 +198,7 @@ class Channel:
     async def _call(
         self, name: str, data: bytes, timeout_s: float, *senders: Sender
     ) -> bytes:
-        """The answer to a call, or PeerLostError; `senders` share the bytes of both messages."""
+        """The answer to a call, or PeerLostError. Its bytes, both ways, count for `senders`."""
         try:
             reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
         except DeadlineError as error:
@@ -205,22 +210,18 @@ class Channel:
     # -- the stream
 
     async def _serve(self, attached: Attached) -> None:
-        """One stream, until it ends in any way, which all that is attached on it is told."""
+        """Run one stream until it ends in any way; then end all attachments on it."""
         error: DisaggError = PeerLostError(f"the channel to {self.address} was closed")
         self.meter = RateMeter()
         try:
             with closing(await self._open(attached)) as stream:
                 async with asyncio.TaskGroup() as group:
-                    parts = (
-                        self._feed(stream),
-                        self._listen(stream),
-                        self._renew(),
-                        self._watch(),
-                    )
-                    for part in parts:
-                        group.create_task(part)
+                    group.create_task(self._send_frames(stream))
+                    group.create_task(self._receive_credit(stream))
+                    group.create_task(self._renew_leases())
+                    group.create_task(self._watch_stalls())
         except Exception as failure:
-            error = self._why(failure)
+            error = self._reason(failure)
         finally:
             self._serving = None
             for sender in self._attached.values():
@@ -232,82 +233,83 @@ class Channel:
             return await dial(self.address, attached.port, attached.key, self._security)
         return PushStream(self.link)
 
-    async def _feed(self, stream: FrameStream) -> None:
-        """Send while there is something; returns when the stream takes no more."""
+    async def _send_frames(self, stream: FrameStream) -> None:
+        """Send frames as they become ready; returns when the stream has ended."""
         if self.report is None:
             await self.meet()
-        size, pace = 1, self.options.pace
-        while size:
+        pace = self.options.pace
+        is_open = True
+        while is_open:
             self._wake.clear()
-            if (chosen := self._next()) is None:
+            most_urgent = self._next_frame()
+            if most_urgent is None:
                 await self._wake.wait()
                 continue
-            sender, frame = chosen
+            sender, frame = most_urgent
             self.meter.leaves(frame.size, time.monotonic())
-            if (
-                pace is not None
-                and (delay := pace.delay(frame.size, time.monotonic())) > 0
-            ):
-                await asyncio.sleep(delay)
-            size = await stream.send(frame.parts)
-            sender.wire_bytes += size
+            if pace is not None:
+                delay_s = pace.delay(frame.size, time.monotonic())
+                if delay_s > 0:
+                    await asyncio.sleep(delay_s)
+            nbytes = await stream.send(frame.parts)
+            sender.wire_bytes += nbytes
+            is_open = nbytes > 0
 
-    def _next(self) -> tuple[Sender, OutgoingFrame] | None:
-        """Whose frame is needed most, of those that have one and credit for it."""
+    def _next_frame(self) -> tuple[Sender, OutgoingFrame] | None:
+        """The frame of the most urgent hand-off that has one and credit for it."""
         for sender in sorted(self._attached.values(), key=Sender.urgency):
             try:
                 if frame := sender.next_frame():
                     return sender, frame
-            except Exception as error:  # of one hand-off, so it ends that one
+            except Exception as error:  # ends this hand-off and no other
                 log.exception("%s cannot be sent", sender)
                 del self._attached[sender.ticket.nonce]
                 sender.end(error)
         return None
 
-    async def _listen(self, stream: FrameStream) -> None:
-        """Take in credit."""
+    async def _receive_credit(self, stream: FrameStream) -> None:
+        """Pass answers on to their senders; raises when the stream ends."""
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
                 credit = Credit.from_proto(parse(kv.PushResponse, data))
-                if credit.error and not credit.gen:  # of the stream, which ends
+                if credit.error and not credit.gen:  # the stream itself failed
                     raise credit.error
                 self.meter.arrived(time.monotonic())
-                if sender := self._attached.get(credit.nonce):
+                sender = self._attached.get(credit.nonce)
+                if sender is not None:
                     sender.on_credit(credit, len(data))
                 self._wake.set()
         raise PeerLostError(f"{self.address} ended the stream")
 
-    async def _renew(self) -> None:
-        """Keep all leases alive; a call that fails is repeated while they last."""
+    async def _renew_leases(self) -> None:
+        """Keep all leases alive. A call that fails is repeated with the next renewal."""
         while True:
             pause_s = max(LEAST_PAUSE_S, self._lease_s / RENEWALS_PER_LEASE)
             await asyncio.sleep(pause_s)
             if not self._attached:
                 continue
-            senders = {sender: sender.ticket for sender in self._attached.values()}
-            tickets = [ticket_to_proto(ticket) for ticket in senders.values()]
+            renewed = {sender: sender.ticket for sender in self._attached.values()}
+            tickets = [ticket_to_proto(ticket) for ticket in renewed.values()]
             data = kv.RenewRequest(tickets=tickets).SerializeToString()
             try:
                 timeout_s = min(self.options.call_s, pause_s)
-                reply = await self._call("Renew", data, timeout_s, *senders)
+                reply = await self._call("Renew", data, timeout_s, *renewed)
             except PeerLostError as error:
                 log.warning(
                     "the leases at %s were not renewed: %s", self.address, error
                 )
                 continue
             over = set(parse(kv.RenewResponse, reply).over)
-            for sender, ticket in senders.items():
+            for sender, ticket in renewed.items():
                 if ticket.nonce in over and ticket is sender.ticket:
                     sender.end(ReservationError(f"{sender} is over at {self.address}"))
 
-    async def _watch(self) -> None:
-        """PeerLostError once nothing is answered any more, or nobody needs the stream."""
+    async def _watch_stalls(self) -> None:
+        """Raise PeerLostError if frames are not answered, or the stream is idle for long."""
         while True:
             await asyncio.sleep(self.options.stall_s / 4)
-            if (
-                not self._attached
-                and time.monotonic() - self._needed_at > self.options.idle_s
-            ):
+            idle_s = time.monotonic() - self._needed_at
+            if not self._attached and idle_s > self.options.idle_s:
                 raise PeerLostError(f"no hand-off for {self.options.idle_s:g} s")
             quiet_s = self.meter.quiet_s(time.monotonic())
             if quiet_s > self.options.stall_s:
@@ -315,8 +317,8 @@ class Channel:
                     f"{self.address} answered nothing for {quiet_s:.1f} s"
                 )
 
-    def _why(self, failure: Exception) -> DisaggError:
-        """What hand-offs are told: an error that attaching again cannot mend, or PeerLostError."""
+    def _reason(self, failure: Exception) -> DisaggError:
+        """The error for all hand-offs: PeerLostError, or one that attaching again cannot mend."""
         while isinstance(failure, ExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, DisaggError):
@@ -332,20 +334,24 @@ class Channel:
 class Peers:
     """The channels of a worker by address, and what their links can do.
 
-    A channel that no hand-off has and no stream is on is closed: workers come and go. Those that
-    were measured before they were needed stay.
+    A channel without hand-offs and without a stream is closed, as workers come and go. Those that
+    were measured in advance stay.
     """
 
     def __init__(self, security: Security | None, config: TransferConfig):
-        size, pace = config.frame_bytes, None
+        frame_bytes = config.frame_bytes
+        pace = None
         if config.link_mbps is not None:
             pace = RateLimiter(config.link_mbps * 1e6 / 8, config.burst_bytes)
-            size = min(size, config.burst_bytes)
-        direct = config.channel == "direct"
-        self.options = ChannelOptions(frame_bytes=size, pace=pace, direct=direct)
+            frame_bytes = min(frame_bytes, config.burst_bytes)
+        self.options = ChannelOptions(
+            frame_bytes=frame_bytes,
+            pace=pace,
+            direct=config.channel == "direct",
+        )
         self._security = security
         self._channels = WeakValueDictionary[str, Channel]()
-        self._met = set[Channel]()
+        self._measured = set[Channel]()
 
     def get(self, address: str) -> Channel:
         """The channel to "host:port"; it connects when it is used."""
@@ -356,18 +362,18 @@ class Peers:
         return channel
 
     async def meet(self, addresses: Iterable[str]) -> list[str]:
-        """Measure links before they are needed; what each can do, in words."""
+        """Measure links before they are needed; describes each that could be measured."""
         channels = [self.get(address) for address in addresses]
         for channel in channels:
             await channel.meet()
-        self._met.update(x for x in channels if x.report)
+        self._measured.update(x for x in channels if x.report)
         return [str(x.report) for x in channels if x.report]
 
     def as_info(self) -> list[dict[str, Any]]:
-        """What was measured, as plain values."""
+        """The measured links, as plain values."""
         return [asdict(x.report) for x in self._channels.values() if x.report]
 
     async def close(self) -> None:
-        """End everything."""
+        """Close all channels."""
         for channel in list(self._channels.values()):
             await channel.close()

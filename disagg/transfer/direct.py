@@ -3,9 +3,10 @@
     receiver: Attach answers a port and a key ──► sender: connects, says hello with the key
     hello, 24 bytes: magic · version · key │ then frames ► ◄ PushResponses, each behind its length
 
-One connection for each pair of workers, TCP, or TLS with the certificates of gRPC. A key opens one
-connection and is forgotten soon; who has not said a valid hello after 2 s is hung up on, and when
-too many wait the oldest is. All else of a hand-off stays with gRPC. Knows frames, and no hand-off.
+One connection for each pair of workers: TCP, or TLS with the certificates of gRPC. A key opens one
+connection and expires soon. A connection without a valid hello is closed after 2 s, or earlier if
+too many wait: then the oldest is closed. Everything else of a hand-off stays with gRPC. This file
+knows frames, but no hand-off.
 """
 
 import asyncio
@@ -29,21 +30,27 @@ from disagg.wire import MAX_FRAME_BYTES, PRELUDE_BYTES, Buffer, frame_bytes
 
 log = logging.getLogger(__name__)
 
-MAGIC, VERSION = b"dgKD", 1
-KEY_BYTES, KEY_S = 16, 10.0
-HELLO_S, MAX_STRANGERS = 2.0, 64  # connections that have not said hello
-REST_S = 0.1  # after one that could not be taken
-MAX_PARTS = 256  # of one gathered read or write; the kernel takes up to 1024
+MAGIC = b"dgKD"
+VERSION = 1
+KEY_BYTES = 16
+KEY_S = 10.0  # until a key expires
+HELLO_S = 2.0  # until a connection must have sent a valid hello
+MAX_STRANGERS = 64  # connections without a hello
+REST_S = 0.1  # pause after a connection that could not be accepted
+MAX_PARTS = 256  # of one gathered write; the kernel takes up to 1024
 MAX_ANSWER_BYTES = 64 << 10
-MAX_READS = 64  # reads in a row; then others have their turn, however much a peer sends
-WAKE_BYTES = 512 << 10  # a reader that wants more is woken when so much has come
+MAX_READS = 64  # reads in a row, until other tasks run
+WAKE_BYTES = (
+    512 << 10
+)  # a reader that waits for more is woken when this much has arrived
 # bbr, the default of some hosts, takes the pauses between frames for the rate of the link: 0.88 and
 # 0.79 of a TCP stream over 5 and 10 Gb/s, where cubic has 0.99 and 0.98 (November 2026)
 CONGESTION = b"cubic"
-DEAD_MS = 5000  # sent bytes that no kernel acknowledges so long mean a dead link
+DEAD_MS = 5000  # a link is dead if sent bytes are not acknowledged for this long
 
-_OPTIONS: dict[str, int | bytes] = {"TCP_NODELAY": 1, "TCP_CONGESTION": CONGESTION}
-_OPTIONS |= {
+_OPTIONS: dict[str, int | bytes] = {
+    "TCP_NODELAY": 1,
+    "TCP_CONGESTION": CONGESTION,
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": 3,
@@ -54,9 +61,9 @@ _LENGTH = struct.Struct("<I")
 
 
 class AsyncSocket:
-    """A connected socket: exact reads, gathered writes. Its end is an OSError.
+    """A connected socket with exact reads and gathered writes. It raises OSError when it ends.
 
-    One task reads and one writes at a time; cancel them before it is closed.
+    One task reads and one writes at a time. Cancel them before closing it.
     """
 
     def __init__(self, sock: socket.socket):
@@ -64,14 +71,14 @@ class AsyncSocket:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._wake_bytes = 1
-        self._reads = 0  # since others had their turn
+        self._reads = 0
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _OPTIONS.items():
-            with suppress(OSError, AttributeError):  # not every system has all of them
+            with suppress(OSError, AttributeError):  # some systems lack some of them
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     async def secure(self, context: ssl.SSLContext, server_name: str | None) -> None:
-        """TLS from now on; a server has no `server_name` to check."""
+        """Switch to TLS. A client checks `server_name`; None: this is the server."""
         self._sock = context.wrap_socket(
             self._sock,
             server_side=server_name is None,
@@ -92,7 +99,7 @@ class AsyncSocket:
             try:
                 count = self._sock.recv_into(memory)
             except (BlockingIOError, ssl.SSLWantReadError):
-                self._want(len(memory))
+                self._set_wake_bytes(len(memory))
                 await self._ready(reading=True)
                 continue
             if not count:
@@ -109,11 +116,11 @@ class AsyncSocket:
         return data
 
     async def write(self, parts: Iterable[Buffer]) -> None:
-        """Hand all parts to the kernel, in their order."""
-        left = deque(memoryview(part) for part in parts if len(part))
-        while left:
+        """Pass all parts to the kernel, in their order."""
+        unsent = deque(memoryview(part) for part in parts if len(part))
+        while unsent:
             try:
-                _advance(left, self._send(left))
+                _drop_sent(unsent, self._send(unsent))
             except (BlockingIOError, ssl.SSLWantWriteError):
                 await self._ready(reading=False)
 
@@ -121,40 +128,53 @@ class AsyncSocket:
         """End the connection."""
         self._sock.close()
 
-    def _send(self, left: deque[memoryview]) -> int:
+    def _send(self, unsent: deque[memoryview]) -> int:
         if isinstance(self._sock, ssl.SSLSocket):
-            return self._sock.send(left[0])
-        return self._sock.sendmsg(list(islice(left, MAX_PARTS)))
+            return self._sock.send(unsent[0])
+        return self._sock.sendmsg(list(islice(unsent, MAX_PARTS)))
 
-    def _want(self, nbytes: int) -> None:
-        """Be woken once for much, not often for little; TLS records are small anyway."""
-        wanted = min(nbytes, WAKE_BYTES)
-        if wanted != self._wake_bytes and not isinstance(self._sock, ssl.SSLSocket):
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-            self._wake_bytes = wanted
+    def _set_wake_bytes(self, nbytes: int) -> None:
+        """Wake once for many bytes, not often for few. TLS records are small anyway."""
+        wake_bytes = min(nbytes, WAKE_BYTES)
+        if wake_bytes != self._wake_bytes and not isinstance(self._sock, ssl.SSLSocket):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+            self._wake_bytes = wake_bytes
 
     async def _ready(self, reading: bool) -> None:
-        ready, fd = self._loop.create_future(), self._sock.fileno()
-        add = self._loop.add_reader if reading else self._loop.add_writer
-        add(fd, lambda: None if ready.done() else ready.set_result(None))
+        """Wait until the socket can be read or written."""
+        fd = self._sock.fileno()
+        ready = self._loop.create_future()
+
+        def set_ready() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        if reading:
+            self._loop.add_reader(fd, set_ready)
+        else:
+            self._loop.add_writer(fd, set_ready)
         try:
             await ready
         finally:
-            (self._loop.remove_reader if reading else self._loop.remove_writer)(fd)
+            if reading:
+                self._loop.remove_reader(fd)
+            else:
+                self._loop.remove_writer(fd)
 
 
-def _advance(left: deque[memoryview], count: int) -> None:
-    while left and count >= len(left[0]):
-        count -= len(left.popleft())
+def _drop_sent(unsent: deque[memoryview], count: int) -> None:
+    """Remove the first `count` bytes."""
+    while unsent and count >= len(unsent[0]):
+        count -= len(unsent.popleft())
     if count:
-        left[0] = left[0][count:]
+        unsent[0] = unsent[0][count:]
 
 
 # -- the sender's end
 
 
 class DirectStream:
-    """A `channel.FrameStream` over a socket. Nothing is copied on the way to the kernel."""
+    """A `channel.FrameStream` over a socket. Frames are not copied on the way to the kernel."""
 
     def __init__(self, sock: AsyncSocket, peer: str):
         self._sock = sock
@@ -189,23 +209,26 @@ async def dial(
     address: str, port: int, key: bytes, security: Security | None = None
 ) -> DirectStream:
     """A direct connection to the host of "host:port", at the port that Attach answered."""
-    host, loop = address.rpartition(":")[0].strip("[]"), asyncio.get_running_loop()
-    with ExitStack() as opened:
+    host = address.rpartition(":")[0].strip("[]")
+    loop = asyncio.get_running_loop()
+    with ExitStack() as on_failure:
         try:
             async with asyncio.timeout(HELLO_S):
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                family, _, _, _, there = found[0]
-                sock = AsyncSocket(raw := socket.socket(family, socket.SOCK_STREAM))
-                opened.callback(sock.close)
-                await loop.sock_connect(raw, there)
-                if context := tls_context(security or Security(), server=False):
+                resolved = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                family, _, _, _, socket_address = resolved[0]
+                raw = socket.socket(family, socket.SOCK_STREAM)
+                sock = AsyncSocket(raw)
+                on_failure.callback(sock.close)
+                await loop.sock_connect(raw, socket_address)
+                context = tls_context(security or Security(), server=False)
+                if context is not None:
                     await sock.secure(context, host)
                 await sock.write([_HELLO.pack(MAGIC, VERSION, key)])
         except OSError as error:  # TimeoutError is one
             raise PeerLostError(
                 f"no direct connection to {address}: {error}"
             ) from error
-        opened.pop_all()
+        on_failure.pop_all()
         return DirectStream(sock, address)
 
 
@@ -218,16 +241,13 @@ class DirectServer:
     def __init__(self, receiver: Receiver, security: Security | None = None):
         self._receiver = receiver
         self._context = tls_context(security or Security(), server=True)
-        self._keys: dict[
-            bytes, float
-        ] = {}  # until when each opens a connection; oldest first
-        self._strangers: OrderedDict[asyncio.Task[None], None] = (
-            OrderedDict()
-        )  # oldest first
+        self._keys: dict[bytes, float] = {}  # when each expires; oldest first
+        # connections without a hello, oldest first
+        self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()
         self._socket: socket.socket | None = None
 
     def listen(self, host: str, ports: Sequence[int] | None = None) -> int:
-        """Bind to a free port of `host`, within a range if one is given; Attach tells which."""
+        """Bind to a free port of `host`, within a range if `ports` is one. Attach answers it."""
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -243,10 +263,14 @@ class DirectServer:
         return port
 
     def make_key(self) -> bytes:
-        """A key that opens one connection, soon."""
-        now, key = time.monotonic(), secrets.token_bytes(KEY_BYTES)
-        while self._keys and next(iter(self._keys.values())) < now:
-            del self._keys[next(iter(self._keys))]
+        """A key that opens one connection, until it expires."""
+        now = time.monotonic()
+        while self._keys:
+            oldest, expires_at = next(iter(self._keys.items()))
+            if expires_at >= now:
+                break
+            del self._keys[oldest]
+        key = secrets.token_bytes(KEY_BYTES)
         self._keys[key] = now + KEY_S
         return key
 
@@ -259,9 +283,7 @@ class DirectServer:
                 while True:
                     try:
                         raw, _ = await loop.sock_accept(self._socket)
-                    except (
-                        OSError
-                    ) as error:  # of one connection, or of too many open files
+                    except OSError as error:  # also of too many open files
                         log.warning("no direct connection can be taken: %s", error)
                         await asyncio.sleep(REST_S)
                         continue
@@ -281,9 +303,8 @@ class DirectServer:
                     self._strangers.pop(task, None)
                     try:
                         await self._frames(sock)
-                    except (
-                        WireError
-                    ) as error:  # gRPC has a status for it; here it is an answer
+                    except WireError as error:
+                        # over gRPC this is a status, here it is an answer
                         async with asyncio.timeout(HELLO_S):
                             await self._answer(sock, Credit(0, 0, error))
                         raise
@@ -304,7 +325,7 @@ class DirectServer:
             raise CorruptFrameError("a hello with a key that opens nothing")
 
     async def _frames(self, sock: AsyncSocket) -> None:
-        """Frames in, answers out, one at a time: the next one waits in the kernel."""
+        """Answer one frame at a time; the next one waits in the kernel."""
         memory = memoryview(bytearray(MAX_FRAME_BYTES))
         try:
             while True:

@@ -1,6 +1,6 @@
 """What a link can do: measured with messages like those of hand-offs, or made slower on purpose.
 
-A slow or wrong transport is the failure that nobody notices, so workers say what they found.
+A slow or wrong transport is a failure that is easy to miss, so workers report what they measured.
 """
 
 import math
@@ -15,17 +15,19 @@ from disagg.wire import FRAME_BYTES, frame_message
 
 TRIPS = 5
 FIRST_BYTES = 64 << 10
-LONG_S = 0.02  # a slow link is not kept busy for longer than a few times this
+LONG_S = 0.02  # how long one probe may take on a slow link
 CALL_S = 5.0
-# a frame crosses in so long, or is as small as this: a ping behind two of them is on time
-FRAME_S, LEAST_FRAME_BYTES = 0.4, 4096
+# a frame takes at most this long, unless it is of the least size: so a ping behind two is on time
+FRAME_S = 0.4
+LEAST_FRAME_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class LinkReport:
     """What a link can do.
 
-    round_trip_ms: of an empty message, the best of some · gbytes_per_s: of frames one after another
+    round_trip_ms: of an empty message, the best of several
+    gbytes_per_s:  of frames one after another
     """
 
     peer: str
@@ -34,7 +36,7 @@ class LinkReport:
     gbytes_per_s: float
 
     def frame_bytes(self, most: int) -> int:
-        """How large a frame may be that is not mistaken for a broken stream; at most so large."""
+        """How large a frame may be, up to `most`, without being mistaken for a broken stream."""
         return int(min(most, max(LEAST_FRAME_BYTES, 1e9 * self.gbytes_per_s * FRAME_S)))
 
     def __str__(self) -> str:
@@ -47,68 +49,84 @@ class LinkReport:
 async def measure(
     link: Link, clock: Callable[[], float] = time.perf_counter
 ) -> LinkReport:
-    """Ask a decode worker's receiver; raises as `Link.call` does if nobody is there, or it cannot.
+    """Measure the link to a decode worker's receiver; raises as `Link.call` does.
 
-    At most 64 KiB and three frames cross; less where they would take long.
+    At most 64 KiB and three frames cross, or less on a slow link.
     """
 
-    async def ask(nbytes: int, times: int = 1) -> float:
-        message, best = (
-            frame_message([bytes(nbytes)]),
-            math.inf,
-        )  # as a ProbeRequest looks
+    async def probe_s(nbytes: int, times: int = 1) -> float:
+        """Seconds of a message of this size, the best of several."""
+        message = frame_message([bytes(nbytes)])  # the bytes of a ProbeRequest
+        best = math.inf
         for _ in range(times):
             began = clock()
             await link.call(f"/{KV_SERVICE}/Probe", message, CALL_S)
             best = min(best, max(clock() - began, 1e-9))
         return best
 
-    await ask(0)  # connects
-    trip = await ask(0, TRIPS)
-    first = max(await ask(FIRST_BYTES) - trip, 1e-9)
-    size = int(min(FRAME_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONG_S / first)))
-    seconds = await ask(size, 3)
-    rate = size / max(seconds - trip / 2, seconds / 2)
-    return LinkReport(link.address, link.transport, 1e3 * trip, rate / 1e9)
+    await probe_s(0)  # connects
+    trip_s = await probe_s(0, TRIPS)
+    first_s = max(await probe_s(FIRST_BYTES) - trip_s, 1e-9)
+    affordable = FIRST_BYTES * LONG_S / first_s
+    size = int(min(FRAME_BYTES, max(FIRST_BYTES, affordable)))
+    frame_s = await probe_s(size, 3)
+    bytes_per_s = size / max(frame_s - trip_s / 2, frame_s / 2)
+    return LinkReport(
+        peer=link.address,
+        transport=link.transport,
+        round_trip_ms=1e3 * trip_s,
+        gbytes_per_s=bytes_per_s / 1e9,
+    )
 
 
 async def absorb(data: bytes) -> bytes:
-    """The receiver's side, as a method of `rpc.rpc_handlers`: it came."""
+    """The receiver's side of a probe, as a method of `rpc.rpc_handlers`."""
     return b""
 
 
 class RateMeter:
-    """Bytes a second that a link takes while something is on its way, and how long it is silent."""
+    """The rate of a link while frames are in flight, and for how long it has been silent."""
 
     def __init__(self) -> None:
-        self._out = deque[int]()
-        self._nbytes, self._since, self._busy_s, self._last = 0, 0.0, 0.0, 0.0
+        self._in_flight = deque[int]()  # bytes of each frame
+        self._since = (
+            0.0  # when the oldest of them left, or the one before was answered
+        )
+        self._nbytes = 0
+        self._busy_s = 0.0
+        self._last_rate = 0.0
 
     def read(self) -> float:
-        """Since it was read last, or what that was where nothing came since; 0 before anything."""
+        """Bytes a second since the last reading; the last rate if no frame was answered since.
+
+        0 before the first answer.
+        """
         if self._busy_s:
-            self._last = self._nbytes / self._busy_s
-            self._nbytes, self._busy_s = 0, 0.0
-        return self._last
+            self._last_rate = self._nbytes / self._busy_s
+            self._nbytes = 0
+            self._busy_s = 0.0
+        return self._last_rate
 
     def quiet_s(self, now: float) -> float:
-        """How long nothing was answered of what is on its way; 0 where nothing is."""
-        return now - self._since if self._out else 0.0
+        """For how long no frame in flight was answered; 0 if none is in flight."""
+        return now - self._since if self._in_flight else 0.0
 
     def leaves(self, nbytes: int, now: float) -> None:
-        """A frame is on its way, or waits for the pace of the link."""
-        self._since = self._since if self._out else now
-        self._out.append(nbytes)
+        """A frame is sent, or waits for the pace of the link."""
+        if not self._in_flight:
+            self._since = now
+        self._in_flight.append(nbytes)
 
     def arrived(self, now: float) -> None:
-        """The first of these frames was answered; an answer to none counts nothing."""
-        if self._out:
+        """The oldest frame in flight was answered; an answer to none is not counted."""
+        if self._in_flight:
             self._busy_s += now - self._since
-            self._nbytes, self._since = self._nbytes + self._out.popleft(), now
+            self._nbytes += self._in_flight.popleft()
+            self._since = now
 
 
 class RateLimiter:
-    """A token bucket: what passes at once is at most a burst or one message."""
+    """A token bucket: at most a burst, or one message, passes at once."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: int):
         self.bytes_per_s = bytes_per_s
@@ -117,7 +135,7 @@ class RateLimiter:
         self._since: float | None = None
 
     def delay(self, nbytes: int, now: float) -> float:
-        """Seconds to wait before `nbytes` pass; they are counted as passed."""
+        """Seconds to wait before `nbytes` pass. They count as passed."""
         if self._since is not None:
             earned = (now - self._since) * self.bytes_per_s
             self._tokens = min(self.burst_bytes, self._tokens + earned)

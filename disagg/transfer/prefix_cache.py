@@ -1,11 +1,11 @@
-"""What prompts share on a decode worker: units found by their keys, and kept for the next.
+"""What prompts share on a decode worker: prefix blocks, found by their keys and cached.
 
-    reserve   leading units that are kept  ──► records of the new prompt, with their digests
-    commit    verified units               ──► kept under their keys
-    scrub     digests do not match         ──► no longer kept
+    reserve   leading cached blocks        ──► records of the new prompt, with their digests
+    commit    verified blocks              ──► cached under their keys
+    scrub     blocks with other digests    ──► dropped
 
-Only what was committed is kept, and nothing is ever written to a record that others may own too.
-The pool does the keeping. Knows no peer, no lease and no clock.
+Only committed records are cached, and a record that others may own is never written again.
+The pool stores and counts; this file knows no peer, no lease and no clock.
 """
 
 from array import array
@@ -24,237 +24,281 @@ from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
 from disagg.wire import digest
 
-Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
+Keys = Sequence[Sequence[bytes]]  # of the blocks of a prompt, by layer group
 
 
 @dataclass(frozen=True)
 class CachedBlock:
-    """A kept unit, of a committed prompt: its key and its page ids.
+    """A cached prefix block of a committed prompt: its key and its page ids.
 
     digests: of all items of that prompt, in the order of its manifest
     """
 
     key: bytes
     pages: tuple[int, ...]
-    unit: PrefixBlock
+    block: PrefixBlock
     manifest: Manifest
     digests: "array[int]"
 
     @property
     def group(self) -> LayerGroup:
         """The layer group that the records belong to."""
-        return self.manifest.plan.groups[self.unit.group]
+        return self.manifest.plan.groups[self.block.group]
 
-    def seen(self) -> list[int]:
-        """The digests of the unit's items, in their order."""
-        places = self.manifest.indices_of(self.unit)
-        return [x for some in places for x in self.digests[some.start : some.stop]]
+    def item_digests(self) -> list[int]:
+        """The digests of the block's items, in their order."""
+        digests = list[int]()
+        for indices in self.manifest.indices_of(self.block):
+            digests += self.digests[indices.start : indices.stop]
+        return digests
 
     def spans(self) -> list[Span]:
         """Where these items lie."""
-        starts = dict(zip(self.unit.records(), self.pages, strict=True))
+        page_of = dict(zip(self.block.records(), self.pages, strict=True))
         spans = []
-        for kind, _, layer, record in self.unit.items(self.group):
+        for kind, _, layer, record in self.block.items(self.group):
             layout = self.group.layout(kind)
-            start = self.group.address(layout, starts[kind, record], layer)
+            start = self.group.address(layout, page_of[kind, record], layer)
             spans.append((start, self.group.layer_bytes(layout)))
         return spans
 
 
 @dataclass(frozen=True)
 class PendingHandoff:
-    """What a job that waits for its pages holds: their records, and what has arrived of them.
+    """What a reserved job holds until its commit: its records, and which items have arrived.
 
-    keys:     of its units, by layer group
-    arrivals: at the beginning of those that were found
+    keys:     of its prefix blocks, by layer group
+    received: at first the items of cached blocks
     shared:   page ids that others may own too
-    cached_tokens: leading ones that all layer groups have the units of, or need none of
+    cached_tokens: leading tokens whose blocks all layer groups had cached, or do not need
     """
 
     job: Job
     keys: Keys
     groups: tuple[GroupState, ...]
-    arrivals: ReceivedItems
+    received: ReceivedItems
     shared: frozenset[int]
     cached_tokens: int
 
 
 @dataclass(frozen=True)
 class Scrub:
-    """Kept units that are owned while they are verified. `copies` waits for their bytes."""
+    """Cached blocks that are owned while they are verified. `copies` waits for their bytes."""
 
-    notes: Sequence[CachedBlock]
+    blocks: Sequence[CachedBlock]
     copies: Callable[[], list[memoryview]]
 
     def verify(self) -> dict[bytes, CorruptFrameError]:
-        """By key, what is not as it was committed. For any thread: it only reads."""
-        damaged, copies = dict[bytes, CorruptFrameError](), iter(self.copies())
-        for note in self.notes:
-            for item, was in zip(note.unit.items(note.group), note.seen(), strict=True):
-                if (seen := digest(next(copies))) != was:
-                    text = (
-                        f"{item} was altered in the pool: it is {seen:x}, was {was:x}"
-                    )
-                    damaged.setdefault(note.key, CorruptFrameError(text))
+        """By key, the blocks that are not as they were committed. For any thread: it only reads."""
+        damaged: dict[bytes, CorruptFrameError] = {}
+        copies = iter(self.copies())
+        for cached in self.blocks:
+            items = cached.block.items(cached.group)
+            for item, expected in zip(items, cached.item_digests(), strict=True):
+                actual = digest(next(copies))
+                if actual != expected:
+                    text = f"{item} was altered in the pool: it is {actual:x}, was {expected:x}"
+                    damaged.setdefault(cached.key, CorruptFrameError(text))
         return damaged
 
 
 class PrefixCache:
-    """The kept units of a decode worker, and the records of prompts that may `share` them."""
+    """The cached blocks of a decode worker, and records for prompts that may `share` them."""
 
     def __init__(self, pool: Pool, share: bool = True):
         self._pool = pool
         self._share = share
-        self._to_scrub: list[bytes] = []
+        self._keys_to_scrub: list[bytes] = []
 
     def check(self, plan: Plan, tokens: int) -> None:
-        """PromptTooLongError for a prompt whose records do not fit an empty pool.
+        """PromptTooLongError for a prompt whose records do not fit into an empty pool.
 
-        Slabs count, as a slab holds records of one shape; what others hold now does not.
+        Each slab holds records of one shape, so slabs are counted. What others hold now does not
+        matter.
         """
-        size, counts = self._pool.slab_bytes, plan.records(tokens)
-        fits = all(
-            shape.nbytes <= size for shape in counts
-        ) and self._pool.num_slabs >= sum(
-            -(-count // (size // shape.nbytes)) for shape, count in counts.items()
-        )
+        slab_bytes = self._pool.slab_bytes
+        counts = plan.records(tokens)
+        fits = all(shape.nbytes <= slab_bytes for shape in counts)
+        if fits:
+            num_slabs = 0
+            for shape, count in counts.items():
+                records_per_slab = slab_bytes // shape.nbytes
+                num_slabs += -(-count // records_per_slab)
+            fits = num_slabs <= self._pool.num_slabs
         if not fits:
             raise PromptTooLongError(
                 f"a prompt of {tokens} tokens is {sum(counts.values())} records; "
-                f"a pool of {self._pool.num_slabs} slabs of {size} bytes cannot hold them"
+                f"a pool of {self._pool.num_slabs} slabs of {slab_bytes} bytes cannot hold them"
             )
 
     def hold(
         self, model: str, plan: Plan, job: Job, spare_bytes: int
     ) -> PendingHandoff:
-        """Records for a prompt, shared where that is possible; CapacityError and nothing taken.
+        """Take records for a prompt, cached ones where possible; CapacityError takes nothing.
 
-        Those of a sequence that moves are its own: what is sealed while decoding is no prompt's.
-        spare_bytes: what stays free, unless nobody holds anything
+        A sequence that moves shares nothing: pages sealed while decoding are no prompt's.
+
+        spare_bytes: what stays free, unless the pool is empty
         """
-        none = ((),) * len(plan.groups)
+        no_keys: Keys = ((),) * len(plan.groups)
         shares = self._share and not job.moved
-        keys = content_keys(model, plan, job.prompt) if shares else none
+        keys = content_keys(model, plan, job.prompt) if shares else no_keys
         if self._pool.referenced_pages:
             return self._hold(plan, job, keys, keys, spare_bytes)
         try:
             return self._hold(plan, job, keys, keys, 0)
-        except CapacityError:  # what it would share lies scattered over too many slabs
-            return self._hold(plan, job, keys, none, 0)
+        except CapacityError:  # the cached blocks lie scattered over too many slabs
+            return self._hold(plan, job, keys, no_keys, 0)
 
     def release(self, groups: Iterable[GroupState]) -> None:
         """Give up all records of a prompt."""
         for state in groups:
             self._pool.release(state.ids())
 
-    def keep(self, holding: PendingHandoff, digests: Sequence[int]) -> frozenset[int]:
-        """Keep the verified units of a prompt, the first longest; the page ids of all units."""
-        plan, tokens = holding.arrivals.manifest.plan, holding.job.tokens
-        manifest, packed = (
-            Manifest(plan, tokens),
-            array("Q", digests),
-        )  # no list of items stays
-        units, found = units_of(plan, tokens) if any(holding.keys) else (), set[int]()
-        for some, keys, state in zip(
-            units, holding.keys, holding.groups, strict=bool(units)
+    def keep(self, pending: PendingHandoff, digests: Sequence[int]) -> frozenset[int]:
+        """Cache the verified blocks of a prompt; the page ids of all its blocks.
+
+        Blocks are cached from the last to the first, so that the first is evicted last.
+        """
+        if not any(pending.keys):
+            return frozenset()
+        plan = pending.received.manifest.plan
+        tokens = pending.job.tokens
+        manifest = Manifest(plan, tokens)  # a new one, which has not listed its items
+        packed_digests = array("Q", digests)
+        block_pages = set[int]()
+        for blocks, keys, state in zip(
+            units_of(plan, tokens), pending.keys, pending.groups, strict=True
         ):
             ids = state.ids_by_kind()
-            for unit, key in zip(reversed(some), reversed(keys), strict=True):
-                pages = tuple(ids[kind][record] for kind, record in unit.records())
-                self._pool.keep(
-                    key, pages, CachedBlock(key, pages, unit, manifest, packed)
-                )
-                found.update(pages)
-        return frozenset(found)
+            for block, key in zip(reversed(blocks), reversed(keys), strict=True):
+                pages = tuple(ids[kind][record] for kind, record in block.records())
+                cached = CachedBlock(key, pages, block, manifest, packed_digests)
+                self._pool.keep(key, pages, cached)
+                block_pages.update(pages)
+        return frozenset(block_pages)
 
     def begin_scrub(self, max_bytes: int) -> Scrub:
-        """The next kept units, at least one, up to `max_bytes`; every scrub is ended."""
-        self._to_scrub = self._to_scrub or self._pool.kept_keys(CachedBlock)
-        notes, spans = list[CachedBlock](), list[Span]()
-        while self._to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
-            for note in self._take([self._to_scrub.pop()]):
-                notes.append(note)
-                spans += note.spans()
-        return Scrub(notes, self._pool.arena.stage(spans))
+        """Take the next cached blocks, at least one, up to `max_bytes`. End every scrub."""
+        if not self._keys_to_scrub:
+            self._keys_to_scrub = self._pool.kept_keys(CachedBlock)
+        blocks = list[CachedBlock]()
+        spans = list[Span]()
+        while self._keys_to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
+            for cached in self._take([self._keys_to_scrub.pop()]):
+                blocks.append(cached)
+                spans += cached.spans()
+        return Scrub(blocks, self._pool.arena.stage(spans))
 
     def end_scrub(self, scrub: Scrub, damaged: Iterable[bytes]) -> None:
-        """Keep the damaged no longer, and own none of them any more."""
+        """Drop the damaged blocks, and release all blocks of the scrub."""
         for key in damaged:
             self._pool.drop(key)
-        for note in scrub.notes:
-            self._pool.release(note.pages)
+        for cached in scrub.blocks:
+            self._pool.release(cached.pages)
 
     def _take(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """What the leading keys keep; the caller owns it too. An engine has keys of its own."""
-        return [
-            kept.note
-            for kept in self._pool.take(keys)
-            if isinstance(kept.note, CachedBlock)
-        ]
+        """The cached blocks of the leading keys, which the caller owns too.
+
+        Blocks that an engine caches in the same pool have other keys.
+        """
+        entries = self._pool.take(keys)
+        return [entry.note for entry in entries if isinstance(entry.note, CachedBlock)]
 
     def _hold(
-        self, plan: Plan, job: Job, keys: Keys, wanted: Keys, spare_bytes: int
+        self, plan: Plan, job: Job, keys: Keys, reused_keys: Keys, spare_bytes: int
     ) -> PendingHandoff:
-        """With what the `wanted` ones of its keys keep. What else it has comes as it is: a prompt
-        is admitted when all its bytes have arrived.
+        """Take records for a prompt; `reused_keys` of its blocks may come from the cache.
+
+        All other records may hold any bytes: a prompt is admitted when all of its own are there.
         """
-        tokens, found = job.tokens, [self._take(some) for some in wanted]
-        shared = [page for notes in found for note in notes for page in note.pages]
-        owned, records = [*shared], [_by_kind(notes) for notes in found]
+        tokens = job.tokens
+        cached = [self._take(group_keys) for group_keys in reused_keys]
+        shared = [page for blocks in cached for block in blocks for page in block.pages]
+        owned = list(shared)
         try:
-            lacks = [
-                (
-                    pages := ids[kind],
-                    group.record(group.layout(kind)),
-                    count - len(pages),
-                )
-                for group, ids in zip(plan.groups, records, strict=True)
-                for kind, count in group.inventory(tokens).items()
-            ]
-            self._leave(
-                spare_bytes, tokens, sum(shape.nbytes * n for _, shape, n in lacks)
-            )
-            for pages, shape, count in lacks:
-                fresh = self._pool.claim(shape, count)
-                owned += fresh
-                pages += fresh
-            given = zip(plan.groups, records, strict=True)
-            groups = tuple(lay_out(group, tokens, ids) for group, ids in given)
-            addresses = Addresses(manifest := Manifest(plan, tokens), groups)
-            self._pool.arena.zero([*addresses.unsent()])
-            for notes in found:
-                self._pool.used([note.key for note in notes])
+            groups = self._allocate(plan, tokens, cached, spare_bytes, owned)
+            manifest = Manifest(plan, tokens)
+            addresses = Addresses(manifest, groups)
+            self._pool.arena.zero(list(addresses.unsent()))
+            for blocks in cached:
+                self._pool.used([block.key for block in blocks])
         except BaseException:
             self._pool.release(owned)
             raise
-        here, cached = dict[int, int](), tokens
-        for group, units, notes in zip(
-            plan.groups, units_of(plan, tokens), found, strict=True
-        ):
-            end = group.dropped(tokens)
-            for unit, note in zip(
-                units, notes, strict=False
-            ):  # by this prompt's record numbers
-                places, end = chain.from_iterable(manifest.indices_of(unit)), unit.end
-                here.update(zip(places, note.seen(), strict=True))
-            cached = min(cached, end)
-        arrivals = ReceivedItems(manifest, addresses, here)
-        return PendingHandoff(job, keys, groups, arrivals, frozenset(shared), cached)
+        digests, cached_tokens = _cached_items(manifest, cached)
+        return PendingHandoff(
+            job=job,
+            keys=keys,
+            groups=groups,
+            received=ReceivedItems(manifest, addresses, digests),
+            shared=frozenset(shared),
+            cached_tokens=cached_tokens,
+        )
 
-    def _leave(self, spare_bytes: int, tokens: int, wanted: int) -> None:
-        """CapacityError unless so many wanted bytes leave the others free; nothing was evicted."""
+    def _allocate(
+        self,
+        plan: Plan,
+        tokens: int,
+        cached: Sequence[Sequence[CachedBlock]],
+        spare_bytes: int,
+        owned: list[int],
+    ) -> tuple[GroupState, ...]:
+        """Records for a prompt, of which some are cached. Adds every new page id to `owned`."""
+        pages = [_pages_by_kind(blocks) for blocks in cached]  # by layer group
+        missing = []
+        for group, group_pages in zip(plan.groups, pages, strict=True):
+            for kind, count in group.inventory(tokens).items():
+                kind_pages = group_pages[kind]
+                shape = group.record(group.layout(kind))
+                missing.append((kind_pages, shape, count - len(kind_pages)))
+        missing_bytes = sum(shape.nbytes * count for _, shape, count in missing)
+        self._check_spare(spare_bytes, tokens, missing_bytes)
+        for kind_pages, shape, count in missing:
+            new_pages = self._pool.claim(shape, count)
+            owned += new_pages
+            kind_pages += new_pages
+        return tuple(
+            lay_out(group, tokens, group_pages)
+            for group, group_pages in zip(plan.groups, pages, strict=True)
+        )
+
+    def _check_spare(self, spare_bytes: int, tokens: int, nbytes: int) -> None:
+        """CapacityError if `nbytes` leave less than `spare_bytes` free. Nothing is evicted yet."""
         free = self._pool.arena.nbytes - self._pool.used_bytes
-        if spare_bytes and wanted + spare_bytes > free:
+        if spare_bytes and nbytes + spare_bytes > free:
             raise CapacityError(
-                f"{wanted} bytes wanted for {tokens} tokens; of {free} free ones "
+                f"{nbytes} bytes needed for {tokens} tokens; of {free} free ones "
                 f"{spare_bytes} stay free for sequences that grow"
             )
 
 
-def _by_kind(notes: Iterable[CachedBlock]) -> defaultdict[Kind, list[int]]:
-    """The pages of kept units, in their order."""
-    found = defaultdict[Kind, list[int]](list)
-    for note in notes:
-        for (kind, _), page in zip(note.unit.records(), note.pages, strict=True):
-            found[kind].append(page)
-    return found
+def _cached_items(
+    manifest: Manifest, cached: Sequence[Sequence[CachedBlock]]
+) -> tuple[dict[int, int], int]:
+    """Digests of a prompt's cached items, by the prompt's own indices, and its cached tokens.
+
+    cached: blocks of each layer group
+    """
+    plan, tokens = manifest.plan, manifest.tokens
+    digests: dict[int, int] = {}
+    cached_tokens = tokens
+    for group, blocks, cached_blocks in zip(
+        plan.groups, units_of(plan, tokens), cached, strict=True
+    ):
+        group_tokens = group.dropped(tokens)  # of which no records are needed
+        for block, cached_block in zip(blocks, cached_blocks, strict=False):
+            indices = chain.from_iterable(manifest.indices_of(block))
+            digests.update(zip(indices, cached_block.item_digests(), strict=True))
+            group_tokens = block.end
+        cached_tokens = min(cached_tokens, group_tokens)
+    return digests, cached_tokens
+
+
+def _pages_by_kind(blocks: Iterable[CachedBlock]) -> defaultdict[Kind, list[int]]:
+    """The pages of cached blocks, in their order."""
+    pages = defaultdict[Kind, list[int]](list)
+    for cached in blocks:
+        for (kind, _), page in zip(cached.block.records(), cached.pages, strict=True):
+            pages[kind].append(page)
+    return pages

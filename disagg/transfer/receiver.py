@@ -4,9 +4,9 @@
     Push, or a direct one ──► take    ──►      │
                                                └──► arena: verified, then in place
 
-Frames are verified and copied inline, at most 2 MiB at a time, so that nothing comes between a
-check and what follows from it. Every refusal reaches the sender with its name. Lives on the io
-loop; knows no model and no engine.
+Frames are verified and copied inline, at most 2 MiB at a time, so that nothing runs between a
+check and the copy. Every refusal reaches the sender with its name. Lives on the io loop; knows no
+model and no engine.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, Commit, PageFrame, message_frame, unpack
 
-TURN_S = 0.25  # between two looks at leases, and at kept pages:
-SCRUB_BYTES = 512 << 10  # so many at a time
+TURN_S = 0.25  # between two checks of leases and of cached blocks
+SCRUB_BYTES = 512 << 10  # verified in one check
 log = logging.getLogger(__name__)
 
 
 class Receiver:
     """Takes prompts in and hands them to the engine.
 
-    on_damage: called with (rid, attempt, error) of a prompt that is over for its damaged pages
-    direct:    where a direct channel is accepted, as (port, key) for one attachment; (0, b""):
-               nowhere
+    on_damage: called with (rid, attempt, error) of a prompt that ended as its pages were damaged
+    direct:    returns (port, key) of a direct channel for one attachment; (0, b""): there is none
+    failures:  refusals by reason
     """
 
     def __init__(
@@ -53,22 +53,25 @@ class Receiver:
     ):
         self.reservations = reservations
         self.direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
-        self.failures: Counter[str] = Counter()  # refusals by reason
+        self.failures: Counter[str] = Counter()
         self._on_damage = on_damage
 
     # -- for the worker
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service, for `rpc.start_server`."""
-        calls = {"Attach": self.attach, "Renew": self.renew, "Commit": self.commit}
-        calls["Probe"] = absorb
-        note = lambda error: self.failures.update([error.reason])  # noqa: E731
-        return rpc_handlers(KV_SERVICE, calls, {"Push": self.push}, note)
+        calls = {
+            "Attach": self.attach,
+            "Renew": self.renew,
+            "Commit": self.commit,
+            "Probe": absorb,
+        }
+        return rpc_handlers(KV_SERVICE, calls, {"Push": self.push}, self._count_failure)
 
     async def run(self) -> None:
-        """End leases when they are due and verify what is kept, until it is cancelled.
+        """End leases when they are over and verify cached blocks, until it is cancelled.
 
-        Raises what breaks: without it no lease ends.
+        Raises any failure, as no lease would end without it.
         """
         while True:
             await asyncio.sleep(TURN_S)
@@ -76,10 +79,9 @@ class Receiver:
             await self.scrub()
 
     def take(self, data: Buffer, channel: object) -> Credit:
-        """What became of the frame of these bytes. One that is refused is dropped, and answered
-        with the error; the channel goes on.
+        """Store a frame, or drop it and answer with an error; the channel goes on either way.
 
-        Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
+        Raises CorruptFrameError or VersionError for anything but a page frame: it ends the channel.
         """
         frame = unpack(data)
         if not isinstance(frame, PageFrame):
@@ -91,28 +93,31 @@ class Receiver:
             self.reservations.store(frame, channel)
         except DisaggError as failure:
             error = failure
-            self.failures[error.reason] += 1
+            self._count_failure(failure)
         return Credit(frame.ticket.nonce, frame.ticket.gen, error)
 
     def channel_ended(self, channel: object) -> None:
-        """However it ended: nothing is complete without a commit."""
+        """A channel ended, for any reason: its attachments are broken."""
         self.reservations.channel_ended(channel)
 
     async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
-        """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
+        """Verify the next cached blocks, up to `max_bytes`; drop and report damaged ones.
 
-        In a thread: on a device the bytes come behind the kernels that run now.
+        In a thread, as a device copies the bytes only after the kernels that run now.
         """
         scrub = self.reservations.cache.begin_scrub(max_bytes)
         damaged: dict[bytes, CorruptFrameError] = {}
         try:
             damaged = await asyncio.to_thread(scrub.verify)
         finally:
-            struck = self.reservations.end_scrub(scrub, damaged)
-        for error, requests in struck.items():
-            log.error("%s; %d requests had it", error, len(requests))
+            ended = self.reservations.end_scrub(scrub, damaged)
+        for error, requests in ended.items():
+            log.error("%s; %d requests used it", error, len(requests))
             for rid, attempt in requests:
                 self._on_damage(rid, attempt, error)
+
+    def _count_failure(self, error: DisaggError) -> None:
+        self.failures[error.reason] += 1
 
     # -- the service: bytes of messages in and out
 
@@ -144,7 +149,7 @@ class Receiver:
         return kv.RenewResponse(over=over).SerializeToString()
 
     async def commit(self, data: bytes) -> bytes:
-        """A CommitResponse. Where this completes a prompt, the engine has it then."""
+        """A CommitResponse. The engine has the prompt then."""
         commit = unpack(message_frame(data))
         if not isinstance(commit, Commit):
             raise CorruptFrameError(

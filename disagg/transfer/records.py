@@ -1,7 +1,7 @@
-"""Which items a prompt is made of, where each lies, and which arrived.
+"""The items of a prompt, their addresses in an arena, and which of them have arrived.
 
-Sender and receiver derive the same list from the plan and the length of the prompt, so a manifest
-is a list of digests, and no peer ever names an address.
+Sender and receiver derive the same list of items from the plan and the length of the prompt, so a
+manifest is a list of digests, and no peer ever names an address.
 Arithmetic and hashes only: nothing here knows a peer, a reservation or a pool.
 """
 
@@ -19,21 +19,17 @@ from disagg.kv.prefix_keys import PrefixBlock
 from disagg.kv.state import GroupState
 from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
-KIND_ORDER = (
-    Kind.SEGMENT,
-    Kind.PAGE,
-    Kind.SIDE,
-    Kind.RAW,
-)  # what a page depends on comes first
-HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
-ITEM_HEADER_BYTES = 20  # place, size and digest of each item
-LONGEST = 2048  # tokens of a prompt that a codec can be expected to make smaller
+# what a page depends on comes first
+KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)
+HEADER_BYTES = 512  # upper bound of a frame's prelude and header, without
+ITEM_HEADER_BYTES = 20  # index, size and digest of each item
+LONGEST = 2048  # tokens: a codec should make a prompt of this length smaller, if any
 
-Span = tuple[int, int]  # bytes: the first, and how many
+Span = tuple[int, int]  # first byte, number of bytes
 
 
 def message_bytes(payload: int, items: int) -> int:
-    """An upper bound of the message that carries a payload."""
+    """Upper bound of the size of a message that carries a payload."""
     return HEADER_BYTES + items * ITEM_HEADER_BYTES + payload
 
 
@@ -42,9 +38,9 @@ def message_bytes(payload: int, items: int) -> int:
 
 @dataclass(frozen=True)
 class Tail:
-    """The last raw record of a layer group, partly filled: only its filled rows are sent.
+    """The last raw record of a layer group, which is partly filled. Only filled rows are sent.
 
-    spans: of one layer page, from its start: K rows, then V rows, head by head
+    spans: relative to the start of a layer page: K rows, then V rows, head by head
     """
 
     record: int
@@ -56,47 +52,46 @@ class Tail:
 
 
 class Manifest:
-    """The items of a prompt of `tokens` tokens under a plan, in the order of a manifest.
+    """The items of a prompt of `tokens` tokens under a plan, in the order of their indices.
 
-    What no token has touched is no item: the empty rows of the last raw record, and the side record
-    of a prompt without pages. Both sides have zeros there.
+    Records that no token has touched are no items: the empty rows of the last raw record, and the
+    side record of a prompt without pages. Both sides have zeros there.
+
+    tails: partly filled raw records, by layer group
+    runs:  indices of the items of one layer and kind, in the order of the items
     """
 
     def __init__(self, plan: Plan, tokens: int):
         self.plan = plan
         self.tokens = tokens
-        self.tails: dict[int, Tail] = {}  # by layer group
-        found = list[dict[Kind, int]]()  # how many of each kind, by layer group
-        self._nbytes: dict[tuple[int, Kind], int] = {}
-        for index, group in enumerate(plan.groups):
-            inventory = group.inventory(tokens)
-            counts = {kind: inventory[kind] for kind in KIND_ORDER}
-            counts[Kind.SIDE] = int(group.is_side_sent(tokens))
-            found.append({kind: count for kind, count in counts.items() if count})
-            for kind in found[index]:
-                self._nbytes[index, kind] = group.layer_bytes(group.layout(kind))
-            last, rows = divmod(tokens - group.sealed(tokens), RAW_TOKENS)
-            if rows:
-                self.tails[index] = Tail(last, tuple(_rows(group, rows)))
+        self.tails: dict[int, Tail] = {}
+        self.runs: dict[tuple[int, Kind], range] = {}
         self.num_items = 0
-        self.runs: dict[
-            tuple[int, Kind], range
-        ] = {}  # places by layer and kind, in their order
-        for layer, index in enumerate(plan.group_of):
-            for kind, count in found[index].items():
-                self.runs[layer, kind] = range(self.num_items, self.num_items + count)
-                self.num_items += count
-        self._names, self._starts = (
-            [*self.runs],
-            [run.start for run in self.runs.values()],
-        )
+        self._nbytes: dict[tuple[int, Kind], int] = {}  # by layer group and kind
+        group_counts = []
+        for group_index, group in enumerate(plan.groups):
+            counts = _item_counts(group, tokens)
+            group_counts.append(counts)
+            for kind in counts:
+                layer_bytes = group.layer_bytes(group.layout(kind))
+                self._nbytes[group_index, kind] = layer_bytes
+            last_record, rows = divmod(tokens - group.sealed(tokens), RAW_TOKENS)
+            if rows:
+                spans = tuple(_row_spans(group, rows))
+                self.tails[group_index] = Tail(last_record, spans)
+        for layer, group_index in enumerate(plan.group_of):
+            for kind, count in group_counts[group_index].items():
+                end = self.num_items + count
+                self.runs[layer, kind] = range(self.num_items, end)
+                self.num_items = end
+        self._run_names = list(self.runs)
+        self._run_starts = [run.start for run in self.runs.values()]
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """All items: layer by layer, segments, pages, side records, raw pages."""
-        return tuple(
-            chain.from_iterable(map(self.layer, range(len(self.plan.group_of))))
-        )
+        layers = range(len(self.plan.group_of))
+        return tuple(chain.from_iterable(map(self.layer, layers)))
 
     def layer(self, layer: int) -> Iterator[Item]:
         """The items of one model layer."""
@@ -105,21 +100,22 @@ class Manifest:
             yield from items_of(kind, self.plan.group_of[layer], layer, range(count))
 
     def index_of(self, item: Item) -> int:
-        """Which of all items it is, in their order."""
+        """The index of an item in the order of all items."""
         return self.runs[item.layer, item.kind][item.record]
 
-    def item(self, place: int) -> Item:
-        """The item at a place; LayoutError where there is none."""
-        if place >= self.num_items:
-            raise LayoutError(f"item {place} of a prompt that has {self.num_items}")
-        run = bisect_right(self._starts, place) - 1
-        layer, kind = self._names[run]
-        return Item(kind, self.plan.group_of[layer], layer, place - self._starts[run])
+    def item(self, index: int) -> Item:
+        """The item at an index; LayoutError for an index beyond the last."""
+        if index >= self.num_items:
+            raise LayoutError(f"item {index} of a prompt that has {self.num_items}")
+        run = bisect_right(self._run_starts, index) - 1
+        layer, kind = self._run_names[run]
+        record = index - self._run_starts[run]
+        return Item(kind, self.plan.group_of[layer], layer, record)
 
-    def indices_of(self, unit: "PrefixBlock") -> Iterator[range]:
-        """Where the items of a unit are in that order; as many as it has, in the unit's order."""
-        for layer in self.plan.groups[unit.group].layers:
-            for kind, records in unit.parts.items():
+    def indices_of(self, block: "PrefixBlock") -> Iterator[range]:
+        """The indices of the items of a prefix block, in the order of `block.items`."""
+        for layer in self.plan.groups[block.group].layers:
+            for kind, records in block.parts.items():
                 yield self.runs[layer, kind][records.start : records.stop]
 
     def nbytes(self, item: Item) -> int:
@@ -127,6 +123,11 @@ class Manifest:
         kind, group, _, _ = item
         tail = self.tail(item) if kind is Kind.RAW else None
         return tail.nbytes if tail else self._nbytes[group, kind]
+
+    def tail(self, item: Item) -> Tail | None:
+        """The tail of a layer group, if this item is one."""
+        tail = self.tails.get(item.group) if item.kind is Kind.RAW else None
+        return tail if tail and tail.record == item.record else None
 
     @cached_property
     def total_bytes(self) -> int:
@@ -138,48 +139,40 @@ class Manifest:
 
     @cached_property
     def frame_bytes(self) -> int:
-        """The largest message with pages: FRAME_BYTES, or that of one item above this size."""
-        return max(
-            FRAME_BYTES, *(message_bytes(size, 1) for size in self._nbytes.values())
-        )
+        """The largest message with pages: FRAME_BYTES, or more if one item is larger."""
+        item_messages = [message_bytes(nbytes, 1) for nbytes in self._nbytes.values()]
+        return max(FRAME_BYTES, *item_messages)
 
     def match(self, states: Sequence[GroupState]) -> None:
-        """TransferError unless a sequence has the records of a prompt: while decoding, some codecs
-        seal pages of other layouts or segments, or set tokens aside.
+        """TransferError unless a sequence has the records that a prompt of its length has.
+
+        While decoding, some codecs seal pages of other layouts or segments, or set tokens aside.
         """
         for group, state in zip(self.plan.groups, states, strict=True):
-            inventory, ids = group.inventory(self.tokens), state.ids_by_kind()
-            theirs = {kind: len(ids.get(kind, ())) for kind in KIND_ORDER}
-            ours = {kind: inventory[kind] for kind in KIND_ORDER}
-            joined = len(state.runs) > len(
-                {run.segment for run in state.runs}
-            )  # the first one
-            if group.lead:  # which all others are copies of
-                theirs[Kind.SEGMENT], joined = ours[Kind.SEGMENT], False
-            if (
-                theirs != ours
-                or joined
-                or any(run.layout != group.page for run in state.runs)
-            ):
+            inventory = group.inventory(self.tokens)
+            ids = state.ids_by_kind()
+            expected = {kind: inventory[kind] for kind in KIND_ORDER}
+            counts = {kind: len(ids.get(kind, ())) for kind in KIND_ORDER}
+            segments = {run.segment for run in state.runs}
+            shares_segment = len(state.runs) > len(segments)
+            if group.lead:  # all segments are copies of the first
+                counts[Kind.SEGMENT] = expected[Kind.SEGMENT]
+                shares_segment = False
+            has_layout = all(run.layout == group.page for run in state.runs)
+            if counts != expected or shares_segment or not has_layout:
                 raise TransferError(
-                    f"{group.codec} leaves {theirs} behind, sealed while decoding; a prompt of "
-                    f"{self.tokens} tokens is {ours}"
+                    f"{group.codec} leaves {counts} behind, sealed while decoding; a prompt of "
+                    f"{self.tokens} tokens is {expected}"
                 )
-
-    def tail(self, item: Item) -> Tail | None:
-        """The tail of a layer group, if this item is of one."""
-        found = self.tails.get(item.group) if item.kind is Kind.RAW else None
-        return found if found and found.record == item.record else None
 
 
 def least_worth_sending(plan: Plan) -> int:
-    """Prompts of so many tokens or more, up to LONGEST, are sent in fewer bytes than fp16 has.
+    """The length from which on prompts, up to LONGEST, are sent in fewer bytes than fp16 has.
 
-    0 if none are: the plan does not compress, so that no length is better than another.
+    0 if there is none: the plan does not compress, so that no length is better than another.
     """
-    for end in range(
-        LONGEST, 0, -RAW_TOKENS
-    ):  # the most bytes a token has just before a page ends
+    # a token takes the most bytes just before a page ends
+    for end in range(LONGEST, 0, -RAW_TOKENS):
         manifest = Manifest(plan, end - 1)
         overhead = 2 * len(plan.group_of) * HEADER_BYTES
         overhead += 2 * ITEM_HEADER_BYTES * manifest.num_items
@@ -188,64 +181,71 @@ def least_worth_sending(plan: Plan) -> int:
     return RAW_TOKENS
 
 
-def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:
+def _item_counts(group: LayerGroup, tokens: int) -> dict[Kind, int]:
+    """How many items of each kind a layer has; kinds without items are left out."""
+    inventory = group.inventory(tokens)
+    counts = {kind: inventory[kind] for kind in KIND_ORDER}
+    counts[Kind.SIDE] = 1 if group.is_side_sent(tokens) else 0
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _row_spans(group: LayerGroup, rows: int) -> Iterator[Span]:
     """The first `rows` tokens of a raw layer page."""
     for head in range(group.heads):
         for plane in group.raw.planes:
-            yield (
-                head * group.raw.block_bytes + plane.offset,
-                plane.nbytes // RAW_TOKENS * rows,
-            )
+            start = head * group.raw.block_bytes + plane.offset
+            yield start, plane.nbytes // RAW_TOKENS * rows
 
 
-# -- where they lie, and which arrived
+# -- where items lie, and which have arrived
 
 
 class Addresses:
     """Where the items of one sequence lie in an arena, from the page ids of its groups."""
 
     def __init__(self, manifest: Manifest, states: Sequence[GroupState]):
-        self._checklist = manifest
+        self._manifest = manifest
         self._ids = [state.ids_by_kind() for state in states]
+        self._offsets: dict[tuple[Kind, int], int] = {}  # by kind and layer
         for group, ids in zip(manifest.plan.groups, self._ids, strict=True):
-            if group.lead and (
-                known := ids.get(Kind.SEGMENT)
-            ):  # of as many as a prompt would have
-                missing = group.inventory(manifest.tokens)[Kind.SEGMENT] - len(known)
-                ids[Kind.SEGMENT] = known + known[:1] * missing
-        self._offsets = {
-            (kind, layer): group.layer_offset(group.layout(kind), layer)
-            for group, ids in zip(manifest.plan.groups, self._ids, strict=True)
-            for kind in ids
-            for layer in group.layers
-        }
+            segments = ids.get(Kind.SEGMENT)
+            if group.lead and segments:  # as many as a prompt would have
+                expected = group.inventory(manifest.tokens)[Kind.SEGMENT]
+                copies = segments[:1] * (expected - len(segments))
+                ids[Kind.SEGMENT] = segments + copies
+            for kind in ids:
+                layout = group.layout(kind)
+                for layer in group.layers:
+                    offset = group.layer_offset(layout, layer)
+                    self._offsets[kind, layer] = offset
 
     def spans(self, item: Item) -> list[Span]:
-        """The bytes of an item; more than one span only for the rows of a tail."""
+        """The bytes of an item: one span, or several for the rows of a tail."""
         kind, group, layer, record = item
         start = self._ids[group][kind][record] * ARENA_UNIT + self._offsets[kind, layer]
-        if kind is Kind.RAW and (tail := self._checklist.tail(item)):
+        if kind is Kind.RAW and (tail := self._manifest.tail(item)):
             return [(start + offset, nbytes) for offset, nbytes in tail.spans]
-        return [(start, self._checklist.nbytes(item))]
+        return [(start, self._manifest.nbytes(item))]
 
     def unsent(self) -> Iterator[Span]:
-        """Records of which not every byte is an item: a receiver fills them with zeros."""
-        for index, group in enumerate(self._checklist.plan.groups):
-            ids, tail = self._ids[index], self._checklist.tails.get(index)
-            records = [(Kind.RAW, tail.record)] if tail else []
-            sent = group.is_side_sent(self._checklist.tokens)
-            records += [(Kind.SIDE, 0)] if Kind.SIDE in ids and not sent else []
+        """Records that items do not cover completely. A receiver fills them with zeros first."""
+        for index, group in enumerate(self._manifest.plan.groups):
+            ids = self._ids[index]
+            records = []
+            if tail := self._manifest.tails.get(index):
+                records.append((Kind.RAW, tail.record))
+            if Kind.SIDE in ids and not group.is_side_sent(self._manifest.tokens):
+                records.append((Kind.SIDE, 0))
             for kind, record in records:
-                yield (
-                    ids[kind][record] * ARENA_UNIT,
-                    group.record(group.layout(kind)).nbytes,
-                )
+                nbytes = group.record(group.layout(kind)).nbytes
+                yield ids[kind][record] * ARENA_UNIT, nbytes
 
 
 class ArenaSource:
-    """Reads items of a sequence out of an arena: on the host, without a copy but of tails.
+    """Reads items of a sequence out of an arena.
 
-    From a device many are copied at once, when staged; others, and those read again, on the spot.
+    On the host nothing is copied but the rows of tails. From a device, many items are copied at
+    once when they are staged; those that were not, or are read again, are copied by `read`.
     """
 
     def __init__(self, arena: Arena, manifest: Manifest, states: Sequence[GroupState]):
@@ -254,92 +254,105 @@ class ArenaSource:
         self._staged: dict[Item, memoryview] = {}
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:
-        """The bytes of items."""
+        """The bytes of each item. What was staged is handed out once."""
         if not self._staged:
             return self._begin(items)()
         absent = [item for item in items if item not in self._staged]
-        found = dict(zip(absent, self._begin(absent)(), strict=True))
-        return [found[x] if x in found else self._staged.pop(x) for x in items]
+        copies = dict(zip(absent, self._begin(absent)(), strict=True))
+        return [
+            copies[item] if item in copies else self._staged.pop(item) for item in items
+        ]
 
     def stage(self, items: Sequence[Item]) -> Callable[[], None]:
-        """Begin to copy what kernels of this thread write; the call waits until it is there."""
+        """Begin to copy what kernels of this thread write; call the result to wait for it."""
         copies = self._begin(items, fresh=True)
-        return lambda: self._staged.update(zip(items, copies(), strict=True))
+
+        def wait() -> None:
+            self._staged.update(zip(items, copies(), strict=True))
+
+        return wait
 
     def _begin(self, items: Sequence[Item], fresh: bool = False) -> Copies:
-        spans = [self._addresses.spans(item) for item in items]
-        copies = self._arena.stage([span for some in spans for span in some], fresh)
+        item_spans = [self._addresses.spans(item) for item in items]
+        copies = self._arena.stage([*chain.from_iterable(item_spans)], fresh)
 
         def wait() -> list[memoryview]:
             parts = iter(copies())
-            return [_joined([next(parts) for _ in some]) for some in spans]
+            return [_joined([next(parts) for _ in spans]) for spans in item_spans]
 
         return wait
 
 
 @dataclass(frozen=True)
 class ReceivedItems:
-    """Which items of a prompt are verified and in place at a receiver: `here`, digests by place."""
+    """The items of a prompt that are verified and in place at a receiver.
+
+    digests: of these items, by index
+    """
 
     manifest: Manifest
     addresses: Addresses
-    here: dict[int, int]
+    digests: dict[int, int]
 
-    def absent(
+    def verify(
         self, frame: PageFrame
     ) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
-        """What a frame brings that is not here, verified: digests by place, and bytes with their
-        offsets.
+        """Check a frame: digests by index of its new items, and their bytes by arena offset.
 
-        Raises LayoutError for what is no item of this prompt, or not of its size, CorruptFrameError
-        for one whose bytes do not have its digest, or that came with another one before.
+        Raises LayoutError for an index that is no item of this prompt, or data that has not its
+        size, and CorruptFrameError for an item whose bytes do not have its digest, or that came
+        with another digest before.
         """
-        new: dict[int, int] = {}
+        new_digests: dict[int, int] = {}
         pieces: list[tuple[int, Buffer]] = []
-        for place, expected, data in zip(
+        for index, sent_digest, data in zip(
             frame.indices, frame.digests, frame.payload, strict=True
         ):
-            item = self.manifest.item(place)
-            if len(data) != (size := self.manifest.nbytes(item)):
+            item = self.manifest.item(index)
+            nbytes = self.manifest.nbytes(item)
+            if len(data) != nbytes:
                 raise LayoutError(
-                    f"{item} comes in {len(data)} bytes; here it has {size}"
+                    f"{item} comes in {len(data)} bytes; here it has {nbytes}"
                 )
-            known = self.here.get(place, new.get(place))
-            if (seen := digest(data) if known is None else known) != expected:
-                raise CorruptFrameError(f"{item} is {seen:x}, sent as {expected:x}")
-            if known is None:
-                new[place], end = expected, 0
-                for start, nbytes in self.addresses.spans(item):
-                    pieces.append((start, data[end : end + nbytes]))
-                    end += nbytes
-        return new, pieces
+            earlier_digest = self.digests.get(index, new_digests.get(index))
+            is_new = earlier_digest is None
+            actual_digest = digest(data) if earlier_digest is None else earlier_digest
+            if actual_digest != sent_digest:
+                raise CorruptFrameError(
+                    f"{item} is {actual_digest:x}, sent as {sent_digest:x}"
+                )
+            if is_new:
+                new_digests[index] = sent_digest
+                end = 0
+                for start, length in self.addresses.spans(item):
+                    pieces.append((start, data[end : end + length]))
+                    end += length
+        return new_digests, pieces
 
     def check(self, commit: Commit) -> None:
-        """LayoutError for a commit of another prompt, CorruptFrameError if an item is here with
-        another digest than the commit says, TransferError if one is not here.
+        """Raises LayoutError for a commit of another prompt, CorruptFrameError if an item arrived
+        with another digest than the commit has, TransferError if one did not arrive.
         """
-        ours = (
-            self.manifest.tokens,
-            self.manifest.plan.fingerprint,
-            self.manifest.num_items,
-        )
-        if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
+        manifest = self.manifest
+        reserved = (manifest.tokens, manifest.plan.fingerprint, manifest.num_items)
+        committed = (commit.tokens, commit.plan, len(commit.digests))
+        if committed != reserved:
             raise LayoutError(
-                f"tokens, plan and items are {theirs}; reserved were {ours}"
+                f"tokens, plan and items are {committed}; reserved were {reserved}"
             )
-        for place, seen in self.here.items():
-            if seen != (expected := commit.digests[place]):
-                item = self.manifest.item(place)
+        for index, received_digest in self.digests.items():
+            committed_digest = commit.digests[index]
+            if received_digest != committed_digest:
                 raise CorruptFrameError(
-                    f"{item} came as {seen:x}, committed as {expected:x}"
+                    f"{manifest.item(index)} came as {received_digest:x}, "
+                    f"committed as {committed_digest:x}"
                 )
-        if absent := len(commit.digests) - len(self.here):
-            first = next(
-                place for place in range(len(commit.digests)) if place not in self.here
-            )
-            item = self.manifest.item(first)
+        num_absent = manifest.num_items - len(self.digests)
+        if num_absent:
+            first = next(x for x in range(manifest.num_items) if x not in self.digests)
             raise TransferError(
-                f"{absent} items of the commit never came, the first is {item}"
+                f"{num_absent} items of the commit never came, "
+                f"the first is {manifest.item(first)}"
             )
 
 

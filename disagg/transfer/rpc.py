@@ -1,14 +1,13 @@
 """gRPC as this plane uses it: links, servers, handlers of bytes, and errors that keep their names.
 
 Calls carry bytes: frames are never copied into a protobuf message. A typed error becomes a status
-with its reason and message in the trailing metadata, and the same error again at the other end;
-anything else is a bug, is logged and answered INTERNAL. Knows no service and no frame.
+with its reason and message in the trailing metadata, and the same error again at the other end. Any
+other exception is a bug: it is logged and answered INTERNAL. Knows no service and no frame.
 
-What the grpc package bounds: a message to a server by 4 MiB, the streams of a connection, and what
-a connection may send before a call is read, by the window of HTTP/2. A call without the token is
-refused before any message of it is read. What it cannot bound: the number of connections, and how
-long one stays without a call. The ports of workers belong into a private network, or behind TLS of
-both sides.
+The grpc package bounds a message to a server by 4 MiB, the streams of a connection, and what a
+connection may send before a call is read, by the window of HTTP/2. A call without the token is
+refused before any message of it is read. grpc cannot bound the number of connections, nor how long
+one stays without a call: the ports of workers belong in a private network, or behind mutual TLS.
 """
 
 import asyncio
@@ -44,17 +43,14 @@ from disagg.wire import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
-TOKEN_KEY, REASON_KEY, MESSAGE_KEY = (
-    "authorization",
-    "disagg-reason",
-    "disagg-message-bin",
-)
+TOKEN_KEY = "authorization"
+REASON_KEY = "disagg-reason"
+MESSAGE_KEY = "disagg-message-bin"
 MAX_TEXT_BYTES = 2048  # of an error's message in a status
 MAX_STREAMS = 256  # calls at once on one connection
-MAX_ANSWER_BYTES = (
-    16 << 20
-)  # what is known of the longest prompt that a commit can carry
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of glibc
+MAX_ANSWER_BYTES = 16 << 20  # digests of the longest prompt that a commit can carry
+M_TRIM_THRESHOLD = -1  # names and numbers of glibc
+M_MMAP_THRESHOLD = -3
 
 # pings find a frozen peer in about 2 s; without the last line 60 s of gRPC's own pass first
 _LIMITS = [
@@ -94,9 +90,9 @@ Stream = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
 def tune_malloc() -> None:
-    """Keep big buffers in the heap, not mapped anew for each message; nothing without glibc.
+    """Keep big buffers in the heap, not mapped anew for each message. No effect without glibc.
 
-    To be called before the first message: 1.2 to 1.5 times the throughput.
+    Call it before the first message: 1.2 to 1.5 times the throughput.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -109,22 +105,24 @@ def tune_malloc() -> None:
 
 @contextmanager
 def failures_of(address: str) -> Iterator[None]:
-    """What a call raises: what the peer refused, or PeerLostError; a call that gRPC or the peer
-    cancels is lost too, and does not cancel the task that waits for it."""
+    """Turn failures of a call into the peer's refusal, or PeerLostError.
+
+    A call that gRPC or the peer cancels is a lost peer too; it does not cancel the task that waits.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as failure:
         raise error_of(failure, address) from failure
-    except (asyncio.CancelledError, grpc.aio.UsageError) as ended:
+    except (asyncio.CancelledError, grpc.aio.UsageError) as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise PeerLostError(f"the link to {address} was closed") from ended
+        raise PeerLostError(f"the link to {address} was closed") from error
 
 
 @dataclass(frozen=True)
 class Link:
-    """A channel to one peer, what every call on it carries, and how its bytes travel."""
+    """A channel to one peer, with the metadata of every call and the name of its transport."""
 
     address: str
     channel: grpc.aio.Channel
@@ -132,7 +130,7 @@ class Link:
     transport: str = "gRPC over TCP"
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        """The answer of "/service/method"; raises what the peer refused, or PeerLostError."""
+        """The answer of "/service/method"; raises the peer's refusal, or PeerLostError."""
         run = self.channel.unary_unary(method)
         with failures_of(self.address):
             answer: bytes = await run(
@@ -163,10 +161,9 @@ def connect(address: str, security: Security | None = None) -> Link:
 
 
 def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DisaggError:
-    """The error that a peer named; of a failure without a name, what the transport means by it."""
-    trailing = dict(
-        iter(failure.trailing_metadata() or ())
-    )  # of grpcio 1.76 keys() gives pairs
+    """The error that a peer named; for a failure without a name, that of its status code."""
+    # iter, as keys() gives pairs in grpcio 1.76
+    trailing = dict(iter(failure.trailing_metadata() or ()))
     if reason := trailing.get(REASON_KEY):
         message = bytes(trailing.get(MESSAGE_KEY, b"")).decode(errors="replace")
         return error_from(str(reason), message)
@@ -191,7 +188,7 @@ async def start_server(
     security: Security | None = None,
     ports: Sequence[int] | None = None,
 ) -> tuple[grpc.aio.Server, str]:
-    """A started server on a free port of `host`, and its "host:port". Stop it with a grace.
+    """Start a server on a free port of `host`; the server and its "host:port".
 
     ports: the first and the last to choose from; ConfigError if none is free
     """
@@ -215,9 +212,11 @@ async def start_server(
 
 
 def bind_within(ports: Sequence[int] | None, bind: Callable[[int], int]) -> int:
-    """What `bind` gives for the first port of a range, both ends included, that is free.
+    """Bind to the first free port of a range; the result of `bind`.
 
-    ports: None: for 0, any port. ConfigError if none is free, or the address is not of this host
+    ConfigError if no port is free, or the address is not of this host.
+
+    ports: the first and the last; None: port 0, which means any
     """
     for port in range(ports[0], ports[1] + 1) if ports else (0,):
         with suppress(OSError, RuntimeError):
@@ -229,7 +228,7 @@ def bind_within(ports: Sequence[int] | None, bind: Callable[[int], int]) -> int:
 
 
 def address_of(host: str, port: int) -> str:
-    """ "host:port"; an IPv6 address stands in brackets, whether it came with them or not."""
+    """The text "host:port", with an IPv6 address in brackets."""
     host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -242,10 +241,11 @@ def rpc_handlers(
 ) -> grpc.GenericRpcHandler:
     """The handler of a service by method name, for `start_server`.
 
-    streams:    methods whose messages are received one ahead of what they look at
-    on_refusal: hears of every error that a peer is told
+    streams:    their next message is received while one is handled
+    on_refusal: called with every error that is sent to a peer
     """
-    guard, handlers = _Guard(on_refusal), {}
+    guard = _Guard(on_refusal)
+    handlers = {}
     for name, run in unary.items():
         handlers[name] = grpc.unary_unary_rpc_method_handler(guard.unary(run))
     for name, stream in (streams or {}).items():
@@ -255,7 +255,7 @@ def rpc_handlers(
 
 @dataclass(frozen=True)
 class _Guard:
-    """Methods whose errors end the call with a status, never with OK."""
+    """Wraps methods so that an error ends the call with a status, never with OK."""
 
     on_refusal: Callable[[DisaggError], None]
 
@@ -269,13 +269,13 @@ class _Guard:
         return call
 
     def stream(self, run: Stream) -> Callable[..., Awaitable[None]]:
-        """Writes by itself: so whatever ends the call ends `run` at once, not when it is found."""
+        """It writes the replies itself, so that the end of a call ends `run` at once."""
 
         async def call(
             messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> None:
             try:
-                async with _ahead(messages) as coming, aclosing(run(coming)) as replies:
+                async with _ahead(messages) as ahead, aclosing(run(ahead)) as replies:
                     async for reply in replies:
                         await context.write(reply)
             except Exception as error:
@@ -299,26 +299,26 @@ class _Guard:
 def _ahead(
     messages: AsyncIterator[bytes],
 ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-    """The messages; the next one is being received while one is looked at."""
+    """The messages; the next one is received while one is handled."""
 
     async def read() -> AsyncGenerator[bytes, None]:
-        coming = asyncio.ensure_future(anext(messages))
+        next_message = asyncio.ensure_future(anext(messages))
         try:
             while True:
-                message = await coming
-                coming = asyncio.ensure_future(anext(messages))
+                message = await next_message
+                next_message = asyncio.ensure_future(anext(messages))
                 yield message
         except StopAsyncIteration:
             return
         finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+            next_message.cancel()
+            await asyncio.gather(next_message, return_exceptions=True)
 
     return aclosing(read())
 
 
 class _RequireToken(grpc.aio.ServerInterceptor):
-    """Refuses every call without the shared token. As a stream: no message of it is read."""
+    """Refuses every call without the shared token, as a stream, so that no message is read."""
 
     def __init__(self, token: str):
         self._expected = f"Bearer {token}".encode()
@@ -330,9 +330,10 @@ class _RequireToken(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        seen = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
-        given = seen if isinstance(seen, bytes) else seen.encode()
-        if hmac.compare_digest(given, self._expected):
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        token = metadata.get(TOKEN_KEY, "")
+        token_bytes = token if isinstance(token, bytes) else token.encode()
+        if hmac.compare_digest(token_bytes, self._expected):
             return await continuation(handler_call_details)
         return grpc.stream_stream_rpc_method_handler(_refuse_stranger)
 

@@ -1,7 +1,7 @@
-"""Who may speak on the plane, and how its bytes are protected.
+"""Tokens and certificates of the connections between processes.
 
-From files, every host its own; where there are none, from an authority of the service. The same
-certificates serve gRPC and direct connections.
+They come from files that each host has; without files, an authority of the service issues them. The
+same certificates serve gRPC and direct connections.
 """
 
 import secrets
@@ -17,11 +17,11 @@ from disagg.errors import ConfigError
 
 @dataclass(frozen=True)
 class Security:
-    """How the plane is protected; nothing by default.
+    """How connections are protected; not at all by default.
 
     token:       shared secret that every call must carry
-    ca:          PEM of the authority that peers' certificates are checked against, on both sides
-    certificate: PEM of our own certificate, with its `key`; TLS takes all three
+    ca:          PEM of the authority that both sides check certificates against
+    certificate: PEM of our own certificate, with its `key`; TLS needs all three
     """
 
     token: str | None = None
@@ -36,7 +36,7 @@ class Security:
 
 @dataclass(frozen=True)
 class Authority:
-    """What a service has of its own: the token of all, and PEM of who signs, if it signs."""
+    """The token of a service, and the PEM of its signing certificate and key if it has them."""
 
     token: str
     certificate: str = ""
@@ -44,8 +44,8 @@ class Authority:
 
     @classmethod
     def make(cls) -> Self:
-        """A new one that signs."""
-        # here, not above: only a cluster pays for the import
+        """A new authority that signs certificates."""
+        # imported here, so that only a cluster pays for it
         from disagg.transfer.certificates import make_authority
 
         certificate, key = make_authority()
@@ -55,7 +55,7 @@ class Authority:
 def protected(
     config: SecurityConfig, authority: Authority | None, host: str
 ) -> Security:
-    """What protects the plane of a process at `host`: files first, then the authority.
+    """The security of a process at `host`: from files, else from the authority.
 
     ConfigError for files that cannot be used.
     """
@@ -71,33 +71,35 @@ def protected(
 
 
 def load_security(config: SecurityConfig, token: str | None = None) -> Security:
-    """What protects the plane of this process; `token` where the configuration names none.
+    """The security of this process, from files; `token` if the configuration names no file of one.
 
-    ConfigError for a file that cannot be read, and for TLS of which a part is missing: whoever
-    serves and connects needs a certificate, its key and the authority of its peers.
+    ConfigError for a file that cannot be read, and for incomplete TLS: a process that serves and
+    connects needs a certificate, its key and the authority of its peers.
     """
-    found = {
-        name: _read(name, path)
-        for name in ("token_file", "ca", "certificate", "key")
-        if (path := getattr(config, name)) is not None
+    token_data = None
+    if config.token_file is not None:
+        token_data = _read("token_file", config.token_file)
+    tls_files = {"ca": config.ca, "certificate": config.certificate, "key": config.key}
+    pems = {
+        name: _read(name, path) for name, path in tls_files.items() if path is not None
     }
-    missing = {"ca", "certificate", "key"} - set(found)
+    missing = tls_files.keys() - pems.keys()
     if 0 < len(missing) < 3:
-        named = ", ".join(f"security.{name}" for name in sorted(missing))
-        raise ConfigError(f"TLS needs {named} too")
-    if "token_file" in found:
-        token = found.pop("token_file").decode(errors="replace").strip()
+        names = ", ".join(f"security.{name}" for name in sorted(missing))
+        raise ConfigError(f"TLS needs {names} too")
+    if token_data is not None:
+        token = token_data.decode(errors="replace").strip()
         if not (token.isascii() and token.isprintable() and token):
             raise ConfigError(
                 f"security.token_file {config.token_file} holds no line of ASCII"
             )
-    return Security(token=token, **found)
+    return Security(token=token, **pems)
 
 
 def tls_context(security: Security, server: bool) -> ssl.SSLContext | None:
-    """For direct connections: of their server, or of a client, which checks its name.
+    """The TLS context of direct connections: of a server, or of a client, which checks its name.
 
-    None without TLS. ConfigError for what is no certificate, key or authority.
+    None without TLS. ConfigError for an invalid certificate, key or authority.
     """
     if not security.tls:
         return None
@@ -114,8 +116,10 @@ def tls_context(security: Security, server: bool) -> ssl.SSLContext | None:
 
 def _read(name: str, path: str) -> bytes:
     if not Path(path).is_absolute():
-        wanted = "an absolute path is wanted, since every host reads its own file"
-        raise ConfigError(f"security.{name} is {path!r}; {wanted}")
+        raise ConfigError(
+            f"security.{name} is {path!r}; expected an absolute path, since every host reads its "
+            "own file"
+        )
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -134,14 +138,13 @@ def _load_authority(context: ssl.SSLContext, ca: bytes) -> None:
 
 
 def _load_certificate(context: ssl.SSLContext, papers: bytes) -> None:
-    """OpenSSL reads a key from a file only: one that nobody else can read and that is gone then."""
+    """Load it from a temporary file that only we can read: OpenSSL reads keys from files alone."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(papers)
         file.flush()
         try:
-            context.load_cert_chain(
-                file.name, password=""
-            )  # one for a key would be asked for
+            # without a password OpenSSL would ask for one of an encrypted key
+            context.load_cert_chain(file.name, password="")
         except ssl.SSLError as error:
             raise ConfigError(
                 f"the certificate and key of TLS cannot be used: {error}"

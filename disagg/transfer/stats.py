@@ -1,4 +1,4 @@
-"""What the hand-off of one prompt cost. Knows no clock and nobody who counts."""
+"""The figures of the hand-off of one prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,23 +6,25 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class HandoffStats:
-    """What the KV of one prompt took and what handing it over cost: bytes and milliseconds.
+    """Size of one prompt's KV, and what its hand-off cost, in bytes and milliseconds.
 
-    cached_tokens:  of these, whose exact KV prefill had of another prompt: not computed
+    tokens:         of the prompt
+    cached_tokens:  of these, tokens whose exact KV the prefill worker had cached: not computed
     fp16_bytes, fp8_bytes: of the same tokens, uncompressed
-    wire_bytes:     every message of the hand-off, both ways, control included
+    wire_bytes:     of every message of the hand-off, both ways, control included
     payload_bytes:  of records, in those messages
-    cached_bytes:   not sent, because the decode worker had them of another prompt
+    cached_bytes:   of records that were not sent, because the decode worker had cached them
     resident_bytes: of the prompt's records at the decode worker
-    encode_ms:      compressing
-    queue_ms:       the longest that an item waited for its frame to leave
+    encode_ms:      compression
+    queue_ms:       the longest wait of an item until its frame was sent
     wire_ms:        from the first frame to the acknowledgement
-    verify_ms:      digests and copies at the receiver · admit_ms: from the commit to the engine
-    exposed_ms:     from the last item offered to the acknowledgement: what computing did not hide
+    verify_ms:      digests and copies at the receiver
+    admit_ms:       from the commit until the decode engine has the prompt
+    exposed_ms:     from the last item offered to the acknowledgement: not hidden by computing
     attaches:       how often the sender attached; 1 if nothing broke
-    link_bytes_per_s: of frames on that link, since the last hand-off on it ended; 0: none came
-    attention_error:  relative, of attention outputs, by listed codec and layer group: of prompts
-                      that were sampled, see `engine/error_probe.py`
+    link_bytes_per_s: of frames on that link, since the last hand-off on it ended; 0: none yet
+    attention_error:  relative error of attention outputs, by listed codec and layer group, for
+                      prompts that were sampled, see `engine/error_probe.py`
     """
 
     codec: str

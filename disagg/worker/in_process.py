@@ -56,7 +56,7 @@ class InProcessHandoff:
         self._queue.read_from(self._source)
         attach = Attach(
             ticket=self._ticket,
-            model=self._reservations.terms.model,
+            model=self._reservations.policy.model,
             plan=plan.fingerprint,
             tokens=manifest.tokens,
         )

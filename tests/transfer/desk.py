@@ -10,31 +10,34 @@ from disagg.kv.pool import Pool
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import PageFrame, Ticket
-from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
+from tests.transfer.prompts import MODEL, Prompt, make_policy, make_pool
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
 
 
 class Desk:
-    """Reservations, their pool, and an engine that keeps what it gets."""
+    """Reservations, their pool, and an engine that keeps what it is given.
+
+    now: the clock of the reservations, unless another is passed
+    """
 
     def __init__(
         self,
         nbytes: int = 1 << 20,
         pool: Pool | None = None,
         clock: Callable[[], float] | None = None,
-        **terms: object,
+        **policy: object,
     ):
         self.pool = pool or make_pool(nbytes)
         self.now = 0.0
-        self.terms = make_terms(**terms)
+        self.policy = make_policy(**policy)
         self.engine: dict[str, Admission] = {}
         self.dropped: list[tuple[str, int, str]] = []
         self.ledger = Reservations(
-            self.terms,
+            self.policy,
             self.pool,
             on_admit=lambda admission: self.admit(admission),
-            on_drop=lambda *what: self.drop(*what),
+            on_drop=lambda *dropped: self.drop(*dropped),
             clock=clock or (lambda: self.now),
         )
 
@@ -53,17 +56,18 @@ class Desk:
         epoch = changes.pop("epoch", self.ledger.epoch)
         return self.at(now).reserve(prompt.job(**changes), epoch)
 
-    def known_tokens(self, rid: str) -> int:
-        """Leading tokens of a reserved prompt that all layer groups had the units of."""
+    def cached_tokens(self, rid: str) -> int:
+        """Leading tokens of a reserved prompt whose blocks all layer groups had cached."""
         return self.ledger._live[rid].live().cached_tokens
 
-    def here(self, ticket: Ticket) -> dict[int, int]:
-        return self.ledger._by_nonce[ticket.nonce].live().arrivals.here
+    def received(self, ticket: Ticket) -> dict[int, int]:
+        """Digests of the items in place, by index."""
+        return self.ledger._by_nonce[ticket.nonce].live().received.digests
 
     def ask(
         self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0
     ) -> Attached:
-        """Attach; `attach` when it has to succeed."""
+        """The answer to an attachment; `attach` if it has to succeed."""
         ticket = Ticket(grant.nonce, grant.epoch, gen)
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
         return self.at(now).attach(attach)
@@ -76,7 +80,8 @@ class Desk:
 
     def begin(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Ticket:
         """Reserve and attach."""
-        return self.attach(prompt, self.reserve(prompt, now, **changes), now=now)
+        grant = self.reserve(prompt, now, **changes)
+        return self.attach(prompt, grant, now=now)
 
     def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> int:
         """Pieces that were written for a frame."""
@@ -86,29 +91,31 @@ class Desk:
         return len(write.call_args.args[0])
 
     def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> int:
-        """Send all that is not there; the bytes of it."""
-        here, sent = {*self.here(ticket)}, 0
-        for place, item in enumerate(prompt.manifest.items):
-            if place not in here:
+        """Send all items that are missing; how many bytes they have."""
+        received = set(self.received(ticket))
+        sent_bytes = 0
+        for index, item in enumerate(prompt.manifest.items):
+            if index not in received:
                 self.store(prompt.frame(ticket, [item]), now)
-                sent += prompt.manifest.nbytes(item)
-        return sent
+                sent_bytes += prompt.manifest.nbytes(item)
+        return sent_bytes
 
     def give(self, prompt: Prompt, rid: str = "r", **changes: object) -> int:
-        """A whole hand-off; the bytes that were sent. What is here keeps its digests."""
+        """A whole hand-off; how many bytes were sent. Cached items keep their digests."""
         ticket = self.begin(prompt, rid=rid, **changes)
-        sent = self.push(prompt, ticket)
-        digests = tuple(seen for _, seen in sorted(self.here(ticket).items()))
+        sent_bytes = self.push(prompt, ticket)
+        received = self.received(ticket)
+        digests = tuple(received[index] for index in sorted(received))
         commit = replace(prompt.commit(ticket), digests=digests)
         assert isinstance(self.at(0.0).commit(commit), Ack)
-        return sent
+        return sent_bytes
 
     def admitted(self) -> Admission:
         (admission,) = self.engine.values()
         return admission
 
     def free(self, *rids: str) -> None:
-        """The engine is done, with all if none is named."""
+        """The engine is done with these prompts, or with all if none is named."""
         for rid in rids or list(self.engine):
             admission = self.engine.pop(rid)
             for state in admission.groups:
@@ -119,7 +126,8 @@ class Desk:
         self, max_bytes: int = 1 << 30
     ) -> dict[CorruptFrameError, list[tuple[str, int]]]:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
-        return self.at(0.0).end_scrub(scrub, scrub.verify())
+        damaged = scrub.verify()
+        return self.at(0.0).end_scrub(scrub, damaged)
 
     def assert_nothing_held(self) -> None:
         self.pool.check_integrity()
@@ -128,7 +136,7 @@ class Desk:
 
 
 def corrupt(frame: PageFrame) -> PageFrame:
-    """The same digests for one other bit."""
+    """The same digests, with one bit of the payload flipped."""
     broken = bytearray(frame.payload[-1])
     broken[0] ^= 1
     return replace(frame, payload=(*frame.payload[:-1], bytes(broken)))
@@ -138,17 +146,17 @@ def bend(source: random.Random, data: bytes) -> bytes:
     """A message with a few bytes changed, cut out, doubled or put in."""
     bent = bytearray(data)
     for _ in range(source.choice((0, 1, 1, 2, 8))):
-        place = source.randrange(len(bent) + 1)
+        start = source.randrange(len(bent) + 1)
         length = source.choice((1, 1, 2, 4, 30))
-        how = source.randrange(4)
-        if how == 0:
-            bent[place : place + length] = source.randbytes(
-                min(length, len(bent) - place)
-            )
-        elif how == 1:
-            del bent[place : place + length]
-        elif how == 2:
-            bent[place:place] = bent[place : place + length]
+        change = source.randrange(4)
+        if change == 0:
+            count = min(length, len(bent) - start)
+            bent[start : start + length] = source.randbytes(count)
+        elif change == 1:
+            del bent[start : start + length]
+        elif change == 2:
+            bent[start:start] = bent[start : start + length]
         else:
-            bent[place:place] = source.choice((b"\0", b"\xff", b"\x80" * 9)) * length
+            inserted = source.choice((b"\0", b"\xff", b"\x80" * 9))
+            bent[start:start] = inserted * length
     return bytes(bent)

@@ -67,12 +67,12 @@ class Peer(Desk):
         """A hand-off to it that is reserved."""
         attach = self.promise(prompt, rid)
         sender = Sender(channel, attach, prompt.plan, deadline_s)
-        sender.queue.read_from(prompt.read)
+        sender.queue.read_from(prompt.source)
         return sender
 
     def arrived(self) -> int:
         """Items of all prompts that are here."""
-        return sum(len(x.live().arrivals.here) for x in self.ledger._live.values())
+        return sum(len(x.live().received.digests) for x in self.ledger._live.values())
 
     @property
     def held(self) -> int:
@@ -104,9 +104,9 @@ class Scripted(Receiver):
     async def attach(self, data: bytes) -> bytes:
         attach = Attach.from_proto(parse(kv.AttachRequest, data))
         self._peer.attaches.append(attach)
-        told = self._peer.on_attach(attach)
+        scripted = self._peer.on_attach(attach)
         return self._count(
-            data, _bytes_of(told) if told else await super().attach(data)
+            data, _bytes_of(scripted) if scripted else await super().attach(data)
         )
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -123,11 +123,11 @@ class Scripted(Receiver):
 
     def take(self, data: Buffer, channel: object) -> Credit:
         self._peer.channels.add(channel)
-        told = None
+        scripted = None
         if isinstance(frame := unpack(bytes(data)), PageFrame):
             self._peer.frames.append(frame)
-            told = self._peer.on_frame(frame)
-        credit = told or super().take(data, channel)
+            scripted = self._peer.on_frame(frame)
+        credit = scripted or super().take(data, channel)
         self._count(data, _bytes_of(credit))
         return credit
 
@@ -152,8 +152,8 @@ class Scripted(Receiver):
         return answer
 
 
-def _bytes_of(told: Attached | Credit) -> bytes:
-    data: bytes = told.to_proto().SerializeToString()
+def _bytes_of(message: Attached | Credit) -> bytes:
+    data: bytes = message.to_proto().SerializeToString()
     return data
 
 

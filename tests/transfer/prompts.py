@@ -4,11 +4,12 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from disagg.kv.page import ARENA_UNIT, FinalAt, Item, Kind, make_layout, make_raw_layout
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.pool import Arena, Copies, HostArena, Pool
-from disagg.kv.prefix_keys import units_of
+from disagg.kv.prefix_keys import PrefixBlock, units_of
 from disagg.kv.state import GroupState, allocate_group
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, ArenaSource, Manifest
@@ -27,26 +28,51 @@ def make_group(
         "toy", Kind.PAGE, 64, [("k", "uint8", (3, 7)), ("s", "float16", (5,))]
     )
     segment = make_layout("toy", Kind.SEGMENT, 2048, [("b", "float16", (9,))])
-    state = make_layout("toy", Kind.SIDE, 0, [("p", "int32", (11,))])
-    final_at, raw = (
+    side_record = make_layout("toy", Kind.SIDE, 0, [("p", "int32", (11,))])
+    return LayerGroup(
+        layers,
+        "toy",
+        None,
+        heads,
+        8,
+        60,
         FinalAt.SEGMENT if segments else FinalAt.PAGE,
+        page,
         make_raw_layout("float16", 8),
+        segment if segments else None,
+        side_record if side else None,
     )
-    shared = segment if segments else None, state if side else None
-    return LayerGroup(layers, "toy", None, heads, 8, 60, final_at, page, raw, *shared)
 
 
-GROUPS = make_group((0, 2), 3, True, True), make_group((1,), 1, False, False)
+GROUPS = (
+    make_group((0, 2), heads=3, segments=True, side=True),
+    make_group((1,), heads=1, segments=False, side=False),
+)
 PLAN = Plan(groups=GROUPS, group_of=(0, 1, 0))
-OTHER_PLAN = Plan(groups=(make_group((0, 1, 2), 2, False, False),), group_of=(0, 0, 0))
-BY_PAGE = Plan((make_group((0,), 1, False, False),), (0,))
+OTHER_PLAN = Plan(
+    groups=(make_group((0, 1, 2), heads=2, segments=False, side=False),),
+    group_of=(0, 0, 0),
+)
+BY_PAGE = Plan(
+    groups=(make_group((0,), heads=1, segments=False, side=False),),
+    group_of=(0,),
+)
 BY_PROMPT = Plan(
-    (replace(make_group((0,), 2, True, True), final_at=FinalAt.PROMPT),), (0,)
+    groups=(
+        replace(
+            make_group((0,), heads=2, segments=True, side=True),
+            final_at=FinalAt.PROMPT,
+        ),
+    ),
+    group_of=(0,),
 )
 
 
 class SlowArena(HostArena):
-    """A host that is slow to read, as a device is. `waited`: the threads that waited for bytes."""
+    """A host that is read slowly, as a device is.
+
+    waited: names of the threads that waited for bytes
+    """
 
     on_host = False
 
@@ -68,7 +94,7 @@ def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:
     return Pool(HostArena(bytearray(nbytes)), slab_bytes)
 
 
-def make_terms(plan: Plan = PLAN, **changes: object) -> ReceiverPolicy:
+def make_policy(plan: Plan = PLAN, **changes: object) -> ReceiverPolicy:
     return replace(ReceiverPolicy(MODEL, lambda spec: plan, EPOCH), **changes)
 
 
@@ -81,7 +107,7 @@ class Prompt:
     pool: Pool
     states: list[GroupState]
     manifest: Manifest
-    read: ArenaSource
+    source: ArenaSource
 
     @property
     def tokens(self) -> int:
@@ -91,19 +117,24 @@ class Prompt:
         return replace(Job(rid, attempt, self.ids), **changes)
 
     def bytes_of(self, item: Item) -> memoryview:
-        (data,) = self.read.read([item])
+        (data,) = self.source.read([item])
         return data
 
     def digests(self) -> dict[int, int]:
-        """Of all items, by their places."""
+        """Of all items, by their indices."""
         return {
-            i: digest(self.bytes_of(item)) for i, item in enumerate(self.manifest.items)
+            index: digest(self.bytes_of(item))
+            for index, item in enumerate(self.manifest.items)
         }
 
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
-        payload = tuple(self.read.read(items))
-        places = tuple(map(self.manifest.index_of, items))
-        return PageFrame(ticket, places, tuple(map(digest, payload)), payload)
+        payload = tuple(self.source.read(items))
+        return PageFrame(
+            ticket=ticket,
+            indices=tuple(map(self.manifest.index_of, items)),
+            digests=tuple(map(digest, payload)),
+            payload=payload,
+        )
 
     def frames(self, ticket: Ticket) -> list[PageFrame]:
         """Everything, one frame for each layer and kind."""
@@ -111,25 +142,30 @@ class Prompt:
         return [self.frame(ticket, list(map(self.manifest.item, run))) for run in runs]
 
     def items_of(self, frame: PageFrame) -> list[Item]:
-        """What a frame carries; its bytes have their digests."""
+        """The items of a frame; checks that its bytes have their digests."""
         assert tuple(map(digest, frame.payload)) == frame.digests
         return list(map(self.manifest.item, frame.indices))
 
     def commit(self, ticket: Ticket = Ticket(0, 0, 0), first_token: int = 5) -> Commit:
-        digests, plan = tuple(self.digests().values()), self.plan.fingerprint
-        return Commit(ticket, self.tokens, plan, digests, first_token, {"ids": [1, 2]})
+        return Commit(
+            ticket=ticket,
+            tokens=self.tokens,
+            plan=self.plan.fingerprint,
+            digests=tuple(self.digests().values()),
+            first_token=first_token,
+            extras={"ids": [1, 2]},
+        )
 
     def equals(self, arena: Arena, states: Sequence[GroupState]) -> bool:
         """Whether the records of a receiver hold the same bytes, those that were not sent too."""
-        there, here = (
-            [x.ids_by_kind() for x in some] for some in (states, self.states)
-        )
         for index, group in enumerate(self.plan.groups):
-            for kind, pages in here[index].items():
-                size = len(group.layers) * group.layer_bytes(group.layout(kind))
-                for ours, theirs in zip(pages, there[index][kind], strict=True):
-                    mine = self.pool.arena.read(ours * ARENA_UNIT, size)
-                    if mine != arena.read(theirs * ARENA_UNIT, size):
+            own_ids = self.states[index].ids_by_kind()
+            received_ids = states[index].ids_by_kind()
+            for kind, pages in own_ids.items():
+                nbytes = len(group.layers) * group.layer_bytes(group.layout(kind))
+                for own, received in zip(pages, received_ids[kind], strict=True):
+                    own_bytes = self.pool.arena.read(own * ARENA_UNIT, nbytes)
+                    if own_bytes != arena.read(received * ARENA_UNIT, nbytes):
                         return False
         return True
 
@@ -138,9 +174,8 @@ def fill(prompt: Prompt, item: Item, seed: object) -> None:
     """Other bytes for an item of a prefill worker."""
     source = random.Random(str(seed))
     spans = Addresses(prompt.manifest, prompt.states).spans(item)
-    prompt.pool.arena.write(
-        [(start, source.randbytes(nbytes)) for start, nbytes in spans]
-    )
+    pieces = [(start, source.randbytes(nbytes)) for start, nbytes in spans]
+    prompt.pool.arena.write(pieces)
 
 
 def make_prompt(
@@ -149,9 +184,13 @@ def make_prompt(
     pool = make_pool(1 << 23, 1 << 19)
     states = [allocate_group(group, tokens, pool) for group in plan.groups]
     manifest = Manifest(plan, tokens)
-    read = ArenaSource(pool.arena, manifest, states)
     prompt = Prompt(
-        plan, tuple(ids or [seed + 2] * tokens), pool, states, manifest, read
+        plan=plan,
+        ids=tuple(ids or [seed + 2] * tokens),
+        pool=pool,
+        states=states,
+        manifest=manifest,
+        source=ArenaSource(pool.arena, manifest, states),
     )
     for item in manifest.items:
         fill(prompt, item, (seed, item))
@@ -167,17 +206,23 @@ def make_related(
     """
     ids = [1] * shared + [seed + 2] * (tokens - shared)
     prompt = make_prompt(tokens, seed if noise is None else noise, plan, ids)
-    for unit in [unit for units in units_of(plan, tokens) for unit in units]:
-        if unit.end <= shared and noise is None:
-            for item in unit.items(plan.groups[unit.group]):
+    if noise is None:
+        for block in _shared_blocks(plan, tokens, shared):
+            for item in block.items(plan.groups[block.group]):
                 fill(prompt, item, item)
     return prompt
 
 
 def shared_bytes(manifest: Manifest, shared: int) -> int:
-    """Bytes of the records that lie wholly in so many first tokens."""
+    """Bytes of the records that lie completely in the first `shared` tokens."""
     plan = manifest.plan
-    units = [unit for units in units_of(plan, manifest.tokens) for unit in units]
-    known = [unit for unit in units if unit.end <= shared]
-    items = [item for unit in known for item in unit.items(plan.groups[unit.group])]
-    return sum(map(manifest.nbytes, items))
+    nbytes = 0
+    for block in _shared_blocks(plan, manifest.tokens, shared):
+        items = block.items(plan.groups[block.group])
+        nbytes += sum(map(manifest.nbytes, items))
+    return nbytes
+
+
+def _shared_blocks(plan: Plan, tokens: int, shared: int) -> list[PrefixBlock]:
+    blocks = chain.from_iterable(units_of(plan, tokens))
+    return [block for block in blocks if block.end <= shared]

@@ -92,13 +92,13 @@ async def test_calls_arrive_as_they_were_made():
         ]
 
 
-async def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_leaves():
+async def test_events_arrive_step_by_step_until_the_router_leaves():
     async with open_worker() as (worker, client):
         async with aclosing(client.events({"r": 4}, "me")) as events:
-            seen = [await anext(events) for _ in STEPS]
+            steps = [await anext(events) for _ in STEPS]
         worker.told.events.assert_called_once_with({"r": 4}, "me")
-        assert seen[:2] == STEPS[:2]
-        (failed,) = seen[2].events
+        assert steps[:2] == STEPS[:2]
+        (failed,) = steps[2].events
         assert isinstance(failed.error, CapacityError)
         assert (failed.token, str(failed.error)) == (None, "no room")
         async with asyncio.timeout(30.0):

@@ -93,7 +93,7 @@ async def test_who_says_no_valid_hello_is_hung_up_on(hello):
         assert not peer.ended
 
 
-async def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(
+async def test_silent_connections_are_closed_and_of_many_the_oldest_first(
     monkeypatch,
 ):
     monkeypatch.setattr(direct, "MAX_STRANGERS", 3)
@@ -171,7 +171,7 @@ async def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
             writer.write_eof()
             await until(lambda n=round_: peer.ended == n + 1)
             writer.close()
-        assert peer.here(attach.ticket).items() <= prompt.digests().items()
+        assert peer.received(attach.ticket).items() <= prompt.digests().items()
         assert peer.arrived()
         rules.abort("r", 0, "over")
         peer.close()

@@ -51,7 +51,7 @@ def send(
     async def scene() -> None:
         prompt = make_prompt(TOKENS)
         sender = Sender(Channel(address, None, options), attach, prompt.plan)
-        sender.queue.read_from(prompt.read)
+        sender.queue.read_from(prompt.source)
         try:
             await hand_over(sender, prompt)
         except ReservationError as error:
@@ -71,7 +71,7 @@ async def push_until(
     """Hand over, and strike once so much of the records is out; the commit follows the strike."""
     channel = Channel(address, None, options)
     sender = Sender(channel, attach, prompt.plan, deadline_s=30.0)
-    sender.queue.read_from(prompt.read)
+    sender.queue.read_from(prompt.source)
     running = asyncio.create_task(sender.run())
     for layer in range(len(prompt.plan.group_of)):
         sender.offer(prompt.manifest.layer(layer))
@@ -84,7 +84,7 @@ async def push_until(
         await channel.close()
 
 
-def test_a_receiver_killed_at_any_point_is_a_lost_peer_within_its_silence(prompt, slow):
+def test_a_receiver_killed_at_any_point_is_soon_a_lost_peer(prompt, slow):
     source, options = random.Random(1), replace(slow, silence_s=0.15)
     for _ in range(POINTS):
         with process(serve) as (child, answer):
@@ -95,26 +95,22 @@ def test_a_receiver_killed_at_any_point_is_a_lost_peer_within_its_silence(prompt
                 asyncio.run(asyncio.wait_for(scene, 15.0))
 
 
-async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_complete(
-    prompt, slow
-):
+async def test_a_sender_killed_at_any_point_leaves_nothing_behind(prompt, slow):
     source = random.Random(2)
 
     async with open_peer(lease_s=0.4) as (peer, _):
         for point in range(POINTS):
             attach = peer.promise(prompt, f"r{point}")
             with process(send, peer.address, attach, slow) as (child, _):
-                some = source.randrange(1, len(prompt.manifest.items) - 15)
-                await until(lambda n=some: peer.arrived() >= n or not peer.held)
+                num_items = source.randrange(1, len(prompt.manifest.items) - 15)
+                await until(lambda n=num_items: peer.arrived() >= n or not peer.held)
                 child.kill()
             await until(lambda: not peer.held)
             assert not peer.engine
             peer.close()
 
 
-def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(
-    prompt, slow
-):
+def test_a_hand_off_to_a_frozen_receiver_goes_on_when_it_thaws(prompt, slow):
     with process(serve) as (child, answer):
 
         def freeze() -> None:
@@ -137,9 +133,7 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
             asyncio.run(asyncio.wait_for(scene, 30.0))
 
 
-async def test_a_sender_that_is_frozen_longer_than_its_lease_is_over_and_learns_it(
-    prompt, slow
-):
+async def test_a_sender_frozen_longer_than_its_lease_is_over(prompt, slow):
     async with open_peer(lease_s=3.0) as (peer, _):
         attach = peer.promise(prompt)
         with process(send, peer.address, attach, slow) as (child, answer):
@@ -172,12 +166,12 @@ class Proxy:
             writer.close()
 
     async def _serve(
-        self, here: asyncio.StreamReader, back: asyncio.StreamWriter
+        self, reader: asyncio.StreamReader, back: asyncio.StreamWriter
     ) -> None:
-        there, onward = await asyncio.open_connection(HOST, self._target)
+        target_reader, onward = await asyncio.open_connection(HOST, self._target)
         self._writers += [back, onward]
         await asyncio.gather(
-            self._pump(here, onward, True), self._pump(there, back, False)
+            self._pump(reader, onward, True), self._pump(target_reader, back, False)
         )
 
     async def _pump(

@@ -62,10 +62,10 @@ async def test_a_slow_link_is_not_kept_busy_for_long(monkeypatch):
     monkeypatch.setattr("disagg.transfer.link.frame_message", note)
 
     async with open_peer() as (_, channel):
-        asked = count()
+        calls = count()
 
         def clock() -> float:  # asked before and after each message
-            done = next(asked) % 2
+            done = next(calls) % 2
             return sum(sent[: len(sent) if done else -1]) / 1024 * 1e-3
 
         report = await measure(channel.link, clock)
@@ -92,7 +92,7 @@ async def test_who_cannot_be_measured_is_a_typed_error():
     await server.stop(None)
 
 
-async def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_out():
+async def test_peers_are_measured_in_advance_if_they_can_be():
     async with open_peer() as (peer, _):
         peers = Peers(None, TransferConfig())
         (words,) = await peers.meet([peer.address, "127.0.0.1:1"])
@@ -101,10 +101,10 @@ async def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_ou
         await peers.close()
 
 
-def test_a_burst_passes_at_once_the_rest_at_the_rate_and_idle_time_saves_up_one_burst():
+def test_a_burst_passes_at_once_and_the_rest_at_the_rate():
     pace = RateLimiter(1000.0, burst_bytes=500)
-    asked = ((500, 0.0), (100, 0.0), (100, 0.1), (500, 100.0), (100, 100.0))
-    assert [pace.delay(*some) for some in asked] == [0.0, 0.1, 0.1, 0.0, 0.1]
+    requests = ((500, 0.0), (100, 0.0), (100, 0.1), (500, 100.0), (100, 100.0))
+    assert [pace.delay(*request) for request in requests] == [0.0, 0.1, 0.1, 0.0, 0.1]
 
 
 def test_over_time_the_rate_is_exact_whatever_the_messages():
@@ -115,11 +115,13 @@ def test_over_time_the_rate_is_exact_whatever_the_messages():
     assert abs(now - (sent - 64) / 1000.0) < 1e-6
 
 
-async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(
+async def test_frames_over_a_slow_link_are_small(
     monkeypatch,
 ):
-    found = [LinkReport("127.0.0.1:1", "a modem", 90.0, rate) for rate in (35e-6, 1.0)]
-    monkeypatch.setattr(channel, "measure", AsyncMock(side_effect=found))
+    reports = [
+        LinkReport("127.0.0.1:1", "a modem", 90.0, rate) for rate in (35e-6, 1.0)
+    ]
+    monkeypatch.setattr(channel, "measure", AsyncMock(side_effect=reports))
     peers = Peers(None, TransferConfig())
     await peers.meet(["127.0.0.1:1"])
     assert peers.get("127.0.0.1:1").frame_bytes == 14_000

@@ -33,53 +33,61 @@ from tests.transfer.prompts import (
 # -- what is shared
 @pytest.mark.parametrize(("tokens", "shared"), [(1200, 1000), (2300, 2110), (190, 130)])
 def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, shared):
-    first, second = (
-        make_related(tokens + 37, 1, shared),
-        make_related(tokens, 2, shared),
-    )
-    known, desk = shared_bytes(second.manifest, shared), Desk(1 << 21)
+    first = make_related(tokens + 37, 1, shared)
+    second = make_related(tokens, 2, shared)
+    cached_bytes = shared_bytes(second.manifest, shared)
+    desk = Desk(1 << 21)
+
+    assert cached_bytes > 0
     assert desk.give(first, "one") == first.manifest.total_bytes
-    assert desk.give(second, "two") == second.manifest.total_bytes - known
-    assert known > 0
-    admissions = [desk.engine["one"], desk.engine["two"]]
-    for prompt, admission in zip((first, second), admissions, strict=True):
-        assert prompt.equals(desk.pool.arena, admission.groups)
-    pages = [x.groups[1].page_ids() for x in admissions]
+    assert desk.give(second, "two") == second.manifest.total_bytes - cached_bytes
+
+    one, two = desk.engine["one"], desk.engine["two"]
+    assert first.equals(desk.pool.arena, one.groups)
+    assert second.equals(desk.pool.arena, two.groups)
     whole = shared // 64
-    assert pages[0][:whole] == pages[1][:whole]
-    assert not set(pages[0][whole:]) & set(pages[1][whole:])
+    first_pages = one.groups[1].page_ids()
+    second_pages = two.groups[1].page_ids()
+    assert first_pages[:whole] == second_pages[:whole]
+    assert not set(first_pages[whole:]) & set(second_pages[whole:])
+
     desk.free()
     desk.assert_nothing_held()
     assert desk.pool.cached_pages > 0
 
 
-def test_a_reservation_says_how_much_is_here_and_what():
+def test_a_reservation_answers_which_items_are_cached():
     """One layer group shares its first segment, the other one pages beyond it too."""
-    first, second = make_related(2300, 1, 2110), make_related(2250, 2, 2110)
+    first = make_related(2300, 1, 2110)
+    second = make_related(2250, 2, 2110)
     desk = Desk(1 << 21)
     desk.give(first, "one")
+
     grant = desk.reserve(second, rid="two")
-    assert desk.known_tokens("two") == 2048
     attached = desk.ask(second, grant)
-    units = units_of(PLAN, 2250)
-    named = [*units[0][:1], *units[1][:32]]
-    items = [item for unit in named for item in unit.items(PLAN.groups[unit.group])]
-    sent, place = first.digests(), second.manifest.index_of
-    assert attached.received() == {
-        place(x): sent[first.manifest.index_of(x)] for x in items
-    }
+
+    assert desk.cached_tokens("two") == 2048
+    blocks = units_of(PLAN, 2250)
+    first_digests = first.digests()
+    expected = {}
+    for block in (*blocks[0][:1], *blocks[1][:32]):
+        for item in block.items(PLAN.groups[block.group]):
+            digest = first_digests[first.manifest.index_of(item)]
+            expected[second.manifest.index_of(item)] = digest
+    assert attached.received() == expected
 
 
-def test_to_know_a_prompt_a_receiver_makes_no_list_of_its_items(monkeypatch):
-    """A long one has 70,000: making them stopped its loop for longer than a decode step takes."""
-    prompt, desk = make_prompt(2300), Desk(1 << 21)
+def test_a_cached_prompt_is_reserved_without_a_list_of_its_items(monkeypatch):
+    """A long prompt has 70,000: a list of them stopped the loop for longer than a decode step."""
+    prompt = make_prompt(2300)
+    desk = Desk(1 << 21)
     desk.give(prompt, "one")
     monkeypatch.setattr(PrefixBlock, "items", lambda *none: 1 / 0)
     monkeypatch.setattr(Manifest, "items", property(lambda none: 1 / 0))
     assert len(desk.ask(prompt, desk.reserve(prompt, rid="two")).have) > 64
 
 
-def test_a_record_that_is_shared_is_never_written_whatever_a_frame_says():
+def test_a_shared_record_is_never_written():
     first, second = make_related(400, 1, 400), make_related(400, 1, 400, noise=5)
     desk = Desk()
     desk.give(first, "one")
@@ -92,31 +100,34 @@ def test_a_record_that_is_shared_is_never_written_whatever_a_frame_says():
     assert first.equals(desk.pool.arena, desk.engine["one"].groups)
 
 
-def test_what_was_not_committed_is_offered_to_nobody(desk):
+def test_records_that_were_not_committed_are_not_shared(desk):
     first = make_related(500, 1, 400)
     desk.push(first, desk.begin(first, rid="one"))
     desk.reserve(make_related(450, 2, 400), rid="two")
-    assert desk.known_tokens("two") == 0
+    assert desk.cached_tokens("two") == 0
 
 
-def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
+def test_prompts_of_different_codecs_share_nothing():
     desk = Desk(plan_of={"": PLAN, "other": OTHER_PLAN}.__getitem__)
     first, second = make_related(500, 1, 400), make_related(500, 1, 400, OTHER_PLAN)
     desk.give(first, "one")
     assert desk.give(second, "two", codec="other") == second.manifest.total_bytes
     desk.reserve(second, rid="three", codec="other")
-    assert desk.known_tokens("three") == 384
+    assert desk.cached_tokens("three") == 384
 
 
 def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
     """Five slabs: 127 cached pages fill one, the large prompt needs all of them."""
-    first, second = (make_related(n, n, 8192, BY_PAGE) for n in (8250, 8300))
-    large, desk = make_prompt(26000, 9, BY_PAGE), Desk(5 << 14, plan=BY_PAGE)
+    first = make_related(8250, 8250, 8192, BY_PAGE)
+    second = make_related(8300, 8300, 8192, BY_PAGE)
+    large = make_prompt(26000, 9, BY_PAGE)
+    desk = Desk(5 << 14, plan=BY_PAGE)
+
     desk.give(first, "one")
     desk.free()
     assert desk.pool.cached_pages == 127
     desk.begin(second, rid="two")
-    assert desk.known_tokens("two") == 127 * 64
+    assert desk.cached_tokens("two") == 127 * 64
     with pytest.raises(CapacityError):
         desk.reserve(large, rid="large")
     desk.at(0.0).abort("two", 0, "client gone")
@@ -125,38 +136,40 @@ def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
     desk.assert_nothing_held()
 
 
-def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
-    """Three slabs, a page to share in each: a prompt that needs a slab for its tail."""
-    prompt, pool = make_related(127 * 64 + 1, 1, 8192, BY_PAGE), make_pool(3 << 14)
-    cache, (group,) = PrefixCache(pool), BY_PAGE.groups
-    pages = pool.allocate(
-        group.record(group.page), pool.free_pages(group.record(group.page))
-    )
-    keys, (units,) = (
-        content_keys(MODEL, BY_PAGE, prompt.ids),
-        units_of(BY_PAGE, prompt.tokens),
-    )
+def test_scattered_cached_pages_do_not_keep_their_prompt_out():
+    """Three slabs with a cached page in each, and a prompt that needs a slab for its tail."""
+    prompt = make_related(127 * 64 + 1, 1, 8192, BY_PAGE)
+    pool = make_pool(3 << 14)
+    cache = PrefixCache(pool)
+    (group,) = BY_PAGE.groups
+    shape = group.record(group.page)
+    pages = pool.allocate(shape, pool.free_pages(shape))
+    (keys,) = content_keys(MODEL, BY_PAGE, prompt.ids)
+    (blocks,) = units_of(BY_PAGE, prompt.tokens)
+    digests = prompt.commit().digests
     scattered = pages[:: len(pages) // 3]
-    for key, unit, page in zip(keys[0], units, scattered, strict=False):
-        note = CachedBlock(key, (page,), unit, prompt.manifest, prompt.commit().digests)
-        pool.keep(key, (page,), note)
+    for key, block, page in zip(keys, blocks, scattered, strict=False):
+        cached = CachedBlock(key, (page,), block, prompt.manifest, digests)
+        pool.keep(key, (page,), cached)
     pool.release(pages)
     assert pool.cached_pages == 3
-    holding = cache.hold(MODEL, BY_PAGE, prompt.job(), 0)
-    assert (holding.cached_tokens, holding.arrivals.here) == (0, {})
-    cache.release(holding.groups)
+
+    pending = cache.hold(MODEL, BY_PAGE, prompt.job(), 0)
+
+    assert (pending.cached_tokens, pending.received.digests) == (0, {})
+    cache.release(pending.groups)
     pool.check_integrity()
     assert pool.referenced_pages == 0
 
 
-# -- bytes that change while they are kept: found, forgotten, told; and nobody gets them
+# -- bytes that change while they are cached: found, dropped, reported, never shared
 def flip(
-    desk: Desk, prompt: Prompt, admission: Admission, item: Item, place: int = 0
+    desk: Desk, prompt: Prompt, admission: Admission, item: Item, offset: int = 0
 ) -> None:
-    """One bit of one byte of an item in the pool."""
+    """Flip one bit of one byte of an item in the pool."""
     ((start, _),) = Addresses(prompt.manifest, admission.groups).spans(item)
-    (byte,) = desk.pool.arena.read(start + place, 1)
-    desk.pool.arena.write([(start + place, bytes([byte ^ 4]))])
+    (byte,) = desk.pool.arena.read(start + offset, 1)
+    desk.pool.arena.write([(start + offset, bytes([byte ^ 4]))])
 
 
 def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
@@ -173,9 +186,7 @@ def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
 
 @pytest.mark.parametrize("which", [0, 7, 13, -1])
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
-    desk, which, place
-):
+def test_a_cached_page_with_a_flipped_bit_is_named_and_dropped(desk, which, place):
     prompt = make_related(700, 1, 700)
     item = [x for x in prompt.manifest.items if x.kind in ("page", "segment")][which]
     desk.give(prompt, "one")
@@ -194,7 +205,7 @@ def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
     assert prompt.equals(desk.pool.arena, desk.engine["two"].groups)
 
 
-def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(desk):
+def test_requests_that_use_a_damaged_page_are_over(desk):
     prompts = {"one": make_related(500, 1, 400), "two": make_related(450, 2, 400)}
     prompts["other"] = make_related(300, 3, 0)
     for rid, prompt in prompts.items():
@@ -212,23 +223,23 @@ def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(d
     desk.assert_nothing_held()
 
 
-def test_a_scrub_goes_on_where_the_last_one_stopped_and_owns_what_it_reads(desk):
+def test_a_scrub_continues_the_last_one_and_owns_its_pages(desk):
     prompt = make_related(1500, 1, 1500)
     desk.give(prompt, "one")
     flip(desk, prompt, desk.engine["one"], Item("page", 1, 1, 11))
     desk.free()
-    units, kept = len(desk.pool.kept_keys()), desk.pool.kept_keys()
+    keys = desk.pool.kept_keys()
     scrub = desk.ledger.cache.begin_scrub(1 << 30)
     assert desk.pool.cached_pages == 0
     desk.ledger.cache.end_scrub(scrub, ())
     desk.assert_nothing_held()
     assert (
-        desk.pool.kept_keys() == kept
+        desk.pool.kept_keys() == keys
     )  # what goes first when room is needed is as before
-    assert sum(len(desk.scrub(1)) for _ in range(units)) == 1
+    assert sum(len(desk.scrub(1)) for _ in keys) == 1
 
 
-def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk):
+def test_a_reservation_of_pages_that_are_being_verified_may_end(desk):
     prompt = make_related(500, 1, 500)
     desk.give(prompt, "one")
     admission = desk.engine["one"]
@@ -237,7 +248,7 @@ def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk)
     scrub = desk.ledger.cache.begin_scrub(1 << 30)
     damaged = scrub.verify()
     grant = desk.reserve(prompt, rid="two")
-    assert desk.known_tokens("two")
+    assert desk.cached_tokens("two")
     assert list(desk.at(0.0).end_scrub(scrub, damaged).values()) == [[("two", 0)]]
     ticket = Ticket(grant.nonce, EPOCH, 1)
     assert desk.ledger._find(ticket).state is State.ABORTED
@@ -246,44 +257,39 @@ def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk)
 
 def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     shape = KVShape(2, 2, 64, "float16", (None, 256))
-    plan, pool = (
-        parse_plan("kivi:bits=4,residual=64", shape),
-        Pool(HostArena(bytearray(32 << 20))),
-    )
-    cache, prompt = PrefixCache(pool), list(range(1500))
+    plan = parse_plan("kivi:bits=4,residual=64", shape)
+    pool = Pool(HostArena(bytearray(32 << 20)))
+    cache = PrefixCache(pool)
+    prompt = list(range(1500))
 
-    def hold(tokens: list[int]) -> PendingHandoff:
-        """Committed, with digests by the tokens that an item is of."""
-        holding = cache.hold("model", plan, Job("r", 0, tuple(tokens)), 0)
-        seen = {
-            item: hash((unit.group, unit.end, i)) % 2**64
-            for unit in chain.from_iterable(units_of(plan, len(tokens)))
-            for i, item in enumerate(unit.items(plan.groups[unit.group]))
-        }
-        items = holding.arrivals.manifest.items
-        assert all(
-            seen[items[place]] == known
-            for place, known in holding.arrivals.here.items()
-        )
-        cache.keep(holding, [seen.get(item, 0) for item in items])
-        return holding
+    def commit(tokens: list[int]) -> PendingHandoff:
+        """Hold a prompt and cache its blocks, with digests that depend on the tokens."""
+        pending = cache.hold("model", plan, Job("r", 0, tuple(tokens)), 0)
+        digests = {}
+        for block in chain.from_iterable(units_of(plan, len(tokens))):
+            for i, item in enumerate(block.items(plan.groups[block.group])):
+                digests[item] = hash((block.group, block.end, i)) % 2**64
+        items = pending.received.manifest.items
+        for index, cached_digest in pending.received.digests.items():
+            assert digests[items[index]] == cached_digest
+        cache.keep(pending, [digests.get(item, 0) for item in items])
+        return pending
 
-    hold(prompt[:1000])
-    longer, much_longer, shorter = (hold(prompt[:n]) for n in (1100, 1500, 500))
-    sealed = plan.groups[0].sealed(1000)
-    assert (
-        longer.cached_tokens == sealed
-    )  # the window begins among what the first prompt kept
-    found = [
-        x
-        for x in map(longer.arrivals.manifest.item, longer.arrivals.here)
-        if x.group == 1
-    ]
-    pages = (sealed - plan.groups[1].dropped(1100)) // 64
-    assert len(found) == pages * len(plan.groups[1].layers)
-    assert much_longer.cached_tokens == plan.groups[0].sealed(1100)
-    assert shorter.cached_tokens == plan.groups[1].dropped(
-        500
-    )  # its last window was dropped
-    for holding in (longer, much_longer, shorter):
-        assert len(holding.groups[1].page_ids()) <= 256 // 64 + 1
+    commit(prompt[:1000])
+    longer = commit(prompt[:1100])
+    much_longer = commit(prompt[:1500])
+    shorter = commit(prompt[:500])
+
+    # the window of the longer prompt begins in cached pages of the first
+    full, windowed = plan.groups
+    sealed = full.sealed(1000)
+    assert longer.cached_tokens == sealed
+    cached_items = map(longer.received.manifest.item, longer.received.digests)
+    pages = (sealed - windowed.dropped(1100)) // 64
+    in_window = [item for item in cached_items if item.group == 1]
+    assert len(in_window) == pages * len(windowed.layers)
+    assert much_longer.cached_tokens == full.sealed(1100)
+    # the last window of the shorter prompt was dropped
+    assert shorter.cached_tokens == windowed.dropped(500)
+    for pending in (longer, much_longer, shorter):
+        assert len(pending.groups[1].page_ids()) <= 256 // 64 + 1

@@ -75,9 +75,7 @@ def test_the_methods_of_the_proto_are_served_by_their_names(booth):
 
 
 # -- frames of one channel
-async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(
-    prompt, booth
-):
+async def test_a_refused_frame_is_answered_with_its_error(prompt, booth):
     gone, old, live = [booth.begin(prompt, rid=rid) for rid in ("gone", "old", "live")]
     booth.ledger.abort("gone", 0, "client gone")
     held = booth.reserve(prompt, rid="held")
@@ -100,16 +98,17 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
         "corrupt payload": (corrupt(first), "corrupt_frame"),
     }
     sent = [message(frame) for frame, _ in frames.values()] + pages(prompt, live)
+
     credits = await booth.stream(sent)
+
     reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
     assert reasons == {name: reason for name, (_, reason) in frames.items()}
     assert "client gone" in str(credits[0].error)
     assert credits[len(frames) :] == [Credit(live.nonce, 1)] * len(prompt.frames(live))
     counted = {"reservation": 4, "aborted": 1, "layout": 1, "corrupt_frame": 1}
     assert booth.receiver.failures == counted
-    assert (
-        booth.ledger.gauges()["streams"] == 1
-    )  # the channel is over, `old` was not on it
+    # the channel is over, `old` was not on it
+    assert booth.ledger.gauges()["streams"] == 1
     assert isinstance(await booth.commit(prompt.commit(live)), Ack)
 
 
@@ -124,18 +123,19 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("breaking", "error"), BROKEN.values(), ids=BROKEN)
-async def test_what_is_no_frame_ends_a_channel_and_breaks_all_on_it(
+async def test_bytes_that_are_no_frame_end_a_channel_and_break_all_on_it(
     prompt, booth, breaking, error
 ):
     ticket = booth.begin(prompt)
     first, second, *_ = pages(prompt, ticket)
+
     with pytest.raises(error):
         await booth.stream([first, breaking(second)])
     assert booth.ledger.gauges() == {"reservations": 1, "streams": 0, "running": 0}
+
     again = replace(ticket, gen=2)
-    assert len((await booth.take_over(prompt, again)).have) == len(
-        prompt.frames(again)[0].indices
-    )
+    attached = await booth.take_over(prompt, again)
+    assert len(attached.have) == len(prompt.frames(again)[0].indices)
     await booth.stream(pages(prompt, again))
     assert isinstance(await booth.commit(prompt.commit(again)), Ack)
 
@@ -148,14 +148,14 @@ async def test_a_commit_among_pages_ends_the_channel(prompt, booth):
         await booth.receiver.commit(pages(prompt, ticket)[0])
 
 
-async def test_what_is_no_message_is_refused_by_name_and_counted():
+async def test_bytes_that_are_no_message_are_refused_by_name_and_counted():
     async with open_peer() as (peer, channel):
         with pytest.raises(RequestError):
             await channel.link.call("/disagg.v1.KvTransferService/Attach", b"\xff", 5.0)
         assert peer.receiver.failures == {"request": 1}
 
 
-async def test_who_asks_for_a_direct_channel_is_told_where(prompt, booth):
+async def test_a_sender_that_asks_for_a_direct_channel_is_answered_where(prompt, booth):
     ticket = booth.begin(prompt)
     answers = []
     for gen, direct in ((2, True), (3, True), (4, False)):
@@ -164,17 +164,18 @@ async def test_who_asks_for_a_direct_channel_is_told_where(prompt, booth):
     assert [(x.port, x.key) for x in answers] == [(0, b""), (4711, b"once"), (0, b"")]
 
 
-# -- what happens by itself
-async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(
-    prompt, booth
-):
-    kept, lost = booth.begin(prompt, rid="kept"), booth.begin(prompt, rid="lost")
+# -- timers
+async def test_leases_end_by_themselves_unless_they_are_renewed(prompt, booth):
+    live = booth.begin(prompt, rid="live")
+    lost = booth.begin(prompt, rid="lost")
     timers = asyncio.create_task(booth.receiver.run())
+
     booth.now += 6.0
-    tickets = [kept, Ticket(1, EPOCH, 1)]
+    tickets = [live, Ticket(1, EPOCH, 1)]
     request = kv.RenewRequest(tickets=map(ticket_to_proto, tickets))
     answer = await booth.receiver.renew(request.SerializeToString())
     assert list(kv.RenewResponse.FromString(answer).over) == [1]
+
     booth.now += 6.0
     await until(lambda: booth.held == 1)
     assert booth.ledger.counts["expired"] == 1
@@ -184,14 +185,14 @@ async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_
 
 
 @pytest.mark.parametrize("broken", ["expire", "scrub"])
-async def test_what_breaks_a_timer_is_raised_to_the_worker(booth, broken):
+async def test_the_failure_of_a_timer_is_raised_to_the_worker(booth, broken):
     part = booth.ledger if broken == "expire" else booth.receiver
     setattr(part, broken, lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(booth.receiver.run(), 30)
 
 
-async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told():
+async def test_pages_on_a_device_are_verified_in_a_thread():
     """A synchronous read would wait behind the kernels of a decode step, on the io loop."""
     booth = Booth(pool=Pool(SlowArena(bytearray(1 << 20)), 1 << 14))
     booth.give(make_related(500, 1, 400))
@@ -201,7 +202,8 @@ async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told():
     assert device.waited
     assert "MainThread" not in device.waited
     page = booth.admitted().groups[1].page_ids()[2]
-    device.write([(page * 128, bytes([device.read(page * 128, 1)[0] ^ 1]))])
+    (byte,) = device.read(page * 128, 1)
+    device.write([(page * 128, bytes([byte ^ 1]))])
     await booth.receiver.scrub()
     assert booth.damaged == [("r", 0, "corrupt_frame")]
     ((rid, attempt, reason),) = booth.dropped

@@ -29,7 +29,7 @@ from tests.transfer.prompts import (
 
 # -- a whole hand-off, and its commit
 @pytest.mark.parametrize("tokens", [1, 5, 63, 124, 300, 2108])
-def test_reserving_touches_only_what_is_never_sent_and_all_is_written_before_admission(
+def test_reserving_writes_little_and_the_hand_off_the_rest(
     tokens,
 ):
     desk, prompt = Desk(clock=count(0.0, 0.001).__next__), make_prompt(tokens)
@@ -71,9 +71,7 @@ def test_a_commit_of_another_prompt_is_refused(desk, prompt):
     assert not desk.engine
 
 
-def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(
-    desk, prompt
-):
+def test_a_commit_that_nests_too_deep_is_refused_by_name(desk, prompt):
     ticket, deep = desk.begin(prompt), []
     desk.push(prompt, ticket)
     for _ in range(2000):
@@ -84,7 +82,7 @@ def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(
 
 
 # -- who gets room
-def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, prompt):
+def test_a_moving_sequence_gets_more_room_until_its_pages_come(desk, prompt):
     first = desk.reserve(prompt, moved=len(prompt.ids) + 1)
     pages, moved = desk.pool.referenced_pages, len(prompt.ids) + 2
     second = desk.reserve(prompt, moved=moved)
@@ -141,9 +139,9 @@ def test_what_an_empty_pool_cannot_hold_is_never_called_a_lack_of_room():
     assert wasted
 
 
-def test_a_reservation_leaves_the_watermark_free_unless_the_pool_is_empty(prompt):
-    wanted = prompt.plan.nbytes(300)
-    desk = Desk(1 << 20, watermark_bytes=(1 << 20) - 2 * wanted)
+def test_a_reservation_leaves_the_watermark_free(prompt):
+    nbytes = prompt.plan.nbytes(300)
+    desk = Desk(1 << 20, watermark_bytes=(1 << 20) - 2 * nbytes)
     desk.reserve(prompt)
     desk.reserve(prompt, rid="second")
     with pytest.raises(errors.CapacityError, match="stay free"):
@@ -162,9 +160,7 @@ def test_what_is_shared_with_others_does_not_count_as_room_wanted():
     desk.reserve(prompt, rid="two")
 
 
-def test_reservations_and_running_sequences_together_stay_within_the_limit(
-    desk, prompt
-):
+def test_reservations_and_running_sequences_share_one_limit(desk, prompt):
     desk = Desk(rows=DecodeSlots(2))
     desk.give(prompt, "one")
     desk.reserve(prompt, rid="two")
@@ -175,16 +171,15 @@ def test_reservations_and_running_sequences_together_stay_within_the_limit(
     desk.reserve(prompt, rid="three")
 
 
-def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none(
-    desk, prompt
-):
+def test_a_moving_sequence_has_records_of_its_own_for_all_tokens(desk, prompt):
     desk.give(prompt, "one")
-    longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys()
+    longer = make_prompt(prompt.tokens + 200)
+    keys = desk.pool.kept_keys()
     ids = longer.ids[: prompt.tokens]
     ticket = desk.attach(longer, desk.reserve(longer, prompt=ids, moved=longer.tokens))
     assert desk.push(longer, ticket) == longer.manifest.total_bytes
     assert isinstance(desk.at(1.0).commit(longer.commit(ticket)), Ack)
-    assert desk.pool.kept_keys() == known
+    assert desk.pool.kept_keys() == keys
     with pytest.raises(errors.RequestError, match="moves with 7"):
         desk.reserve(prompt, rid="new", moved=7)
 
@@ -237,9 +232,7 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     desk.store(prompt.frame(other, items))
 
 
-def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_aborted(
-    desk, prompt
-):
+def test_an_attempt_that_comes_too_late_is_refused(desk, prompt):
     desk.reserve(prompt)
     desk.reserve(prompt, attempt=2)
     with pytest.raises(errors.ReservationError, match="comes after attempt 2"):
@@ -259,9 +252,7 @@ def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_abort
         desk.reserve(prompt, attempt=3)
 
 
-def test_aborts_are_forgotten_after_a_while_and_where_there_are_too_many(
-    desk, prompt, monkeypatch
-):
+def test_aborts_are_forgotten_after_a_while_or_if_too_many(desk, prompt, monkeypatch):
     monkeypatch.setattr(reservations, "MAX_TOMBSTONES", 3)
     for now, rid in enumerate("abcad"):
         desk.at(float(now)).abort(rid, 0, "client gone")
@@ -273,7 +264,7 @@ def test_aborts_are_forgotten_after_a_while_and_where_there_are_too_many(
 
 
 # -- leases, and what a frame costs
-def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, prompt):
+def test_the_end_of_a_channel_breaks_its_attachments_alone(desk, prompt):
     one, two = object(), object()
     tickets = {rid: desk.begin(prompt, rid=rid) for rid in ("a", "b", "c", "d")}
     for rid, channel in (("a", one), ("b", one), ("c", two)):

@@ -32,13 +32,12 @@ PROMPTS = {
     rid: [make_related(n, seed, 64, noise=noise) for n, noise in KINDS]
     for seed, rid in enumerate(RIDS)
 }
-RID, CHANNEL = st.sampled_from(RIDS), st.sampled_from(["one", "two"])
-HOW = st.sampled_from(["whole", "corrupt", "foreign"])
-WHAT = st.sampled_from(["wait", "wait", "wait", "abort", "lease", "fence", "forget"])
-LATER, WAITS = (
-    st.sampled_from([0, 0, 1, 1, -1]),
-    st.sampled_from([False, False, False, True]),
-)
+RID = st.sampled_from(RIDS)
+CHANNEL = st.sampled_from(["one", "two"])
+FRAMES = st.sampled_from(["whole", "corrupt", "foreign"])
+EVENTS = st.sampled_from(["wait", "wait", "wait", "abort", "lease", "fence", "forget"])
+LATER = st.sampled_from([0, 0, 1, 1, -1])
+WAITS = st.sampled_from([False, False, False, True])
 LIVE = {State.HELD, State.ATTACHED, State.BROKEN}
 LEASE_S = 10.0
 MAX_SEQUENCES = 2
@@ -50,28 +49,28 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        terms = {
+        policy = {
             "lease_s": LEASE_S,
             "rows": DecodeSlots(MAX_SEQUENCES),
             "watermark_bytes": 1 << 13,
         }
-        self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **terms)
-        self.desk.admit, self.desk.drop = self.admit, self.drop
-        self.pool, self.ledger = self.desk.pool, self.desk.ledger
+        self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **policy)
+        self.desk.admit = self.admit
+        self.desk.drop = self.drop
+        self.pool = self.desk.pool
+        self.ledger = self.desk.ledger
         self.engine_waits = False
         self.epoch = EPOCH
         self.attempts = dict.fromkeys(RIDS, 0)
         self.prompts: dict[Key, Prompt] = {}
         self.grants: dict[int, tuple[Grant, Key]] = {}
-        self.gens: dict[int, int] = {}  # by nonce: the last attachment
-        self.have: dict[
-            int, dict[int, int]
-        ] = {}  # by nonce: what an attachment was told, by place
+        # by nonce: the last attachment, and the digests that it was answered, by index
+        self.gens: dict[int, int] = {}
+        self.have: dict[int, dict[int, int]] = {}
         self.tickets: list[tuple[Ticket, Key]] = []
         self.engine: dict[Key, Admission] = {}
-        self.acks: dict[
-            int, tuple[object, Ack]
-        ] = {}  # by nonce: to which digests and first token
+        # by nonce: the digests and the first token that were committed, and the answer
+        self.acks: dict[int, tuple[object, Ack]] = {}
         self.gone: set[Key] = set()  # aborted by the router, or superseded
 
     # -- what a router and a sender do
@@ -84,7 +83,7 @@ class Machine(stateful.RuleBasedStateMachine):
         self.ledger.expire()
         live = self.ledger._live.get(rid)
         same = live is not None and live.attempt == attempt
-        known = {(rid, x.attempt) for x in self.ledger._of(rid)}
+        earlier = {(rid, x.attempt) for x in self.ledger._of(rid)}
         try:
             grant = self.ledger.reserve(prompt.job(rid, attempt), self.epoch)
         except (ReservationError, CapacityError):
@@ -93,8 +92,8 @@ class Machine(stateful.RuleBasedStateMachine):
         assert (rid, attempt) not in self.gone
         assert same == (grant.nonce in self.grants)
         assert same or not waits
-        assert all(key <= (rid, attempt) for key in known)
-        self.gone |= known - {(rid, attempt)}
+        assert all(key <= (rid, attempt) for key in earlier)
+        self.gone |= earlier - {(rid, attempt)}
         self.grants[grant.nonce] = grant, (rid, attempt)
         self.take_over(grant.nonce, 1)
 
@@ -105,7 +104,8 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def take_over(self, nonce: int, gen: int) -> None:
         grant, key = self.grants[nonce]
-        ticket, prompt = Ticket(nonce, grant.epoch, gen), self.prompts[key]
+        ticket = Ticket(nonce, grant.epoch, gen)
+        prompt = self.prompts[key]
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
         self.ledger.expire()
         admitted = grant.epoch == self.epoch and self.state_of(nonce) is State.ADMITTED
@@ -122,15 +122,15 @@ class Machine(stateful.RuleBasedStateMachine):
             self.gens[nonce] = gen
 
     @stateful.precondition(lambda self: self.tickets)
-    @stateful.rule(data=st.data(), how=HOW, channel=CHANNEL)
-    def frame(self, data: st.DataObject, how: str, channel: str) -> None:
+    @stateful.rule(data=st.data(), kind=FRAMES, channel=CHANNEL)
+    def frame(self, data: st.DataObject, kind: str, channel: str) -> None:
         ticket, key = data.draw(st.sampled_from(self.tickets))
         prompt = self.prompts[key]
         frames = prompt.frames(ticket)
         frame = frames[data.draw(st.integers(0, len(frames) - 1))]
-        if how == "corrupt":
+        if kind == "corrupt":
             frame = corrupt(frame)
-        elif how == "foreign":
+        elif kind == "foreign":
             other = PROMPTS[{"a": "b", "b": "c", "c": "a"}[key[0]]]
             frame = other[PROMPTS[key[0]].index(prompt)].frames(ticket)[0]
         self.write(frame, channel)
@@ -141,23 +141,22 @@ class Machine(stateful.RuleBasedStateMachine):
         bound = reservation and reservation.channel
 
         def write(pieces: Sequence[tuple[int, Buffer]]) -> None:
-            named = frame.ticket.gen, frame.ticket.epoch
-            assert named == (self.gens[frame.ticket.nonce], self.epoch)
+            assert frame.ticket.gen == self.gens[frame.ticket.nonce]
+            assert frame.ticket.epoch == self.epoch
             assert bound in (None, channel)
             assert reservation.channel == channel
-            assert (
-                not {start // 128 for start, _ in pieces} & reservation.holding.shared
-            )
-            written(pieces)
+            pages = {start // 128 for start, _ in pieces}
+            assert not pages & reservation.pending.shared
+            arena_write(pieces)
 
-        written = self.pool.arena.write
+        arena_write = self.pool.arena.write
         self.pool.arena.write = write
         try:
             self.ledger.store(frame, channel)
         except (ReservationError, CorruptFrameError):
             return False
         finally:
-            self.pool.arena.write = written
+            self.pool.arena.write = arena_write
         return True
 
     @stateful.precondition(lambda self: self.tickets)
@@ -167,11 +166,14 @@ class Machine(stateful.RuleBasedStateMachine):
     def everything(
         self, data: st.DataObject, then_commit: bool, spoilt: bool, channel: str
     ) -> None:
-        """All that the receiver did not say it has; a bit of one item flips the first time."""
+        """Send all items that the receiver lacks; if `spoilt`, one first with a flipped bit."""
         ticket, key = data.draw(st.sampled_from(self.tickets))
-        prompt, have = self.prompts[key], self.have[ticket.nonce]
+        prompt = self.prompts[key]
+        have = self.have[ticket.nonce]
         items = [
-            x for place, x in enumerate(prompt.manifest.items) if place not in have
+            item
+            for index, item in enumerate(prompt.manifest.items)
+            if index not in have
         ]
         if spoilt and items:
             self.write(corrupt(prompt.frame(ticket, items[-1:])), channel)
@@ -187,31 +189,35 @@ class Machine(stateful.RuleBasedStateMachine):
         self.send_commit(*data.draw(st.sampled_from(self.tickets)), first_token)
 
     def send_commit(self, ticket: Ticket, key: Key, first_token: int = 5) -> None:
-        """With the digests of the receiver for what it had at the beginning."""
-        commit, have = (
-            self.prompts[key].commit(ticket, first_token),
-            self.have[ticket.nonce],
-        )
-        digests = tuple(
-            have.get(place, seen) for place, seen in enumerate(commit.digests)
-        )
-        commit, said = replace(commit, digests=digests), (digests, first_token)
+        """With the digests of the receiver for items that it had when the sender attached."""
+        nonce = ticket.nonce
+        commit = self.prompts[key].commit(ticket, first_token)
+        have = self.have[nonce]
+        digests = tuple(have.get(i, own) for i, own in enumerate(commit.digests))
         self.ledger.expire()
-        state = self.state_of(ticket.nonce) if ticket.epoch == self.epoch else None
-        last = ticket.gen == self.gens[ticket.nonce]
+        state = self.state_of(nonce) if ticket.epoch == self.epoch else None
+        is_last = ticket.gen == self.gens[nonce]
         try:
-            ack = self.ledger.commit(commit)
+            ack = self.ledger.commit(replace(commit, digests=digests))
         except ReservationError:
-            assert not (state in LIVE and last), "though its channel may have broken"
-            assert not (state is State.ADMITTED and self.acks[ticket.nonce][0] == said)
+            self.check_refusal(nonce, state, is_last, (digests, first_token))
         except CorruptFrameError:
             return
         except TransferError:
-            holding = self.ledger._by_nonce[ticket.nonce].holding
-            assert len(holding.arrivals.here) < len(digests)
+            pending = self.ledger._by_nonce[nonce].pending
+            assert len(pending.received.digests) < len(digests)
         else:
-            assert last or ticket.nonce in self.acks
-            assert self.acks.setdefault(ticket.nonce, (said, ack)) == (said, ack)
+            assert is_last or nonce in self.acks
+            answered = ((digests, first_token), ack)
+            assert self.acks.setdefault(nonce, answered) == answered
+
+    def check_refusal(
+        self, nonce: int, state: State | None, is_last: bool, committed: object
+    ) -> None:
+        """A live attachment and a repeated commit are never refused."""
+        assert not (state in LIVE and is_last), "though its channel may have broken"
+        if state is State.ADMITTED:
+            assert self.acks[nonce][0] != committed
 
     @stateful.precondition(lambda self: self.tickets)
     @stateful.rule(data=st.data())
@@ -229,13 +235,13 @@ class Machine(stateful.RuleBasedStateMachine):
             broken = reservation.channel == channel and before[nonce] is State.ATTACHED
             assert reservation.state is (State.BROKEN if broken else before[nonce])
 
-    @stateful.rule(rid=RID, what=WHAT)
-    def disturb(self, rid: str, what: str) -> None:
-        if what == "abort":
+    @stateful.rule(rid=RID, event=EVENTS)
+    def disturb(self, rid: str, event: str) -> None:
+        if event == "abort":
             attempt = self.attempts[rid]
             self.ledger.abort(rid, attempt, "the router says so")
             self.gone |= {(rid, lower) for lower in range(attempt + 1)}
-        elif what == "fence":
+        elif event == "fence":
             gauges = self.ledger.gauges()
             for epoch in (self.epoch - 1, self.epoch + 2):
                 with pytest.raises(ReservationError):
@@ -245,20 +251,21 @@ class Machine(stateful.RuleBasedStateMachine):
             self.epoch += 1
             self.ledger.fence(self.epoch)
             assert not any(self.ledger.gauges().values())
-        elif what == "forget":
-            self.desk.now, live = self.desk.now + 2 * MEMORY_S, len(self.ledger._live)
+        elif event == "forget":
+            live = len(self.ledger._live)
+            self.desk.now += 2 * MEMORY_S
             self.gone.clear()
             self.ledger.expire()
             assert [x.ended_at for x in self.ledger._ended] == [self.desk.now] * live
             assert not self.ledger._tombstones
         else:
-            self.desk.now += LEASE_S if what == "lease" else 0.7
+            self.desk.now += LEASE_S if event == "lease" else 0.7
             self.ledger.expire()
 
     @stateful.rule(max_bytes=st.sampled_from([1, 1 << 20]))
     def scrub(self, max_bytes: int) -> None:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
-        damaged = scrub.verify()  # nobody writes to what is kept
+        damaged = scrub.verify()  # cached blocks are never written to
         assert not self.ledger.end_scrub(scrub, damaged)
 
     @stateful.precondition(lambda self: self.engine)
@@ -294,28 +301,29 @@ class Machine(stateful.RuleBasedStateMachine):
         assert self.ledger.gauges()["running"] == len(self.engine)
         for key, admission in self.engine.items():
             prompt = self.prompts[key]
-            read = ArenaSource(self.pool.arena, prompt.manifest, admission.groups)
-            assert (
-                replace(prompt, read=read).commit().digests == admission.commit.digests
-            )
+            source = ArenaSource(self.pool.arena, prompt.manifest, admission.groups)
+            digests = replace(prompt, source=source).commit().digests
+            assert digests == admission.commit.digests
 
     @stateful.invariant()
     def every_page_is_owned_once(self) -> None:
         self.pool.check_integrity()
-        gauges, known = self.ledger.gauges(), self.ledger._by_nonce
-        taken = gauges["reservations"] + gauges["running"]
-        assert self.desk.terms.rows.free == MAX_SEQUENCES - taken >= 0
-        assert len(known) == len(self.ledger._of()) + len(self.ledger._ended)
+        gauges = self.ledger.gauges()
+        rows_in_use = gauges["reservations"] + gauges["running"]
+        assert self.desk.policy.rows.free == MAX_SEQUENCES - rows_in_use >= 0
+        assert len(self.ledger._by_nonce) == len(self.ledger._of()) + len(
+            self.ledger._ended
+        )
         if not (gauges["reservations"] or self.engine):
             assert self.pool.referenced_pages == 0
 
     @stateful.invariant()
     def what_ended_keeps_names_and_numbers_and_nothing_of_its_prompt(self) -> None:
-        assert all(x.holding is None for x in self.ledger._running.values())
+        assert all(x.pending is None for x in self.ledger._running.values())
         for reservation in self.ledger._ended:
             assert reservation.state not in LIVE
-            for kept in vars(reservation).values():
-                assert isinstance(kept, (int, float, str, Ack)) or not kept
+            for value in vars(reservation).values():
+                assert isinstance(value, (int, float, str, Ack)) or not value
 
     def free(self, key: Key) -> None:
         for state in self.engine.pop(key).groups:
@@ -333,7 +341,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(120)
-def test_no_interleaving_leaks_or_admits_what_is_not_complete_and_verified():
+def test_no_interleaving_leaks_or_admits_an_incomplete_prompt():
     size = {"max_examples": 300, "stateful_step_count": 60, "deadline": None}
     chosen = settings(suppress_health_check=list(HealthCheck), **size)
     stateful.run_state_machine_as_test(Machine, settings=chosen)

@@ -107,16 +107,16 @@ def failure(
 
 def test_a_reason_of_the_future_is_still_an_error_of_ours():
     trailing = (rpc.REASON_KEY, "new"), (rpc.MESSAGE_KEY, b"x")
-    found = rpc.error_of(failure(grpc.StatusCode.ABORTED, *trailing), "")
-    assert (type(found), str(found)) == (DisaggError, "x")
+    error = rpc.error_of(failure(grpc.StatusCode.ABORTED, *trailing), "")
+    assert (type(error), str(error)) == (DisaggError, "x")
 
 
 @pytest.mark.parametrize("code", grpc.StatusCode, ids=lambda code: code.name)
 def test_every_nameless_failure_is_a_typed_error_that_names_the_peer(code):
-    found = rpc.error_of(failure(code), "1.2.3.4:5")
-    assert isinstance(found, DisaggError)
-    assert code.name in str(found)
-    assert "1.2.3.4:5" in str(found)
+    error = rpc.error_of(failure(code), "1.2.3.4:5")
+    assert isinstance(error, DisaggError)
+    assert code.name in str(error)
+    assert "1.2.3.4:5" in str(error)
 
 
 @pytest.mark.parametrize("method", ["One", "Many", "Both"])
@@ -149,25 +149,26 @@ async def test_a_stream_whose_caller_leaves_is_over_at_once(method):
 
 async def test_one_message_is_received_while_another_is_looked_at():
     """Over 10 Gb/s the plane would stand still between an answer and the next message."""
-    asked, seen = 0, []
+    num_sent = 0
+    handled = []
 
     async def messages() -> AsyncGenerator[bytes, None]:
-        nonlocal asked
-        while asked < 6:
-            asked += 1
+        nonlocal num_sent
+        while num_sent < 6:
+            num_sent += 1
             yield b""
 
     async def both(coming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for message in coming:
             for _ in range(5):
                 await asyncio.sleep(0)
-            seen.append(asked)
+            handled.append(num_sent)
             yield message
 
     service = rpc.rpc_handlers("a", {}, {"B": both})
     handler = service.service(SimpleNamespace(method="/a/B", invocation_metadata=()))
     await handler.stream_stream(messages(), AsyncMock())
-    assert seen == [2, 3, 4, 5, 6, 6]
+    assert handled == [2, 3, 4, 5, 6, 6]
 
 
 async def test_a_message_above_the_limit_is_refused_and_the_link_goes_on():
@@ -220,10 +221,10 @@ async def test_servers_take_the_ports_of_a_range_and_say_when_none_is_left():
     server, address = await rpc.start_server([], "127.0.0.1", ports=ports)
     assert address == f"127.0.0.1:{ports[0]}"
     with socket.create_server(("127.0.0.1", ports[1])):
-        wanted = rf"cluster.ports \[{ports[0]}, {ports[1]}\]: none is free"
-        with pytest.raises(ConfigError, match=wanted):
+        message = rf"cluster.ports \[{ports[0]}, {ports[1]}\]: none is free"
+        with pytest.raises(ConfigError, match=message):
             await rpc.start_server([], "127.0.0.1", ports=ports)
-        with pytest.raises(ConfigError, match=wanted):
+        with pytest.raises(ConfigError, match=message):
             DirectServer(lambda: None).listen("127.0.0.1", ports)  # type: ignore[arg-type,return-value]
     await server.stop(None)
 
@@ -250,21 +251,21 @@ def two_free_ports() -> list[int]:
     raise AssertionError("no ports are free")
 
 
-async def test_who_asks_on_a_link_that_is_closed_loses_the_peer_and_is_not_cancelled():
+async def test_a_call_on_a_closed_link_is_a_lost_peer():
     """A status of all workers must not end with the link of one that leaves meanwhile."""
     async with open_service() as (service, link):
-        asked = asyncio.create_task(link.call("/a.B/One", b"slow", 10.0))
+        slow_call = asyncio.create_task(link.call("/a.B/One", b"slow", 10.0))
         await until(lambda: service.seen)
         await link.close()
-        for call in asked, link.call("/a.B/One", b"x", 10.0):
+        for call in slow_call, link.call("/a.B/One", b"x", 10.0):
             with pytest.raises(PeerLostError, match="closed"):
                 await call
 
 
 async def test_who_asks_and_is_cancelled_stays_cancelled():
     async with open_service() as (service, link):
-        asked = asyncio.create_task(link.call("/a.B/One", b"slow", 10.0))
+        slow_call = asyncio.create_task(link.call("/a.B/One", b"slow", 10.0))
         await until(lambda: service.seen)
-        asked.cancel()
+        slow_call.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await slow_call

@@ -30,9 +30,9 @@ def test_without_files_there_is_the_given_token_or_nothing():
 
 
 def test_files_become_a_token_and_certificates(files):
-    found = load_security(SecurityConfig(**files), "another token")
+    security = load_security(SecurityConfig(**files), "another token")
     papers = [f"the {name}\n".encode() for name in ("ca", "certificate", "key")]
-    assert found == Security("the token_file", *papers)
+    assert security == Security("the token_file", *papers)
 
 
 WRONG = {
@@ -45,7 +45,7 @@ WRONG = {
     ),
     "no absolute path": (
         {"token_file": "token"},
-        r"security\.token_file is 'token'; an absolute",
+        r"security\.token_file is 'token'; expected an absolute",
     ),
     "no such file": (
         {"key": "/none"},
@@ -80,9 +80,7 @@ def test_an_authority_is_pem(ca):
 
 
 @pytest.mark.parametrize("key", ["foreign.key", "locked.key", "peer"])
-def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
-    papers, key
-):
+def test_a_key_that_does_not_fit_its_certificate_is_refused(papers, key):
     lock = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
     locked = subprocess.run(
         lock, input=papers["peer.key"], check=True, capture_output=True
@@ -99,13 +97,13 @@ def test_an_authority_gives_what_files_do_not(files):
     assert protected(SecurityConfig(), Authority("t"), "127.0.0.1") == Security(
         token="t"
     )
-    made = protected(SecurityConfig(), authority, "127.0.0.1")
-    assert (made.token, made.tls) == (authority.token, True)
+    issued = protected(SecurityConfig(), authority, "127.0.0.1")
+    assert (issued.token, issued.tls) == (authority.token, True)
     token_file = {"token_file": files.pop("token_file")}
     mixed = protected(SecurityConfig(**token_file), authority, "127.0.0.1")
     assert (mixed.token, mixed.tls) == ("the token_file", True)
-    given = protected(SecurityConfig(**files), authority, "127.0.0.1")
-    assert (given.token, given.ca) == (authority.token, b"the ca\n")
+    from_files = protected(SecurityConfig(**files), authority, "127.0.0.1")
+    assert (from_files.token, from_files.ca) == (authority.token, b"the ca\n")
 
 
 HOSTS = [

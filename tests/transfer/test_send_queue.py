@@ -1,4 +1,4 @@
-"""What a sender sends, in which order, and how much of it at once. No sockets."""
+"""The order of frames, how full they are, and how many are in flight. No sockets."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -28,23 +28,23 @@ def make_queue(
     credit: int = PLENTY,
     frame_bytes: int = FRAME,
 ) -> SendQueue:
-    """One that was offered these items."""
+    """A queue that was offered these items."""
     queue = SendQueue(prompt.manifest, frame_bytes)
-    queue.read_from(prompt.read)
+    queue.read_from(prompt.source)
     queue.restart({}, credit)
     queue.offer(items, 0.0)
     return queue
 
 
-def beside(queue: SendQueue) -> Iterator[PageFrame]:
-    """What it sends without an answer."""
+def send_unanswered(queue: SendQueue) -> Iterator[PageFrame]:
+    """The frames that it sends without an answer."""
     while frame := queue.next_frame(TICKET, 0.0):
         yield unpack(b"".join(frame.parts))
 
 
 def frames(queue: SendQueue) -> Iterator[PageFrame]:
-    """What it sends, each frame acknowledged at once."""
-    for frame in beside(queue):
+    """All frames that it sends if each is answered at once."""
+    for frame in send_unanswered(queue):
         yield frame
         queue.on_answer()
 
@@ -58,46 +58,50 @@ def drain(prompt: Prompt, queue: SendQueue) -> list[Item]:
 
 
 def test_items_leave_in_the_order_of_offering(prompt):
-    queue, backwards = make_queue(prompt), list(reversed(prompt.manifest.items))
+    queue = make_queue(prompt)
+    backwards = list(reversed(prompt.manifest.items))
     for now, item in enumerate(backwards):
         queue.offer([item], float(now))
+
     assert drain(prompt, queue) == backwards
     assert queue.drained
     assert queue.commit(TICKET, 5, {}).digests == prompt.commit().digests
 
 
-def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way(
-    prompt,
-):
-    queue = make_queue(prompt, prompt.manifest.layer(0), frame_bytes=1 << 20)
+def test_a_frame_that_is_not_full_waits_while_another_is_in_flight(prompt):
     layers = [[*prompt.manifest.layer(layer)] for layer in range(3)]
-    assert [prompt.items_of(x) for x in beside(queue)] == [layers[0]]
+    queue = make_queue(prompt, layers[0], frame_bytes=1 << 20)
+
+    def send() -> list[list[Item]]:
+        return [prompt.items_of(frame) for frame in send_unanswered(queue)]
+
+    assert send() == [layers[0]]
     queue.offer(layers[1][:3], 1.0)
-    assert not list(beside(queue))
+    assert send() == []
     queue.offer(layers[1][3:], 2.0)
-    assert not list(beside(queue))
+    assert send() == []
     queue.on_answer()
-    assert [prompt.items_of(x) for x in beside(queue)] == [layers[1]]
-    queue.offer(layers[2], 3.0)  # the last: nothing more will come
-    assert [prompt.items_of(x) for x in beside(queue)] == [layers[2]]
+    assert send() == [layers[1]]
+    queue.offer(layers[2], 3.0)  # the last layer: no more items will come
+    assert send() == [layers[2]]
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(300, FRAME), (300, 750), (4000, 4328)])
-def test_frames_are_as_full_as_their_size_allows_and_larger_items_travel_alone(
-    tokens, size
-):
+def test_frames_are_full_and_larger_items_travel_alone(tokens, size):
     prompt = make_prompt(tokens)
     sent = list(frames(make_queue(prompt, prompt.manifest.items, frame_bytes=size)))
     large = [frame for frame in sent if size_of(frame) > size]
+
     assert bool(large) == (size == 750)
     assert all(len(frame.payload) == 1 for frame in large)
     for first, second in pairwise(sent):
-        both = sum(map(len, first.payload)) + len(second.payload[0])
-        assert both > size - 512 - 20 * (len(first.payload) + 1)
+        nbytes = sum(map(len, first.payload)) + len(second.payload[0])
+        header_bytes = 512 + 20 * (len(first.payload) + 1)
+        assert nbytes > size - header_bytes
 
 
-def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_the_credit():
-    """Else nothing of a prompt would ever leave."""
+def test_the_largest_configurable_frames_fit_into_messages_and_credit():
+    """Else a prompt would never be sent."""
     frame_bytes = next(x for x in fields(TransferConfig) if x.name == "frame_bytes")
     plan = parse_plan("raw", KVShape(2, 8, 128, "float32", (None, None)))
     manifest = Manifest(plan, 2048)
@@ -110,6 +114,7 @@ def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_th
     queue.read_from(Zeros())
     queue.restart({}, 2 * manifest.frame_bytes)  # as every receiver gives
     queue.offer(manifest.items, 0.0)
+
     sizes = list(map(size_of, frames(queue)))
     assert queue.drained
     assert 3 << 20 < max(sizes) <= MAX_FRAME_BYTES
@@ -117,51 +122,55 @@ def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_th
 
 @pytest.mark.parametrize("credit", [0, 802, 803, 2427, 2428, 2 * FRAME, PLENTY])
 def test_as_much_is_in_flight_as_the_credit_and_two_frames_allow(prompt, credit):
-    sizes = [
-        size_of(frame) for frame in frames(make_queue(prompt, prompt.manifest.items))
-    ]
+    items = prompt.manifest.items
+    sizes = [size_of(frame) for frame in frames(make_queue(prompt, items))]
     assert sizes[:2] == [803, 1625]
-    queue, first, last = make_queue(prompt, prompt.manifest.items, credit), 0, 0
+    window = min(credit, 2 * FRAME)
+    queue = make_queue(prompt, items, credit)
+    num_answered = 0
+    num_sent = 0
+
     for answers in (0, 1, 2, 0, 3, 1) * 3:
         while queue.next_frame(TICKET, 0.0):
-            last += 1
-        assert queue.bytes_in_flight == sum(sizes[first:last]) <= min(credit, 2 * FRAME)
-        assert sum(sizes[first : last + 1]) > min(credit, 2 * FRAME) or last == len(
-            sizes
-        )
-        for _ in sizes[first:last][:answers]:
+            num_sent += 1
+        assert queue.bytes_in_flight == sum(sizes[num_answered:num_sent]) <= window
+        with_next = sum(sizes[num_answered : num_sent + 1])
+        assert with_next > window or num_sent == len(sizes)
+        for _ in sizes[num_answered:num_sent][:answers]:
             queue.on_answer()
-            first += 1
+            num_answered += 1
 
 
-def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
+def test_after_a_broken_stream_only_missing_items_are_sent(prompt):
     queue = make_queue(prompt, prompt.manifest.items)
-    first, *_ = beside(queue)
+    first, *_ = send_unanswered(queue)
+
     queue.restart(dict(zip(first.indices, first.digests, strict=True)), PLENTY)
     assert queue.bytes_in_flight == 0
-    there = prompt.items_of(first)
-    assert drain(prompt, queue) == [x for x in prompt.manifest.items if x not in there]
+    received = prompt.items_of(first)
+    missing = [x for x in prompt.manifest.items if x not in received]
+    assert drain(prompt, queue) == missing
 
 
-def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(prompt):
+def test_items_that_the_receiver_has_are_committed_by_its_digests(prompt):
     queue = make_queue(prompt)
-    known = list(prompt.manifest.items[:9])
+    cached = list(prompt.manifest.items[:9])
     queue.restart(dict.fromkeys(range(9), 1), PLENTY)
     queue.offer(prompt.manifest.items, 0.0)
     assert drain(prompt, queue) == [*prompt.manifest.items[9:]]
     figures = queue.stats(HandoffStats("", 0, 0, 0), Ack(), 0.0)
-    assert figures.cached_bytes == sum(map(prompt.manifest.nbytes, known))
+    assert figures.cached_bytes == sum(map(prompt.manifest.nbytes, cached))
     assert queue.commit(TICKET, 5, {}).digests == (1,) * 9 + prompt.commit().digests[9:]
 
 
-@pytest.mark.parametrize("there", ["nothing", "other digests"])
-def test_items_that_were_sent_and_are_not_there_as_they_were_are_sent_again(
-    prompt, there
+@pytest.mark.parametrize("peer_has", ["nothing", "other digests"])
+def test_items_that_the_receiver_lacks_or_has_otherwise_are_sent_again(
+    prompt, peer_has
 ):
-    """After a new reservation, and where another computed them."""
+    """After a new reservation, and if another prefill worker computed them."""
     queue = make_queue(prompt, prompt.manifest.items)
     drain(prompt, queue)
-    count = 0 if there == "nothing" else prompt.manifest.num_items
+    count = 0 if peer_has == "nothing" else prompt.manifest.num_items
     queue.restart(dict.fromkeys(range(count), 1), PLENTY)
     assert drain(prompt, queue) == [*prompt.manifest.items]
 
@@ -191,9 +200,7 @@ def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
     assert bytes_then != bytes_now
 
 
-def test_a_receiver_that_acknowledges_or_has_what_was_never_sent_is_a_typed_error(
-    prompt,
-):
+def test_an_answer_to_a_frame_that_was_never_sent_is_an_error(prompt):
     queue = make_queue(prompt)
     with pytest.raises(CorruptFrameError):
         queue.on_answer()

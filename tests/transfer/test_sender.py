@@ -27,7 +27,7 @@ TOKENS = 1500
 
 # -- one hand-off
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
-async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
+async def test_prompts_arrive_whole_and_both_sides_count_equal_bytes(direct):
     prompts = {"one": make_related(1500, 1, 1000), "two": make_related(1500, 2, 1000)}
     async with open_peer(replace(QUICK, direct=direct)) as (peer, channel):
         for rid, prompt in prompts.items():
@@ -48,9 +48,7 @@ async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
         peer.close()
 
 
-async def test_a_link_that_nobody_measured_is_measured_before_its_first_frame(
-    prompt, monkeypatch
-):
+async def test_a_link_is_measured_before_its_first_frame(prompt, monkeypatch):
     """Workers that came later had frames of 2 MiB, behind which a ping of gRPC was too late."""
     async with open_peer(ChannelOptions()) as (peer, channel):
         slow = LinkReport(peer.address, "a modem", 90.0, 35e-6)
@@ -127,8 +125,8 @@ async def test_an_attachment_or_a_commit_that_is_refused_is_final(
         setattr(peer, call, Mock(side_effect=error))
         with pytest.raises(errors.DisaggError, match=words) as caught:
             await hand_over(peer.sender(prompt, channel), prompt)
-        known = errors.DisaggError if words == "has logged why" else type(error)
-        assert type(caught.value) is known
+        expected = errors.DisaggError if words == "has logged why" else type(error)
+        assert type(caught.value) is expected
         assert len(peer.attaches) == 1
 
 
@@ -194,9 +192,7 @@ async def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
 @pytest.mark.parametrize(
     "when", ["before", "while attaching", "between two attachments"]
 )
-async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(
-    prompt, when
-):
+async def test_a_failure_of_the_prefill_side_ends_a_hand_off_at_any_time(prompt, when):
     """One that came while no attachment was open was lost: the hand-off waited for its deadline."""
     async with open_peer() as (peer, channel):
         sender = peer.sender(prompt, channel, deadline_s=3.0)
@@ -222,9 +218,7 @@ async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(
 
 # -- a channel that breaks
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
-async def test_a_bug_at_the_receiver_breaks_the_stream_and_hand_offs_are_resumed(
-    prompt, direct
-):
+async def test_hand_offs_are_resumed_after_a_bug_at_the_receiver(prompt, direct):
     async with open_peer(replace(QUICK, direct=direct)) as (peer, channel):
 
         def fail(frame: PageFrame) -> None:
@@ -282,7 +276,7 @@ async def test_frames_leave_by_deadline_then_by_layer(prompt):
             sender.offer(prompt.manifest.layer(layer))
             sender.queue.restart({}, credit=1 << 20)
             channel._attached[sender.ticket.nonce] = sender
-        while chosen := channel._next():
+        while chosen := channel._next_frame():
             sender, _ = chosen
             sender.queue.on_answer()
             order.append(sender)
@@ -312,11 +306,13 @@ async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        left = senders[0].queue.payload_bytes
+        sent_bytes = senders[0].queue.payload_bytes
         held.set()
         await second
         assert peer.opened == 1
-        assert senders[0].queue.payload_bytes == left  # nothing more of it was sent
+        assert (
+            senders[0].queue.payload_bytes == sent_bytes
+        )  # nothing more of it was sent
         peer.assert_admitted(b=prompt)
 
 
@@ -332,7 +328,7 @@ async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
 
 
 # -- leases, by a clock of the peer that stands still
-async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_are_over(
+async def test_one_call_renews_all_hand_offs_of_a_channel(
     prompt,
 ):
     """Meanwhile one frame takes longer than a lease."""
@@ -430,7 +426,7 @@ async def test_a_paced_channel_takes_the_time_of_the_link(prompt):
         assert stats.wire_ms >= 1000 * (stats.payload_bytes - 8000) / 400_000.0
 
 
-def test_a_slow_link_of_the_configuration_paces_every_channel_in_frames_of_its_burst():
+def test_a_configured_slow_link_paces_every_channel():
     config = TransferConfig(link_mbps=8.0, burst_bytes=5000)
     options = Peers(None, config).options
     assert (options.pace.bytes_per_s, options.frame_bytes) == (1e6, 5000)

@@ -80,7 +80,7 @@ async def bytes_per_s(address: str) -> float:
 
 
 @pytest.mark.slow
-def test_connections_without_a_token_take_little_memory_and_leave_half_of_the_rate():
+def test_connections_without_a_token_cost_little():
     with process(serve) as (child, answer):
         address = answer.recv()
         alone = asyncio.run(bytes_per_s(address))
