@@ -7,94 +7,130 @@ Greedy tokens under the `raw` codec against `generate` of transformers, or the r
 
 import argparse
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
 
 from disagg.bench.result import tell
 from disagg.errors import ModelError
-from disagg.model.describe import ModelInfo, describe_model
+from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_config, save_tiny
 
-PLAIN = "apertus arcee bitnet cohere ernie4_5 gemma glm glm4 gpt2 gpt_bigcode gpt_neox gptj "
-PLAIN += "granite helium hunyuan_v1_dense internlm3 jais2 llama ministral3 nanochat olmo olmo2 "
-PLAIN += "opt phi phi3 qwen2 qwen3 seed_oss smollm3 "
-WINDOWED = "afmoe cohere2 exaone4 gemma2 gemma3_text gpt_oss granite_swa ministral mistral olmo3 "
-WINDOWED += "starcoder2 vaultgemma "
-EXPERTS = "cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe hunyuan_v1_moe "
-EXPERTS += "minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe solar_open "
-PROBED = "gemma4_text nemotron "  # refused when their weights have loaded
+FAMILIES = {
+    "AFMoE, Arcee": "afmoe arcee",
+    "Apertus, nanochat": "apertus nanochat",
+    "BitNet": "bitnet",
+    "Cohere": "cohere cohere2 cohere2_moe",
+    "dots1, Solar Open": "dots1 solar_open",
+    "ERNIE 4.5": "ernie4_5 ernie4_5_moe",
+    "EXAONE 4": "exaone4 exaone_moe",
+    "Gemma 1 to 3": "gemma gemma2 gemma3_text vaultgemma",
+    "GLM 4": "glm glm4 glm4_moe",
+    "GPT-2, GPT-J, GPT-NeoX": "gpt2 gpt_bigcode gptj gpt_neox",
+    "gpt-oss": "gpt_oss",
+    "Granite": "granite granite_swa granitemoe",
+    "Helium, Jais 2": "helium jais2",
+    "Hunyuan": "hunyuan_v1_dense hunyuan_v1_moe",
+    "InternLM3": "internlm3",
+    "Llama": "llama",
+    "MiniMax M2": "minimax_m2",
+    "Mistral, Ministral, Mixtral": "mistral ministral ministral3 mixtral",
+    "OLMo 1 to 3": "olmo olmo2 olmo3 olmoe flex_olmo",
+    "OPT": "opt",
+    "Phi 1 to 3": "phi phi3 phimoe",
+    "Qwen 2 and 3": "qwen2 qwen2_moe qwen3 qwen3_moe",
+    "Seed-OSS, SmolLM3": "seed_oss smollm3",
+    "StarCoder 2": "starcoder2",
+}
+PROBED = "gemma4_text nemotron"  # refused when their weights have loaded
 OTHERS = "bamba biogpt bloom deepseek_v3 falcon falcon_h1 gemma3n_text granitemoehybrid jamba "
 OTHERS += "kimi_linear lfm2 llama4_text minimax mpt qwen3_5_text qwen3_next stablelm"
-KINDS = (PLAIN + WINDOWED + EXPERTS + PROBED + OTHERS).split()
-LENGTHS, ANSWER = (5, 37, 70), 24
-SERVED = f"the tokens of `generate`, prompts of {', '.join(map(str, LENGTHS))}, {ANSWER} generated"
+SERVED_KINDS = " ".join(FAMILIES.values()).split()
+REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
+KINDS = [*SERVED_KINDS, *REFUSED_KINDS]
+LENGTHS = (5, 37, 70)
+ANSWER = 24
+SERVED = "served"
+VERSION = transformers.__version__
+PROMPTS = ", ".join(map(str, LENGTHS))
 HEAD = f"""# Models
 
-Small random models of each architecture, tried out with transformers {transformers.__version__} by
-`python -m tests.model.architectures --out docs/models.md`: exact pages (`raw`) against `generate`,
-or the reason of the refusal. `disagg models check REF` says the same of a real one from its config,
-with the tokens that fit into `--memory`; what a config cannot say is found out by a probe when the
-weights load.
+`disagg models check NAME` says whether a model is served, and with `--memory 24GiB` how many tokens
+fit. It reads the config alone; what a config cannot say is found out by a probe when the weights
+load.
 
-Caps of scores (`gemma2`, `vaultgemma`) and sinks (`gpt_oss`) are computed in all kernels; of
-prompts, which attend exactly, without a fused kernel of torch. `gpt_oss` is tried out in fp32. The
-experts of its real checkpoints are in mxfp4: transformers computes in that with the package
-`kernels` on a GPU of capability 7.5 or more, and else unpacks them to bf16 while it loads, at 2
-bytes a parameter. Neither was tried here.
+Each architecture below was tried as a small random model with transformers {VERSION}: exact pages
+(`raw`) against transformers' own `generate`, prompts of {PROMPTS} tokens, {ANSWER} generated.
+`python -m tests.model.architectures --out docs/models.md` writes this page.
 
-Contexts of LongRoPE (Phi-3, Phi-4-mini) end where its frequencies would switch, at the length of
-the original training: answers up to there are those of `generate`, and beyond none is given.
+## Not served
 
-| architecture | heads / KV heads x dim | windows of layers | result |
-|---|---|---|---|
+| architecture | reason |
+|---|---|
+"""
+MIDDLE = """
+## Served
+
+These give the tokens of `generate`, with mixtures of experts and sliding windows where they have
+them.
+
+| family | architectures (`model_type`) |
+|---|---|
+"""
+FOOT = """
+## Notes
+
+- Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
+  Prefill of these models uses unfused attention and is slower.
+- `gpt_oss` was tried in fp32. The experts of its real checkpoints are in mxfp4: on a GPU of
+  capability 7.5 or more with the package `kernels`, transformers computes in mxfp4; otherwise it
+  unpacks them to bf16 while loading, at 2 bytes a parameter. Neither was tried here.
+- The context of LongRoPE models (Phi-3, Phi-4-mini) ends at the length of the original training,
+  where the frequencies would switch.
 """
 
 
 def table() -> str:
-    return HEAD + "".join(f"{row}\n" for row in rows())
+    """The whole page."""
+    refused = [
+        f"| `{kind}` | {outcome_of(kind)} |\n" for kind in tell(REFUSED_KINDS, str)
+    ]
+    served = []
+    for family, kinds in tell(list(FAMILIES.items()), str):
+        for kind in kinds.split():
+            assert outcome_of(kind) == SERVED, kind
+        names = ", ".join(f"`{kind}`" for kind in kinds.split())
+        served.append(f"| {family} | {names} |\n")
+    return HEAD + "".join(refused) + MIDDLE + "".join(served) + FOOT
 
 
-def rows() -> Iterator[str]:
-    for kind in tell(KINDS, str):
-        with tempfile.TemporaryDirectory() as folder:
-            shape, result = try_out(kind, Path(folder))
-        yield f"| `{kind}` | {shape} | {result} |"
+def outcome_of(kind: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return try_out(kind, Path(folder))
 
 
-def try_out(kind: str, folder: Path) -> tuple[str, str]:
-    """Shape and windows of a small model, and what came of it."""
-    shape = " | "
+def try_out(kind: str, folder: Path) -> str:
+    """SERVED if a small model answers as `generate` does; else the reason of the refusal."""
     try:
-        shape = shape_of(describe_model(str(save_config(kind, folder))))
+        describe_model(str(save_config(kind, folder)))
         path = str(save_tiny(kind, folder))
         runner = Runner.load(path)
     except ModelError as error:
-        return shape, f"refused: {' '.join(str(error).split())}"
-    prompts, reference = [random_prompt(n) for n in LENGTHS], ReferenceModel(path)
-    engine = make_engine(runner, max_batch_tokens=29)
+        return " ".join(str(error).split())
+    prompts = [random_prompt(n) for n in LENGTHS]
+    reference = ReferenceModel(path)
     expected = [reference.generate(prompt, ANSWER) for prompt in prompts]
-    assert len({token for answer in expected for token in answer.tokens}) > 5, (
-        "too easy to say"
-    )
-    for answer, right in zip(
-        serve(engine, prompts, "raw", ANSWER), expected, strict=True
-    ):
+    tokens = {token for answer in expected for token in answer.tokens}
+    assert len(tokens) > 5, "answers of one token would prove little"
+    engine = make_engine(runner, max_batch_tokens=29)
+    answers = serve(engine, prompts, "raw", ANSWER)
+    for answer, right in zip(answers, expected, strict=True):
         assert_same(answer, right)
-    return shape, SERVED
-
-
-def shape_of(info: ModelInfo) -> str:
-    """Two cells."""
-    windows = ", ".join(
-        "all" if window is None else str(window) for window in info.windows
-    )
-    return f"{info.query_heads} / {info.heads} x {info.head_dim} | {windows}"
+    return SERVED
 
 
 def main() -> None:
