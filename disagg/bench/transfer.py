@@ -39,9 +39,9 @@ from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import DEFAULT_CODEC, SecurityConfig
 from disagg.engine.arena import make_pool
 from disagg.errors import CapacityError
+from disagg.kv.arena import Arena
 from disagg.kv.page import Item
 from disagg.kv.plan import Plan
-from disagg.kv.pool import Arena
 from disagg.kv.state import GroupState, allocate_group
 from disagg.paged.append import RecordIds
 from disagg.paged.layer import write_prompt

@@ -57,9 +57,9 @@ from disagg.errors import (
     TransferError,
     UnknownNameError,
 )
+from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
-from disagg.kv.pool import DecodeSlots
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
