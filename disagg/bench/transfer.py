@@ -44,7 +44,7 @@ from disagg.kv.page import Item
 from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState, allocate_group
 from disagg.paged.append import RecordIds
-from disagg.paged.layer import write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 from disagg.protos.v1 import worker_pb2 as pb
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
@@ -294,8 +294,9 @@ class SendingEnd(End):
             made = make_prompt(
                 checklist.tokens, group.heads, group.head_dim
             )  # once for all
-            layers = codec_of(group), group, at, layer, arena, made.k, made.v
-            for x in write_prompt(*layers, 0, checklist.tokens):
+            records = LayerRecords(group, layer, arena)
+            chunk = PromptChunk(made.k, made.v, total=checklist.tokens)
+            for x in write_prompt(codec_of(group), records, at, chunk):
                 ready([Item(x.kind, index, layer, i) for i in x.indices])
 
 

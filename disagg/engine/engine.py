@@ -64,7 +64,7 @@ from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds
-from disagg.paged.layer import write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 
 WAIT_S = 0.05  # how often a sequence without room looks again
 
@@ -422,16 +422,21 @@ class Engine:
         known = chunk.before == sequence.cached  # which is not encoded yet
         start = time.perf_counter()
         queries, codec = chunk.workspace.queries(layer), codec_of(group)
-        there = 0
+        peer_pages = 0
         if sequence.handoff is not None:
             pages = (Item(Kind.PAGE, index, layer, i) for i in range(len(places.pages)))
-            there = len(list(takewhile(sequence.handoff.has, pages)))
-        before, first = (
-            0 if known else chunk.before,
-            chunk.before + chunk.count - k.shape[1],
+            peer_pages = len(list(takewhile(sequence.handoff.has, pages)))
+        prompt = PromptChunk(
+            k,
+            v,
+            total=total,
+            before=0 if known else chunk.before,
+            first=chunk.before + chunk.count - k.shape[1],
+            queries=queries,
+            peer_pages=peer_pages,
         )
-        prompt = k, v, before, total, queries, first, there
-        written = write_prompt(codec, group, places, layer, self.arena, *prompt)
+        records = LayerRecords(group, layer, self.arena)
+        written = write_prompt(codec, records, places, prompt)
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and written:
             found = (Item(w.kind, index, layer, i) for w in written for i in w.indices)

@@ -22,7 +22,7 @@ from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
-from disagg.paged.layer import views_of, write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, views_of, write_prompt
 from disagg.paged.page_tables import (
     block_size,
     build_tables,
@@ -81,10 +81,10 @@ class PagedKV:
             state = allocate_group(whole, n, self._arena)
             at = upload(RecordIds.of(state), runner.device)
             for layer in group.layers:
-                kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
-                write_prompt(
-                    codec, whole, at, layer, arena, kv.k, kv.v, 0, n, kv.queries
-                )
+                kv, codec = prompt[layer], codec_of(group)
+                records = LayerRecords(whole, layer, self._arena.bytes)
+                chunk = PromptChunk(kv.k, kv.v, total=n, queries=kv.queries)
+                write_prompt(codec, records, at, chunk)
             self._groups.append(
                 (group if seals else replace(group, residual=NEVER), state)
             )

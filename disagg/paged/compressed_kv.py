@@ -19,7 +19,13 @@ from disagg.kv.page import ARENA_UNIT
 from disagg.kv.plan import LayerGroup, RecordShape
 from disagg.kv.state import GroupState, allocate_group
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
-from disagg.paged.layer import LayerRecords, views_of, write_prompt, write_step
+from disagg.paged.layer import (
+    LayerRecords,
+    PromptChunk,
+    views_of,
+    write_prompt,
+    write_step,
+)
 from disagg.paged.page_tables import (
     block_size,
     build_tables,
@@ -253,8 +259,9 @@ def compress(
     group = codec.layer_group((layer,), heads, head_dim, dtype)
     arena = GrowingArena(k.device)
     state = allocate_group(group, n, arena)
-    records = upload(RecordIds.of(state), k.device)
-    write_prompt(codec, group, records, layer, arena.bytes, k, v, 0, n, q)
+    at = upload(RecordIds.of(state), k.device)
+    chunk = PromptChunk(k, v, total=n, queries=q)
+    write_prompt(codec, LayerRecords(group, layer, arena.bytes), at, chunk)
     return CompressedKV(codec, group, state, arena, num_tokens=n)
 
 

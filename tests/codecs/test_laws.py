@@ -15,7 +15,7 @@ from disagg.kv.page import FinalAt
 from disagg.kv.state import allocate_group
 from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena, compress
-from disagg.paged.layer import LayerRecords, write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 from tests.synthetic import exact_attention, realistic, relative_error
 
 CODECS = ["raw", "raw:dtype=bf16", "kivi:bits=2,group=64,residual=64"]
@@ -205,8 +205,11 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
             done = min(before + step, n)
             squares = sum_lead(squares_by_unit(q[:, :done], 2, 0), n)
             queries = Queries(q[:, n - 9 : done], squares)
-            chunk = (k[:, :done], v[:, :done], before, n, queries)
-            write_prompt(codec, group, RecordIds.of(state), 3, arena.bytes, *chunk)
+            chunk = PromptChunk(
+                k[:, :done], v[:, :done], total=n, before=before, queries=queries
+            )
+            records = LayerRecords(group, 3, arena.bytes)
+            write_prompt(codec, records, RecordIds.of(state), chunk)
             before = done
         inventory = group.inventory(n)
         for kind, ids in state.ids_by_kind().items():
