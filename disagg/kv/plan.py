@@ -55,7 +55,7 @@ class LayerGroup:
     lead:     first tokens of a prompt that all its pages depend on, besides those they hold
     flush_page: layout of pages sealed while decoding, which hold all that belongs to them; None:
             the layout of a prompt's pages
-    kept, kept_limit: exact tokens that one seal sets aside in raw pages, and all seals together
+    kept_per_seal, kept_limit: exact tokens that one seal sets aside in raw pages, and all of them
     """
 
     layers: tuple[int, ...]
@@ -70,7 +70,7 @@ class LayerGroup:
     segment: Layout | None = None
     side: Layout | None = None
     flush_page: Layout | None = None
-    kept: int = 0
+    kept_per_seal: int = 0
     kept_limit: int = 0
     sink: int = 0
     lead: int = 0
@@ -200,7 +200,7 @@ class LayerGroup:
 
     def kept_raws(self, seals: int) -> int:
         """Raw pages for the tokens that `seals` seals set aside; a whole prompt is one seal."""
-        return -(-min(seals * self.kept, self.kept_limit) // RAW_TOKENS)
+        return -(-min(seals * self.kept_per_seal, self.kept_limit) // RAW_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -39,17 +39,17 @@ class Run:
 class GroupState:
     """The records of one sequence in one group, as page ids.
 
-    tail:    raw pages in token order, those of the sink in front
-    side:    the side record, where the codec has one
-    kept:    raw pages of the tokens that the side record names
-    seals:   how often a prompt or a tail was sealed
-    dropped: pages in front of the runs that were released, since no query sees them any more
+    tail:       raw pages in token order, those of the sink in front
+    side:       the side record, where the codec has one
+    kept_pages: raw pages of the tokens that the side record names
+    seals:      how often a prompt or a tail was sealed
+    dropped:    pages in front of the runs that were released, since no query sees them any more
     """
 
     runs: list[Run] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     side: int | None = None
-    kept: list[int] = field(default_factory=list)
+    kept_pages: list[int] = field(default_factory=list)
     seals: int = 0
     dropped: int = 0
 
@@ -94,7 +94,7 @@ class GroupState:
         records = {
             Kind.PAGE: self.page_ids(),
             Kind.SEGMENT: self._segments(),
-            Kind.RAW: self.tail + self.kept,
+            Kind.RAW: self.tail + self.kept_pages,
             Kind.SIDE: [] if self.side is None else [self.side],
         }
         return {kind: ids for kind, ids in records.items() if ids}
@@ -127,7 +127,7 @@ def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupSt
         runs=_runs(group, dropped, ids.get(Kind.PAGE, []), segments),
         tail=raws[:num_tail],
         side=side,
-        kept=raws[num_tail:],
+        kept_pages=raws[num_tail:],
         seals=1 if sealed else 0,
         dropped=dropped // group.page.tokens,
     )

@@ -216,7 +216,7 @@ class CompressedKV:
     def nbytes(self) -> int:
         """Bytes really stored: pages, segments, side record, and raw pages of the tail."""
         group, state = self.group, self._state
-        total = (len(state.tail) + len(state.kept)) * group.layer_bytes(group.raw)
+        total = (len(state.tail) + len(state.kept_pages)) * group.layer_bytes(group.raw)
         total += sum(
             len(run.pages) * group.layer_bytes(run.layout) for run in state.runs
         )

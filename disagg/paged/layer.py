@@ -65,16 +65,16 @@ class LayerRecords:
         """Fill the side record, and the raw pages that it names."""
         if encoded.side is not None and self.group.side is not None:
             self.write(self.group.side, at.side, encoded.side.unsqueeze(0))
-        if encoded.kept is not None and len(at.kept):
-            self.write(self.group.raw, at.kept, encoded.kept)
+        if encoded.kept_pages is not None and len(at.kept_pages):
+            self.write(self.group.raw, at.kept_pages, encoded.kept_pages)
 
     def read_kept(self, at: RecordIds) -> tuple[Tensor | None, Tensor | None]:
         """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
         side = kept = None
         if self.group.side is not None:
             side = self.read(self.group.side, at.side)[0]
-        if len(at.kept):
-            kept = self.read(self.group.raw, at.kept)
+        if len(at.kept_pages):
+            kept = self.read(self.group.raw, at.kept_pages)
         return side, kept
 
 
@@ -192,7 +192,7 @@ def _write_ends(
             for x in (chunk.k, chunk.v)
         )
         records.write(group.raw, at.tail, raw_blocks(k, v))
-    num_raws = len(at.tail) + len(at.kept)
+    num_raws = len(at.tail) + len(at.kept_pages)
     if num_raws:
         written.append(Written(Kind.RAW, range(num_raws)))
     return written

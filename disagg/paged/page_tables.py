@@ -231,7 +231,9 @@ class PageTableBuilder:
     def kept_table(self, states: Sequence[GroupState]) -> PageTable | None:
         """The table of exact tokens that seals have set aside; None where there are none."""
         group = self.group
-        runs = [[Run(group.raw, None, 0, array("i", state.kept))] for state in states]
+        runs = [
+            [Run(group.raw, None, 0, array("i", state.kept_pages))] for state in states
+        ]
         table = self.table(group.raw, runs, in_order=False)
         if table is None:
             return None

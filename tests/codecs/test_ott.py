@@ -18,7 +18,7 @@ SPEC = "ott:bits=2,group=128,residual=32,outliers=3,aux=32,skip_layers=0"
 def kept_of(cache: CompressedKV) -> KeptSlots:
     (run,) = cache.runs()
     side, raw = slots_format(cache.group.side), exact_format(cache.group.raw)
-    return view_kept(run.side, run.kept, side, raw)
+    return view_kept(run.side, run.kept_pages, side, raw)
 
 
 def positions(kept: KeptSlots, head: int, state: int) -> list[int]:
