@@ -164,7 +164,7 @@ def test_a_codec_whose_kernels_a_gpu_refuses_is_an_error_before_it_serves(
     runner, wrong = Runner.load(str(tiny)), 0.0
     runner.record_steps(EagerRecorder())  # as on a GPU
     monkeypatch.setattr("disagg.llm.Runner.load", lambda *_: runner)
-    monkeypatch.setattr("disagg.paged.doctor._error", lambda found, wanted: wrong)
+    monkeypatch.setattr("disagg.paged.doctor._error", lambda result, expected: wrong)
     small = EngineConfig(arena_bytes=16 << 20)
     llm, wrong = LLM(str(tiny), KIVI, config=small), 0.5
     with pytest.raises(ConfigError, match=r"encode of gear.* is not sound"):

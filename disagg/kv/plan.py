@@ -176,13 +176,13 @@ class LayerGroup:
         paged = sealed - self.dropped(n)
         segments = -(-paged // self.segment_tokens) if self.segment else 0
         tail = -(-(n - sealed) // RAW_TOKENS)
-        kept = self.kept_raws(1 if sealed else 0)
+        kept_raws = self.kept_raws(1 if sealed else 0)
         counts = Counter(
             {
                 Kind.PAGE: paged // self.page.tokens,
                 Kind.SEGMENT: segments,
                 Kind.SIDE: 1 if self.side else 0,
-                Kind.RAW: tail + kept,
+                Kind.RAW: tail + kept_raws,
             }
         )
         return +counts  # without zeros

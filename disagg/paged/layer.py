@@ -70,12 +70,12 @@ class LayerRecords:
 
     def read_kept(self, at: RecordIds) -> tuple[Tensor | None, Tensor | None]:
         """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
-        side = kept = None
+        side = kept_pages = None
         if self.group.side is not None:
             side = self.read(self.group.side, at.side)[0]
         if len(at.kept_pages):
-            kept = self.read(self.group.raw, at.kept_pages)
-        return side, kept
+            kept_pages = self.read(self.group.raw, at.kept_pages)
+        return side, kept_pages
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def _flush(codec: Codec, records: LayerRecords, seal: Seal) -> None:
     group, at, segments = records.group, seal.places, None
     if group.segment is not None and len(at.segments) and not seal.fresh:
         segments = records.read(group.segment, at.segments)
-    side, kept = records.read_kept(at)
-    before = Encoded(records.arena.new_zeros(0), segments, side, kept)
+    side, kept_pages = records.read_kept(at)
+    before = Encoded(records.arena.new_zeros(0), segments, side, kept_pages)
     k, v = records.read_tail(at.tail)
     encoded = codec.flush(k, v, seal.first, records.layer, before)
     records.write(group.decode_page, at.pages, encoded.blocks)

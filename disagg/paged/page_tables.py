@@ -271,15 +271,15 @@ class PageTableBuilder:
         num_pages: [B] - pages of each row
         """
         sink, window = self.group.sink, self.group.window
-        seen = self._positions() + 1  # tokens up to each query, itself included
+        tokens = self._positions() + 1  # up to each query, itself included
         first = first[:, None]
         end = first + num_pages[:, None] * layout.tokens
         if layout == self.group.raw:
             # the sink is in front, in pages that are as old as the sequence
-            end = np.maximum(np.minimum(end, seen), first + np.minimum(sink, seen))
+            end = np.maximum(np.minimum(end, tokens), first + np.minimum(sink, tokens))
         else:
-            end = np.minimum(end, seen - sink)
-        start = seen - window if window else np.broadcast_to(first, end.shape)
+            end = np.minimum(end, tokens - sink)
+        start = tokens - window if window else np.broadcast_to(first, end.shape)
         return start, end
 
     def _format(self, layout: Layout) -> Format:
