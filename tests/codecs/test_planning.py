@@ -95,7 +95,11 @@ def test_a_plan_that_cannot_be_says_why(spec, message):
             "unknown option of codec kivi 'bit'; known: bits, group",
         ),
         ("kivi:bits=3", ConfigError, "kivi:bits is 3; 2 and 4 are known"),
-        ("kivi:bits=two", ConfigError, "option bits of codec kivi is 'two'; expected a number"),
+        (
+            "kivi:bits=two",
+            ConfigError,
+            "option bits of codec kivi is 'two'; expected a number",
+        ),
         ("kivi:bits", ConfigError, "option 'bits' of codec kivi has no value"),
         ("kivi:bits=2,bits=4", ConfigError, "given twice"),
         (
