@@ -9,7 +9,7 @@ from disagg.errors import RequestError
 from disagg.kernels.reference.aligned import FEWER_AT, k_drops, v_drops
 from disagg.paged.compressed_kv import compress
 from tests.codecs.test_golden import encode, golden
-from tests.synthetic import exact_attention, realistic, relative_error
+from tests.synthetic import exact_attention, gaussian, realistic, relative_error
 
 
 def levels(drop: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def top_exponents(x: Tensor) -> Tensor:
 def test_attention_uses_nothing_but_the_bits_that_it_reports(per_head: int) -> None:
     """Attention computed here from truncated K and V, with the rule of the paper."""
     k, v = (x.half() for x in realistic(2, 256, 64))
-    q = torch.randn(2 * per_head, 64, generator=torch.Generator().manual_seed(4))
+    q = gaussian(2 * per_head, 64, seed=4)
     cache = compress(get_codec("alignedkv"), k, v)
     bits = cache.bits_read(q)
 

@@ -28,7 +28,7 @@ from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.reference.quantize import quantize_fitted
 from disagg.kernels.reference.turn import read_order, read_signs
 from disagg.paged.compressed_kv import CompressedKV, compress
-from tests.synthetic import exact_attention, realistic, relative_error
+from tests.synthetic import exact_attention, gaussian, realistic, relative_error
 
 INPUTS = Path(__file__).parents[1] / "golden" / "inputs.npz"
 
@@ -41,7 +41,7 @@ def order_of(segments: Tensor | None, codec: Banded, head_dim: int) -> Tensor:
 
 def tokens(n: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """k, v [2, n, D] and q [6, n, D]."""
-    q = torch.randn(6, n, head_dim, generator=torch.Generator().manual_seed(n))
+    q = gaussian(6, n, head_dim, seed=n)
     return *realistic(2, n, head_dim), q * torch.linspace(0.5, 3, head_dim)
 
 
@@ -111,7 +111,7 @@ def test_pages_sealed_while_decoding_keep_the_order_of_the_first_segment():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 5))
 def test_sums_of_squares_are_the_same_in_any_chunks(chunks, seed):
     total = sum(chunks)
-    q = torch.randn(2, total, 16, generator=torch.Generator().manual_seed(seed)) * 3
+    q = gaussian(2, total, 16, seed=seed) * 3
     parts, before = torch.zeros(LEAD_UNITS, 1, 16, dtype=torch.float64), 0
     for count in chunks:
         parts += squares_by_unit(q[:, before : before + count], 1, before)
@@ -226,7 +226,7 @@ def test_ranges_of_channels_are_found_without_asking_the_host():
 def test_queries_that_stand_in_the_pages_behind_a_sink_see_nothing_of_the_future(name):
     n, width = 320, 200
     cache = compress(get_codec(f"{name}:sink=64"), *realistic(1, n, 64))
-    q = torch.randn(2, width, 64, generator=torch.Generator().manual_seed(1))
+    q = gaussian(2, width, 64, seed=1)
     found = cache.attend(q)
     for i in (0, 99, width - 1):
         seen = (x[:, : n - width + i + 1] for x in cache.reconstruct())

@@ -11,7 +11,7 @@ from disagg.codecs.contract import Queries
 from disagg.errors import RequestError
 from disagg.kernels.view import Softmax
 from disagg.paged.compressed_kv import compress
-from tests.synthetic import realistic
+from tests.synthetic import gaussian, realistic
 
 
 def random_kv(heads: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def test_query_heads_of_a_kv_head_choose_together() -> None:
 )
 def test_tokens_are_weighed_with_the_softmax_of_the_model(softmax, factor) -> None:
     k, v = realistic(2, 320, 64)
-    q = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+    q = gaussian(2, 8, 64, seed=0)
     codec = get_codec("h2o:keep=0.25")
 
     def present(q: Tensor | Queries) -> Tensor:

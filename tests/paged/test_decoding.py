@@ -11,7 +11,7 @@ from disagg.codecs.contract import Encoded
 from disagg.errors import RequestError
 from disagg.kernels.cpu.library import STRIP_PAGES
 from disagg.paged.compressed_kv import CompressedKV, compress
-from tests.synthetic import exact_attention, realistic, relative_error
+from tests.synthetic import exact_attention, gaussian, realistic, relative_error
 
 
 def make_cache(spec: str, prompt: int, total: int) -> CompressedKV:
@@ -87,7 +87,7 @@ def test_decoded_values_large_beside_the_rotation_stay_finite(bits: int) -> None
 def test_a_rotation_fitted_to_few_tokens_serves_decoded_ones(head_dim, prompt) -> None:
     k, v = realistic(2, prompt + 200, head_dim)
     cache = prompt_and_decode(f"decoquant:bits=8,block={head_dim}", k, v, prompt)
-    q = torch.randn(4, head_dim, generator=torch.Generator().manual_seed(0))
+    q = gaussian(4, head_dim, seed=0)
 
     new_k, new_v = cache.reconstruct()
     assert relative_error(new_k, k) <= 0.02
@@ -150,7 +150,7 @@ def test_a_window_hides_tokens_wherever_they_lie(spec: str, window: int) -> None
     cache = make_cache(spec, prompt=400, total=700)
     assert not cache.group.sink  # groups with a window have none
     cache.group = replace(cache.group, window=window)
-    q = torch.randn(4, 64, generator=torch.Generator().manual_seed(6))
+    q = gaussian(4, 64, seed=6)
 
     visible = cache.present() & (torch.arange(700) >= 700 - window)
     expected = exact_attention(q, *cache.reconstruct(), 64**-0.5, visible)
@@ -161,7 +161,7 @@ def test_a_window_hides_tokens_wherever_they_lie(spec: str, window: int) -> None
 def test_dropped_pages_behind_a_window_change_no_bit_of_an_answer(spec: str) -> None:
     cache = make_cache(spec, prompt=700, total=900)
     cache.group = replace(cache.group, window=400)
-    q = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(7))
+    q = gaussian(4, 3, 64, seed=7)
     answers = cache.attend(q)  # the first query sees most
 
     places_in_strip = set()
