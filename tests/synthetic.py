@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 
+def gaussian(*shape: int, seed: int) -> Tensor:
+    """Standard normal numbers, fp32: queries, mostly."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def realistic(
     heads: int, n: int, head_dim: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -16,14 +21,14 @@ def realistic(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    k = normal(heads, n, 8) @ normal(heads, 8, head_dim) * 0.4 + 0.5 * normal(
-        heads, n, head_dim
-    )
+    k = normal(heads, n, 8) @ normal(heads, 8, head_dim) * 0.4
+    k = k + 0.5 * normal(heads, n, head_dim)
     k += normal(heads, 1, head_dim)
     for head in range(heads):
         loud = torch.randperm(head_dim, generator=generator)[:3]
         k[head][:, loud] = 9 * (1 + 0.08 * normal(n, 3))
-    v = (0.5 * normal(heads, n, head_dim)) * torch.exp(0.35 * normal(heads, n, 1))
+    v = 0.5 * normal(heads, n, head_dim)
+    v = v * torch.exp(0.35 * normal(heads, n, 1))
     if n:
         k[:, 0] *= 0.06
         v[:, 0] *= 0.05
@@ -41,7 +46,7 @@ def exact_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v in fp64: q [Hq, D], k and v [H, n, D] -> [Hq, D].
 
-    present: [H, n] bool - tokens that are there; None: all
+    present: [H, n] bool - tokens that attention sees; None: all
     cap, sinks: as in `Softmax`
     """
     per_head = q.shape[0] // k.shape[0]
@@ -56,6 +61,7 @@ def exact_attention(
     return torch.einsum("hn,hnd->hd", scores.softmax(-1)[:, : k.shape[1]], v)
 
 
-def relative_error(x: Tensor, wanted: Tensor) -> float:
-    """|x - wanted| / |wanted|, in fp64."""
-    return float((x.double() - wanted.double()).norm() / wanted.double().norm())
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    """|x - expected| / |expected|, in fp64."""
+    expected = expected.double()
+    return float((x.double() - expected).norm() / expected.norm())

@@ -17,7 +17,7 @@ from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.kv.state import allocate_group
 from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import compress
-from disagg.paged.layer import write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 from disagg.transfer.records import ArenaSource, Manifest
 from disagg.wire import Ticket, pack
 from tests.transfer.prompts import Prompt, make_pool
@@ -67,9 +67,8 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         dtype = getattr(torch, vector.dtype)
         k, v = numbers(rng, 2, heads, n, dim).to(dtype)
         q = numbers(rng, QUERY_HEADS * heads, n, dim)
-        write_prompt(
-            codec, group, at, layer, arena, k, v, 0, n, Queries.of(q, heads, n)
-        )
+        chunk = PromptChunk(k, v, total=n, queries=Queries.of(q, heads, n))
+        write_prompt(codec, LayerRecords(group, layer, arena), at, chunk)
         cache = compress(codec, k, v, layer, q)
         here_k, here_v = (x[:, positions] for x in cache.reconstruct())
         output = cache.attend(queries.double())

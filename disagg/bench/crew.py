@@ -56,8 +56,8 @@ from disagg.config import (
     TransferConfig,
 )
 from disagg.errors import DeadlineError, DisaggError, TransferError
+from disagg.kv.arena import Arena
 from disagg.kv.plan import Plan
-from disagg.kv.pool import Arena
 from disagg.kv.state import GroupState
 from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient

@@ -33,7 +33,7 @@ from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Decode
 from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
-from disagg.paged.layer import write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 from disagg.paged.page_tables import plan_step
 
 LLAMA = {
@@ -297,9 +297,9 @@ def _write_context(
     queries = Queries.of(q, heads, tokens)
     for group, at in zip(plan.groups, map(RecordIds.of, states), strict=True):
         for layer in group.layers:
-            write_prompt(
-                codec_of(group), group, at, layer, arena, k, v, 0, tokens, queries
-            )
+            records = LayerRecords(group, layer, arena)
+            chunk = PromptChunk(k, v, total=tokens, queries=queries)
+            write_prompt(codec_of(group), records, at, chunk)
 
 
 # -- capacity

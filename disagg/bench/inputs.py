@@ -38,7 +38,7 @@ from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.state import GroupState, allocate_group
 from disagg.paged.append import RecordIds, SequenceGrowth
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena
-from disagg.paged.layer import views_of, write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, views_of, write_prompt
 from disagg.paged.page_tables import PageTable, build_tables, plan_units, upload
 
 SLAB_BYTES = 16 << 20
@@ -295,9 +295,11 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     q, k, v = (x.to(device) for x in (made.q, made.k, made.v))
     arena, queries = GrowingArena(device), Queries.of(q, shape.heads, n)
     states = _scattered(group, n, shape.batch, arena)
+    records = LayerRecords(group, LAYER, arena.bytes)
+    chunk = PromptChunk(k, v, total=n, queries=queries)
     for state in states:
         at = upload(RecordIds.of(state), device)
-        write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, queries)
+        write_prompt(codec, records, at, chunk)
     if device.type == "cpu":
         arena.bytes = in_huge_pages(arena.bytes)
     cache = CompressedKV(codec, group, states[0], arena, num_tokens=n)

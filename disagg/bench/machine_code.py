@@ -48,7 +48,13 @@ from disagg.kernels.view import Softmax
 from disagg.kv.state import allocate_group
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
-from disagg.paged.layer import attend_step, write_prompt, write_step
+from disagg.paged.layer import (
+    LayerRecords,
+    PromptChunk,
+    attend_step,
+    write_prompt,
+    write_step,
+)
 from disagg.paged.page_tables import plan_step, upload
 
 TARGETS = {
@@ -180,7 +186,8 @@ def launches(asked: Asked, head_dim: int, chip: GPUTarget) -> Iterator[Launch]:
             Queries.of(q[:, -LAST_QUERIES:], HEADS, n),
             upload(RecordIds.of(states[0]), META),
         )
-        write_prompt(codec, group, at, LAYER, arena, k, v, 0, n, queries)
+        chunk = PromptChunk(k, v, total=n, queries=queries)
+        write_prompt(codec, LayerRecords(group, LAYER, arena), at, chunk)
         planned = plan_step(
             codec, group, growths, take_records(group, growths, places), CUDA
         )

@@ -39,12 +39,12 @@ from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import DEFAULT_CODEC, SecurityConfig
 from disagg.engine.arena import make_pool
 from disagg.errors import CapacityError
+from disagg.kv.arena import Arena
 from disagg.kv.page import Item
 from disagg.kv.plan import Plan
-from disagg.kv.pool import Arena
 from disagg.kv.state import GroupState, allocate_group
 from disagg.paged.append import RecordIds
-from disagg.paged.layer import write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 from disagg.protos.v1 import worker_pb2 as pb
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
@@ -295,8 +295,9 @@ class SendingEnd(End):
             made = make_prompt(
                 checklist.tokens, group.heads, group.head_dim
             )  # once for all
-            layers = codec_of(group), group, at, layer, arena, made.k, made.v
-            for x in write_prompt(*layers, 0, checklist.tokens):
+            records = LayerRecords(group, layer, arena)
+            chunk = PromptChunk(made.k, made.v, total=checklist.tokens)
+            for x in write_prompt(codec_of(group), records, at, chunk):
                 ready([Item(x.kind, index, layer, i) for i in x.indices])
 
 

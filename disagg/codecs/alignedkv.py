@@ -74,15 +74,12 @@ class AlignedKV(Codec):
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        fmt, blocks = (
-            aligned_format(group.page, group.head_dim),
-            DenseBlocks(encoded.blocks),
-        )
-        k = read_planes(blocks, fmt, "k", 16).transpose(2, 3)
+        fmt = aligned_format(group.page, group.head_dim)
+        blocks = DenseBlocks(encoded.blocks)
+        k = read_planes(blocks, fmt, "k", 16).transpose(2, 3)  # [P, H, T, D]
         v = read_planes(blocks, fmt, "v", 16)
-        return k.to(dtype).transpose(0, 1).flatten(1, 2), v.to(dtype).transpose(
-            0, 1
-        ).flatten(1, 2)
+        k, v = (x.to(dtype).transpose(0, 1).flatten(1, 2) for x in (k, v))
+        return k, v
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""banded: channels of K in bands of 4, 2 and 0 bits, values turned and at 2 bits."""
+"""banded: channels of K in bands of 4, 2 and 0 bits, values rotated and at 2 bits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,14 +27,15 @@ BANDS: Mapping[int, tuple[tuple[int, int], ...]] = {
 
 @dataclass(frozen=True)
 class Banded(SinkCodec):
-    """K in bands of channels of different widths, V turned by a Hadamard matrix.
+    """K in bands of channels of different widths, V rotated by a Hadamard matrix.
 
     Each KV head has its channels of K in an order: those that matter most to scores have 4 bits,
     others 2, and with bits=2 the last quarter only its mean in each page. The order is by mean q^2
     over the query heads of the KV head, times the mean squared range of k in a page, both after
-    RoPE and over tokens 64 .. 575 of the prompt or what there is; where the first page is sealed
-    while decoding, over that page. It lies in each segment, and attention permutes the query by it.
-    V is turned with random signs, fixed for each layer and KV head, and the output turned back.
+    RoPE and over tokens 64 .. 575 of the prompt, or as many as it has; where the first page is
+    sealed while decoding, over that page. It lies in each segment, and attention permutes the query
+    by it. V is rotated with random signs, fixed for each layer and KV head, and attention rotates
+    the output back.
 
     bits:     2 (a quarter of K's channels at 4 bits, half at 2, a quarter at 0) or 3 (half at 4,
               half at 2); V has 2 bits, in groups of 64 channels. 2.49 and 3.02 bits a number with
@@ -44,9 +45,9 @@ class Banded(SinkCodec):
               scale; the mean of a group is kept, and <x' - m, x - m> = <x - m, x - m> about it
     cost:     bits=3: 3.02 bits, +1.1 %, KL 0.0112; bits=2: 2.49 bits, +1.4 %, KL 0.0218
     source:   bands of channels: Kitty, arXiv:2511.18643, which chooses an eighth or a quarter of
-              them for each page; channels reordered: SKVQ, arXiv:2405.06219; Hadamard turns against
-              outliers: QuaRot, arXiv:2404.00456; groups: KIVI, arXiv:2402.02750. Fixed bands,
-              attended directly, the order from the prompt itself and the fit are our own
+              them for each page; channels reordered: SKVQ, arXiv:2405.06219; Hadamard rotations
+              against outliers: QuaRot, arXiv:2404.00456; groups: KIVI, arXiv:2402.02750. Fixed
+              bands, attended directly, the order from the prompt itself and the fit are our own
     """
 
     name: ClassVar[str] = "banded"
@@ -63,25 +64,27 @@ class Banded(SinkCodec):
 
     def bands(self, head_dim: int) -> list[tuple[int, int]]:
         """Bits and channels of each band of K."""
-        whole = head_dim >= 64 and head_dim & (head_dim - 1) == 0
+        is_power_of_two = head_dim & (head_dim - 1) == 0
         message = (
-            "a power of two from 64 on splits into the bands of banded; the head dim is"
+            f"a power of two from 64 on splits into the bands of banded; "
+            f"the head dim is {head_dim}"
         )
-        require(whole, f"{message} {head_dim}")
-        return [
-            (width, quarters * head_dim // 4) for width, quarters in BANDS[self.bits]
-        ]
+        require(head_dim >= 64 and is_power_of_two, message)
+        bands = BANDS[self.bits]
+        return [(width, quarters * head_dim // 4) for width, quarters in bands]
 
     def page_planes(self, head_dim: int) -> Planes:
-        bands, tokens = self.bands(head_dim), self.page_tokens
-        coded = sum(channels for width, channels in bands if width)
+        tokens = self.page_tokens
+        planes: Planes = []
+        coded = 0  # channels that have codes
+        for width, channels in self.bands(head_dim):
+            if width:
+                shape = (tokens // 4, channels * width // 4)
+                planes.append((f"k_codes{width}", "int16", shape))
+                coded += channels
         groups = (head_dim // TURN, tokens)
         return [
-            *(
-                (f"k_codes{w}", "int16", (tokens // 4, c * w // 4))
-                for w, c in bands
-                if w
-            ),
+            *planes,
             ("v_codes", "int16", (head_dim // 4, tokens // 2)),
             ("k_scale", "float16", (1, head_dim)),
             ("k_zero", "float16", (1, coded)),
@@ -104,28 +107,31 @@ class Banded(SinkCodec):
     ) -> PageFormat:
         assert segment is not None
         offset = {plane.name: plane.offset for plane in (*page.planes, *segment.planes)}
-        sides, first, tokens = [], 0, page.tokens
+        tokens = page.tokens
+        bands = []
+        first = 0  # channel of a band, in the order of channels
         for width, channels in self.bands(head_dim):
-            zero = offset["k_zero"] + 2 * first if width else None
             scale = Scale(
                 "column",
                 tokens,
                 offset["k_scale"] + 2 * first,
-                zero,
-                fitted=bool(width),
+                zero=offset["k_zero"] + 2 * first if width else None,
+                fitted=width > 0,
             )
             codes = offset[f"k_codes{width}"] if width else 0
-            sides.append(Side(tokens, channels, width, codes, scale))
+            bands.append(Side(tokens, channels, width, codes, scale))
             first += channels
-        groups = Scale("column", TURN, offset["v_scale"], offset["v_zero"], fitted=True)
+        v_scale = Scale(
+            "column", TURN, offset["v_scale"], offset["v_zero"], fitted=True
+        )
         return PageFormat(
             tokens=tokens,
             head_dim=head_dim,
             block_bytes=page.block_bytes,
             segment_bytes=segment.block_bytes,
-            k=sides[0],
-            v=Side(head_dim, tokens, 2, offset["v_codes"], groups),
-            bands=tuple(sides[1:]),
+            k=bands[0],
+            v=Side(head_dim, tokens, 2, offset["v_codes"], v_scale),
+            bands=tuple(bands[1:]),
             turn=HadamardRotation(offset["order"], offset["signs"]),
         )
 
@@ -140,9 +146,9 @@ class Banded(SinkCodec):
     ) -> Encoded:
         segment = self._segment(_squares(prompt), _ranges(prompt), layer)
         cut = Segmentation(self.segment_tokens, frozen=segment)
-        return Encoded(
-            *ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target)
-        )
+        fmt = prompt_format(self, k.shape[2])
+        blocks, segments = ops.encode(k, v, fmt, cut, target=target)
+        return Encoded(blocks, segments)
 
     def early_side(self, prompt: Prompt) -> Tensor:
         return _squares(prompt).float().view(torch.uint8)
@@ -151,9 +157,8 @@ class Banded(SinkCodec):
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
     ) -> Encoded:
         if before.segments is None:
-            assert before.side is not None, (
-                "the first page of all wants what the prompt's end left"
-            )
+            # the first page of all: the end of the prompt left its squares in the side record
+            assert before.side is not None
             squares = before.side.view(torch.float32).double()
             segment = self._segment(squares, _ranges(Prompt(k.shape[1], k)), layer)
             before = replace(before, segments=segment.unsqueeze(0))
@@ -167,17 +172,18 @@ class Banded(SinkCodec):
         signs = _signs(layer, heads, head_dim, order.device)
         fmt = prompt_format(self, head_dim)
         assert fmt.turn is not None
-        found = signs.new_zeros(heads, fmt.segment_bytes)
-        for at, x in (
-            (fmt.turn.order, order.short().view(torch.uint8)),
+        record = signs.new_zeros(heads, fmt.segment_bytes)
+        order_bytes = order.short().view(torch.uint8)
+        for offset, plane in (
+            (fmt.turn.order, order_bytes),
             (fmt.turn.signs, signs),
         ):
-            found[:, at : at + x.shape[1]] = x
-        return found
+            record[:, offset : offset + plane.shape[1]] = plane
+        return record
 
 
 def _squares(prompt: Prompt) -> Tensor:
-    """Sums of q^2 [H, D] fp64; 0 where nobody saw queries."""
+    """Sums of q^2 [H, D] fp64; 0 where no queries were recorded."""
     if prompt.queries is None:
         return prompt.k.new_zeros(prompt.k.shape[::2], dtype=torch.float64)
     return prompt.queries.squares
@@ -186,7 +192,8 @@ def _squares(prompt: Prompt) -> Tensor:
 def _ranges(prompt: Prompt) -> Tensor:
     """Mean squared range of k over whole pages of the tokens that order channels: [H, D] fp64."""
     first, end = lead_of(prompt.total)
-    pages = finite(prompt.k[:, first : end - (end - first) % 64]).unflatten(1, (-1, 64))
+    end -= (end - first) % 64
+    pages = finite(prompt.k[:, first:end]).unflatten(1, (-1, 64))
     return (pages.amax(2) - pages.amin(2)).double().square().mean(1)
 
 

@@ -41,18 +41,18 @@ LEAD_UNITS = LEAD_END // RAW_TOKENS
 class Encoded:
     """The bytes of consecutive sealed tokens of one layer.
 
-    blocks:   [P, H, block_bytes] u8 - pages in token order; none where they are in their places
+    blocks:   [P, H, block_bytes] u8 - pages in token order; empty where a target has them already
     segments: [S, H, segment block_bytes] u8, or None - the segments of these pages, in order
     side:     [H, side block_bytes] u8, or None - the side record after these tokens
-    kept:     [K, H, raw block_bytes] u8, or None - raw pages of tokens that the side record names
-    flush:    the pages were sealed while decoding, so they have the flush layouts of their group
+    kept_pages: [K, H, raw block_bytes] u8, or None - raw pages of tokens that the side record names
+    flush:    the pages were sealed while decoding, so they have the flush layout of their group
     first:    position of the first token, for `decode`
     """
 
     blocks: Tensor
     segments: Tensor | None = None
     side: Tensor | None = None
-    kept: Tensor | None = None
+    kept_pages: Tensor | None = None
     flush: bool = False
     first: int = 0
 
@@ -63,7 +63,7 @@ class Prompt:
 
     total:   its tokens
     k:       [H, done, D] - the keys so far
-    queries: None where nobody has seen any
+    queries: None where none were recorded
     """
 
     total: int
@@ -73,7 +73,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Queries:
-    """What is kept of the queries of a prompt.
+    """What codecs may know of the queries of a prompt.
 
     last:    [Hq, W, D] - of its last W tokens, as far as they are computed
     squares: [H, D] fp64 - sums of squares over the tokens of `lead_of` and query heads of a KV head
@@ -86,43 +86,49 @@ class Queries:
 
     @classmethod
     def of(cls, q: Tensor, heads: int, total: int) -> "Queries":
-        """Those of the last W of `total` tokens, q [Hq, W, D], of `heads` KV heads."""
-        return cls(q, sum_lead(squares_by_unit(q, heads, total - q.shape[1]), total))
+        """From the queries of the last W of `total` tokens, q [Hq, W, D], of `heads` KV heads."""
+        squares = squares_by_unit(q, heads, before=total - q.shape[1])
+        return cls(q, sum_lead(squares, total))
 
 
 def lead_of(total: int) -> tuple[int, int]:
-    """First and end of the tokens of a prompt that order channels: 64 .. 575, or what there is; all
-    of a prompt that has less than a page of them."""
+    """First and end of the tokens of a prompt that order channels: 64 .. 575, or as many as it has;
+    all of a prompt that has less than a page of them."""
     first = LEAD_FIRST if total >= LEAD_FIRST + PAGE_TOKENS else 0
     return first, min(total, LEAD_END)
 
 
 def squares_by_unit(q: Tensor, heads: int, before: int) -> Tensor:
-    """Sums of squares of q [Hq, c, D], behind `before` tokens, over each 16 tokens that may order
-    channels and the query heads of a KV head: [LEAD_UNITS, H, D] fp64, in multiples of 2**-20, so
-    that chunks add up in any order."""
+    """Sums of squares of queries, over each 16 tokens that may order channels and the query heads
+    of a KV head.
+
+    q:       [Hq, c, D] - behind `before` tokens
+    returns: [LEAD_UNITS, H, D] fp64, in multiples of 2**-20, so that chunks add up in any order
+    """
     before = min(before, LEAD_END)
-    first, begun = divmod(before, RAW_TOKENS)
-    sums = sum_squares(q[:, : LEAD_END - before], heads, begun)
+    first, tokens_before = divmod(before, RAW_TOKENS)
+    sums = sum_squares(q[:, : LEAD_END - before], heads, tokens_before)
     return pad(sums, (0, 0, 0, 0, first, LEAD_UNITS - first - len(sums)))
 
 
 def sum_lead(squares: Tensor, total: int) -> Tensor:
-    """Of those sums, all that order the channels of a prompt of `total` tokens: [H, D]."""
+    """The sum of those that order the channels of a prompt of `total` tokens: [H, D]."""
     first, end = lead_of(total)
     return squares[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0)
 
 
-def one_of(default: object, known: Sequence[object], wanted: str = "") -> Any:
-    """An option of a codec, a field with its default, and the values that it may have.
+def one_of(default: object, values: Sequence[object], expected: str = "") -> Any:
+    """An option of a codec: a field with its default, and the values that it may have.
 
-    wanted: what a ConfigError says of them, where a list of all would say less
+    expected: how a ConfigError describes them; by default it lists them
     """
-    wanted = wanted or f"{', '.join(map(str, known[:-1]))} and {known[-1]} are known"
-    return field(default=default, metadata={"known": known, "wanted": wanted})
+    if not expected:
+        *others, last = map(str, values)
+        expected = f"{', '.join(others)} and {last} are known"
+    return field(default=default, metadata={"values": values, "expected": expected})
 
 
-WHOLE_RAWS = range(0, 1 << 40, RAW_TOKENS), "a multiple of 16 tokens is wanted"
+WHOLE_RAWS = range(0, 1 << 40, RAW_TOKENS), "expected a multiple of 16 tokens"
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Codec(ABC):
     """One method with its options. A subclass's fields are its options: see `one_of`.
 
     final_at:      when the bytes of its pages are final
-    last_queries:  of a prompt's end, how many `encode` wants to see
+    last_queries:  how many queries of a prompt's end `encode` needs
     lead:          first tokens of a prompt that all its pages depend on
     no_sink:       why the first tokens cannot stay exact in front of the pages
     attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
@@ -147,22 +153,27 @@ class Codec(ABC):
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            value, known = getattr(self, option.name), option.metadata.get("known")
-            if known is not None and value not in known:
-                raise ConfigError(
-                    f"{self.name}:{option.name} is {value!r}; {option.metadata['wanted']}"
-                )
+            value = getattr(self, option.name)
+            values = option.metadata.get("values")
+            if values is not None and value not in values:
+                expected = option.metadata["expected"]
+                raise ConfigError(f"{self.name}:{option.name} is {value!r}; {expected}")
 
     @property
     def spec(self) -> str:
         """The canonical spec: every option, in declaration order; a sink last, if it is not the
         codec's default."""
-        shown = [
-            f for f in fields(self) if f.name != "sink" or f.default != self.sink_tokens
-        ]
-        shown.sort(key=lambda f: f.name == "sink")
-        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in shown)
-        return f"{self.name}:{options}" if options else self.name
+        options = []
+        sink = []
+        for option in fields(self):
+            text = f"{option.name}={getattr(self, option.name)}"
+            if option.name != "sink":
+                options.append(text)
+            elif option.default != self.sink_tokens:
+                sink.append(text)
+        if not options + sink:
+            return self.name
+        return f"{self.name}:{','.join(options + sink)}"
 
     @property
     def attend_error(self) -> float:
@@ -181,7 +192,7 @@ class Codec(ABC):
 
     @property
     def kept_tokens(self) -> tuple[int, int]:
-        """Exact tokens that a seal, and that all of them, set aside in raw pages."""
+        """Exact tokens that one seal sets aside in raw pages, and all seals together."""
         return 0, 0
 
     def raw_dtype(self, model_dtype: str) -> str:
@@ -201,8 +212,8 @@ class Codec(ABC):
         return None
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        """The planes of a page sealed while decoding, with all that belongs to it. None: it is as
-        any other page, and joins the first segment where there are any."""
+        """The planes of a page sealed while decoding, with all that belongs to it. None: it is
+        like any other page, and joins the first segment where there are any."""
         return None
 
     def layer_group(
@@ -214,7 +225,7 @@ class Codec(ABC):
         window: int | None = None,
     ) -> LayerGroup:
         """The layouts of this codec for layers of `heads` KV heads."""
-        kept, kept_limit = self.kept_tokens
+        kept_per_seal, kept_limit = self.kept_tokens
         return LayerGroup(
             layers=layers,
             codec=self.spec,
@@ -228,7 +239,7 @@ class Codec(ABC):
             segment=self.segment_layout(head_dim),
             side=self.side_layout(head_dim),
             flush_page=self.flush_page_layout(head_dim),
-            kept=kept,
+            kept_per_seal=kept_per_seal,
             kept_limit=kept_limit,
             sink=self.sink_tokens if window is None else 0,
             lead=self.lead,
@@ -255,7 +266,7 @@ class Codec(ABC):
         """
 
     def early_side(self, prompt: Prompt) -> Tensor | None:
-        """The side record [H, bytes] u8 of a prompt without a page, if it says anything then."""
+        """The side record [H, bytes] u8 of a prompt without a page, where the codec needs one."""
         return None
 
     def seal_format(self, head_dim: int) -> PageFormat | None:
@@ -266,17 +277,17 @@ class Codec(ABC):
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
     ) -> Encoded:
         """One page sealed while decoding that an append does not seal by itself: k, v [H, T, D].
-        Here: as if a prompt had no other.
+        By default it is encoded like the only page of a prompt.
 
         first:  position of the first token
         before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
-                `side` and `kept` as they are, with room for what this seal may set aside
+                `side` and `kept_pages` have room for what this seal may set aside
         """
         return self.encode(k, v, first, layer, Prompt(k.shape[1], k), None)
 
     def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> Format:
         """What kernels need to know of pages with a layout, and of the segments that they join.
-        Here: exact K and V."""
+        By default they are exact K and V."""
         return exact_format(page)
 
     @abstractmethod
@@ -286,7 +297,7 @@ class Codec(ABC):
         """The (k', v') [H, n, D] of dtype that these bytes stand for; for tests and reports."""
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
-        """Which tokens attention sees at all: [H, n] bool. Only a dropping codec has others."""
+        """Which tokens attention sees at all: [H, n] bool; all, unless the codec drops some."""
         count, heads = encoded.blocks.shape[:2]
         shape = (heads, count * group.page.tokens)
         return torch.ones(shape, dtype=torch.bool, device=encoded.blocks.device)

@@ -33,13 +33,12 @@ class DecoQuant(QuantizedCodec):
     k_by: ClassVar[str] = "row"
 
     bits: int = one_of(4, (2, 4, 8))
-    block: int = one_of(16, range(2, 1 << 40), "2 channels or more are wanted")
+    block: int = one_of(16, range(2, 1 << 40), "expected 2 channels or more")
 
     def page_planes(self, head_dim: int) -> Planes:
-        self.parts(head_dim, "block")
-        scales = half_planes(
-            k_scale=(1, self.page_tokens), v_scale=(1, self.page_tokens)
-        )
+        self.parts(head_dim, "block")  # refuses blocks that do not divide it
+        shape = (1, self.page_tokens)
+        scales = half_planes(k_scale=shape, v_scale=shape)
         return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
 
     def segment_planes(self, head_dim: int) -> Planes:

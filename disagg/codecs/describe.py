@@ -66,12 +66,12 @@ def describe_all(heads: int, head_dim: int, tokens: int) -> list[CodecRow]:
 @cache
 def measured_costs() -> dict[str, Any]:
     """What codecs cost in quality, by canonical spec in `codecs`; `model` says on which."""
-    found: dict[str, Any] = json.loads(COSTS.read_text())
-    return found
+    costs: dict[str, Any] = json.loads(COSTS.read_text())
+    return costs
 
 
 def bits_per_element(group: LayerGroup) -> float:
-    """Of a long sequence: page and its share of a segment, no tail."""
+    """Bits for each value of K and V of a long sequence: pages and segments, no tail."""
     block_bytes = group.page.block_bytes / group.page.tokens
     if group.segment:
         block_bytes += group.segment.block_bytes / group.segment_tokens

@@ -13,7 +13,10 @@ assert RAW_TOKENS == RAW_SLOTS  # kernels know no page.py
 
 @lru_cache(maxsize=1024)
 def exact_format(layout: Layout, side: Layout | None = None) -> ExactFormat:
-    """Raw pages, or pages of tokens that were not dropped; with a side record, those it names."""
+    """The format of raw pages, or of pages that hold only some tokens, with their positions.
+
+    side: the side record that says which tokens the raw pages hold; None: tokens in order
+    """
     planes = {plane.name: plane for plane in layout.planes}
     k, positions = planes["k"], planes.get("positions")
     return ExactFormat(
@@ -41,6 +44,8 @@ def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
     k, v: [H, n, D] in the raw dtype
     """
     n = k.shape[1]
-    both = torch.nn.functional.pad(torch.stack([k, v], 1), (0, 0, 0, -n % RAW_TOKENS))
-    pages = both.unflatten(2, (-(-n // RAW_TOKENS), RAW_TOKENS))  # [H, 2, P, T, D]
+    num_pages = -(-n // RAW_TOKENS)
+    kv = torch.stack([k, v], 1)  # [H, 2, n, D]
+    kv = torch.nn.functional.pad(kv, (0, 0, 0, -n % RAW_TOKENS))
+    pages = kv.unflatten(2, (num_pages, RAW_TOKENS))  # [H, 2, P, T, D]
     return pages.permute(2, 0, 1, 3, 4).flatten(2).view(torch.uint8)

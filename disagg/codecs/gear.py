@@ -8,7 +8,7 @@ from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 from disagg.kv.page import FinalAt, Kind, Layout, make_layout
 
 KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
-RANKS = range(1, 17), "1 to 16 is wanted"
+RANKS = range(1, 17), "expected 1 to 16"
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,23 @@ class GearL(SinkCodec):
         return []
 
     def page_planes(self, head_dim: int) -> Planes:
-        factor, scales = (self.page_tokens, self.rank), self._scales(head_dim)
+        scales = self._scales(head_dim)
+        if self.backbone == "kcvt":
+            scales = [plane for plane in scales if plane[0].startswith("v_")]
+        factor = (self.page_tokens, self.rank)
         return [
             *code_planes(self.bits, self.page_tokens, head_dim),
-            *(
-                plane
-                for plane in scales
-                if self.backbone == "kivi" or plane[0][0] == "v"
-            ),
+            *scales,
             *half_planes(k_low=factor, v_low=factor),
             *self.outlier_planes(head_dim),
         ]
 
     def segment_planes(self, head_dim: int) -> Planes:
-        factor, scales = (head_dim, self.rank), self._scales(head_dim)
-        return [
-            *(
-                plane
-                for plane in scales
-                if self.backbone == "kcvt" and plane[0][0] == "k"
-            ),
-            *half_planes(k_basis=factor, v_basis=factor),
-        ]
+        scales = []
+        if self.backbone == "kcvt":
+            scales = [p for p in self._scales(head_dim) if p[0].startswith("k_")]
+        factor = (head_dim, self.rank)
+        return [*scales, *half_planes(k_basis=factor, v_basis=factor)]
 
     def _scales(self, head_dim: int) -> Planes:
         """Scales and zeros of the backbone, wherever they are stored."""
@@ -103,7 +98,7 @@ class Gear(GearL):
     sparsity: float = one_of(
         1 / 64,
         [slots / 64 for slots in range(1, 17)],
-        "a multiple of 1/64, which is 0.015625, up to 0.25 is wanted",
+        "expected a multiple of 1/64, which is 0.015625, up to 0.25",
     )
 
     def outlier_planes(self, head_dim: int) -> Planes:

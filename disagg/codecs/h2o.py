@@ -51,11 +51,8 @@ class H2O(Codec):
     keep: float = 0.5
 
     def __post_init__(self) -> None:
-        valid = 2 / PAGE_TOKENS <= self.keep < 1
-        require(
-            valid,
-            f"h2o:keep is {self.keep}; at least 0.03125 and less than 1 is wanted",
-        )
+        message = f"h2o:keep is {self.keep}; expected at least 0.03125 and less than 1"
+        require(2 / PAGE_TOKENS <= self.keep < 1, message)
 
     @property
     def slots(self) -> int:
@@ -68,9 +65,8 @@ class H2O(Codec):
         return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, planes)
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        return make_layout(
-            self.spec, Kind.PAGE, PAGE_TOKENS, _exact_planes(PAGE_TOKENS, head_dim)
-        )
+        planes = _exact_planes(PAGE_TOKENS, head_dim)
+        return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, planes)
 
     def encode(
         self,
@@ -83,25 +79,25 @@ class H2O(Codec):
     ) -> Encoded:
         if prompt.queries is None:
             raise RequestError(
-                "h2o drops by attention: q=, last queries of the prompt, is wanted"
+                "h2o drops by attention: expected q=, last queries of the prompt"
             )
         heads, n, head_dim = k.shape
         count = n // PAGE_TOKENS
+        budget = count * self.slots
         softmax = prompt.queries.softmax or Softmax(head_dim**-0.5)
         weights = weights_received(prompt.queries.last, k, softmax, prompt.total)
-        kept = heaviest_and_recent(weights, count * self.slots, count * self.slots // 2)
+        tokens = heaviest_and_recent(weights, budget, budget // 2)  # [H, budget]
+
         fmt = exact_format(self.page_layout(head_dim))
-        blocks = torch.zeros(
-            count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device
-        )
-        planes, shape = DenseBlocks(blocks), (fmt.slots, head_dim)
+        blocks = k.new_zeros(count, heads, fmt.block_bytes, dtype=torch.uint8)
+        planes = DenseBlocks(blocks)
         for x, offset in ((k, fmt.k), (v, fmt.v)):
-            chosen = to_fp16(x).gather(1, kept.unsqueeze(2).expand(-1, -1, head_dim))
-            by_page = chosen.unflatten(1, (count, fmt.slots)).transpose(0, 1)
-            planes.plane(torch.float16, offset, shape).copy_(by_page)
-        places = kept.int().unflatten(1, (count, fmt.slots, 1)).transpose(0, 1)
+            index = tokens.unsqueeze(2).expand(-1, -1, head_dim)
+            pages = _by_page(to_fp16(x).gather(1, index), count)
+            planes.plane(torch.float16, offset, (fmt.slots, head_dim)).copy_(pages)
         assert fmt.positions is not None
-        planes.plane(torch.int32, fmt.positions, (fmt.slots, 1)).copy_(places)
+        positions = _by_page(tokens.int().unsqueeze(2), count)
+        planes.plane(torch.int32, fmt.positions, (fmt.slots, 1)).copy_(positions)
         if target is not None:
             store_blocks(target, blocks)
         return Encoded(blocks)
@@ -109,53 +105,53 @@ class H2O(Codec):
     def flush(
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
     ) -> Encoded:
-        """All of it: nothing is dropped while decoding."""
-        both = torch.stack(
-            [to_fp16(k), to_fp16(v)], 1
-        )  # [H, 2, T, D], the order of the planes
-        return Encoded(both.flatten(1).view(torch.uint8).unsqueeze(0), flush=True)
+        """Nothing is dropped while decoding."""
+        kv = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], as the planes lie
+        return Encoded(kv.flatten(1).view(torch.uint8).unsqueeze(0), flush=True)
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """Kept tokens; 0 where a token was dropped, see `present`."""
+        """The tokens that were not dropped; 0 for others, see `present`."""
         fmt = _format_of(encoded, group)
-        places, found = _places(encoded, fmt), []
-        for x in exact_tokens(encoded.blocks, fmt):
-            full = x.new_zeros(
-                x.shape[0], encoded.blocks.shape[0] * fmt.tokens, x.shape[2]
-            )
-            found.append(full.scatter(1, places.unsqueeze(2).expand_as(x), x).to(dtype))
-        return found[0], found[1]
+        tokens = _tokens_of(encoded, fmt)
+        n = encoded.blocks.shape[0] * fmt.tokens
+
+        def scattered(x: Tensor) -> Tensor:
+            full = x.new_zeros(x.shape[0], n, x.shape[2])
+            return full.scatter(1, tokens.unsqueeze(2).expand_as(x), x).to(dtype)
+
+        k, v = exact_tokens(encoded.blocks, fmt)
+        return scattered(k), scattered(v)
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
-        places = _places(encoded, _format_of(encoded, group))
+        tokens = _tokens_of(encoded, _format_of(encoded, group))
         count, heads = encoded.blocks.shape[:2]
-        nobody = torch.zeros(
-            heads, count * PAGE_TOKENS, dtype=torch.bool, device=places.device
-        )
-        return nobody.scatter(1, places, True)
+        none = tokens.new_zeros(heads, count * PAGE_TOKENS, dtype=torch.bool)
+        return none.scatter(1, tokens, True)
 
 
 def _format_of(encoded: Encoded, group: LayerGroup) -> ExactFormat:
     return exact_format(group.decode_page if encoded.flush else group.page)
 
 
-def _places(encoded: Encoded, fmt: ExactFormat) -> Tensor:
+def _by_page(x: Tensor, count: int) -> Tensor:
+    """Tokens of all slots of `count` pages: [H, count * slots, ...] -> [count, H, slots, ...]."""
+    return x.unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def _tokens_of(encoded: Encoded, fmt: ExactFormat) -> Tensor:
     """The token, counted from the first of these pages, in each slot: [H, P * slots] i64."""
-    count, heads = encoded.blocks.shape[:2]
+    blocks = encoded.blocks
+    count, heads = blocks.shape[:2]
     if fmt.positions is None:
-        return torch.arange(count * fmt.tokens, device=encoded.blocks.device).expand(
-            heads, -1
-        )
-    plane = DenseBlocks(encoded.blocks).plane(
-        torch.int32, fmt.positions, (fmt.slots, 1)
-    )
+        tokens = torch.arange(count * fmt.tokens, device=blocks.device)
+        return tokens.expand(heads, -1)
+    plane = DenseBlocks(blocks).plane(torch.int32, fmt.positions, (fmt.slots, 1))
     return plane.transpose(0, 1).flatten(1).long()
 
 
 def _exact_planes(slots: int, head_dim: int) -> Planes:
-    require(
-        head_dim % 16 == 0, f"h2o wants a head dim of whole 16 channels, not {head_dim}"
-    )
+    message = f"h2o wants a head dim of whole 16 channels, not {head_dim}"
+    require(head_dim % 16 == 0, message)
     return half_planes(k=(slots, head_dim), v=(slots, head_dim))

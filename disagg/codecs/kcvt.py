@@ -13,7 +13,7 @@ class Kcvt(SinkCodec):
     """Asymmetric round-to-nearest; the scales of K live in the segment, those of V in the page.
 
     K has one group for each channel of a segment of 2,048 tokens, V one for each token and KV head.
-    A page sealed while decoding has both in it: however many there are, attention is one run.
+    A page sealed while decoding holds both: however many there are, attention is one run.
 
     bits:   2, 4 or 8; with scales 2.13, 4.13, 8.13 a number at head dim 128
     error:  |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
@@ -29,13 +29,14 @@ class Kcvt(SinkCodec):
     bits: int = one_of(4, (2, 4, 8))
 
     def page_planes(self, head_dim: int) -> Planes:
-        scales = half_planes(
-            v_scale=(1, self.page_tokens), v_zero=(1, self.page_tokens)
-        )
-        return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
+        shape = (1, self.page_tokens)
+        codes = code_planes(self.bits, self.page_tokens, head_dim)
+        scales = half_planes(v_scale=shape, v_zero=shape)
+        return [*codes, *scales]
 
     def segment_planes(self, head_dim: int) -> Planes:
-        return half_planes(k_scale=(1, head_dim), k_zero=(1, head_dim))
+        shape = (1, head_dim)
+        return half_planes(k_scale=shape, k_zero=shape)
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
         planes = self.page_planes(head_dim) + self.segment_planes(head_dim)

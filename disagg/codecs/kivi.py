@@ -34,6 +34,7 @@ class Kivi(SinkCodec):
 
     def page_planes(self, head_dim: int) -> Planes:
         tokens = self.page_tokens
-        k, v = (tokens // self.group, head_dim), (self.parts(head_dim), tokens)
+        k = (tokens // self.group, head_dim)
+        v = (self.parts(head_dim), tokens)
         scales = half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v)
         return [*code_planes(self.bits, tokens, head_dim), *scales]

@@ -31,7 +31,7 @@ from disagg.kv.page import (
 )
 from disagg.kv.plan import LayerGroup
 
-UP_TO_128 = range(129), "0 to 128 is wanted"
+UP_TO_128 = range(129), "expected 0 to 128"
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Ott(QuantizedCodec):
 
     Each KV head keeps the `outliers` tokens of smallest |K|_1. Among the codes the mean of their
     group stands for them, masked in attention. All tokens of a prompt that are sealed compete once;
-    while decoding, each page competes with the pool. Beaten tokens stay kept, up to `aux` of them;
-    a head whose slots do not suffice for the winners of a page lets none of them in.
+    while decoding, each page competes with the pool. Beaten tokens stay exact, up to `aux` of them;
+    a head with too few slots for the winners of a page takes none of them.
 
     bits:        2, 4 or 8; by default 2.5, 4.5, 8.5 a number, without the tokens kept
     group:       16, 32, 64 or 128 - tokens that share a scale of K; channels that share one of V
@@ -65,7 +65,7 @@ class Ott(QuantizedCodec):
     outliers: int = one_of(3, *UP_TO_128)
     aux: int = one_of(32, *UP_TO_128)
     skip_layers: int = one_of(2, *UP_TO_128)
-    rank: int = one_of(0, range(17), "0 to 16 is wanted")
+    rank: int = one_of(0, range(17), "expected 0 to 16")
 
     @property
     def tail_tokens(self) -> int:
@@ -79,32 +79,34 @@ class Ott(QuantizedCodec):
     def page_planes(self, head_dim: int) -> Planes:
         tokens = self.page_tokens
         v_groups = self.parts(head_dim) if self.group < head_dim else 1
-        k, v = (tokens // self.group, head_dim), (v_groups, tokens)
+        k = (tokens // self.group, head_dim)
+        v = (v_groups, tokens)
         factor = (tokens, self.rank)
-        return [
-            *code_planes(self.bits, tokens, head_dim),
-            *half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v),
-            *(half_planes(k_low=factor, v_low=factor) if self.rank else []),
-            ("valid", "uint8", (tokens // 8, 1)),
-        ]
+        planes = code_planes(self.bits, tokens, head_dim)
+        planes += half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v)
+        if self.rank:
+            planes += half_planes(k_low=factor, v_low=factor)
+        return [*planes, ("valid", "uint8", (tokens // 8, 1))]
 
     def segment_planes(self, head_dim: int) -> Planes:
         shape = (head_dim, self.rank)
         return half_planes(k_basis=shape, v_basis=shape) if self.rank else []
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
+        if not self.rank:
+            return None
         planes = self.page_planes(head_dim) + self.segment_planes(head_dim)
-        return (
-            make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
-            if self.rank
-            else None
-        )
+        return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
 
     def side_layout(self, head_dim: int) -> Layout | None:
         if not self.slots:
             return None
-        names = [("positions", "int32"), ("scores", "float32"), ("states", "uint8")]
-        planes = [(name, dtype, (self.slots,)) for name, dtype in names]
+        shape = (self.slots,)
+        planes: Planes = [
+            ("positions", "int32", shape),
+            ("scores", "float32", shape),
+            ("states", "uint8", shape),
+        ]
         return make_layout(self.spec, Kind.SIDE, 0, planes)
 
     @property
@@ -120,59 +122,62 @@ class Ott(QuantizedCodec):
         prompt: Prompt,
         target: Target | None,
     ) -> Encoded:
-        won, side, kept = self._compete(k, v, first, layer, None)
+        outliers, side, kept_pages = self._compete(k, v, first, layer, None)
+        fmt = prompt_format(self, k.shape[2])
         cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
-        found = ops.encode(k, v, prompt_format(self, k.shape[2]), cut, won, target)
-        return Encoded(*found, side, kept)
+        blocks, segments = ops.encode(k, v, fmt, cut, outliers, target)
+        return Encoded(blocks, segments, side, kept_pages)
 
     def flush(
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
     ) -> Encoded:
-        won, side, kept = self._compete(k, v, first, layer, before)
+        outliers, side, kept_pages = self._compete(k, v, first, layer, before)
+        fmt = flush_format(self, k.shape[2])
         cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
-        found = ops.encode(k, v, flush_format(self, k.shape[2]), cut, won)
-        return Encoded(*found, side, kept, flush=True)
+        blocks, segments = ops.encode(k, v, fmt, cut, outliers)
+        return Encoded(blocks, segments, side, kept_pages, flush=True)
 
     def _compete(
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The winners [H, n] bool, who leave their page; the side record and raw pages then."""
+        """Let new tokens compete for the slots of exact tokens.
+
+        before:  the side record and raw pages so far; None: a prompt begins with empty ones
+        returns: the outliers among the new tokens [H, n] bool, which leave their page; and the
+                 updated side record and raw pages
+        """
         heads, _, head_dim = k.shape
         layout = self.side_layout(head_dim)
         if layout is None:
             return None, None, None
-        raw = exact_format(
-            make_raw_layout(str(k.dtype).removeprefix("torch."), head_dim)
-        )
+        dtype = str(k.dtype).removeprefix("torch.")
+        raw = exact_format(make_raw_layout(dtype, head_dim))
+        blocks: Tensor | None
         if before is not None and before.side is not None:
-            side, blocks = before.side.clone(), before.kept
-        else:  # a prompt begins with empty ones
-            side = torch.zeros(
-                heads, layout.block_bytes, dtype=torch.uint8, device=k.device
-            )
-            blocks = side.new_zeros(
-                -(-self.outliers // RAW_TOKENS), heads, raw.block_bytes
-            )
+            side, blocks = before.side.clone(), before.kept_pages
+        else:
+            num_pages = -(-self.outliers // RAW_TOKENS)
+            side = k.new_zeros(heads, layout.block_bytes, dtype=torch.uint8)
+            blocks = side.new_zeros(num_pages, heads, raw.block_bytes)
         if blocks is None or layer < self.skip_layers:
             return None, side, blocks
-        kept = view_kept(side, blocks, slots_format(layout), raw)
-        won = ops.keep_outliers(kept, k, v, self.outliers, first)
-        return won, side, raw_blocks(kept.k, kept.v)
+        slots = view_kept(side, blocks, slots_format(layout), raw)
+        outliers = ops.keep_outliers(slots, k, v, self.outliers, first)
+        return outliers, side, raw_blocks(slots.k, slots.v)
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
         k, v = super().decode(encoded, group, dtype)
-        if (
-            encoded.side is not None
-            and encoded.kept is not None
-            and group.side is not None
-        ):
-            raw, fmt = exact_format(group.raw), slots_format(group.side)
-            kept = view_kept(encoded.side, encoded.kept, fmt, raw)
-            here = kept.positions - encoded.first
-            inside = (kept.states != FREE) & (here >= 0) & (here < k.shape[1])
-            head, slot = inside.nonzero(as_tuple=True)
-            k[head, here[head, slot].long()] = kept.k[head, slot].to(dtype)
-            v[head, here[head, slot].long()] = kept.v[head, slot].to(dtype)
+        side, kept_pages = encoded.side, encoded.kept_pages
+        if side is None or kept_pages is None or group.side is None:
+            return k, v
+        fmt = slots_format(group.side)
+        slots = view_kept(side, kept_pages, fmt, exact_format(group.raw))
+        index = slots.positions - encoded.first
+        is_inside = (slots.states != FREE) & (index >= 0) & (index < k.shape[1])
+        head, slot = is_inside.nonzero(as_tuple=True)
+        token = index[head, slot].long()
+        k[head, token] = slots.k[head, slot].to(dtype)
+        v[head, token] = slots.v[head, slot].to(dtype)
         return k, v

@@ -24,9 +24,10 @@ class PerToken(SinkCodec):
     k_by: ClassVar[str] = "row"
 
     bits: int = one_of(4, (2, 4, 8))
-    group: int = one_of(64, range(1, 1 << 40), "a positive number is wanted")
+    group: int = one_of(64, range(1, 1 << 40), "expected a positive number")
 
     def page_planes(self, head_dim: int) -> Planes:
         shape = (self.parts(head_dim), self.page_tokens)
+        codes = code_planes(self.bits, self.page_tokens, head_dim)
         scales = half_planes(k_scale=shape, k_zero=shape, v_scale=shape, v_zero=shape)
-        return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
+        return [*codes, *scales]

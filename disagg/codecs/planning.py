@@ -21,7 +21,7 @@ from disagg.kv.plan import LayerGroup, Plan
 class KVShape:
     """What a model's KV cache looks like, per layer.
 
-    num_layers: L · heads: KV heads · head_dim: D · dtype: what the model computes in, "float32"
+    num_layers: L · heads: KV heads · head_dim: D · dtype: that the model computes in, "float32"
     windows:    per layer, the tokens a query sees, itself included; None: all of them
     """
 
@@ -35,27 +35,28 @@ class KVShape:
 def parse_plan(spec: str, shape: KVShape) -> Plan:
     """The plan of a model under a spec.
 
-    UnknownNameError for a codec or option nobody knows; ConfigError where a layer has no codec or
-    two, or where a codec cannot hold this head dim and there is no other.
+    UnknownNameError for an unknown codec or option; ConfigError where a layer has no codec or two,
+    or where a codec cannot hold this head dim and there is no other.
     """
-    choices = [
-        _codec_of_layer(choice, shape.num_layers, shape.head_dim)
-        for choice in spec.split("|")
-    ]
-    for codec_of in choices[:-1]:
+    *choices, last = (_codecs_by_layer(choice, shape) for choice in spec.split("|"))
+    for codecs in choices:
         with suppress(ConfigError):
-            return _plan_of(codec_of, shape)
-    return _plan_of(choices[-1], shape)
+            return _plan_of(codecs, shape)
+    return _plan_of(last, shape)
 
 
-def _plan_of(codec_of: Sequence[Codec], shape: KVShape) -> Plan:
-    kinds = list(zip(codec_of, shape.windows, strict=True))
-    found, groups = list(dict.fromkeys(kinds)), list[LayerGroup]()
-    sizes = shape.heads, shape.head_dim, shape.dtype
-    for codec, window in found:
+def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:
+    """Layers with the same codec and window form a group."""
+    kinds = list(zip(codecs, shape.windows, strict=True))
+    distinct_kinds = list(dict.fromkeys(kinds))
+    groups: list[LayerGroup] = []
+    for codec, window in distinct_kinds:
         layers = tuple(i for i, kind in enumerate(kinds) if kind == (codec, window))
-        groups.append(codec.layer_group(layers, *sizes, window))
-    return Plan(tuple(groups), tuple(map(found.index, kinds)))
+        group = codec.layer_group(
+            layers, shape.heads, shape.head_dim, shape.dtype, window
+        )
+        groups.append(group)
+    return Plan(tuple(groups), tuple(map(distinct_kinds.index, kinds)))
 
 
 def codec_of(group: LayerGroup) -> Codec:
@@ -63,46 +64,53 @@ def codec_of(group: LayerGroup) -> Codec:
     return get_codec(group.codec)
 
 
-def _codec_of_layer(spec: str, num_layers: int, head_dim: int) -> list[Codec]:
-    if not spec.strip():
+def _codecs_by_layer(spec: str, shape: KVShape) -> list[Codec]:
+    """The codec of each layer."""
+    text = spec.strip()
+    if not text:
         raise ConfigError(
             "the codec spec is empty; write one such as kivi:bits=2,group=64"
         )
-    if not spec.strip()[
-        0
-    ].isdigit():  # of any script: such a spec names layers, if wrongly
-        return [get_codec(spec, head_dim)] * num_layers
-    found: dict[int, Codec] = {}
-    for part in filter(None, (x.strip() for x in spec.split(";"))):
+    # a spec that begins with a digit, of any script, names layers
+    if not text[0].isdigit():
+        return [get_codec(spec, shape.head_dim)] * shape.num_layers
+    codecs: dict[int, Codec] = {}
+    for part in filter(None, map(str.strip, spec.split(";"))):
         layers, _, codec_spec = part.partition(":")
         if not codec_spec.strip():
             raise ConfigError(
                 f"{quoted(part)} in {quoted(spec)} names no codec; write 0-3:raw"
             )
-        codec = get_codec(codec_spec, head_dim)
-        for layer in _layers(layers, num_layers, spec):
-            if layer in found:
+        codec = get_codec(codec_spec, shape.head_dim)
+        for layer in _parse_layers(layers, shape.num_layers, spec):
+            if layer in codecs:
                 raise ConfigError(f"layer {layer} has two codecs in {quoted(spec)}")
-            found[layer] = codec
-    missing = [layer for layer in range(num_layers) if layer not in found]
+            codecs[layer] = codec
+    missing = [layer for layer in range(shape.num_layers) if layer not in codecs]
     if missing:
-        told = f"layers {missing} have no codec in {quoted(spec)}; the model has {num_layers}"
-        raise ConfigError(told)
-    return [found[layer] for layer in range(num_layers)]
+        raise ConfigError(
+            f"layers {missing} have no codec in {quoted(spec)}; "
+            f"the model has {shape.num_layers}"
+        )
+    return [codecs[layer] for layer in range(shape.num_layers)]
 
 
-def _layers(text: str, num_layers: int, spec: str) -> list[int]:
-    found: list[int] = []
+def _parse_layers(text: str, num_layers: int, spec: str) -> list[int]:
+    """The layers that "0,2-3,7-" names, in its order."""
+    layers: list[int] = []
     for item in text.split(","):
-        parts = re.fullmatch("([0-9]{1,9})(-?)([0-9]{0,9})", item.strip())
-        if parts is None:
-            told = f"{quoted(item)} in {quoted(spec)} is no layer or range; write 0, 0-3 or 4-"
-            raise ConfigError(told)
-        first, dash, last = parts.groups()
-        end = int(last or num_layers - 1) if dash else int(first)
-        if not int(first) <= end < num_layers:
+        match = re.fullmatch("([0-9]{1,9})(-?)([0-9]{0,9})", item.strip())
+        if match is None:
+            raise ConfigError(
+                f"{quoted(item)} in {quoted(spec)} is no layer or range; "
+                f"write 0, 0-3 or 4-"
+            )
+        first_text, dash, last_text = match.groups()
+        first = int(first_text)
+        last = int(last_text or num_layers - 1) if dash else first
+        if not first <= last < num_layers:
             raise ConfigError(
                 f"{item!r} in {quoted(spec)} is outside the model's layers 0-{num_layers - 1}"
             )
-        found.extend(range(int(first), end + 1))
-    return found
+        layers.extend(range(first, last + 1))
+    return layers

@@ -1,4 +1,4 @@
-"""Codecs of quantised pages: what they share, so that a codec is little but its planes.
+"""What codecs of quantised pages share, so that each codec is little more than its planes.
 
 A codec of this kind names its planes; `page_format` turns their names, shapes and offsets into the
 numbers that kernels read:
@@ -6,7 +6,8 @@ numbers that kernels read:
     page      {k,v}_codes   {k,v}_scale {k,v}_zero   {k,v}_low   {k,v}_index {k,v}_delta   valid
     segment   k_scale k_zero (instead of the page's)   {k,v}_basis   {k,v}_rotation
 
-A scale without a zero belongs to symmetric codes. A page sealed while decoding may have all of it.
+A scale without a zero belongs to symmetric codes. A page sealed while decoding may hold all of
+these, those of a segment too.
 """
 
 from abc import abstractmethod
@@ -29,7 +30,7 @@ from disagg.kernels.formats import (
     parts_of_word,
 )
 from disagg.kernels.sealing import Segmentation, Target
-from disagg.kv.page import SEGMENT_TOKENS, Kind, Layout, make_layout
+from disagg.kv.page import SEGMENT_TOKENS, Kind, Layout, Plane, make_layout
 from disagg.kv.plan import LayerGroup
 
 Planes = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
@@ -38,7 +39,7 @@ SINKS = (0, 64)
 
 @dataclass(frozen=True)
 class QuantizedCodec(Codec):
-    """A codec whose pages are codes and what belongs to them.
+    """A codec whose pages hold codes, scales, and what corrects them.
 
     k_by, v_by:     how scales lie: "column", "row" or "block", see kernels/formats.py
     segment_tokens: that share a segment, where there are any
@@ -57,7 +58,7 @@ class QuantizedCodec(Codec):
         return []
 
     def parts(self, head_dim: int, option: str = "group") -> int:
-        """How many groups of channels a head has, of as many as an option says."""
+        """How many groups of channels a head has; an option says their size."""
         size: int = getattr(self, option)
         message = f"{self.name}:{option}={size} does not divide the head dim {head_dim}"
         require(head_dim % size == 0, message)
@@ -71,11 +72,9 @@ class QuantizedCodec(Codec):
 
     def segment_layout(self, head_dim: int) -> Layout | None:
         planes = self.segment_planes(head_dim)
-        return (
-            make_layout(self.spec, Kind.SEGMENT, self.segment_tokens, planes)
-            if planes
-            else None
-        )
+        if not planes:
+            return None
+        return make_layout(self.spec, Kind.SEGMENT, self.segment_tokens, planes)
 
     def format_of(
         self, page: Layout, segment: Layout | None, head_dim: int
@@ -91,10 +90,10 @@ class QuantizedCodec(Codec):
         prompt: Prompt,
         target: Target | None,
     ) -> Encoded:
+        fmt = prompt_format(self, k.shape[2])
         cut = Segmentation(self.segment_tokens, seed_of(layer, first))
-        return Encoded(
-            *ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target)
-        )
+        blocks, segments = ops.encode(k, v, fmt, cut, target=target)
+        return Encoded(blocks, segments)
 
     def seal_format(self, head_dim: int) -> PageFormat | None:
         fmt = flush_format(self, head_dim)
@@ -103,11 +102,11 @@ class QuantizedCodec(Codec):
     def flush(
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
     ) -> Encoded:
+        fmt = flush_format(self, k.shape[2])
         frozen = None if before.segments is None else before.segments[0]
         cut = Segmentation(self.segment_tokens, seed_of(layer, first), frozen)
-        return Encoded(
-            *ops.encode(k, v, flush_format(self, k.shape[2]), cut), flush=True
-        )
+        blocks, segments = ops.encode(k, v, fmt, cut)
+        return Encoded(blocks, segments, flush=True)
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
@@ -128,7 +127,8 @@ class QuantizedCodec(Codec):
 class SinkCodec(QuantizedCodec):
     """A codec whose first tokens may stay exact, in front of its pages.
 
-    sink: 0 or 64 - so many; attention hangs on them, and they would widen the first page's ranges
+    sink: 0 or 64 - first tokens that stay exact: attention depends on them, and they would widen
+          the ranges of the first page
     """
 
     sink: int = one_of(0, SINKS)
@@ -149,11 +149,9 @@ def prompt_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
 def flush_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
     """The format of a page sealed while decoding."""
     page = codec.flush_page_layout(head_dim)
-    return (
-        prompt_format(codec, head_dim)
-        if page is None
-        else codec.format_of(page, None, head_dim)
-    )
+    if page is None:
+        return prompt_format(codec, head_dim)
+    return codec.format_of(page, None, head_dim)
 
 
 def code_planes(bits: int, tokens: int, head_dim: int) -> Planes:
@@ -191,24 +189,15 @@ def _side(
     page: Layout, segment: Layout | None, name: str, rows: int, columns: int, by: str
 ) -> Side:
     """K or V: the planes whose names begin with `name`."""
-    in_page = {x.name[2:]: x for x in page.planes if x.name.startswith(f"{name}_")}
-    planes = segment.planes if segment else ()
-    in_segment = {x.name[2:]: x for x in planes if x.name.startswith(f"{name}_")}
-    codes, turn = in_page["codes"], in_segment.get("rotation")
+    in_page = _planes_of(page, name)
+    in_segment = _planes_of(segment, name) if segment else {}
+    codes = in_page["codes"]
     bits = 8 * codes.nbytes // (rows * columns)
-    there = in_segment if "scale" in in_segment else in_page
-    scale, zero = there["scale"], there.get("zero")
-    low, index = in_page.get("low"), in_page.get("index")
-    low_rank = sparse = None
-    if low:
-        basis = in_page.get("basis") or in_segment["basis"]
-        low_rank = LowRank(
-            low.shape[1], low.offset, basis.offset, "basis" in in_segment
-        )
-    if index:
-        sparse = Sparse(
-            index.shape[1], index.offset, in_page["delta"].offset, name == "v"
-        )
+    are_scales_shared = "scale" in in_segment
+    scales = in_segment if are_scales_shared else in_page
+    scale = scales["scale"]
+    zero = scales.get("zero")
+    rotation = in_segment.get("rotation")
     return Side(
         rows=rows,
         columns=columns,
@@ -219,11 +208,37 @@ def _side(
             group=(rows if by == "column" else columns) // scale.shape[0],
             scale=scale.offset,
             zero=zero.offset if zero else None,
-            center=-(1 << (bits - 1)) if by != "block" else 0,
-            shared=there is in_segment,
+            center=0 if by == "block" else -(1 << (bits - 1)),
+            shared=are_scales_shared,
         ),
-        low_rank=low_rank,
-        sparse=sparse,
-        rotation=BlockRotation(turn.shape[0], turn.offset) if turn else None,
+        low_rank=_low_rank(in_page, in_segment),
+        sparse=_sparse(in_page, ends=name == "v"),
+        rotation=BlockRotation(rotation.shape[0], rotation.offset)
+        if rotation
+        else None,
         floating=codes.dtype == "float8_e4m3fn",
     )
+
+
+def _planes_of(layout: Layout, name: str) -> dict[str, Plane]:
+    """The planes of K or V, without the prefix of their names."""
+    prefix = f"{name}_"
+    planes = (plane for plane in layout.planes if plane.name.startswith(prefix))
+    return {plane.name.removeprefix(prefix): plane for plane in planes}
+
+
+def _low_rank(
+    in_page: dict[str, Plane], in_segment: dict[str, Plane]
+) -> LowRank | None:
+    low = in_page.get("low")
+    if low is None:
+        return None
+    basis = in_page.get("basis") or in_segment["basis"]
+    return LowRank(low.shape[1], low.offset, basis.offset, "basis" in in_segment)
+
+
+def _sparse(in_page: dict[str, Plane], ends: bool) -> Sparse | None:
+    index = in_page.get("index")
+    if index is None:
+        return None
+    return Sparse(index.shape[1], index.offset, in_page["delta"].offset, ends)

@@ -36,8 +36,9 @@ class Raw(Codec):
     dtype: str = one_of("model", ("model", *DTYPES))
 
     def raw_dtype(self, model_dtype: str) -> str:
-        known = model_dtype if model_dtype in DTYPES.values() else "float32"
-        return DTYPES.get(self.dtype, known)
+        if self.dtype != "model":
+            return DTYPES[self.dtype]
+        return model_dtype if model_dtype in DTYPES.values() else "float32"
 
     def page_layout(self, head_dim: int) -> Layout:
         return make_raw_layout(self.raw_dtype("float32"), head_dim)
@@ -50,10 +51,10 @@ class Raw(Codec):
         model_dtype: str,
         window: int | None = None,
     ) -> LayerGroup:
-        fixed = Raw(
-            next(k for k, v in DTYPES.items() if v == self.raw_dtype(model_dtype))
-        )
-        return super(Raw, fixed).layer_group(
+        raw_dtype = self.raw_dtype(model_dtype)
+        (option,) = (name for name, dtype in DTYPES.items() if dtype == raw_dtype)
+        codec = Raw(option)
+        return super(Raw, codec).layer_group(
             layers, heads, head_dim, model_dtype, window
         )
 

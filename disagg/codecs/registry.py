@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
+from typing import Any
 
 from disagg.codecs.alignedkv import AlignedKV
 from disagg.codecs.banded import Banded
@@ -19,7 +20,7 @@ from disagg.codecs.pertoken import PerToken
 from disagg.codecs.raw import Raw
 from disagg.errors import ConfigError, UnknownNameError, quoted
 
-KNOWN = (
+CODEC_CLASSES = (
     AlignedKV,
     Banded,
     DecoQuant,
@@ -34,13 +35,13 @@ KNOWN = (
     PerToken,
     Raw,
 )
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in KNOWN}
-MAX_OPTION_CHARS = 64  # with its value, which codecs repeat in their errors
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in CODEC_CLASSES}
+MAX_OPTION_CHARS = 64  # of key and value, which errors repeat
 GROUPS = (64, 32, 16)  # channels that share a scale, unless a spec says how many
 
 
 def codec_names(head_dim: int | None = None) -> list[str]:
-    """The names that `get_codec` knows, or those of them that hold this head dim by default."""
+    """The names that `get_codec` knows; with a head dim, those that hold it by default."""
     return sorted(name for name in CODECS if head_dim is None or holds(name, head_dim))
 
 
@@ -65,9 +66,23 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
     if name not in CODECS:
         raise UnknownNameError.of("codec", name, CODECS)
     codec = CODECS[name]
+    options = _parse_options(codec, tail, spec)
+    has_group = any(field.name == "group" for field in fields(codec))
+    if has_group and head_dim is not None and "group" not in options:
+        for group in GROUPS:
+            with suppress(ConfigError):
+                instance = codec(**options | {"group": group})
+                instance.page_layout(head_dim)
+                return instance
+    return codec(**options)
+
+
+def _parse_options(codec: type[Codec], text: str, spec: str) -> dict[str, Any]:
+    """The options "key=value,..." of a spec."""
+    name = codec.name
     types = {field.name: field.type for field in fields(codec)}
-    options: dict[str, int | float | str] = {}
-    for part in filter(None, tail.split(",")):
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
         if len(part) > MAX_OPTION_CHARS:
             raise ConfigError(f"codec {name} has no option as long as {quoted(part)}")
         key, equals, value = part.partition("=")
@@ -84,17 +99,11 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
             raise ConfigError(
                 f"option {key!r} of codec {name} is given twice in {quoted(spec)}"
             )
-        options[key] = _value(name, key, value.strip(), types[key])
-    if head_dim is not None and "group" in types and "group" not in options:
-        for group in GROUPS:
-            with suppress(ConfigError):
-                found = codec(**options | {"group": group})
-                found.page_layout(head_dim)
-                return found
-    return codec(**options)
+        options[key] = _parse_value(name, key, value.strip(), types[key])
+    return options
 
 
-def _value(name: str, key: str, text: str, kind: object) -> int | float | str:
+def _parse_value(name: str, key: str, text: str, kind: object) -> int | float | str:
     if kind in (str, "str"):
         return text
     number = float if kind in (float, "float") else int
@@ -102,5 +111,5 @@ def _value(name: str, key: str, text: str, kind: object) -> int | float | str:
         return number(text)
     except ValueError as error:
         raise ConfigError(
-            f"option {key} of codec {name} is {text!r}; a number ({number.__name__}) is wanted"
+            f"option {key} of codec {name} is {text!r}; expected a number ({number.__name__})"
         ) from error

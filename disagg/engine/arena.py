@@ -9,9 +9,10 @@ from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError
+from disagg.kv.arena import Copies, HostArena
 from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, align
 from disagg.kv.plan import Plan
-from disagg.kv.pool import DEFAULT_SLAB_BYTES, Copies, HostArena, Pool
+from disagg.kv.pool import DEFAULT_SLAB_BYTES, Pool
 from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
 

@@ -62,14 +62,14 @@ from disagg.errors import (
     TransferError,
     UnknownNameError,
 )
+from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
-from disagg.kv.pool import DecodeSlots
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds
-from disagg.paged.layer import write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 
 WAIT_S = 0.05  # how often a sequence without room looks again
 
@@ -463,20 +463,19 @@ class Engine:
         start = time.perf_counter()
         # the first chunk also encodes the cached prefix
         is_first = chunk.before == sequence.cached
-        items = write_prompt(
-            codec_of(group),
-            group,
-            record_ids,
-            layer,
-            self.arena,
+        prompt = PromptChunk(
             k,
             v,
-            0 if is_first else chunk.before,
-            sequence.prompt_len,
-            chunk.workspace.queries(layer),
-            chunk.before + chunk.count - k.shape[1],
-            self._pages_at_receiver(sequence.handoff, index, layer, num_pages),
+            total=sequence.prompt_len,
+            before=0 if is_first else chunk.before,
+            first=chunk.before + chunk.count - k.shape[1],
+            queries=chunk.workspace.queries(layer),
+            peer_pages=self._pages_at_receiver(
+                sequence.handoff, index, layer, num_pages
+            ),
         )
+        records = LayerRecords(group, layer, self.arena)
+        items = write_prompt(codec_of(group), records, record_ids, prompt)
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and items:
             sequence.handoff.offer(

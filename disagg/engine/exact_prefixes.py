@@ -27,7 +27,8 @@ from disagg.errors import CapacityError
 from disagg.kernels.ops import gather_raw, store_blocks
 from disagg.kernels.sealing import Target
 from disagg.kv.page import RAW_TOKENS
-from disagg.kv.pool import CachedPages, Pool
+from disagg.kv.page_cache import CachedPages
+from disagg.kv.pool import Pool
 from disagg.kv.prefix_keys import content_keys
 
 # stands in the keys for the model's fingerprint: raw pages that were handed off have other keys

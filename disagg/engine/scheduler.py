@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from disagg.engine.sequence import Sequence, Status, urgency
 from disagg.errors import CapacityError
-from disagg.kv.pool import DecodeSlots, Pool
+from disagg.kv.decode_slots import DecodeSlots
+from disagg.kv.pool import Pool
 from disagg.kv.state import allocate_group
 from disagg.paged.page_tables import block_size
 

@@ -22,7 +22,7 @@ from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
-from disagg.paged.layer import views_of, write_prompt
+from disagg.paged.layer import LayerRecords, PromptChunk, views_of, write_prompt
 from disagg.paged.page_tables import (
     block_size,
     build_tables,
@@ -88,18 +88,14 @@ class PagedKV:
         record_ids = upload(RecordIds.of(state), self._runner.device)
         for layer in group.layers:
             kv = prompt[layer]
-            write_prompt(
-                codec_of(group),
-                whole,
-                record_ids,
-                layer,
-                self._arena.bytes,
+            records = LayerRecords(whole, layer, self._arena.bytes)
+            chunk = PromptChunk(
                 kv.k,
                 kv.v,
-                before=0,
                 total=self.num_tokens,
                 queries=kv.queries,
             )
+            write_prompt(codec_of(group), records, record_ids, chunk)
         return state
 
     def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:

@@ -5,9 +5,9 @@
     layer page   what is sent and hashed      │ block │ block │ ...            one per KV head
     block        planes, 16-byte aligned      │ K codes │ V codes │ K scale │ ...
 
-A segment, a side record and a raw page have the same shape with layouts of their own. Codecs write
-these bytes, the wire carries them, the pool stores them, kernels read them: all four know this
-file and none knows another.
+A segment, a side record and a raw page have the same structure, with layouts of their own. Codecs
+write these bytes, the wire carries them, the pool stores them, kernels read them: all four know
+this file, and none knows another.
 """
 
 import hashlib
@@ -25,12 +25,20 @@ FORMAT_VERSION = 1
 ARENA_UNIT = 128  # bytes; page ids count these, so int32 ids reach 256 GiB
 PLANE_ALIGN = 16  # bytes; one vector load of a GPU thread
 RAW_TOKENS = 16  # tokens of a raw page
-SEGMENT_TOKENS = (
-    2048  # tokens that share a segment, counted from the first page; most codecs'
-)
+# tokens that share a segment in most codecs, counted from the first page
+SEGMENT_TOKENS = 2048
 
-ITEM_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
-ITEM_BYTES |= {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+}
 
 
 def align(size: int, to: int) -> int:
@@ -46,11 +54,17 @@ class Kind(StrEnum):
     SIDE = "side"
     RAW = "raw"
 
-    __hash__ = str.__hash__  # as equality does; and every item is looked up by its kind
+    __hash__ = (
+        str.__hash__
+    )  # like equality; Enum's own is slow, and every item is looked up
 
 
 class Item(NamedTuple):
-    """One layer page of one record of a hand-off: what is sent, hashed and acknowledged."""
+    """One layer page of a hand-off: the unit that is sent, hashed and acknowledged.
+
+    group, layer: index of the layer group in the plan, of the layer in the model
+    record:       index among the records of this kind that the sequence has in the group
+    """
 
     kind: Kind
     group: int
@@ -62,7 +76,10 @@ class Item(NamedTuple):
 
 
 def items_of(kind: Kind, group: int, layer: int, records: Iterable[int]) -> list[Item]:
-    """The items of these records of a layer. A long prompt has 70,000, so nothing here is slow."""
+    """The items of these records of a layer.
+
+    A long prompt has 70,000 items, so they are made without a Python call for each.
+    """
     fields = zip(repeat(kind), repeat(group), repeat(layer), records, strict=False)
     return [*map(partial(tuple.__new__, Item), fields)]
 
@@ -111,9 +128,9 @@ class Layout:
         for plane in self.planes:
             if plane.name == name:
                 return plane
-        known = ", ".join(plane.name for plane in self.planes)
+        names = ", ".join(plane.name for plane in self.planes)
         raise LayoutError(
-            f"layout {self.spec} ({self.kind}) has no plane {name!r}; it has {known}"
+            f"layout {self.spec} ({self.kind}) has no plane {name!r}; it has {names}"
         )
 
 
@@ -124,11 +141,11 @@ def make_layout(
     planes: Iterable[tuple[str, str, tuple[int, ...]]],
 ) -> Layout:
     """Lay planes (name, dtype, shape) one after another, each on a 16-byte boundary."""
-    placed: list[Plane] = []
+    laid_out: list[Plane] = []
     end = 0
     for name, dtype, shape in planes:
         plane = Plane(name, dtype, shape, align(end, PLANE_ALIGN))
-        placed.append(plane)
+        laid_out.append(plane)
         end = plane.offset + plane.nbytes
     block_bytes = align(end, PLANE_ALIGN)
     identity = (
@@ -137,22 +154,23 @@ def make_layout(
         kind.value,
         tokens,
         block_bytes,
-        tuple(map(str, placed)),
+        tuple(map(str, laid_out)),
     )
     return Layout(
-        spec, kind, tokens, tuple(placed), block_bytes, fingerprint_of(identity)
+        spec=spec,
+        kind=kind,
+        tokens=tokens,
+        planes=tuple(laid_out),
+        block_bytes=block_bytes,
+        fingerprint=fingerprint_of(identity),
     )
 
 
 def make_raw_layout(dtype: str, head_dim: int) -> Layout:
     """A raw page: 16 tokens of exact K and V, token-major."""
     shape = (RAW_TOKENS, head_dim)
-    return make_layout(
-        f"raw:dtype={dtype}",
-        Kind.RAW,
-        RAW_TOKENS,
-        [("k", dtype, shape), ("v", dtype, shape)],
-    )
+    planes = [("k", dtype, shape), ("v", dtype, shape)]
+    return make_layout(f"raw:dtype={dtype}", Kind.RAW, RAW_TOKENS, planes)
 
 
 def fingerprint_of(identity: object) -> str:

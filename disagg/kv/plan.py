@@ -7,10 +7,10 @@ tokens in pages, behind the sink and before R .. R+T-1 tokens of the tail, both 
     │ raw │ raw ...│ page │ page │ ... │ page │ page │ ...│ raw │ raw │ ... │ raw (part) │
     └──── sink ───┘└────── segment 0 ─────────┘└ segment 1 ┘└───────── tail ────────────┘
 
-The raw pages are one list, the sink's in front: token p of them is in slot p - sealed(n) behind the
-pages, in slot p before.
+The raw pages are one list, with those of the sink in front: a token at position p is in slot p of
+the sink, and in slot p - sealed(n) of the tail.
 
-Everywhere: append, then seal, then attend. Pure arithmetic over ids; the bytes are page.py's.
+Everywhere: append, then seal, then attend. Pure arithmetic over ids; page.py knows the bytes.
 """
 
 from collections import Counter
@@ -33,7 +33,11 @@ from disagg.kv.page import (
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What the pool needs to know of a record: whose slab, what size, zeroed or not."""
+    """What the pool needs to know of a record.
+
+    fingerprint: of its layout; records of one fingerprint share slabs
+    zeroed:      whether it may be partly filled, so that its bytes must be zeroed
+    """
 
     fingerprint: str
     nbytes: int
@@ -49,8 +53,9 @@ class LayerGroup:
     residual: R, the least number of exact tokens in the tail
     sink:     first tokens that stay exact, a multiple of 16; 0 where there is a window
     lead:     first tokens of a prompt that all its pages depend on, besides those they hold
-    flush_page: of pages sealed while decoding, with all that belongs to them; None: as prompts have
-    kept, kept_limit: exact tokens that a seal, and that all of them, set aside in raw pages
+    flush_page: layout of pages sealed while decoding, which hold all that belongs to them; None:
+            the layout of a prompt's pages
+    kept_per_seal, kept_limit: exact tokens that one seal sets aside in raw pages, and all of them
     """
 
     layers: tuple[int, ...]
@@ -65,21 +70,20 @@ class LayerGroup:
     segment: Layout | None = None
     side: Layout | None = None
     flush_page: Layout | None = None
-    kept: int = 0
+    kept_per_seal: int = 0
     kept_limit: int = 0
     sink: int = 0
     lead: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
-        layouts = [x.fingerprint for x in self.layouts()]
-        return fingerprint_of(
-            (self.layers, self.window, self.heads, self.head_dim, layouts)
-        )
+        layouts = [layout.fingerprint for layout in self.layouts()]
+        identity = (self.layers, self.window, self.heads, self.head_dim, layouts)
+        return fingerprint_of(identity)
 
     @property
     def segment_tokens(self) -> int:
-        """Tokens that share a segment, or would."""
+        """Tokens that share a segment, or would if the codec had segments."""
         return self.segment.tokens if self.segment else SEGMENT_TOKENS
 
     @property
@@ -93,18 +97,18 @@ class LayerGroup:
 
     def layouts(self) -> Iterator[Layout]:
         """The layouts in use, pages first."""
-        prompt = (self.page, self.raw, self.segment, self.side)
-        yield from (x for x in (*prompt, self.flush_page) if x is not None)
+        layouts = (self.page, self.raw, self.segment, self.side, self.flush_page)
+        yield from (layout for layout in layouts if layout is not None)
 
     def layout(self, kind: Kind) -> Layout:
         """The layout of a prompt's records of `kind`; LayoutError where the codec has none."""
-        found: Layout | None = getattr(self, kind)
-        if found is None:
+        layout: Layout | None = getattr(self, kind)
+        if layout is None:
             raise LayoutError(f"codec {self.codec} has no {kind} records")
-        return found
+        return layout
 
     def rank(self, layer: int) -> int:
-        """The place of a model layer inside this group."""
+        """The index of a model layer inside this group."""
         return self.layers.index(layer)
 
     def layer_bytes(self, layout: Layout) -> int:
@@ -120,7 +124,7 @@ class LayerGroup:
         return page * ARENA_UNIT + self.layer_offset(layout, layer)
 
     def record(self, layout: Layout) -> RecordShape:
-        """What to ask the pool for; records that may be partly filled come zeroed."""
+        """The shape of a record to allocate; records that may be partly filled come zeroed."""
         nbytes = align(len(self.layers) * self.layer_bytes(layout), ARENA_UNIT)
         zeroed = layout.kind in (Kind.RAW, Kind.SIDE)
         return RecordShape(layout.fingerprint, nbytes, zeroed)
@@ -131,57 +135,72 @@ class LayerGroup:
         return tokens * (max(0, n - self.sink - self.residual) // tokens)
 
     def dropped(self, n: int) -> int:
-        """Leading tokens in pages that no query behind n tokens sees: neither kept nor sent.
+        """Leading tokens in pages that no query after n tokens sees: neither kept nor sent.
 
-        Of what becomes final together all or nothing; nothing where pages say their positions. One
-        segment stays, which the next page joins.
+        What becomes final together is dropped together. Nothing is dropped where pages say the
+        positions of their tokens. One segment stays, for the next page to join.
         """
-        if self.window is None or self.kept_limit or self.final_at is FinalAt.PROMPT:
+        window = self.window
+        if window is None or self.kept_limit or self.final_at is FinalAt.PROMPT:
             return 0
-        most = self.sealed(n) - (self.segment is not None)
-        return max(0, min(most, n + 1 - self.window)) // self.step * self.step
+        droppable = self.sealed(n)
+        if self.segment is not None:
+            droppable -= 1
+        unseen = max(0, min(droppable, n + 1 - window))
+        return unseen // self.step * self.step
 
     @property
     def reach(self) -> int | None:
-        """Tokens up to the last one computed that a prefill may still ask for, to attend to or to
-        seal; None: all."""
-        if (
-            self.window is None
-            or self.lead
-            or self.kept_limit
-            or self.final_at is FinalAt.PROMPT
-        ):
+        """How many of the last computed tokens a prefill may still need, to attend to or to seal;
+        None: all."""
+        needs_all = self.lead or self.kept_limit or self.final_at is FinalAt.PROMPT
+        if self.window is None or needs_all:
             return None
         return max(self.window, self.residual + self.page.tokens) + self.step
 
     @property
     def step(self) -> int:
         """Tokens in pages that become final, and are shared and dropped, together."""
-        whole = self.segment is not None or self.final_at is FinalAt.SEGMENT
-        return self.segment_tokens if whole else self.page.tokens
+        if self.segment is not None or self.final_at is FinalAt.SEGMENT:
+            return self.segment_tokens
+        return self.page.tokens
 
     def numbers(self, n: int) -> int:
-        """Values of K and V that n tokens have, of those that the next query sees."""
-        seen = n if self.window is None else min(n, self.window)
-        return 2 * seen * len(self.layers) * self.heads * self.head_dim
+        """Values of K and V of n tokens, as far as the next query sees them."""
+        tokens = n if self.window is None else min(n, self.window)
+        return 2 * tokens * len(self.layers) * self.heads * self.head_dim
 
     def inventory(self, n: int) -> Counter[Kind]:
-        """How many records of each kind a prompt of n tokens fills, of those it fills any of."""
+        """How many records of each kind a prompt of n tokens fills; kinds without any left out."""
         sealed = self.sealed(n)
         paged = sealed - self.dropped(n)
-        raws = -(-(n - sealed) // RAW_TOKENS) + self.kept_raws(1 if sealed else 0)
         segments = -(-paged // self.segment_tokens) if self.segment else 0
-        found = {Kind.PAGE: paged // self.page.tokens, Kind.SEGMENT: segments}
-        return +Counter(found | {Kind.SIDE: 1 if self.side else 0, Kind.RAW: raws})
+        tail = -(-(n - sealed) // RAW_TOKENS)
+        kept_raws = self.kept_raws(1 if sealed else 0)
+        counts = Counter(
+            {
+                Kind.PAGE: paged // self.page.tokens,
+                Kind.SEGMENT: segments,
+                Kind.SIDE: 1 if self.side else 0,
+                Kind.RAW: tail + kept_raws,
+            }
+        )
+        return +counts  # without zeros
 
     def is_side_sent(self, n: int) -> bool:
-        """Whether the side record of a prompt of n tokens says anything: of its pages; in groups
-        with a lead only while there is none, of what the first one will need."""
-        return self.side is not None and bool(self.sealed(n)) != bool(self.lead)
+        """Whether the side record of a prompt of n tokens says anything.
+
+        It describes the prompt's pages, once there are any; in groups with a lead it says what the
+        first page will need, until there is one.
+        """
+        if self.side is None:
+            return False
+        has_pages = self.sealed(n) > 0
+        return not has_pages if self.lead else has_pages
 
     def kept_raws(self, seals: int) -> int:
-        """Raw pages for what `seals` seals set aside; all of a prompt is one."""
-        return -(-min(seals * self.kept, self.kept_limit) // RAW_TOKENS)
+        """Raw pages for the tokens that `seals` seals set aside; a whole prompt is one seal."""
+        return -(-min(seals * self.kept_per_seal, self.kept_limit) // RAW_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -193,18 +212,19 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint_of(
-            (self.group_of, [group.fingerprint for group in self.groups])
-        )
+        groups = [group.fingerprint for group in self.groups]
+        return fingerprint_of((self.group_of, groups))
 
     @property
     def spec(self) -> str:
         """The codec spec of the only group, or "layers:spec; ..." of all of them."""
         if len(self.groups) == 1:
             return self.groups[0].codec
-        return ";".join(
-            f"{','.join(map(str, g.layers))}:{g.codec}" for g in self.groups
-        )
+        specs = []
+        for group in self.groups:
+            layers = ",".join(map(str, group.layers))
+            specs.append(f"{layers}:{group.codec}")
+        return ";".join(specs)
 
     @property
     def reaches(self) -> tuple[int | None, ...]:
@@ -212,16 +232,16 @@ class Plan:
         return tuple(self.groups[index].reach for index in self.group_of)
 
     def numbers(self, n: int) -> int:
-        """Values of K and V that n tokens have in all layers, of those that the next query sees."""
+        """Values of K and V of n tokens in all layers, as far as the next query sees them."""
         return sum(group.numbers(n) for group in self.groups)
 
     def records(self, n: int) -> Counter[RecordShape]:
-        """What n tokens are in, all layers: pages, segments, side records and tail, by shape."""
-        found = Counter[RecordShape]()
+        """Records of n tokens in all layers, by shape: pages, segments, side records and tail."""
+        records = Counter[RecordShape]()
         for group in self.groups:
             for kind, count in group.inventory(n).items():
-                found[group.record(group.layout(kind))] += count
-        return found
+                records[group.record(group.layout(kind))] += count
+        return records
 
     def nbytes(self, n: int) -> int:
         """Bytes resident for n tokens."""

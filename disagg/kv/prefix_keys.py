@@ -1,7 +1,7 @@
-"""What prompts can share, and its name: content keys of the units of a prompt.
+"""Content keys: names for the parts of a prompt that prompts can share.
 
 Equal keys mean equal bytes: KV depends on the model, the layouts and every token before, and so do
-the keys. Hashes and arithmetic only; who keeps what under a key is the pool's.
+the keys. Hashes and arithmetic only; the pool keeps pages under these keys.
 """
 
 import sys
@@ -18,10 +18,11 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class PrefixBlock:
-    """Tokens of one layer group, from those of the unit before up to `end`, by what holds them.
+    """Tokens of one layer group that become final together, and so are shared whole: a page, a
+    segment with its pages, or a sink.
 
-    What becomes final together is shared whole: a page, a segment with its pages, or a sink.
-    parts: the records by kind, those that others depend on first
+    end:   the tokens are those from the end of the block before, up to this one
+    parts: its records by kind, those that others depend on first
     """
 
     group: int
@@ -29,7 +30,7 @@ class PrefixBlock:
     parts: dict[Kind, range]
 
     def records(self) -> list[tuple[Kind, int]]:
-        """The records, in that order."""
+        """The records, in the order of `parts`."""
         return [
             (kind, record) for kind, records in self.parts.items() for record in records
         ]
@@ -44,62 +45,68 @@ class PrefixBlock:
 
 
 def units_of(plan: Plan, tokens: int) -> tuple[tuple[PrefixBlock, ...], ...]:
-    """The units of a prompt of `tokens` tokens: for each layer group, in token order.
+    """The blocks of a prompt of `tokens` tokens: for each layer group, in token order.
 
     A group has none if its records are final only with the whole prompt: those may be written to
-    while decoding, and what is shared never is.
+    while decoding, and shared records never are.
     """
-    return tuple(
-        tuple(_units(index, group, tokens)) for index, group in enumerate(plan.groups)
-    )
+    groups = enumerate(plan.groups)
+    return tuple(tuple(_blocks(index, group, tokens)) for index, group in groups)
 
 
 def content_keys(
     model: str, plan: Plan, prompt: Sequence[int]
 ) -> tuple[tuple[bytes, ...], ...]:
-    """The key of every unit of a prompt, by layer group: equal keys mean the same content.
-
-    KV depends on model, layouts and every token before, and on nothing else; so do the keys. Pages
-    may depend on the lead of the prompt too, behind them or not.
+    """The key of every block of a prompt, by layer group: equal keys mean the same content.
 
     model: fingerprint of config and weights · prompt: token ids
     """
     tokens = array("q", prompt)
     if sys.byteorder == "big":
         tokens.byteswap()
-    view, size = memoryview(tokens).cast("B"), tokens.itemsize
-    found = []
-    for group, units in zip(plan.groups, units_of(plan, len(prompt)), strict=True):
-        chain = blake2b(
-            repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES
-        )
-        keys, known = [], 0
-        for unit in units:
-            end = max(
-                unit.end, min(group.lead, len(prompt)) if Kind.PAGE in unit.parts else 0
-            )
-            chain.update(view[known * size : end * size])
-            chain.update(b"%d" % unit.end if group.lead else b"")
-            keys.append(chain.digest())
-            known = max(known, end)
-        found.append(tuple(keys))
-    return tuple(found)
-
-
-def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[PrefixBlock]:
-    sink, sealed = (
-        group.sink,
-        0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens),
+    blocks = units_of(plan, len(prompt))
+    return tuple(
+        tuple(_group_keys(model, group, tokens, blocks_of_group))
+        for group, blocks_of_group in zip(plan.groups, blocks, strict=True)
     )
+
+
+def _group_keys(
+    model: str,
+    group: LayerGroup,
+    tokens: "array[int]",
+    blocks: Sequence[PrefixBlock],
+) -> Iterator[bytes]:
+    """A chain of hashes: each key covers the model, the group and every token up to its block.
+
+    All pages of a group may depend on the lead of the prompt, so their keys cover that too, even
+    where it ends behind them.
+    """
+    view, size = memoryview(tokens).cast("B"), tokens.itemsize
+    lead = min(group.lead, len(tokens))
+    identity = repr((model, group.fingerprint)).encode()
+    chain = blake2b(identity, digest_size=KEY_BYTES)
+    hashed = 0  # tokens in the chain
+    for block in blocks:
+        end = max(block.end, lead) if Kind.PAGE in block.parts else block.end
+        chain.update(view[hashed * size : end * size])
+        if group.lead:
+            chain.update(b"%d" % block.end)
+        hashed = max(hashed, end)
+        yield chain.digest()
+
+
+def _blocks(index: int, group: LayerGroup, tokens: int) -> Iterator[PrefixBlock]:
+    sink = group.sink
+    sealed = 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
     dropped = min(sealed, group.dropped(tokens))
     if sink and tokens >= sink:
         yield PrefixBlock(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
     for first in range(0, sealed - dropped, group.step):
         end = min(first + group.step, sealed - dropped)
-        parts = {Kind.PAGE: range(first // group.page.tokens, end // group.page.tokens)}
+        parts: dict[Kind, range] = {}
         if group.segment:
-            segments = range(
-                first // group.segment_tokens, -(-end // group.segment_tokens)
-            )
-            parts = {Kind.SEGMENT: segments} | parts
+            last_segment = -(-end // group.segment_tokens)
+            parts[Kind.SEGMENT] = range(first // group.segment_tokens, last_segment)
+        parts[Kind.PAGE] = range(first // group.page.tokens, end // group.page.tokens)
         yield PrefixBlock(index, sink + dropped + end, parts)

@@ -12,7 +12,7 @@ from disagg.kv.plan import LayerGroup, RecordShape
 
 
 class Allocator(Protocol):
-    """Who hands out records: the pool, or the private store of a one-layer cache."""
+    """Hands out records: the pool, or the private arena of a one-layer cache."""
 
     def allocate(self, shape: RecordShape, count: int) -> list[int]:
         """`count` page ids, each owned once; CapacityError and nothing taken if no room."""
@@ -23,10 +23,10 @@ class Allocator(Protocol):
 
 @dataclass
 class Run:
-    """Pages in token order under one layout and one segment. A kernel never crosses one.
+    """Pages in token order under one layout and one segment, which no kernel crosses.
 
-    first: tokens in pages before it
-    pages: 32-bit ids side by side, so that a page table of thousands is copied, not counted out
+    first: tokens in the pages before it
+    pages: 32-bit ids in one buffer, so that a page table of thousands is a single copy
     """
 
     layout: Layout
@@ -37,61 +37,67 @@ class Run:
 
 @dataclass
 class GroupState:
-    """One sequence in one group, as page ids; `seals`: how often a prompt or tail was sealed.
+    """The records of one sequence in one group, as page ids.
 
-    tail:    the raw pages in token order, those of the sink in front
-    dropped: pages in front of the runs that are not kept, since no query sees them any more
+    tail:       raw pages in token order, those of the sink in front
+    side:       the side record, where the codec has one
+    kept_pages: raw pages of the tokens that the side record names
+    seals:      how often a prompt or a tail was sealed
+    dropped:    pages in front of the runs that were released, since no query sees them any more
     """
 
     runs: list[Run] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     side: int | None = None
-    kept: list[int] = field(default_factory=list)
+    kept_pages: list[int] = field(default_factory=list)
     seals: int = 0
     dropped: int = 0
 
     @property
     def num_pages(self) -> int:
-        """Pages that were sealed: those of all runs, and those dropped."""
-        last = self.runs[-1] if self.runs else None
-        return (
-            last.first // last.layout.tokens + len(last.pages) if last else self.dropped
-        )
+        """Pages sealed so far: those of all runs, and those dropped."""
+        if not self.runs:
+            return self.dropped
+        last = self.runs[-1]
+        return last.first // last.layout.tokens + len(last.pages)
 
     def drop(self, pages: int) -> list[int]:
-        """Keep the first `pages` of all that were sealed no longer; the records to release."""
+        """Drop the first `pages` of all that were sealed; returns the records to release."""
         if pages <= self.dropped:
             return []
-        segments = {run.segment: None for run in self.runs}
+        segments_before = self._segments()
         freed: list[int] = []
         while self.dropped < pages:
             run = self.runs[0]
-            some = run.pages[: pages - self.dropped]
-            freed += some
-            del run.pages[: len(some)]
-            run.first += len(some) * run.layout.tokens
-            self.dropped += len(some)
+            head = run.pages[: pages - self.dropped]
+            freed += head
+            del run.pages[: len(head)]
+            run.first += len(head) * run.layout.tokens
+            self.dropped += len(head)
             if not run.pages:
                 del self.runs[0]
-        left = {run.segment for run in self.runs}
-        return freed + [x for x in segments if x is not None and x not in left]
+        segments = set(self._segments())
+        freed += [segment for segment in segments_before if segment not in segments]
+        return freed
+
+    def _segments(self) -> list[int]:
+        """The segments of all runs, each once, in order."""
+        segments = dict.fromkeys(run.segment for run in self.runs)
+        return [segment for segment in segments if segment is not None]
 
     def page_ids(self) -> list[int]:
         """The pages of all runs, in token order."""
         return [page for run in self.runs for page in run.pages]
 
     def ids_by_kind(self) -> dict[Kind, list[int]]:
-        """The records of each kind, in their order, of the kinds that it has."""
-        segments = dict.fromkeys(
-            run.segment for run in self.runs if run.segment is not None
-        )
-        found = {
+        """The records of each kind, in order; kinds without records are left out."""
+        records = {
             Kind.PAGE: self.page_ids(),
-            Kind.SEGMENT: list(segments),
-            Kind.RAW: self.tail + self.kept,
+            Kind.SEGMENT: self._segments(),
+            Kind.RAW: self.tail + self.kept_pages,
             Kind.SIDE: [] if self.side is None else [self.side],
         }
-        return {kind: ids for kind, ids in found.items() if ids}
+        return {kind: ids for kind, ids in records.items() if ids}
 
     def ids(self) -> list[int]:
         """Every record owned, each once."""
@@ -105,30 +111,40 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
         for kind, count in group.inventory(n).items():
             ids[kind] = allocator.allocate(group.record(group.layout(kind)), count)
     except DisaggError:
-        allocator.release([*chain.from_iterable(ids.values())])
+        allocator.release(list(chain.from_iterable(ids.values())))
         raise
     return lay_out(group, n, ids)
 
 
 def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupState:
-    """A prompt of n tokens in these records, as many of each kind as the inventory says.
-
-    Pages of one segment form one run; a codec without segments has a single run.
-    """
+    """A prompt of n tokens in these records, as many of each kind as the inventory says."""
     sealed, dropped = group.sealed(n), group.dropped(n)
-    pages, segments = ids.get(Kind.PAGE, []), ids.get(Kind.SEGMENT, [])
-    step = group.segment_tokens // group.page.tokens if segments else max(1, len(pages))
-    owners: Sequence[int | None] = segments or [None]
-    runs = [
-        Run(
-            group.page,
-            owner,
-            dropped + i * group.page.tokens,
-            array("i", pages[i : i + step]),
-        )
-        for i, owner in zip(range(0, len(pages), step), owners, strict=False)
-    ]
+    num_tail = -(-(n - sealed) // RAW_TOKENS)
+    raws = ids.get(Kind.RAW, [])
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
-    raws, split = ids.get(Kind.RAW, []), -(-(n - sealed) // RAW_TOKENS)
-    before = dropped // group.page.tokens
-    return GroupState(runs, raws[:split], side, raws[split:], int(sealed > 0), before)
+    segments = ids.get(Kind.SEGMENT, [])
+    return GroupState(
+        runs=_runs(group, dropped, ids.get(Kind.PAGE, []), segments),
+        tail=raws[:num_tail],
+        side=side,
+        kept_pages=raws[num_tail:],
+        seals=1 if sealed else 0,
+        dropped=dropped // group.page.tokens,
+    )
+
+
+def _runs(
+    group: LayerGroup, dropped: int, pages: list[int], segments: list[int]
+) -> list[Run]:
+    """The pages of one segment form one run; a codec without segments has a single run."""
+    if not segments:
+        return [Run(group.page, None, dropped, array("i", pages))] if pages else []
+    pages_per_run = group.segment_tokens // group.page.tokens
+    runs = []
+    for index, segment in zip(
+        range(0, len(pages), pages_per_run), segments, strict=False
+    ):
+        first = dropped + index * group.page.tokens
+        run_pages = array("i", pages[index : index + pages_per_run])
+        runs.append(Run(group.page, segment, first, run_pages))
+    return runs

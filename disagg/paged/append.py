@@ -6,8 +6,8 @@
 A sink is in front of both, and stays.
 
 Pages sealed while decoding have the layout `flush_page` where the group has one: all that belongs
-to such a page is in it. Else, in a group with segments, a page joins the first one of the sequence,
-and only the first page of all begins one.
+to such a page is in it. Otherwise, in a group with segments, a page joins the first segment of the
+sequence, and only the first page of all begins one.
 """
 
 from array import array
@@ -39,24 +39,31 @@ class SequenceGrowth:
 class RecordIds:
     """Records of a sequence in a layer group, each kind in its order: int32 page ids.
 
-    tail: raw pages of tokens in order · kept: those of tokens that the side record names
+    tail:       raw pages of tokens in order
+    kept_pages: raw pages of the tokens that the side record names
     """
 
     pages: Tensor
     segments: Tensor
     tail: Tensor
-    kept: Tensor
+    kept_pages: Tensor
     side: Tensor
 
     @classmethod
     def of(cls, state: GroupState) -> "RecordIds":
         """All records of a state, on the host."""
         ids = state.ids_by_kind()
-        paged, segments, side = (
-            ids.get(x, []) for x in (Kind.PAGE, Kind.SEGMENT, Kind.SIDE)
+        return cls(
+            pages=_int32(ids.get(Kind.PAGE, [])),
+            segments=_int32(ids.get(Kind.SEGMENT, [])),
+            tail=_int32(state.tail),
+            kept_pages=_int32(state.kept_pages),
+            side=_int32(ids.get(Kind.SIDE, [])),
         )
-        found = paged, segments, state.tail, state.kept, side
-        return cls(*(torch.tensor(x, dtype=torch.int32) for x in found))
+
+
+def _int32(ids: Sequence[int] | Sequence[list[int]]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,9 @@ class Seal:
 
     index:  of the row that completes the page, among those of the group
     first:  position of the first token sealed
-    fresh:  the segment of the page, which may have none, begins with it
-    places: of the page, its segment, the tail that it is read from, and what its sequence keeps
+    fresh:  the page begins a segment
+    places: the records of the page and its segment, the tail that it is read from, and the side
+            record and kept pages of its sequence
     """
 
     index: int
@@ -77,14 +85,14 @@ class Seal:
 
 @dataclass
 class NewRecords:
-    """Records taken for a whole step, handed out in turn."""
+    """Records taken for a whole step, handed out one by one."""
 
     raws: deque[int]
     pages: deque[int]
     segments: deque[int]
 
     def ids(self) -> list[int]:
-        """Those that were not handed out yet."""
+        """The records not handed out yet."""
         return [*self.raws, *self.pages, *self.segments]
 
 
@@ -97,74 +105,79 @@ def take_records(
     group: LayerGroup, growths: Sequence[SequenceGrowth], allocator: Allocator
 ) -> NewRecords:
     """Records for a whole step, before any state changes; CapacityError and nothing taken."""
-    raws = pages = segments = 0
+    num_raws = num_pages = num_segments = 0
     for growth in growths:
-        sealed = growth.state.num_pages * group.page.tokens
-        raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(
-            growth.state.tail
-        )
-        if group.page != group.raw and group.sealed(growth.n + growth.m) > sealed:
-            pages += 1
-            segments += begins_segment(group, growth.state)
-            raws += _more_kept(group, growth.state)
-    wanted = ((group.raw, raws), (group.decode_page, pages), (group.segment, segments))
-    taken: list[list[int]] = []
+        state, n = growth.state, growth.n + growth.m
+        sealed = state.num_pages * group.page.tokens
+        num_raws += -(-(n - sealed) // RAW_TOKENS) - len(state.tail)
+        if group.page != group.raw and group.sealed(n) > sealed:
+            num_pages += 1
+            num_raws += _more_kept(group, state)
+            if begins_segment(group, state):
+                num_segments += 1
+    allocated: list[list[int]] = []
     try:
-        for layout, count in wanted:
-            ids = (
-                allocator.allocate(group.record(layout), count)
-                if layout and count
-                else []
-            )
-            taken.append(ids)
+        for layout, count in (
+            (group.raw, num_raws),
+            (group.decode_page, num_pages),
+            (group.segment, num_segments),
+        ):
+            ids: list[int] = []
+            if layout and count:
+                ids = allocator.allocate(group.record(layout), count)
+            allocated.append(ids)
     except CapacityError:
-        for ids in taken:
+        for ids in allocated:
             allocator.release(ids)
         raise
-    return NewRecords(*map(deque, taken))
+    raws, pages, segments = map(deque, allocated)
+    return NewRecords(raws, pages, segments)
 
 
 def _more_kept(group: LayerGroup, state: GroupState) -> int:
     """Raw pages that the next seal may need for the tokens it sets aside."""
-    return group.kept_raws(state.seals + 1) - len(state.kept)
+    return group.kept_raws(state.seals + 1) - len(state.kept_pages)
 
 
 def append_tokens(
-    group: LayerGroup, growths: Sequence[SequenceGrowth], fresh: NewRecords
+    group: LayerGroup, growths: Sequence[SequenceGrowth], records: NewRecords
 ) -> tuple[list[int], list[int]]:
     """The raw page and slot of every new token; the tails grow."""
     pages, slots = [], []
     for growth in growths:
         tail = growth.state.tail
         sealed = growth.state.num_pages * group.page.tokens
-        while len(tail) * RAW_TOKENS < growth.n + growth.m - sealed:
-            tail.append(fresh.raws.popleft())
-        for position in range(growth.n - sealed, growth.n - sealed + growth.m):
+        first = growth.n - sealed
+        end = first + growth.m
+        while len(tail) * RAW_TOKENS < end:
+            tail.append(records.raws.popleft())
+        for position in range(first, end):
             pages.append(tail[position // RAW_TOKENS])
             slots.append(position % RAW_TOKENS)
     return pages, slots
 
 
 def seal_tails(
-    group: LayerGroup, growths: Sequence[SequenceGrowth], fresh: NewRecords
+    group: LayerGroup, growths: Sequence[SequenceGrowth], records: NewRecords
 ) -> list[Seal]:
     """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
-    found: list[Seal] = []
-    raws, sink = group.page.tokens // RAW_TOKENS, group.sink // RAW_TOKENS
+    seals: list[Seal] = []
+    raws_per_page = group.page.tokens // RAW_TOKENS
+    sink = group.sink // RAW_TOKENS
     index = 0
     for growth in growths:
         state = growth.state
         first = state.num_pages * group.page.tokens
         while group.sealed(growth.n + growth.m) > first:
-            tail = state.tail[sink : sink + raws]
-            del state.tail[sink : sink + raws]
+            tail = state.tail[sink : sink + raws_per_page]
+            del state.tail[sink : sink + raws_per_page]
             if group.page == group.raw:
                 _extend(state, group.raw, None, first, tail[0])
             else:
-                found.append(_seal_one(group, state, index, tail, first, fresh))
+                seals.append(_seal_one(group, state, index, tail, first, records))
             first += group.page.tokens
         index += growth.m
-    return found
+    return seals
 
 
 def _seal_one(
@@ -173,32 +186,38 @@ def _seal_one(
     index: int,
     tail: list[int],
     first: int,
-    fresh: NewRecords,
+    records: NewRecords,
 ) -> Seal:
+    layout = group.decode_page
+    segment = None
     begins = begins_segment(group, state)
-    segment = fresh.segments.popleft() if begins else None
-    if segment is None and group.segment_of(group.decode_page) is not None:
+    if begins:
+        segment = records.segments.popleft()
+    elif group.segment_of(layout) is not None:
         segment = state.runs[0].segment
-    page = fresh.pages.popleft()
-    _extend(state, group.decode_page, segment, first, page)
-    state.kept.extend(fresh.raws.popleft() for _ in range(_more_kept(group, state)))
+    page = records.pages.popleft()
+    _extend(state, layout, segment, first, page)
+    for _ in range(_more_kept(group, state)):
+        state.kept_pages.append(records.raws.popleft())
     state.seals += 1
-    run = Run(group.decode_page, segment, first, array("i", [page]))
-    places = RecordIds.of(GroupState([run], tail, state.side, state.kept))
-    return Seal(index, group.sink + first, begins, places)
+    run = Run(layout, segment, first, array("i", [page]))
+    read = GroupState([run], tail, state.side, state.kept_pages)
+    return Seal(index, group.sink + first, begins, RecordIds.of(read))
 
 
 def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
-    """What an append of `count` rows is told of the pages that they complete; on the host."""
-    pages, segments, stretches = [NO_PAGE] * count, [0] * count, [0] * count
+    """The pages that `count` rows complete, as an append reads them; on the host."""
+    pages = [NO_PAGE] * count
     tails = [[0] * (group.page.tokens // RAW_TOKENS)] * count
+    segments = [0] * count
+    stretches = [0] * count
     for seal in seals:
         at = seal.places
-        pages[seal.index], tails[seal.index] = int(at.pages), at.tail.tolist()
+        pages[seal.index] = int(at.pages)
+        tails[seal.index] = at.tail.tolist()
         segments[seal.index] = int(at.segments) if len(at.segments) else 0
         stretches[seal.index] = seal.first // STRETCH_TOKENS
-    found = pages, tails, segments, stretches
-    return SealRows(*(torch.tensor(x, dtype=torch.int32) for x in found))
+    return SealRows(_int32(pages), _int32(tails), _int32(segments), _int32(stretches))
 
 
 def _extend(

@@ -1,9 +1,9 @@
 """Does what serves a codec on this machine compute what the reference says?
 
-A prompt of a few pages is encoded, decoding seals one more, and one query attends to all of it,
-then those of the last tokens do: by what serves here, beside the torch reference on a CPU. On a GPU
-this compiles what the codec needs. `disagg doctor` shows all of it; a worker on a GPU asks before
-it takes requests.
+A prompt of a few pages is encoded, decoding seals one more, then one query attends to all of it,
+and then the queries of the last tokens: with the kernels that serve here, and with the torch
+reference on a CPU. On a GPU this compiles what the codec needs. `disagg doctor` shows all of it; a
+worker on a GPU checks its plans before it takes requests.
 """
 
 import time
@@ -25,12 +25,13 @@ from disagg.kernels.ops import appends_by, attends_by, encodes_by
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.paged.compressed_kv import CompressedKV, compress
 
-LAYER = 2  # of the model: some codecs treat the first two as others
+LAYER = 2  # of the model: some codecs treat the first two differently
 QUERIES = 32
-AT_ONCE = 5  # queries of one sequence, as where it starts again
+REPLAYED = 5  # queries of one sequence at once, as when a preempted one is replayed
 CPU = torch.device("cpu")
-# relative, on a GPU: sums in another order tip a few roundings of codes; q and p have 16 bits
-GPU_BYTES, GPU_ATTEND = 1e-2, 2e-3
+# relative errors allowed on a GPU
+GPU_BYTES = 1e-2  # sums in another order tip a few roundings of codes
+GPU_ATTEND = 2e-3  # q and p have 16 bits
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Finding:
 
     kernel:   "encode" (a prompt), "append" (until a page is sealed), "attend" (one query) or
               "replay" (several)
-    error:    relative; of K and V that the bytes stand for, or of attention; bound: of it
+    error:    relative: of the K and V that the bytes stand for, or of attention
+    bound:    the largest error allowed
     first_ms: of the first call, which compiles; ms: of the next
     failure:  why there are no figures
     """
@@ -60,10 +62,24 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What came out, on the CPU, in fp64.
+class _Inputs:
+    """A prompt of two pages, new tokens that seal another one, and queries: [heads, n, D]."""
 
-    o, exact: of one query and of several; exact: attention on what the pages stand for
+    k: Tensor
+    v: Tensor
+    new_k: Tensor
+    new_v: Tensor
+    queries: Tensor
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Results of one pass, on the CPU, in fp64.
+
+    encoded, appended: K and V that the bytes stand for, after the prompt and after the new tokens
+    o:       attention of one query, and of several
+    exact:   exact attention of the same queries over what the pages stand for
+    ms:      of encode, append, and the two calls of attend
     """
 
     encoded: Tensor
@@ -75,30 +91,36 @@ class _Outcome:
 
 
 def check_plans(plans: Sequence[Plan], query_heads: int, device: torch.device) -> None:
-    """ConfigError unless every kernel of every codec of these plans is sound on a device, for a
-    model of so many query heads: with its own tails, and as many queries of a KV head."""
-    groups = [x for plan in plans for x in plan.groups]
+    """ConfigError unless every kernel of every codec of these plans is sound on a device.
+
+    Each is checked with the tails of the model, and with its number of queries for a KV head.
+
+    query_heads: of the model
+    """
+    groups = [group for plan in plans for group in plan.groups]
     cases = {(x.codec, x.heads, x.head_dim, exact_format(x.raw).dtype) for x in groups}
     for spec, heads, head_dim, dtype in sorted(cases):
-        for found in examine(
-            spec, heads, head_dim, device, dtype, query_heads // heads
-        ):
-            if not found.sound:
-                told = (
-                    found.failure
-                    or f"its error is {found.error:.2g}, above {found.bound:.2g}"
-                )
-                raise ConfigError(
-                    f"{found.kernel} of {found.codec} by {found.backend} is not sound on {device}: "
-                    f"{told}; name another codec, or serve with model.device=cpu"
-                )
+        per_head = query_heads // heads
+        for finding in examine(spec, heads, head_dim, device, dtype, per_head):
+            if not finding.sound:
+                raise ConfigError(_complaint(finding, device))
+
+
+def _complaint(finding: Finding, device: torch.device) -> str:
+    reason = finding.failure
+    if not reason:
+        reason = f"its error is {finding.error:.2g}, above {finding.bound:.2g}"
+    return (
+        f"{finding.kernel} of {finding.codec} by {finding.backend} is not sound on {device}: "
+        f"{reason}; name another codec, or serve with model.device=cpu"
+    )
 
 
 def name_of(device: str) -> str:
-    """What computes on "cpu" or "cuda", in words."""
-    return (
-        torch.cuda.get_device_name() if device == "cuda" else library.describe_backend()
-    )
+    """The hardware behind "cpu" or "cuda", in words."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return library.describe_backend()
 
 
 def examine(
@@ -115,92 +137,117 @@ def examine(
     """
     codec, device = get_codec(spec, head_dim), torch.device(where)
     group = codec.layer_group((LAYER,), heads, head_dim, dtype)
-    given = _inputs(group, getattr(torch, dtype), per_head)
+    inputs = _make_inputs(group, getattr(torch, dtype), per_head)
     with library.forced(library.TORCH):
-        wanted = _run(codec, given, CPU)
+        reference = _run(codec, inputs, CPU)
     try:
-        first, found = (_run(codec, given, device) for _ in range(2))
-    except (
-        Exception
-    ) as error:  # of a compiler, say: whatever it is, the codec cannot be served
+        first = _run(codec, inputs, device)
+        second = _run(codec, inputs, device)
+    except Exception as error:  # of a compiler, say: the codec cannot be served
         failure = f"{type(error).__name__}: {error}"
         return [Finding(codec.spec, "all", appends_by(device), failure=failure)]
-    like, on_gpu = torch.empty(0, device=device), device.type == "cuda"
-    of_bytes = GPU_BYTES if on_gpu else 0.0
-    of_attend = max(codec.attend_error, GPU_ATTEND if on_gpu else 0.0)
-    by = attends_by(found.formats, like)
+    return _compare(codec, first, second, reference, device)
+
+
+def _compare(
+    codec: Codec,
+    first: _Outcome,
+    second: _Outcome,
+    reference: _Outcome,
+    device: torch.device,
+) -> list[Finding]:
+    """The findings of two passes on a device: bytes against the reference, attention against
+    exact attention on the same bytes."""
+    like = torch.empty(0, device=device)
+    on_gpu = device.type == "cuda"
+    byte_bound = GPU_BYTES if on_gpu else 0.0
+    attend_bound = max(codec.attend_error, GPU_ATTEND if on_gpu else 0.0)
+    encoder = encodes_by(second.formats[0], like)
+    appender = appends_by(device)
+    attender = attends_by(second.formats, like)
     rows = [
-        (
-            "encode",
-            encodes_by(found.formats[0], like),
-            found.encoded,
-            wanted.encoded,
-            of_bytes,
-        ),
-        ("append", appends_by(device), found.appended, wanted.appended, of_bytes),
-        ("attend", by, found.o[0], found.exact[0], of_attend),
-        ("replay", by, found.o[1], found.exact[1], of_attend),
+        ("encode", encoder, second.encoded, reference.encoded, byte_bound),
+        ("append", appender, second.appended, reference.appended, byte_bound),
+        ("attend", attender, second.o[0], second.exact[0], attend_bound),
+        ("replay", attender, second.o[1], second.exact[1], attend_bound),
     ]
     return [
-        Finding(codec.spec, name, backend, _error(x, y), bound, first_ms, ms)
-        for (name, backend, x, y, bound), first_ms, ms in zip(
-            rows, first.ms, found.ms, strict=True
+        Finding(
+            codec=codec.spec,
+            kernel=kernel,
+            backend=backend,
+            error=_error(result, expected),
+            bound=bound,
+            first_ms=first_ms,
+            ms=ms,
+        )
+        for (kernel, backend, result, expected, bound), first_ms, ms in zip(
+            rows, first.ms, second.ms, strict=True
         )
     ]
 
 
-def _inputs(group: LayerGroup, dtype: torch.dtype, per_head: int) -> list[Tensor]:
-    """K and V of a prompt of two pages, of what then seals another one, and queries: [_, n, D]."""
+def _make_inputs(group: LayerGroup, dtype: torch.dtype, per_head: int) -> _Inputs:
     n = group.sink + group.residual + 2 * group.page.tokens
     more = next(m for m in count(1) if group.sealed(n + m) > group.sealed(n))
     source = torch.Generator().manual_seed(0)
-    heads, rows = group.heads, per_head * group.heads
-    sizes = [*[(heads, n)] * 2, *[(heads, more)] * 2, (rows, QUERIES)]
-    return [
-        torch.randn(*size, group.head_dim, generator=source).to(dtype) for size in sizes
-    ]
+
+    def tokens(heads: int, n: int) -> Tensor:
+        x = torch.randn(heads, n, group.head_dim, generator=source)
+        return x.to(dtype)
+
+    heads = group.heads
+    return _Inputs(
+        k=tokens(heads, n),
+        v=tokens(heads, n),
+        new_k=tokens(heads, more),
+        new_v=tokens(heads, more),
+        queries=tokens(per_head * heads, QUERIES),
+    )
 
 
-def _run(codec: Codec, given: Sequence[Tensor], device: torch.device) -> _Outcome:
-    k, v, new_k, new_v, queries = (x.to(device) for x in given)
+def _run(codec: Codec, inputs: _Inputs, device: torch.device) -> _Outcome:
+    """Encode the prompt, append the new tokens, and attend, on a device."""
     ms: list[float] = []
 
     def timed(call: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.perf_counter()
-        found = call(*arguments)
+        start = time.perf_counter()
+        result = call(*arguments)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        ms.append(1e3 * (time.perf_counter() - began))
-        return found
+        ms.append(1e3 * (time.perf_counter() - start))
+        return result
 
+    k, v, queries = (x.to(device) for x in (inputs.k, inputs.v, inputs.queries))
+    new_k, new_v = inputs.new_k.to(device), inputs.new_v.to(device)
     cache: CompressedKV = timed(compress, codec, k, v, LAYER, queries)
-    encoded = _stands_for(cache)
+    encoded = _decoded(cache)
     timed(cache.append, new_k, new_v)
-    appended, present = _stands_for(cache), cache.present().cpu()
-    last = [queries[:, -count:].float() for count in (1, AT_ONCE)]
+    appended = _decoded(cache)
+    present = cache.present().cpu()
+    last = [queries[:, -width:].float() for width in (1, REPLAYED)]
     o = [timed(cache.attend, q).cpu().double() for q in last]
-    exact = [_exact(q.cpu().double(), appended, present) for q in last]
+    exact = [_exact_attention(q.cpu().double(), appended, present) for q in last]
     return _Outcome(encoded, appended, o, exact, cache.formats(), ms)
 
 
-def _stands_for(cache: CompressedKV) -> Tensor:
+def _decoded(cache: CompressedKV) -> Tensor:
     """K and V that attention sees: [2, H, n, D]."""
     return torch.stack(cache.reconstruct()).cpu().double()
 
 
-def _exact(q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
-    """Attention of q [Hq, W, D], of the last W tokens, over K and V [2, H, n, D] of those tokens
-    that are present [H, n]."""
-    (width, dim), (heads, n) = q.shape[1:], present.shape
-    seen = present[:, None, None] & torch.ones(width, n, dtype=torch.bool).tril(
-        n - width
-    )
-    scores = (
-        torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
-    )
-    p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+def _exact_attention(q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
+    """Attention of the queries of the last W tokens, q [Hq, W, D], over K and V [2, H, n, D] of
+    those tokens that are present [H, n]."""
+    width, dim = q.shape[1:]
+    heads, n = present.shape
+    causal = torch.ones(width, n, dtype=torch.bool).tril(n - width)
+    is_visible = present[:, None, None] & causal
+    grouped = q.unflatten(0, (heads, -1))
+    scores = torch.einsum("hgwd,hnd->hgwn", grouped, kv[0]) * dim**-0.5
+    p = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
     return torch.einsum("hgwn,hnd->hgwd", p, kv[1]).flatten(0, 1)
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def _error(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())

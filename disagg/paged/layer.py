@@ -5,7 +5,7 @@ bytes. Knows ids, layouts and kernels; who owns a page is the pool's business.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from disagg.kernels.sealing import NewRows, Sealing, Target
 from disagg.kernels.view import Softmax, Table, View
 from disagg.kv.page import FinalAt, Kind, Layout
 from disagg.kv.plan import LayerGroup
-from disagg.paged.append import RecordIds
+from disagg.paged.append import RecordIds, Seal
 from disagg.paged.page_tables import GroupStep, PageTable
 
 
@@ -51,9 +51,10 @@ class LayerRecords:
 
     def read(self, layout: Layout, pages: Tensor | Sequence[int]) -> Tensor:
         """The blocks of some records: [P, H, block_bytes] u8."""
-        there = self.target(layout, pages)
-        heads, nbytes = self.group.heads, layout.block_bytes
-        return load_blocks(self.arena, there.pages, there.base, heads, nbytes)
+        target = self.target(layout, pages)
+        return load_blocks(
+            self.arena, target.pages, target.base, self.group.heads, layout.block_bytes
+        )
 
     def read_tail(self, pages: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
         """The exact tokens of raw pages of a tail: k, v [H, n, D] in the raw dtype."""
@@ -64,15 +65,44 @@ class LayerRecords:
         """Fill the side record, and the raw pages that it names."""
         if encoded.side is not None and self.group.side is not None:
             self.write(self.group.side, at.side, encoded.side.unsqueeze(0))
-        if encoded.kept is not None and len(at.kept):
-            self.write(self.group.raw, at.kept, encoded.kept)
+        if encoded.kept_pages is not None and len(at.kept_pages):
+            self.write(self.group.raw, at.kept_pages, encoded.kept_pages)
 
     def read_kept(self, at: RecordIds) -> tuple[Tensor | None, Tensor | None]:
         """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
-        side = (
-            None if self.group.side is None else self.read(self.group.side, at.side)[0]
-        )
-        return side, self.read(self.group.raw, at.kept) if len(at.kept) else None
+        side = kept_pages = None
+        if self.group.side is not None:
+            side = self.read(self.group.side, at.side)[0]
+        if len(at.kept_pages):
+            kept_pages = self.read(self.group.raw, at.kept_pages)
+        return side, kept_pages
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Exact K and V of a prompt in one layer, after a chunk of prefill.
+
+    k, v:       [H, n, D] - of all tokens so far from `first` on, after RoPE
+    total:      tokens of the whole prompt
+    before:     tokens that earlier calls for this layer had
+    first:      position of the first token; 0 unless the group's `reach` lets older ones go
+    queries:    of the tokens so far, for codecs that choose by them
+    peer_pages: leading pages that the receiver of the records has already; they are not written
+    """
+
+    k: Tensor
+    v: Tensor
+    _: KW_ONLY
+    total: int
+    before: int = 0
+    first: int = 0
+    queries: Queries | None = None
+    peer_pages: int = 0
+
+    @property
+    def done(self) -> int:
+        """Tokens so far."""
+        return self.first + self.k.shape[1]
 
 
 def encodable(group: LayerGroup, done: int, total: int) -> int:
@@ -81,73 +111,90 @@ def encodable(group: LayerGroup, done: int, total: int) -> int:
     Depends on nothing else, so bytes never depend on how the prompt was cut into chunks.
     """
     sealed = group.sealed(total)
-    if done >= total or group.final_at is FinalAt.PROMPT or done < group.lead:
-        return sealed if done >= total else 0
+    if done >= total:
+        return sealed
+    if group.final_at is FinalAt.PROMPT or done < group.lead:
+        return 0
     step = group.page.tokens if group.final_at is FinalAt.PAGE else group.segment_tokens
     return min(sealed, step * (max(0, done - group.sink) // step))
 
 
 def write_prompt(
-    codec: Codec,
-    group: LayerGroup,
-    at: RecordIds,
-    layer: int,
-    arena: Tensor,
-    k: Tensor,
-    v: Tensor,
-    before: int,
-    total: int,
-    queries: Queries | None = None,
-    first: int = 0,
-    there: int = 0,
+    codec: Codec, records: LayerRecords, at: RecordIds, chunk: PromptChunk
 ) -> list[Written]:
     """Encode what a chunk of prefill made final, into the records of a sequence.
 
-    at:      those records, on the device of the arena: so nothing is copied to it here
-    k, v:    [H, n, D] - exact K and V of all tokens so far from the `first` on, after RoPE; that is
-             0 where the group wants all of them
-    before:  tokens that earlier calls for this layer had seen
-    total:   tokens of the whole prompt; at done == total the raw pages are written too
-    queries: of the tokens so far, for codecs that choose by them
-    there:   leading pages that whoever gets the records has already: they are left out
+    Pages are written as soon as their bytes are final; the side record and the raw pages of sink
+    and tail with the last chunk.
+
+    at: ids of those records, on the device of the arena: so nothing is copied to it here
     """
-    done, sink, raw = first + k.shape[1], group.sink, exact_format(group.raw)
-    prompt, records = Prompt(total, k, queries), LayerRecords(group, layer, arena)
-    written: list[Written] = []
-    dropped, end = group.dropped(total), encodable(group, done, total)
-    start = max(dropped + there * group.page.tokens, encodable(group, before, total))
-    if end > start:
-        some = slice(sink + start - first, sink + end - first)
-        page, count = (
-            (start - dropped) // group.page.tokens,
-            (end - start) // group.page.tokens,
+    written = _write_pages(codec, records, at, chunk)
+    if chunk.done == chunk.total:
+        written += _write_ends(codec, records, at, chunk)
+    return written
+
+
+def _write_pages(
+    codec: Codec, records: LayerRecords, at: RecordIds, chunk: PromptChunk
+) -> list[Written]:
+    """Encode the pages that became final, with their segments and what they set aside."""
+    group, total = records.group, chunk.total
+    dropped = group.dropped(total)
+    begin = dropped + chunk.peer_pages * group.page.tokens
+    start = max(begin, encodable(group, chunk.before, total))
+    end = encodable(group, chunk.done, total)
+    if end <= start:
+        return []
+    written = []
+    page = (start - dropped) // group.page.tokens
+    count = (end - start) // group.page.tokens
+    pages = at.pages[page : page + count].clone()  # on 16 bytes, as kernels need
+    position = group.sink + start
+    tokens = slice(position - chunk.first, group.sink + end - chunk.first)
+    raw = exact_format(group.raw)
+    encoded = codec.encode(
+        rounded(chunk.k[:, tokens], raw),
+        rounded(chunk.v[:, tokens], raw),
+        position,
+        records.layer,
+        Prompt(total, chunk.k, chunk.queries),
+        records.target(group.page, pages),
+    )
+    if encoded.segments is not None and group.segment is not None:
+        index = (start - dropped) // group.segment_tokens
+        segments = at.segments[index : index + encoded.segments.shape[0]]
+        records.write(group.segment, segments, encoded.segments)
+        written.append(Written(Kind.SEGMENT, range(index, index + len(segments))))
+    written.append(Written(Kind.PAGE, range(page, page + count)))
+    records.write_kept(at, encoded)
+    return written
+
+
+def _write_ends(
+    codec: Codec, records: LayerRecords, at: RecordIds, chunk: PromptChunk
+) -> list[Written]:
+    """Write what a whole prompt leaves beside its pages: side record, sink and tail."""
+    group = records.group
+    sealed = group.sealed(chunk.total)
+    written = []
+    if group.is_side_sent(chunk.total):
+        written.append(Written(Kind.SIDE, range(1)))
+    if not sealed and group.side is not None:
+        prompt = Prompt(chunk.total, chunk.k, chunk.queries)
+        side = codec.early_side(prompt)
+        records.write_kept(at, Encoded(chunk.k.new_zeros(0), side=side))
+    if len(at.tail):
+        raw = exact_format(group.raw)
+        tail = group.sink + sealed - chunk.first
+        k, v = (
+            rounded(torch.cat([x[:, : group.sink], x[:, tail:]], 1), raw)
+            for x in (chunk.k, chunk.v)
         )
-        pages = at.pages[page : page + count].clone()  # on 16 bytes, as kernels want it
-        target = records.target(group.page, pages)
-        new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
-        encoded = codec.encode(new_k, new_v, sink + start, layer, prompt, target)
-        if encoded.segments is not None and group.segment is not None:
-            index = (start - dropped) // group.segment_tokens
-            chosen = at.segments[index : index + encoded.segments.shape[0]]
-            records.write(group.segment, chosen, encoded.segments)
-            written.append(Written(Kind.SEGMENT, range(index, index + len(chosen))))
-        written.append(Written(Kind.PAGE, range(page, page + count)))
-        records.write_kept(at, encoded)
-    if done == total:
-        if group.is_side_sent(total):
-            written.append(Written(Kind.SIDE, range(1)))
-        if not end and group.side is not None:
-            early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
-            records.write_kept(at, early)
-        if len(at.tail):
-            ends = [
-                torch.cat([x[:, :sink], x[:, sink + end - first :]], 1) for x in (k, v)
-            ]
-            records.write(
-                group.raw, at.tail, raw_blocks(*(rounded(x, raw) for x in ends))
-            )
-        if raws := len(at.tail) + len(at.kept):
-            written.append(Written(Kind.RAW, range(raws)))
+        records.write(group.raw, at.tail, raw_blocks(k, v))
+    num_raws = len(at.tail) + len(at.kept_pages)
+    if num_raws:
+        written.append(Written(Kind.RAW, range(num_raws)))
     return written
 
 
@@ -158,32 +205,43 @@ def write_step(
 
     k, v: [N, H, D] - one row for each row of `step.rows`
     """
-    group = step.group
     sealing = _sealing(codec, step, layer)
     append(arena, k, v, _new_rows(step, layer), sealing)
-    for seal in step.seals if sealing is None else ():
-        at, records, segments = seal.places, LayerRecords(group, layer, arena), None
-        if group.segment is not None and len(at.segments) and not seal.fresh:
-            segments = records.read(group.segment, at.segments)
-        before = Encoded(arena.new_zeros(0), segments, *records.read_kept(at))
-        encoded = codec.flush(*records.read_tail(at.tail), seal.first, layer, before)
-        records.write(group.decode_page, at.pages, encoded.blocks)
-        if seal.fresh and encoded.segments is not None:
-            records.write(group.layout(Kind.SEGMENT), at.segments, encoded.segments)
-        records.write_kept(at, encoded)
+    if sealing is not None:
+        return
+    for seal in step.seals:
+        _flush(codec, LayerRecords(step.group, layer, arena), seal)
+
+
+def _flush(codec: Codec, records: LayerRecords, seal: Seal) -> None:
+    """Have the codec encode a page from the tail; appends that seal do it themselves."""
+    group, at, segments = records.group, seal.places, None
+    if group.segment is not None and len(at.segments) and not seal.fresh:
+        segments = records.read(group.segment, at.segments)
+    side, kept_pages = records.read_kept(at)
+    before = Encoded(records.arena.new_zeros(0), segments, side, kept_pages)
+    k, v = records.read_tail(at.tail)
+    encoded = codec.flush(k, v, seal.first, records.layer, before)
+    records.write(group.decode_page, at.pages, encoded.blocks)
+    if seal.fresh and encoded.segments is not None:
+        records.write(group.layout(Kind.SEGMENT), at.segments, encoded.segments)
+    records.write_kept(at, encoded)
 
 
 class StepLayers:
     """A step of one layer group, layer by layer: new tokens are written, then attended from.
 
-    Where the C library serves all of it, a layer is one call of it; what they share is made once.
+    Where the C library serves the whole step, each layer is one call into it, and what the calls
+    share is made once.
     """
 
     def __init__(self, codec: Codec, step: GroupStep, arena: Tensor) -> None:
         self.step = step
-        self._codec, self._arena = codec, arena
+        self._codec = codec
+        self._arena = arena
         self._calls: LayerCalls | None = None
-        self._alone = step.queries.shape[1] == 1 and not arena.is_cuda
+        # whether to ask the C library for such calls: once, where a sequence has one query
+        self._try_calls = step.queries.shape[1] == 1 and not arena.is_cuda
 
     def run(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
@@ -191,19 +249,20 @@ class StepLayers:
         """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype."""
         codec, step, arena = self._codec, self.step, self._arena
         new_q = q.transpose(0, 1)
-        if self._alone and self._calls is None:
+        if self._try_calls:
+            self._try_calls = False
             first = step.group.layers[0]
             views = views_of(step.group, first, arena, step.tables)
-            self._calls = prepare(
-                arena, _new_rows(step, first), views, new_q.unsqueeze(1)
-            )
-            self._alone = self._calls is not None
-        written = self._calls is None or bool(step.seals) or step.completed is not None
-        if written:
+            rows = _new_rows(step, first)
+            self._calls = prepare(arena, rows, views, new_q.unsqueeze(1))
+        calls = self._calls
+        has_seals = bool(step.seals) or step.completed is not None
+        is_written = calls is None or has_seals
+        if is_written:
             write_step(codec, step, layer, arena, k.transpose(0, 1), v.transpose(0, 1))
-        if self._calls is None:
+        if calls is None:
             return attend_step(step, layer, arena, new_q, softmax)
-        return self._calls.run(step.group.rank(layer), q, k, v, written, softmax)
+        return calls.run(step.group.rank(layer), q, k, v, is_written, softmax)
 
 
 def attend_step(
@@ -213,17 +272,17 @@ def attend_step(
 
     q: [N, Hq, D] - one row for each row of `step.rows`
     """
-    alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
-    rows = q.unsqueeze(1) if alone else q[step.queries]
+    is_single = step.queries.shape[1] == 1  # then each row is the query of its sequence
+    rows = q.unsqueeze(1) if is_single else q[step.queries]
     views = views_of(step.group, layer, arena, step.tables)
     o = attend(rows, views, softmax, step.units)
-    return o[:, 0] if alone else o.flatten(0, 1)[step.answers]
+    return o[:, 0] if is_single else o.flatten(0, 1)[step.answers]
 
 
 def views_of(
     group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
-    """What attention over all tables reads, over disjoint tokens."""
+    """What attention reads of all tables, whose tokens are disjoint."""
     views = []
     for table in tables:
         segment = None if table.segments is None else group.segment_of(table.layout)
@@ -243,20 +302,20 @@ def views_of(
 def _new_rows(step: GroupStep, layer: int) -> NewRows:
     """Where a layer's new tokens go."""
     raw = step.group.raw
-    return NewRows(
-        step.pages, step.slots, exact_format(raw), step.group.layer_offset(raw, layer)
-    )
+    offset = step.group.layer_offset(raw, layer)
+    return NewRows(step.pages, step.slots, exact_format(raw), offset)
 
 
 def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
     """How the append of a layer seals what its rows complete; None: it does not."""
     group, rows = step.group, step.completed
-    fmt = None if rows is None else codec.seal_format(group.head_dim)
-    if rows is None or fmt is None or any(seal.fresh for seal in step.seals):
+    if rows is None or any(seal.fresh for seal in step.seals):
+        return None
+    fmt = codec.seal_format(group.head_dim)
+    if fmt is None:
         return None
     page = group.decode_page
     segment = group.segment_of(page)
-    offset = group.layer_offset(segment, layer) if segment else 0
-    return Sealing(
-        rows, fmt, group.layer_offset(page, layer), offset, seed_of(layer, 0)
-    )
+    segment_offset = group.layer_offset(segment, layer) if segment else 0
+    seed = seed_of(layer, 0)
+    return Sealing(rows, fmt, group.layer_offset(page, layer), segment_offset, seed)

@@ -12,9 +12,9 @@ from functools import cached_property
 from itertools import chain
 
 from disagg.errors import CorruptFrameError, LayoutError, TransferError
+from disagg.kv.arena import Arena, Copies
 from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Item, Kind, items_of
 from disagg.kv.plan import LayerGroup, Plan
-from disagg.kv.pool import Arena, Copies
 from disagg.kv.prefix_keys import PrefixBlock
 from disagg.kv.state import GroupState
 from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest

@@ -28,8 +28,9 @@ from disagg.errors import (
     RequestError,
     ReservationError,
 )
+from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.plan import Plan
-from disagg.kv.pool import DecodeSlots, Pool
+from disagg.kv.pool import Pool
 from disagg.kv.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.prefix_cache import PendingHandoff, PrefixCache, Scrub

@@ -1,62 +1,87 @@
-"""H2O keeps the heaviest and the most recent tokens of a prompt, and all that come later."""
+"""H2O keeps the heaviest and the most recent tokens of a prompt, and all later ones."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Queries
 from disagg.errors import RequestError
 from disagg.kernels.view import Softmax
 from disagg.paged.compressed_kv import compress
-from tests.synthetic import realistic
+from tests.synthetic import gaussian, realistic
 
 
-def test_tokens_that_the_last_queries_look_at_are_kept() -> None:
-    k, v = torch.randn(2, 2, 320, 64, generator=torch.Generator().manual_seed(0)).half()
-    wanted = torch.tensor([17, 101, 140])
-    q = 40 * torch.nn.functional.normalize(
-        k[:, wanted].float(), dim=2
-    )  # one head for each KV head
+def random_kv(heads: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, heads, n, 64, generator=source).half()
+    return k, v
+
+
+def queries_for(k: Tensor, tokens: list[int]) -> Tensor:
+    """For each KV head, queries that give nearly all their attention to one token each."""
+    return 40 * torch.nn.functional.normalize(k[:, tokens].float(), dim=2)
+
+
+def test_tokens_that_the_last_queries_attend_to_are_present() -> None:
+    k, v = random_kv(heads=2, n=320, seed=0)
+    heavy = [17, 101, 140]
+    q = queries_for(k, heavy)  # one head for each KV head
+
     cache = compress(get_codec("h2o:keep=0.25"), k, v, q=q)
-    there = cache.present()
-    assert there[:, wanted].all()
-    assert there[:, -40:].all()  # recent: half of a quarter of 320
-    assert (there.sum(1) == 80).all()
-    seen_k, seen_v = cache.reconstruct()
-    assert torch.equal(seen_k[there], k[there].float())
-    assert torch.equal(seen_v[there], v[there].float())
+    present = cache.present()
+    assert present[:, heavy].all()
+    assert present[:, -40:].all()  # recent: half of a quarter of 320
+    assert (present.sum(1) == 80).all()
+
+    new_k, new_v = cache.reconstruct()
+    assert torch.equal(new_k[present], k[present].float())
+    assert torch.equal(new_v[present], v[present].float())
 
 
 def test_query_heads_of_a_kv_head_choose_together() -> None:
-    k, v = torch.randn(2, 1, 128, 64, generator=torch.Generator().manual_seed(1)).half()
-    q = torch.cat(
-        [40 * torch.nn.functional.normalize(k[:, [t]].float(), dim=2) for t in (9, 33)]
-    )
-    there = compress(get_codec("h2o:keep=0.25"), k, v, q=q).present()
-    assert there[0, [9, 33]].all()
+    k, v = random_kv(heads=1, n=128, seed=1)
+    q = torch.cat([queries_for(k, [9]), queries_for(k, [33])])
+
+    present = compress(get_codec("h2o:keep=0.25"), k, v, q=q).present()
+    assert present[0, [9, 33]].all()
 
 
 @pytest.mark.parametrize(
-    ("softmax", "times"), [(Softmax(1 / 64), 1 / 8), (Softmax(1 / 8, 1e6), 1)]
+    ("softmax", "factor"),
+    [
+        (Softmax(1 / 64), 1 / 8),
+        (Softmax(1 / 8, 1e6), 1),
+    ],
+    ids=["scale", "cap"],
 )
-def test_tokens_are_weighed_with_the_scale_and_cap_of_the_model(softmax, times) -> None:
+def test_tokens_are_weighed_with_the_softmax_of_the_model(softmax, factor) -> None:
     k, v = realistic(2, 320, 64)
-    q = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
-    queries, codec = Queries.of(q, 2, 320), get_codec("h2o:keep=0.25")
-    there = compress(codec, k, v, q=replace(queries, softmax=softmax)).present()
-    assert torch.equal(there, compress(codec, k, v, q=q * times).present())
+    q = gaussian(2, 8, 64, seed=0)
+    codec = get_codec("h2o:keep=0.25")
+
+    def present(q: Tensor | Queries) -> Tensor:
+        return compress(codec, k, v, q=q).present()
+
+    queries = Queries.of(q, 2, 320)
+    chosen = present(replace(queries, softmax=softmax))
+    assert torch.equal(chosen, present(q * factor))
+
     flat = replace(queries, softmax=Softmax(1 / 8, 1e-3))
-    assert not torch.equal(there, compress(codec, k, v, q=flat).present())
+    assert not torch.equal(chosen, present(flat))
 
 
-def test_decoded_tokens_are_all_kept() -> None:
+def test_decoded_tokens_are_all_present() -> None:
     k, v = realistic(2, 400, 64)
-    cache = compress(get_codec("h2o"), k[:, :200], v[:, :200], q=torch.randn(2, 8, 64))
+    q = torch.randn(2, 8, 64)
+    cache = compress(get_codec("h2o"), k[:, :200], v[:, :200], q=q)
     cache.append(k[:, 200:], v[:, 200:])
-    assert cache.present()[:, 192:].all()
-    assert (cache.present().sum(1) == 96 + 208).all()
+
+    present = cache.present()
+    assert present[:, 192:].all()
+    assert (present.sum(1) == 96 + 208).all()
 
 
 def test_without_queries_it_says_what_it_needs() -> None:

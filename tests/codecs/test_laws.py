@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.contract import Codec, Queries, squares_by_unit, sum_lead
@@ -15,44 +16,50 @@ from disagg.kv.page import FinalAt
 from disagg.kv.state import allocate_group
 from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena, compress
-from disagg.paged.layer import LayerRecords, write_prompt
-from tests.synthetic import exact_attention, realistic, relative_error
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
+from tests.synthetic import exact_attention, gaussian, realistic, relative_error
 
-CODECS = ["raw", "raw:dtype=bf16", "kivi:bits=2,group=64,residual=64"]
-CODECS += ["kivi:bits=2,group=32,residual=128", "kivi:bits=4,group=64,residual=64"]
-CODECS += ["kivi:bits=4,group=32,residual=0", "kivi:bits=4,group=16,residual=64"]
-CODECS += [
-    "pertoken:bits=4,group=64",
-    "pertoken:bits=2,group=32",
-    "pertoken:bits=8,group=16",
-]
-CODECS += ["int8", "fp8", "kcvt:bits=4", "alignedkv"]
-CODECS += ["ott:bits=2,group=128,residual=32,outliers=3,aux=32,skip_layers=0"]
-CODECS += ["ott:bits=4,group=64,residual=0,outliers=1,aux=1,skip_layers=0"]
-CODECS += [
-    "ott:bits=2,outliers=2,skip_layers=0,rank=4",
-    "ott",
-    "h2o:keep=0.5",
-    "h2o:keep=0.3",
-]
-CODECS += ["decoquant:bits=4,block=16", "decoquant:bits=8,block=32"]
-CODECS += ["gear-l:bits=4,backbone=kcvt,rank=4,decode_rank=2"]
-CODECS += ["gear-l:bits=2,backbone=kivi,group=64", "gear:bits=4,backbone=kcvt"]
-CODECS += ["gear:bits=2,backbone=kivi,group=32,rank=4,decode_rank=4", "banded:bits=3"]
-CODECS += [
-    "banded:bits=2",
-    "banded:bits=2,sink=0",
-    "kivi:bits=2,group=64,residual=64,sink=64",
-]
-CODECS += [
-    "kcvt:bits=4,sink=64",
-    "gear:bits=2,backbone=kivi,sink=64",
-    "pertoken:bits=4,sink=64",
-]
-CODECS += ["int8:sink=64"]
+KIVI = "kivi:bits=2,group=64,residual=64"
+OTT = "ott:bits=2,group=128,residual=32,outliers=3,aux=32,skip_layers=0"
+CODECS = {
+    "raw": "raw",
+    "raw-bf16": "raw:dtype=bf16",
+    "kivi-2": KIVI,
+    "kivi-2-g32": "kivi:bits=2,group=32,residual=128",
+    "kivi-4": "kivi:bits=4,group=64,residual=64",
+    "kivi-4-g32-no-residual": "kivi:bits=4,group=32,residual=0",
+    "kivi-4-g16": "kivi:bits=4,group=16,residual=64",
+    "kivi-2-sink": f"{KIVI},sink=64",
+    "pertoken-4": "pertoken:bits=4,group=64",
+    "pertoken-2-g32": "pertoken:bits=2,group=32",
+    "pertoken-8-g16": "pertoken:bits=8,group=16",
+    "pertoken-4-sink": "pertoken:bits=4,sink=64",
+    "int8": "int8",
+    "int8-sink": "int8:sink=64",
+    "fp8": "fp8",
+    "kcvt-4": "kcvt:bits=4",
+    "kcvt-4-sink": "kcvt:bits=4,sink=64",
+    "alignedkv": "alignedkv",
+    "ott": "ott",
+    "ott-2-g128": OTT,
+    "ott-4-few-slots": "ott:bits=4,group=64,residual=0,outliers=1,aux=1,skip_layers=0",
+    "ott-2-rank": "ott:bits=2,outliers=2,skip_layers=0,rank=4",
+    "h2o-half": "h2o:keep=0.5",
+    "h2o-third": "h2o:keep=0.3",
+    "decoquant-4": "decoquant:bits=4,block=16",
+    "decoquant-8-b32": "decoquant:bits=8,block=32",
+    "gear-l-4-kcvt": "gear-l:bits=4,backbone=kcvt,rank=4,decode_rank=2",
+    "gear-l-2-kivi": "gear-l:bits=2,backbone=kivi,group=64",
+    "gear-4-kcvt": "gear:bits=4,backbone=kcvt",
+    "gear-2-kivi-g32": "gear:bits=2,backbone=kivi,group=32,rank=4,decode_rank=4",
+    "gear-2-kivi-sink": "gear:bits=2,backbone=kivi,sink=64",
+    "banded-3": "banded:bits=3",
+    "banded-2": "banded:bits=2",
+    "banded-2-no-sink": "banded:bits=2,sink=0",
+}
 QUANTIZED = [
-    (spec, head_dim)
-    for spec in CODECS
+    pytest.param(spec, head_dim, id=f"{name}-D{head_dim}")
+    for name, spec in CODECS.items()
     for head_dim in (16, 80, 256)
     if isinstance(get_codec(spec), QuantizedCodec)
     and holds(get_codec(spec).spec, head_dim)
@@ -74,17 +81,17 @@ SIZES = [  # tokens of a prompt and decoded, query heads for each KV head, head 
 ]
 
 
-@pytest.fixture(params=CODECS)
+@pytest.fixture(params=CODECS.values(), ids=CODECS)
 def codec(request: pytest.FixtureRequest) -> Codec:
     return get_codec(request.param)
 
 
 def fits(codec: Codec, head_dim: int) -> bool:
     """Whether a codec takes this head dim; where not, it must say so by a ConfigError."""
-    largest = (
-        head_dim if codec.name == "ott" else 1 << 30
-    )  # OTT's groups are at most a token
-    if head_dim in (64, 128) or head_dim % min(codec_group(codec), largest) == 0:
+    group = codec_group(codec)
+    if codec.name == "ott":
+        group = min(group, head_dim)  # OTT's groups are at most a token
+    if head_dim in (64, 128) or head_dim % group == 0:
         return True
     with pytest.raises(ConfigError, match=str(head_dim)):
         codec.layer_group((0,), 1, head_dim, "float16")
@@ -100,24 +107,34 @@ def codec_group(codec: Codec) -> int:
     return int(getattr(codec, "group", getattr(codec, "block", 1)))
 
 
-def compress_prompt(codec: Codec, k: torch.Tensor, v: torch.Tensor) -> CompressedKV:
+def compress_prompt(codec: Codec, k: Tensor, v: Tensor) -> CompressedKV:
     """With queries for those that choose by attention."""
-    queries = torch.randn(
-        2 * k.shape[0], 1, k.shape[2], generator=torch.Generator().manual_seed(7)
-    )
-    return compress(codec, k, v, q=queries[:, : k.shape[1]].to(k.dtype))
+    heads, n, head_dim = k.shape
+    queries = gaussian(2 * heads, 1, head_dim, seed=7)
+    return compress(codec, k, v, q=queries[:, :n].to(k.dtype))
+
+
+def prompt_and_decode(codec: Codec, k: Tensor, v: Tensor, prompt: int) -> CompressedKV:
+    """The first `prompt` tokens compressed as a prompt, the others appended."""
+    cache = compress_prompt(codec, k[:, :prompt], v[:, :prompt])
+    cache.append(k[:, prompt:], v[:, prompt:])
+    return cache
 
 
 def stored(cache: CompressedKV) -> bytes:
     """Every byte of the cache: pages, segments and tail."""
-    runs = [
-        x for run in cache.runs() for x in (run.blocks, run.segments) if x is not None
-    ]
-    return b"".join(x.numpy().tobytes() for x in (*runs, *cache.reconstruct()))
+    tensors = []
+    for run in cache.runs():
+        tensors.append(run.blocks)
+        if run.segments is not None:
+            tensors.append(run.segments)
+    tensors += cache.reconstruct()
+    return b"".join(x.numpy().tobytes() for x in tensors)
 
 
 def test_the_table_has_every_codec():
-    assert {spec.partition(":")[0] for spec in CODECS} == set(codec_names())
+    names = {spec.partition(":")[0] for spec in CODECS.values()}
+    assert names == set(codec_names())
 
 
 def test_a_spec_rebuilds_its_codec(codec):
@@ -131,13 +148,13 @@ def test_attention_on_bytes_is_attention_on_what_they_rebuild(
     if not fits(codec, head_dim):
         return
     k, v = realistic(2, n + more, head_dim)
-    q = torch.randn(2 * per_head, head_dim, generator=torch.Generator().manual_seed(1))
-    cache = compress_prompt(codec, k[:, :n], v[:, :n])
-    cache.append(k[:, n:], v[:, n:])
-    seen = cache.reconstruct()
-    assert seen[0].shape == seen[1].shape == k.shape
-    wanted = exact_attention(q, *seen, head_dim**-0.5, cache.present())
-    assert relative_error(cache.attend(q), wanted) <= codec.attend_error
+    q = gaussian(2 * per_head, head_dim, seed=1)
+    cache = prompt_and_decode(codec, k, v, prompt=n)
+
+    new_k, new_v = cache.reconstruct()
+    assert new_k.shape == new_v.shape == k.shape
+    expected = exact_attention(q, new_k, new_v, head_dim**-0.5, cache.present())
+    assert relative_error(cache.attend(q), expected) <= codec.attend_error
 
 
 def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec):
@@ -145,168 +162,198 @@ def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec):
 
     AlignedKV reads only part of the bits: no identity, so the bound that it states holds instead.
     """
-    n, more = 2300, 150
-    k, v = realistic(2, n + more, 64)
-    cache = compress_prompt(codec, k[:, :n], v[:, :n])
-    cache.append(k[:, n:], v[:, n:])
+    k, v = realistic(2, 2300 + 150, 64)
+    cache = prompt_and_decode(codec, k, v, prompt=2300)
     assert cache.runs()
-    generator = torch.Generator().manual_seed(4)
-    q = torch.randn(6, 64, dtype=torch.float64, generator=generator)
-    wanted = exact_attention(
-        q, *cache.reconstruct(torch.float64), 64**-0.5, cache.present()
-    )
-    seen = cache.attend(q)
-    assert seen.dtype == torch.float64
-    allowed = codec.attend_error if codec.name == "alignedkv" else 1e-12
-    assert relative_error(seen, wanted) <= allowed
+    source = torch.Generator().manual_seed(4)
+    q = torch.randn(6, 64, dtype=torch.float64, generator=source)
+
+    o = cache.attend(q)
+    assert o.dtype == torch.float64
+    exact = cache.reconstruct(torch.float64)
+    expected = exact_attention(q, *exact, 64**-0.5, cache.present())
+    bound = codec.attend_error if codec.name == "alignedkv" else 1e-12
+    assert relative_error(o, expected) <= bound
 
 
-def test_sinks_and_caps_are_one_more_term_and_another_score_under_every_codec(codec):
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_attention_sinks_and_caps_hold_under_every_codec(codec, cap):
+    """A sink is one more term of a softmax, a cap another score."""
     k, v = realistic(2, 1300, 64)
-    q = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
-    cache, sinks = compress_prompt(codec, k, v), torch.linspace(-2, 6, 6)
-    for cap in (0.0, 3.0):
-        found = [cache.attend(x, Softmax(0.3, cap, sinks)) for x in (q, q.double())]
-        wanted = exact_attention(
-            q, *cache.reconstruct(), 0.3, cache.present(), cap, sinks
-        )
-        reads_all = codec.name != "alignedkv"
-        assert relative_error(found[0], wanted) <= codec.attend_error
-        assert relative_error(found[1], wanted) <= (
-            1e-5 if reads_all else codec.attend_error
-        )
+    q = gaussian(6, 64, seed=1)
+    cache = compress_prompt(codec, k, v)
+    sinks = torch.linspace(-2, 6, 6)
+
+    softmax = Softmax(0.3, cap, sinks)
+    exact = cache.reconstruct()
+    expected = exact_attention(q, *exact, 0.3, cache.present(), cap, sinks)
+    o = cache.attend(q, softmax)
+    assert relative_error(o, expected) <= codec.attend_error
+
+    bound = codec.attend_error if codec.name == "alignedkv" else 1e-5
+    o = cache.attend(q.double(), softmax)
+    assert relative_error(o, expected) <= bound
 
 
-def test_token_by_token_append_ends_in_the_same_bytes_as_one_compress(codec):
+def test_appending_tokens_one_by_one_ends_in_the_same_bytes(codec):
     if codec.final_at is not FinalAt.PAGE:
         pytest.skip("pages of this codec depend on more than their own tokens")
     k, v = realistic(2, 333, 64)
     whole = compress_prompt(codec, k, v)
-    grown = compress_prompt(codec, k[:, :0], v[:, :0])
+
+    appended = compress_prompt(codec, k[:, :0], v[:, :0])
     for t in range(150):
-        grown.append(k[:, t : t + 1], v[:, t : t + 1])
-    grown.append(k[:, 150:], v[:, 150:])
-    assert stored(grown) == stored(whole)
-    assert grown.nbytes == whole.nbytes
+        appended.append(k[:, t : t + 1], v[:, t : t + 1])
+    appended.append(k[:, 150:], v[:, 150:])
+
+    assert stored(appended) == stored(whole)
+    assert appended.nbytes == whole.nbytes
+
+
+def prefill_in_chunks(codec: Codec, n: int, chunk: int) -> list[Tensor]:
+    """The blocks of every kind of record of a prompt that is computed in chunks."""
+    layer, heads = 3, 2
+    k, v = realistic(heads, n, 64)
+    q = gaussian(4, n, 64, seed=8)
+    group = codec.layer_group((layer,), heads, 64, "float16")
+    arena = GrowingArena(k.device)
+    state = allocate_group(group, n, arena)
+    records = LayerRecords(group, layer, arena.bytes)
+    for before in range(0, n, chunk):
+        done = min(before + chunk, n)
+        squares = sum_lead(squares_by_unit(q[:, :done], heads, 0), n)
+        computed = PromptChunk(
+            k[:, :done],
+            v[:, :done],
+            total=n,
+            before=before,
+            queries=Queries(q[:, n - 9 : done], squares),
+        )
+        write_prompt(codec, records, RecordIds.of(state), computed)
+
+    inventory = group.inventory(n)
+    contents = []
+    for kind, ids in state.ids_by_kind().items():
+        assert len(ids) == inventory[kind]
+        contents.append(records.read(group.layout(kind), ids))
+    return contents
 
 
 @pytest.mark.parametrize("chunk", [97, 2100])
 def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
     n = 2345
-    k, v = realistic(2, n, 64)
-    group = codec.layer_group((3,), 2, 64, "float16")
-    q = torch.randn(4, n, 64, generator=torch.Generator().manual_seed(8))
-    contents = []
-    for step in (n, chunk):
-        arena = GrowingArena(k.device)
-        state = allocate_group(group, n, arena)
-        before = 0
-        while before < n:
-            done = min(before + step, n)
-            squares = sum_lead(squares_by_unit(q[:, :done], 2, 0), n)
-            queries = Queries(q[:, n - 9 : done], squares)
-            chunk = (k[:, :done], v[:, :done], before, n, queries)
-            write_prompt(codec, group, RecordIds.of(state), 3, arena.bytes, *chunk)
-            before = done
-        inventory = group.inventory(n)
-        for kind, ids in state.ids_by_kind().items():
-            assert len(ids) == inventory[kind]
-            contents.append(
-                LayerRecords(group, 3, arena.bytes).read(group.layout(kind), ids)
-            )
-    half = len(contents) // 2
-    assert half
-    assert all(
-        torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True)
-    )
+    whole = prefill_in_chunks(codec, n, chunk=n)
+    cut = prefill_in_chunks(codec, n, chunk)
+
+    assert whole
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("spec", "head_dim"), QUANTIZED)
-def test_who_writes_the_planes_of_a_page_of_codes_has_written_all_of_it(spec, head_dim):
+def test_the_planes_of_a_page_of_codes_are_all_of_its_bytes(spec, head_dim):
     """Kernels leave what lies between planes as it was; they write one fp32 scale as four."""
     codec = get_codec(spec)
-    for page in filter(
-        None, (codec.page_layout(head_dim), codec.flush_page_layout(head_dim))
-    ):
-        written = sum(16 if x.dtype == "float32" else x.nbytes for x in page.planes)
-        assert written == page.block_bytes
+    pages = (codec.page_layout(head_dim), codec.flush_page_layout(head_dim))
+    for page in filter(None, pages):
+        sizes = [16 if x.dtype == "float32" else x.nbytes for x in page.planes]
+        assert sum(sizes) == page.block_bytes
 
 
-def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec):
-    """A plane that nobody reads, or two that overlap, would go unnoticed elsewhere."""
+def test_planes_of_a_block_do_not_overlap(codec):
     group = codec.layer_group((3,), 2, 64, "float16")
     for layout in group.layouts():
-        spans = sorted((p.offset, p.offset + p.nbytes) for p in layout.planes)
-        assert spans[0][0] == 0
-        gaps = zip(spans, [*spans[1:], (layout.block_bytes, 0)], strict=True)
-        assert all(0 <= start - end < 16 for (_, end), (start, _) in gaps)
+        end = 0
+        for plane in sorted(layout.planes, key=lambda plane: plane.offset):
+            assert 0 <= plane.offset - end < 16
+            end = plane.offset + plane.nbytes
+        assert 0 <= layout.block_bytes - end < 16
+        assert min(plane.offset for plane in layout.planes) == 0
+
+
+def test_attention_reads_every_plane(codec):
+    """A plane that nothing reads would go unnoticed elsewhere."""
     cache = compress_prompt(codec, *realistic(2, 700, 64))
     group, arena = cache.group, cache._arena.bytes
-    q = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
-    whole, first = (
-        cache.attend(q),
-        group.address(group.page, cache._state.page_ids()[0], 0),
-    )
+    q = gaussian(4, 64, seed=5)
+    o = cache.attend(q)
+
+    first = group.address(group.page, cache._state.page_ids()[0], 0)
     for plane in group.page.planes:
         if plane.name in ("k_top", "v_top"):  # of AlignedKV: how much is read, not what
             continue
         last = first + plane.offset + plane.nbytes - 1
         arena[last] ^= 0x3C
-        assert not torch.equal(cache.attend(q), whole), plane.name
+        assert not torch.equal(cache.attend(q), o), plane.name
         arena[last] ^= 0x3C
-    assert torch.equal(cache.attend(q), whole)
+    assert torch.equal(cache.attend(q), o)
 
 
 def test_the_reconstruction_has_every_token_in_order(codec):
     for n in (0, 1, 63, 64, 65, 130, 300):
         k, v = realistic(2, n, 64)
         cache = compress_prompt(codec, k, v)
-        there = cache.present()[0]
-        for original, seen in zip((k, v), cache.reconstruct(), strict=True):
-            assert seen.shape == original.shape
-            assert torch.isfinite(seen).all()
+        present = cache.present()[0]
+        for exact, rebuilt in zip((k, v), cache.reconstruct(), strict=True):
+            assert rebuilt.shape == exact.shape
+            assert torch.isfinite(rebuilt).all()
             if n:
-                nearest = torch.cdist(original[0], seen[0]).argmin(0)
-                assert (nearest == torch.arange(n))[there].float().mean() > 0.8, n
+                nearest = torch.cdist(exact[0], rebuilt[0]).argmin(0)
+                in_place = nearest == torch.arange(n)
+                assert in_place[present].float().mean() > 0.8, n
 
 
 def test_any_float_dtype_is_accepted(codec):
     k, v = realistic(2, 200, 64)
-    usual = relative_error(compress_prompt(codec, k, v).reconstruct()[0], k)
+    rebuilt, _ = compress_prompt(codec, k, v).reconstruct()
+    fp32_error = relative_error(rebuilt, k)
+
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        seen = compress_prompt(codec, k.to(dtype), v.to(dtype)).reconstruct()[0]
-        assert relative_error(seen, k) < 1.05 * usual + 2**-8, dtype
+        cache = compress_prompt(codec, k.to(dtype), v.to(dtype))
+        rebuilt, _ = cache.reconstruct()
+        assert relative_error(rebuilt, k) < 1.05 * fp32_error + 2**-8, dtype
 
 
-def test_hostile_values_stay_finite(codec):
+def hostile_values() -> tuple[Tensor, Tensor]:
     k, v = realistic(2, 256, 64)
     k[0, :, 4] = 0.0
     k[1, :, 5] += 60 * k[1, :, 5].std()  # a bias-like channel
     v[0, 9] = 0.0
     v[1, 10:20] = 65504.0
     k[1, 30:40, 6] = -65504.0
-    k[0, 3, 7], k[0, 70, 9], v[0, 5, 5] = 1e5, torch.inf, -torch.inf
+    k[0, 3, 7] = 1e5
+    k[0, 70, 9] = torch.inf
+    v[0, 5, 5] = -torch.inf
     k[:, 128:192] = 3.0  # a page without any range
     v[:, 128:192] = 0.0
-    cache = compress_prompt(codec, k, v)
-    _, seen_v = cache.reconstruct()
+    return k, v
+
+
+def test_hostile_values_stay_finite(codec):
+    cache = compress_prompt(codec, *hostile_values())
+    new_k, new_v = cache.reconstruct()
+
     assert torch.isfinite(cache.attend(torch.randn(4, 64))).all()
-    assert torch.isfinite(torch.stack(cache.reconstruct())).all()
-    assert not seen_v[0, 9].any()
-    wide = compress_prompt(
-        codec, k.bfloat16(), v.bfloat16()
-    )  # the tail holds what pages cannot
-    pages = slice(wide.group.sink, wide.group.sink + wide.group.sealed(256))
-    assert all(torch.isfinite(seen[:, pages]).all() for seen in wide.reconstruct())
+    assert torch.isfinite(new_k).all()
+    assert torch.isfinite(new_v).all()
+    assert not new_v[0, 9].any()
+
+
+def test_pages_are_finite_where_the_tail_is_bfloat16(codec):
+    """The tail holds what pages cannot."""
+    k, v = hostile_values()
+    cache = compress_prompt(codec, k.bfloat16(), v.bfloat16())
+    sink = cache.group.sink
+    pages = slice(sink, sink + cache.group.sealed(256))
+    for rebuilt in cache.reconstruct():
+        assert torch.isfinite(rebuilt[:, pages]).all()
 
 
 def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec):
-    k, v = realistic(2, 420, 64)
-    k, v = 1e6 * k, 1e6 * v
+    k, v = (1e6 * x for x in realistic(2, 420, 64))
     for n in (5, 170, 400):  # a tail alone, and pages with a tail
-        cache = compress_prompt(codec, k[:, :n], v[:, :n])
-        cache.append(k[:, n : n + 20], v[:, n : n + 20])
-        q = torch.randn(4, 64, generator=torch.Generator().manual_seed(n))
+        cache = prompt_and_decode(codec, k[:, : n + 20], v[:, : n + 20], prompt=n)
+        q = gaussian(4, 64, seed=n)
         assert torch.isfinite(cache.attend(q)).all()
         assert torch.isfinite(torch.stack(cache.reconstruct())).all()
 
@@ -315,7 +362,6 @@ def test_infinity_in_v_that_no_query_sees_leaves_no_trace(codec):
     """K and V in the dtype of the tail are rounded too: 0 times infinity would be NaN."""
     k, v = (x.half() for x in realistic(2, 420, 64))
     v[:, [5, 300, 415]] = torch.inf
-    cache = compress_prompt(codec, k[:, :400], v[:, :400])
-    cache.append(k[:, 400:], v[:, 400:])
+    cache = prompt_and_decode(codec, k, v, prompt=400)
     cache.group = replace(cache.group, window=4)
     assert torch.isfinite(cache.attend(torch.randn(4, 64))).all()

@@ -75,10 +75,10 @@ def test_a_hand_off_that_breaks_ends_its_request_alone(runner, at, budget):
 def test_an_encoder_that_breaks_ends_its_request_alone(runner, monkeypatch):
     encode = engine_module.write_prompt
 
-    def write_prompt(*args: Any) -> Any:
-        if BROKEN in args[7:9]:
+    def write_prompt(codec: Any, records: Any, at: Any, chunk: Any) -> Any:
+        if BROKEN in (chunk.before, chunk.total):
             raise torch.OutOfMemoryError("out of memory")
-        return encode(*args)
+        return encode(codec, records, at, chunk)
 
     monkeypatch.setattr(engine_module, "write_prompt", write_prompt)
     prompt = random_prompt(BROKEN)

@@ -4,7 +4,9 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.scheduler import Scheduler, urgency
 from disagg.engine.sequence import ARROWS, Request, SamplingParams, Sequence, Status
 from disagg.errors import CapacityError
-from disagg.kv.pool import DecodeSlots, HostArena, Pool
+from disagg.kv.arena import HostArena
+from disagg.kv.decode_slots import DecodeSlots
+from disagg.kv.pool import Pool
 
 SHAPE = KVShape(
     num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None)

@@ -133,7 +133,7 @@ def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reac
 def test_a_worker_whose_kernels_are_wrong_refuses_to_start(runner, monkeypatch):
     runner.record_steps(EagerRecorder())
     monkeypatch.setattr("disagg.paged.doctor.GPU_BYTES", 0.0)
-    monkeypatch.setattr("disagg.paged.doctor._error", lambda actual, expected: 0.5)
+    monkeypatch.setattr("disagg.paged.doctor._error", lambda result, expected: 0.5)
     worker = Worker(Config(KIVI), Role.BOTH, "w", runner=runner)
     with pytest.raises(ConfigError, match="encode of kivi"):
         worker.start()

@@ -43,7 +43,13 @@ from disagg.kv.plan import LayerGroup
 from disagg.kv.state import allocate_group
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
-from disagg.paged.layer import attend_step, write_prompt, write_step
+from disagg.paged.layer import (
+    LayerRecords,
+    PromptChunk,
+    attend_step,
+    write_prompt,
+    write_step,
+)
 from disagg.paged.page_tables import GroupStep, plan_step, upload
 
 DEVICE = torch.device("cuda:0")
@@ -231,9 +237,9 @@ def follow(scenario: Scenario) -> None:
         states.append(allocate_group(group, n, arena))
         at = upload(RecordIds.of(states[i]), DEVICE)
         with NoHost():
-            write_prompt(
-                codec, group, at, LAYER, arena.bytes, k, v, 0, n, prompt.queries
-            )
+            records = LayerRecords(group, LAYER, arena.bytes)
+            chunk = PromptChunk(k, v, total=n, queries=prompt.queries)
+            write_prompt(codec, records, at, chunk)
         lengths.append(n)
     for m in scenario.steps:
         growths = [

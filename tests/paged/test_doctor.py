@@ -23,10 +23,13 @@ PLAN = parse_plan(f"0:raw;1:{KIVI}", KVShape(2, 2, 64, "float32", (None, None)))
     "spec", [KIVI, "banded:bits=3", "ott:residual=0", "h2o", "alignedkv", "raw"]
 )
 def test_every_kernel_of_a_codec_is_held_against_its_reference(spec):
-    found = examine(spec, 2, 64, CPU)
-    assert [x.kernel for x in found] == ["encode", "append", "attend", "replay"]
-    assert all(x.sound for x in found), found
-    assert all(x.error > 0 for x in found[2:])
+    findings = examine(spec, 2, 64, CPU)
+
+    assert [x.kernel for x in findings] == ["encode", "append", "attend", "replay"]
+    assert all(x.sound for x in findings), findings
+    _, _, attend, replay = findings
+    assert attend.error > 0
+    assert replay.error > 0
 
 
 @pytest.mark.parametrize("path", [library.TORCH, *library.paths()])
@@ -35,8 +38,9 @@ def test_the_backend_is_the_path_that_serves(path):
         assert {x.backend for x in examine(KIVI, 1, 64, CPU)} == {path}
 
 
-def test_what_the_library_leaves_to_the_reference_is_said():
+def test_kernels_that_the_reference_serves_say_torch():
     encode, append, attend, replay = examine("gear-l:bits=2", 1, 64, CPU)
+
     assert encode.backend == "torch"
     assert append.backend == attend.backend == replay.backend == library.backend()
 
@@ -47,9 +51,12 @@ def wrong_attention(q: Tensor, *arguments: object) -> Tensor:
 
 def test_wrong_attention_is_found_and_refused_by_name(monkeypatch):
     monkeypatch.setattr("disagg.paged.compressed_kv.attend", wrong_attention)
-    encode, _, *attended = examine(KIVI, 1, 64, CPU)
+
+    encode, _, attend, replay = examine(KIVI, 1, 64, CPU)
     assert encode.sound
-    assert not any(x.sound for x in attended)
+    assert not attend.sound
+    assert not replay.sound
+
     with pytest.raises(
         ConfigError, match=r"attend of kivi.* by .* is not sound on cpu"
     ):
@@ -59,25 +66,28 @@ def test_wrong_attention_is_found_and_refused_by_name(monkeypatch):
 def test_bytes_that_differ_from_the_reference_are_found(monkeypatch):
     if not library.paths():
         pytest.skip("the reference serves; it is what it is held against")
-    true = ops.cpu_encode.seal_pages
-    monkeypatch.setattr(
-        ops.cpu_encode, "seal_pages", lambda k, v, *rest: true(k, v * 1.01, *rest)
-    )
+    seal_pages = ops.cpu_encode.seal_pages
+
+    def wrong_pages(k: Tensor, v: Tensor, *arguments: object) -> object:
+        return seal_pages(k, v * 1.01, *arguments)
+
+    monkeypatch.setattr(ops.cpu_encode, "seal_pages", wrong_pages)
     assert [x.sound for x in examine(KIVI, 1, 64, CPU)] == [False, False, True, True]
 
 
 def test_a_compiler_that_fails_is_a_finding_that_says_so(monkeypatch):
-    answers = [DEFAULT, RuntimeError("out of registers")]
-    monkeypatch.setattr(
-        doctor_module, "_run", Mock(wraps=doctor_module._run, side_effect=answers)
-    )
-    (found,) = examine(KIVI, 1, 64, CPU)
-    assert not found.sound
-    assert found.failure == "RuntimeError: out of registers"
+    runs = [DEFAULT, RuntimeError("out of registers")]
+    run = Mock(wraps=doctor_module._run, side_effect=runs)
+    monkeypatch.setattr(doctor_module, "_run", run)
+
+    (finding,) = examine(KIVI, 1, 64, CPU)
+    assert not finding.sound
+    assert finding.failure == "RuntimeError: out of registers"
 
 
 def test_a_finding_without_a_number_is_not_sound():
-    assert not Finding("raw", "attend", "torch", error=float("nan"), bound=1.0).sound
+    finding = Finding("raw", "attend", "torch", error=float("nan"), bound=1.0)
+    assert not finding.sound
 
 
 def test_plans_that_are_sound_pass():
@@ -85,8 +95,9 @@ def test_plans_that_are_sound_pass():
 
 
 def test_plans_are_checked_with_the_tails_and_queries_of_their_model(monkeypatch):
-    seen = Mock(wraps=examine)
-    monkeypatch.setattr(doctor_module, "examine", seen)
+    examined = Mock(wraps=examine)
+    monkeypatch.setattr(doctor_module, "examine", examined)
     shape = KVShape(2, 2, 64, "bfloat16", (None, None))
+
     check_plans([parse_plan(f"0:raw;1:{KIVI}", shape)], 14, CPU)
-    assert {case.args[4:] for case in seen.call_args_list} == {("bfloat16", 7)}
+    assert {call.args[4:] for call in examined.call_args_list} == {("bfloat16", 7)}

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from disagg.kv.arena import Arena, Copies, HostArena
 from disagg.kv.page import ARENA_UNIT, FinalAt, Item, Kind, make_layout, make_raw_layout
 from disagg.kv.plan import LayerGroup, Plan
-from disagg.kv.pool import Arena, Copies, HostArena, Pool
+from disagg.kv.pool import Pool
 from disagg.kv.prefix_keys import PrefixBlock, units_of
 from disagg.kv.state import GroupState, allocate_group
 from disagg.transfer.messages import Job

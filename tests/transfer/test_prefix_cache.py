@@ -7,8 +7,9 @@ import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
+from disagg.kv.arena import HostArena
 from disagg.kv.page import ARENA_UNIT, Item, Kind
-from disagg.kv.pool import HostArena, Pool
+from disagg.kv.pool import Pool
 from disagg.kv.prefix_keys import PrefixBlock, content_keys, units_of
 from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import CachedBlock, PendingHandoff, PrefixCache

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from disagg import errors
+from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import Item, Kind
-from disagg.kv.pool import DecodeSlots
 from disagg.transfer import reservations
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.wire import Ticket

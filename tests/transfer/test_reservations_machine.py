@@ -18,7 +18,7 @@ from disagg.errors import (
     ReservationError,
     TransferError,
 )
-from disagg.kv.pool import DecodeSlots
+from disagg.kv.decode_slots import DecodeSlots
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import MEMORY_S, Admission, State
