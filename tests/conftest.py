@@ -23,15 +23,17 @@ settings.register_profile("untimed", deadline=None, derandomize=False)
 settings.load_profile("untimed")
 
 SERIAL = {  # never beside each other: what starts Ray, makes namespaces or builds in the checkout
-    "tests/bench/test_crew.py",
     "tests/bench/test_child.py",
+    "tests/bench/test_link.py",
+    "tests/benchmarks/test_chaos.py",
+    "tests/benchmarks/test_moves.py",
     "tests/cli/test_cluster.py",
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",
     "tests/test_packaging.py",
 }
 LONG = {  # begun early, so that no process is left alone with one at the end
-    "tests/bench/test_machine_code.py",
+    "tests/benchmarks/test_machine_code.py",
     "tests/engine/test_all_codecs.py",
     "tests/engine/test_engine.py",
     "tests/kernels/test_launch_path.py",

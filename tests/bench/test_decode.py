@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench import decode
+from disagg.bench import capacity, decode
 from disagg.bench.inputs import shape_of, slabs_for
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
@@ -82,7 +82,7 @@ def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(
 
 def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
     for text in decode.SIZES["cuda"]:
-        count, tokens = decode._size(text)
+        count, tokens = decode.parse_size(text)
         slab, usual = slab_bytes_for(32, 8, 128), decode.DecodeOptions
         steps = decode.WARM_UP + usual.steps * usual.rounds
         slabs = (
@@ -95,7 +95,9 @@ def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
             )
             for spec in decode.CODECS
         )
-        assert sum(slabs) * slab + 2 * decode.parameters() < decode.USABLE * 80e9, text
+        assert sum(slabs) * slab + 2 * capacity.parameters() < capacity.USABLE * 80e9, (
+            text
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,17 +118,17 @@ def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
     decoding = decode.Decoding(runner, "kivi", 3, 250, 20)
     held = decoding._arena.clone()
     decoding.pass_modules()
-    assert len(decoding.bare) == 1
+    assert len(decoding.modules_s) == 1
     assert torch.equal(decoding._arena, held)
 
 
 def test_fewer_bytes_fit_more_sequences_and_what_is_modelled_says_so():
     codecs = (RAW_FP16, "kivi:bits=4,residual=64")
-    options = decode.CapacityOptions(
+    options = capacity.CapacityOptions(
         memory_mb=1.0, tokens=256, codecs=codecs, most=2, steps=1
     )
-    rows = decode.measure_capacity(options)["rows"]
-    assert len(rows) == len(codecs) * (1 + len(decode.GPUS))
+    rows = capacity.measure_capacity(options)["rows"]
+    assert len(rows) == len(codecs) * (1 + len(capacity.GPUS))
     for raw, kivi in zip(rows[::2], rows[1::2], strict=True):
         assert raw["machine"] == kivi["machine"]
         assert kivi["sequences"] > raw["sequences"] > 0
@@ -139,14 +141,14 @@ def test_fewer_bytes_fit_more_sequences_and_what_is_modelled_says_so():
 
 
 def test_the_modelled_model_has_as_many_parameters_as_its_name_says():
-    assert decode.parameters() == pytest.approx(8.03e9, rel=0.001)
+    assert capacity.parameters() == pytest.approx(8.03e9, rel=0.001)
 
 
 def test_a_codec_that_fits_nowhere_is_a_row_without_speed():
     codecs = (RAW_FP16, "kivi:bits=4,residual=64")
-    options = decode.CapacityOptions(
+    options = capacity.CapacityOptions(
         memory_mb=0.3, tokens=256, codecs=codecs, most=1, steps=1
     )
-    raw, kivi, *_ = decode.measure_capacity(options)["rows"]
+    raw, kivi, *_ = capacity.measure_capacity(options)["rows"]
     assert (raw["sequences"], raw["tokens_per_s"], kivi["sequences"]) == (0, 0, 1)
     assert "ratio" not in kivi

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench import serving
+from disagg.bench import workload
 from disagg.bench.serving import (
-    LoadRequest,
     RequestTimes,
     ServeOptions,
     departures,
     draw_serving,
     summarize,
 )
+from disagg.bench.workload import LoadRequest
 from disagg.errors import ConfigError
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.model.tokenizer import Tokenizer
@@ -196,8 +196,8 @@ def test_requests_leave_at_the_rate_or_when_the_trace_says():
 
 
 def visits_of(dataset: str, path: Path | None = None, **more: int) -> list[LoadRequest]:
-    options = serving.WorkloadOptions(dataset, path, **{"num_prompts": 9} | more)
-    return serving.make_visits(options, Tokenizer.load())
+    options = workload.WorkloadOptions(dataset, path, **{"num_prompts": 9} | more)
+    return workload.make_requests(options, Tokenizer.load())
 
 
 def test_random_prompts_have_their_length_and_come_again_with_the_seed():

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from disagg.bench.inputs import shape_of
-from disagg.bench.transfer import PLANE, RAW
+from disagg.bench.plane import PLANE
+from disagg.bench.transfer import RAW
 from disagg.cli.app import run
 from disagg.codecs.planning import parse_plan
 from disagg.transfer.records import Manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import transformers
 
-from disagg.bench.result import tell
+from disagg.bench.result import progress
 from disagg.errors import ModelError
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.runner import Runner
@@ -61,7 +61,7 @@ def table() -> str:
 
 
 def rows() -> Iterator[str]:
-    for kind in tell(KINDS, str):
+    for kind in progress(KINDS, str):
         with tempfile.TemporaryDirectory() as folder:
             shape, result = try_out(kind, Path(folder))
         yield f"| `{kind}` | {shape} | {result} |"

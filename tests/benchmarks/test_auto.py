@@ -1,0 +1,22 @@
+"""Codecs that the service chooses, at sizes that say nothing of speed."""
+
+from benchmarks.auto import PHASES, AutoOptions, draw_auto, measure_auto
+
+
+def test_every_codec_and_the_choice_among_them_serve_all_prompts():
+    codecs = ("fp8", "kivi:bits=4,group=64,residual=64")
+    options = AutoOptions(codecs=codecs, requests=2, tokens=300, budget=0.9)
+
+    result = measure_auto(options)
+
+    *fixed, auto = result["rows"]
+    expected = [(codec, len(PHASES) * [{codec: 2}]) for codec in codecs]
+    assert [(row["codec"], row["phases"]) for row in fixed] == expected
+    assert auto["codec"] == "auto"
+    assert [sum(phase.values()) for phase in auto["phases"]] == len(PHASES) * [2]
+    assert {codec for phase in auto["phases"] for codec in phase} <= set(codecs)
+    for row in result["rows"]:
+        assert 0 < row["mean_error"] < 0.9
+        assert row["budget_pct"] == 100
+        assert 0 <= row["both_pct"] == row["deadline_pct"] <= 100
+    assert "2 fp8 | 2 fp8 | 2 fp8" in draw_auto(result)
