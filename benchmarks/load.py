@@ -127,14 +127,19 @@ def passed_over(came: Mapping[Prompt, float], steps: Sequence[StepRecord]) -> li
         waiting = [x for x, at in came.items() if tokens_left[x] and at < ended]
         keys = {x: urgency(tokens_left[x], max(0.0, began - came[x])) for x in waiting}
         for prompt in waiting:
-            if computed.get(prompt, 0) >= tokens_left[prompt]:
-                continue  # this step ends it
-            for other, count in computed.items():
-                if keys[other] > keys[prompt]:
-                    passed[prompt] += count
+            is_last_step = computed.get(prompt, 0) >= tokens_left[prompt]
+            if not is_last_step:
+                passed[prompt] += _less_urgent_tokens(keys, prompt, computed)
         for prompt, count in computed.items():
             tokens_left[prompt] -= count
     return [passed[prompt] for prompt in came]
+
+
+def _less_urgent_tokens(
+    keys: Mapping[Prompt, float], prompt: Prompt, computed: Mapping[Prompt, int]
+) -> int:
+    """Of a step, those of prompts that should have come after this one."""
+    return sum(count for other, count in computed.items() if keys[other] > keys[prompt])
 
 
 def load(out: Out = None, as_json: Json = False) -> None:

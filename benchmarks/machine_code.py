@@ -346,16 +346,19 @@ def read_amdgcn(text: str) -> Assembly:
         branch = re.match(r"s_c?branch\w*\s+(\S+)", line)
         target = index_of.get(branch[1], i) if branch else i
         if target < i:
-            body = lines[target:i]
-            loops.append([x for x in body if re.match(r"(v|ds|global|buffer)_", x)])
+            loops.append(_matching(r"(v|ds|global|buffer)_", lines[target:i]))
     registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
     spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
     assert registers is not None
     assert spilled is not None
-    code = [line for line in lines if re.match(r"[vs]_\w", line)]
+    code = _matching(r"[vs]_\w", lines)
     return Assembly(
         code, loops, registers=int(registers[1]), spilled=4 * int(spilled[1])
     )
+
+
+def _matching(pattern: str, lines: Iterable[str]) -> list[str]:
+    return [line for line in lines if re.match(pattern, line)]
 
 
 def over_pages(loops: list[list[str]], products: int) -> list[str]:

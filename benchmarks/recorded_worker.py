@@ -35,10 +35,10 @@ class RecordedWorker(Worker):
         self.engine._compute = self._timed_compute  # type: ignore[method-assign]
 
     def _timed_compute(
-        self, shares: Sequence[ScheduledTokens], allocation: StepAllocation
+        self, shares: Sequence[ScheduledTokens], stash: StepAllocation
     ) -> None:
         began = time.monotonic()
-        self._compute(shares, allocation)
+        self._compute(shares, stash)
         ended = time.monotonic()
         prompts = {}
         for share in shares:

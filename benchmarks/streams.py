@@ -23,13 +23,12 @@ from benchmarks import command
 from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, progress, result_of
 from disagg.bench.serving import (
-    LoadRequest,
     RequestTimes,
     ServeOptions,
     find_model,
     visit_all,
 )
-from disagg.bench.workload import WorkloadOptions, make_requests
+from disagg.bench.workload import LoadRequest, WorkloadOptions, make_requests
 from disagg.cli.bench import Out, Rounds, show, without_none
 from disagg.cli.options import Json, Model, refuse_idle
 from disagg.cli.serve import check_codecs

@@ -183,6 +183,10 @@ async def _measure_cell(
             at_s = number * speed.prefill_s
             visits.append(visit(router, prompt, codec, options.answer, at_s))
         answers = await asyncio.gather(*visits)
+    return _cell_row(answers, time.perf_counter() - began)
+
+
+def _cell_row(answers: Sequence[Answer], duration_s: float) -> Row:
     times = [x for x, _ in answers]
     row: Row = {
         "first_decode_s": mean(x.decoded_s for x in times),
@@ -190,7 +194,7 @@ async def _measure_cell(
         "longest_pause_s": max(gap for x in times for gap in x.gaps_s[1:]),
         "wire_bytes": int(mean(kv["wire_bytes"] for kv in kv_figures(answers))),
     }
-    summary = summarize(CLIENT, times, time.perf_counter() - began)
+    summary = summarize(CLIENT, times, duration_s)
     for name, value in summary.items():
         if name.endswith("_ms") or name == "output_throughput":
             row[name] = value

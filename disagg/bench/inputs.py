@@ -161,9 +161,9 @@ def _keys(knobs: Knobs, source: torch.Generator) -> Tensor:
     spread = torch.exp(0.4 * _normal(source, heads, 1, dim))
     mean = 0.5 * _normal(source, heads, 1, dim)
     spectrum = torch.exp(-torch.arange(knobs.rank) / 4.0) * 2.0
-    left = _normal(source, heads, n, knobs.rank)
-    right = _normal(source, heads, knobs.rank, dim) / math.sqrt(knobs.rank)
-    low_rank = (left * spectrum) @ right
+    tokens = _normal(source, heads, n, knobs.rank)
+    directions = _normal(source, heads, knobs.rank, dim) / math.sqrt(knobs.rank)
+    low_rank = (tokens * spectrum) @ directions
     noise = knobs.noise * _normal(source, heads, n, dim)
     k = mean + spread * (low_rank + noise)
     slow = min(int(SLOW_PAIRS * half), half - knobs.loud)
@@ -183,9 +183,9 @@ def _keys(knobs: Knobs, source: torch.Generator) -> Tensor:
 def _values(knobs: Knobs, source: torch.Generator) -> Tensor:
     heads, n, dim = knobs.kv_heads, knobs.n, knobs.head_dim
     scale = 0.5 * torch.exp(0.35 * _normal(source, heads, n, 1))
-    left = _normal(source, heads, n, knobs.rank)
-    right = _normal(source, heads, knobs.rank, dim)
-    low_rank = left @ right / math.sqrt(knobs.rank) * 0.8
+    tokens = _normal(source, heads, n, knobs.rank)
+    directions = _normal(source, heads, knobs.rank, dim)
+    low_rank = tokens @ directions / math.sqrt(knobs.rank) * 0.8
     noise = 0.6 * _normal(source, heads, n, dim)
     return scale * (low_rank + noise)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -114,24 +115,28 @@ def run(options: KernelOptions) -> Row:
         # as in a worker; and a second core is not always free
         torch.set_num_threads(1)
         more["baselines"] = {name: is_runnable(name) for name in DTYPES}
-    copied = copy_speed(device, options.runs)
-    cases = cases_of(options, device)
+    attend = measure_cases(cases_of(options, device), device, options.runs)
+    encode = measure_encode(
+        options.specs, device, options.runs, ENCODE_TOKENS[device.type]
+    )
+    return result_of(attend, NOTES[device.type], **more, encode=encode)
+
+
+def measure_cases(cases: Sequence[Case], device: torch.device, runs: int) -> list[Row]:
+    """A row for every case; all of one shape are measured together."""
+    copied = copy_speed(device, runs)
     by_shape: dict[StepShape, list[Case]] = {}
     for case in cases:
         by_shape.setdefault(case.shape, []).append(case)
-    numbered = progress([case for group in by_shape.values() for case in group], str)
+    numbered = progress(chain.from_iterable(by_shape.values()), str)
     rows: dict[Case, Row] = {}
     for shape, group in by_shape.items():
         layers = {}
         for case in group:
             next(numbered)
             layers[case] = make_layer(case.spec, shape, device)
-        rows |= measure_attend(layers, shape, device, options.runs, copied)
-    encode = measure_encode(
-        options.specs, device, options.runs, ENCODE_TOKENS[device.type]
-    )
-    ordered = [rows[case] for case in cases]
-    return result_of(ordered, NOTES[device.type], **more, encode=encode)
+        rows |= measure_attend(layers, shape, device, runs, copied)
+    return [rows[case] for case in cases]
 
 
 def cases_of(options: KernelOptions, device: torch.device) -> list[Case]:

@@ -4,7 +4,10 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ANY_WIDTH = 1 << 16  # columns, more than any table has
 HEIGHT = 25  # any: rich ignores the width without it where TERM is "dumb"
@@ -61,19 +64,8 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
     least_width = 0
     for index, header in enumerate(headers):
-        cell_width = max((len(row[index]) for row in rows), default=0)
-        header_width = max(len(line) for line in header.split("\n"))
-        is_number = columns[index].startswith(">")
-        is_wrapped = cell_width > MIN_WRAPPED and not is_number
-        least_cell = MIN_WRAPPED if is_wrapped else cell_width
-        least_width += max(least_cell, header_width) + GAP
-        grid.add_column(
-            header,
-            justify="right" if is_number else "left",
-            no_wrap=not is_wrapped,
-            overflow="fold",
-            min_width=MIN_WRAPPED if is_wrapped else None,
-        )
+        cells = [row[index] for row in rows]
+        least_width += _add_column(grid, header, columns[index], cells) + GAP
     for row in rows:
         grid.add_row(*row)
     text = StringIO()
@@ -87,6 +79,22 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     console.print(grid)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
     return "\n".join(lines)
+
+
+def _add_column(grid: "Table", header: str, column: str, cells: Sequence[str]) -> int:
+    """The width that the column needs at least."""
+    cell_width = max((len(cell) for cell in cells), default=0)
+    header_width = max(len(line) for line in header.split("\n"))
+    is_number = column.startswith(">")
+    is_wrapped = cell_width > MIN_WRAPPED and not is_number
+    grid.add_column(
+        header,
+        justify="right" if is_number else "left",
+        no_wrap=not is_wrapped,
+        overflow="fold",
+        min_width=MIN_WRAPPED if is_wrapped else None,
+    )
+    return max(MIN_WRAPPED if is_wrapped else cell_width, header_width)
 
 
 def full_width(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from disagg.bench.result import Row, result_of, progress, write
+from disagg.bench.result import Row, progress, result_of, write
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
