@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 import typer
 
 from disagg.cli.app import report
-from disagg.errors import DisaggError
+from disagg.errors import ConfigError, DisaggError
 
 
 def main(command: Callable[..., None], name: str) -> None:
     """Run the command with the arguments of this process, and exit with its status."""
+    arguments = sys.argv[1:]
+    program = f"python -m benchmarks.{name}"
+    as_json = "--json" in arguments
     try:
-        run(command, sys.argv[1:], f"python -m benchmarks.{name}", standalone=True)
+        run(command, arguments, program, standalone=not as_json)
+    except typer.TyperException as error:
+        sys.exit(report(ConfigError(error.format_message()), as_json))
     except DisaggError as error:
-        sys.exit(report(error, as_json="--json" in sys.argv))
+        sys.exit(report(error, as_json))
 
 
 def run(

@@ -89,7 +89,7 @@ class KernelOptions:
     shapes: Sequence[StepShape] = ()
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """A codec at a shape, on a backend of the CPU."""
 
     spec: str
@@ -122,14 +122,16 @@ def run(options: KernelOptions) -> Row:
     return result_of(attend, NOTES[device.type], **more, encode=encode)
 
 
-def measure_cases(cases: Sequence[Case], device: torch.device, runs: int) -> list[Row]:
+def measure_cases(
+    cases: Sequence[AttentionCase], device: torch.device, runs: int
+) -> list[Row]:
     """A row for every case; all of one shape are measured together."""
     copied = copy_speed(device, runs)
-    by_shape: dict[StepShape, list[Case]] = {}
+    by_shape: dict[StepShape, list[AttentionCase]] = {}
     for case in cases:
         by_shape.setdefault(case.shape, []).append(case)
     numbered = progress(chain.from_iterable(by_shape.values()), str)
-    rows: dict[Case, Row] = {}
+    rows: dict[AttentionCase, Row] = {}
     for shape, group in by_shape.items():
         layers = {}
         for case in group:
@@ -139,32 +141,34 @@ def measure_cases(cases: Sequence[Case], device: torch.device, runs: int) -> lis
     return [rows[case] for case in cases]
 
 
-def cases_of(options: KernelOptions, device: torch.device) -> list[Case]:
+def cases_of(options: KernelOptions, device: torch.device) -> list[AttentionCase]:
     """What is measured: codecs, shapes and backends."""
     shapes = options.shapes or SHAPES[device.type]
     best = library.backend()
-    cases = [Case(spec, shape, best) for shape in shapes for spec in options.specs]
+    cases = [
+        AttentionCase(spec, shape, best) for shape in shapes for spec in options.specs
+    ]
     if options.shapes or device.type == "cuda":
         return cases
     for shape in shapes:
         for per_head, head_dim in OTHER_HEADS:
             other = replace(shape, per_head=per_head, head_dim=head_dim)
-            cases += [Case(spec, other, best) for spec in FEW_SPECS]
+            cases += [AttentionCase(spec, other, best) for spec in FEW_SPECS]
     for path in library.paths():
         if path == best:
             continue
         for shape in shapes:
-            cases += [Case(spec, shape, path) for spec in FEW_SPECS]
+            cases += [AttentionCase(spec, shape, path) for spec in FEW_SPECS]
     return cases
 
 
 def measure_attend(
-    layers: Mapping[Case, PagedLayer],
+    layers: Mapping[AttentionCase, PagedLayer],
     shape: StepShape,
     device: torch.device,
     runs: int,
     copied: float,
-) -> dict[Case, Row]:
+) -> dict[AttentionCase, Row]:
     """All codecs at one shape beside the baselines of the device, by turns; medians.
 
     copied:   GB/s of a large copy; the others are of a row:
@@ -176,7 +180,7 @@ def measure_attend(
     errors = {case: _on_backend(case, layer.error)() for case, layer in layers.items()}
     baselines = make_baselines(next(iter(layers.values())))
     calls: list[Call] = []
-    captured: dict[Case, bool] = {}
+    captured: dict[AttentionCase, bool] = {}
     for case, layer in layers.items():
         call, captured[case] = _attend_call(case, layer)
         calls.append(call)
@@ -208,7 +212,7 @@ def measure_attend(
     return rows
 
 
-def _attend_call(case: Case, layer: PagedLayer) -> tuple[Call, bool]:
+def _attend_call(case: AttentionCase, layer: PagedLayer) -> tuple[Call, bool]:
     """Attention as a service runs it, and whether that is a CUDA graph."""
     if layer.captured:
         return _try_capture(layer.attend)
@@ -217,7 +221,7 @@ def _attend_call(case: Case, layer: PagedLayer) -> tuple[Call, bool]:
     return _on_backend(case, call), False
 
 
-def _on_backend(case: Case, call: Callable[[], Any]) -> Callable[[], Any]:
+def _on_backend(case: AttentionCase, call: Callable[[], Any]) -> Callable[[], Any]:
     """A call on the backend of a case; on the one that is used anyway, the call itself."""
     if case.backend == library.backend():
         return call
