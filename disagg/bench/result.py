@@ -30,31 +30,39 @@ Row = dict[str, Any]  # a JSON object
 def progress(
     cases: Iterable[T],
     name: Callable[[T], str],
-    cost: Callable[[T], float] = lambda case: 1.0,
+    seconds: Callable[[T], float] | None = None,
 ) -> Iterator[T]:
     """The cases one by one; stderr has the number and name of each, once a second at most.
 
-    cost: of a case beside others; the time that is left is estimated in proportion
+    seconds: that a case is expected to take; else all are expected to take as long
     """
     cases = list(cases)
-    costs = [cost(case) for case in cases]
+    expected_s = [seconds(case) if seconds else 1.0 for case in cases]
+    trust_s = sum(expected_s) if seconds else 0.0
     began = time.monotonic()
     printed = -INTERVAL_S
     for number, case in enumerate(cases, 1):
         now = time.monotonic()
         if now >= printed + INTERVAL_S:
             printed = now
-            estimate = _estimate(now - began, costs[: number - 1], costs[number - 1 :])
+            past_s, future_s = (
+                sum(expected_s[: number - 1]),
+                sum(expected_s[number - 1 :]),
+            )
+            estimate = _estimate(now - began, past_s, future_s, trust_s)
             line = f"{number} of {len(cases)}{estimate}: {name(case)}"
             print(line, file=sys.stderr, flush=True)
         yield case
 
 
-def _estimate(elapsed_s: float, past: Sequence[float], future: Sequence[float]) -> str:
-    """The time that is left, in words; empty before anything has been measured."""
-    if not past:
+def _estimate(elapsed_s: float, past_s: float, future_s: float, trust_s: float) -> str:
+    """The time that is left, in words; empty before anything has been measured.
+
+    past_s, future_s: expected; the more `trust_s`, the less they are scaled by what was measured
+    """
+    if not past_s:
         return ""
-    left_s = elapsed_s * sum(future) / sum(past)
+    left_s = future_s * (elapsed_s + trust_s) / (past_s + trust_s)
     return f", about {left_s:.0f} s left" if left_s >= LEAST_ESTIMATE_S else ""
 
 

@@ -25,17 +25,32 @@ def test_progress_goes_to_stderr_and_quick_cases_never_flood_it(
     assert printed.err.splitlines() == ["1 of 2: case 3", "2 of 2: case 4"][:lines]
 
 
-def test_the_time_left_is_estimated_by_the_cost_of_each_case(monkeypatch, capsys):
+def test_the_time_left_is_estimated_from_the_seconds_of_each_case(monkeypatch, capsys):
     clock = iter([0.0, 0.0, 5.0, 10.0, 29.0])
     monkeypatch.setattr(result.time, "monotonic", lambda: next(clock))
 
-    list(progress("aabc", "case {}".format, cost={"a": 5.0, "b": 20.0, "c": 1.0}.get))
+    seconds = {"a": 5.0, "b": 20.0, "c": 1.0}
+
+    list(progress("aabc", "case {}".format, seconds=seconds.get))
 
     assert capsys.readouterr().err.splitlines() == [
         "1 of 4: case a",
         "2 of 4, about 26 s left: case a",
         "3 of 4, about 21 s left: case b",
         "4 of 4: case c",
+    ]
+
+
+def test_without_expected_seconds_all_cases_take_as_long(monkeypatch, capsys):
+    clock = iter([0.0, 0.0, 5.0, 12.0])
+    monkeypatch.setattr(result.time, "monotonic", lambda: next(clock))
+
+    list(progress("abc", "case {}".format))
+
+    assert capsys.readouterr().err.splitlines() == [
+        "1 of 3: case a",
+        "2 of 3, about 10 s left: case b",
+        "3 of 3, about 6 s left: case c",
     ]
 
 
