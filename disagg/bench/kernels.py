@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -150,15 +150,12 @@ def cases_of(options: KernelOptions, device: torch.device) -> list[AttentionCase
     ]
     if options.shapes or device.type == "cuda":
         return cases
-    for shape in shapes:
-        for per_head, head_dim in OTHER_HEADS:
-            other = replace(shape, per_head=per_head, head_dim=head_dim)
-            cases += [AttentionCase(spec, other, best) for spec in FEW_SPECS]
-    for path in library.paths():
-        if path == best:
-            continue
-        for shape in shapes:
-            cases += [AttentionCase(spec, shape, path) for spec in FEW_SPECS]
+    for shape, (per_head, head_dim) in product(shapes, OTHER_HEADS):
+        other = replace(shape, per_head=per_head, head_dim=head_dim)
+        cases += [AttentionCase(spec, other, best) for spec in FEW_SPECS]
+    slower = [path for path in library.paths() if path != best]
+    for path, shape in product(slower, shapes):
+        cases += [AttentionCase(spec, shape, path) for spec in FEW_SPECS]
     return cases
 
 

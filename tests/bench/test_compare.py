@@ -3,6 +3,7 @@
 import asyncio
 import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -40,10 +41,15 @@ def test_every_codec_crosses_every_link_beside_colocated_workers(cached, tmp_pat
     for row in result["rows"]:
         assert 0 < row["mean_ttft_ms"] / 1e3 < row["first_decode_s"] < row["request_s"]
         assert row["longest_pause_s"] > 0
+    check_drawings(result, tmp_path)
+
+
+def check_drawings(result: Row, folder: Path) -> None:
+    """The text ends with the verdict; the picture is there."""
     text = compare.draw_compare(json.loads(json.dumps(result)))
     assert "isaggregation loses" in text.splitlines()[-1]
-    draw(result, tmp_path / "picture.svg")
-    assert (tmp_path / "picture.svg").stat().st_size > 0
+    draw(result, folder / "picture.svg")
+    assert (folder / "picture.svg").stat().st_size > 0
 
 
 def row(codec: str, times: float, ratio: float) -> Row:

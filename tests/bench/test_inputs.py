@@ -9,9 +9,13 @@ def test_the_golden_input_is_made_again():
     layer = generate(1234)
 
     stored = golden("inputs")
-    torch.testing.assert_close(layer.q, stored["q"][0], rtol=2**-10, atol=2**-24)
-    torch.testing.assert_close(layer.k, stored["k"][0], rtol=2**-10, atol=2**-24)
-    torch.testing.assert_close(layer.v, stored["v"][0], rtol=2**-10, atol=2**-24)
+    for name in ("q", "k", "v"):
+        torch.testing.assert_close(
+            getattr(layer, name),
+            stored[name][0],
+            rtol=2**-10,
+            atol=2**-24,
+        )
     assert torch.equal(layer.outliers, stored["outlier_tokens"])
 
 
@@ -20,9 +24,12 @@ def test_outlier_tokens_have_small_keys_and_three_channels_are_loud():
 
     keys = layer.k.float()
     norms = keys.norm(dim=2)
-    medians = norms.median(1).values[:, None]
-    assert (norms[:, layer.outliers] < 0.3 * medians).all()
+    outlier_norms = norms[:, layer.outliers]
+    medians = norms.median(1, keepdim=True).values
+    assert (outlier_norms < 0.3 * medians).all()
 
     magnitudes = keys.abs().mean(1)
-    loudest = magnitudes.topk(4, 1).values
-    assert (loudest[:, 2] > 2 * loudest[:, 3]).all()
+    loudest = magnitudes.topk(4, dim=1).values
+    third = loudest[:, 2]
+    fourth = loudest[:, 3]
+    assert (third > 2 * fourth).all()

@@ -73,9 +73,12 @@ def ask(url: str, *more: str) -> list[str]:
     return ["bench", "serve", *flags, "--random-input-len", "20", *more]
 
 
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+@pytest.mark.parametrize(
+    ("backend", "limit_key"),
+    [("openai", "max_tokens"), ("openai-chat", "max_completion_tokens")],
+)
 def test_requests_follow_the_flags_and_results_have_the_keys_of_vllm(
-    url, backend, disagg, tmp_path
+    url, backend, limit_key, disagg, tmp_path
 ):
     more = [
         "--backend",
@@ -105,9 +108,8 @@ def test_requests_follow_the_flags_and_results_have_the_keys_of_vllm(
     assert result["request_goodput"] == 0
     assert result["p99_ttft_ms"] > 0
     assert "ttfts" not in result
-    limit = "max_completion_tokens" if "chat" in backend else "max_tokens"
     for body in Server.bodies:
-        assert body[limit] == 128
+        assert body[limit_key] == 128
         assert body["ignore_eos"]
 
 
