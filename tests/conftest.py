@@ -21,8 +21,10 @@ settings.load_profile("untimed")
 
 # files that never run side by side: they start Ray, create namespaces or build in the checkout
 SERIAL = {
-    "tests/bench/test_crew.py",
     "tests/bench/test_child.py",
+    "tests/bench/test_link.py",
+    "tests/benchmarks/test_chaos.py",
+    "tests/benchmarks/test_moves.py",
     "tests/cli/test_cluster.py",
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",
@@ -30,7 +32,7 @@ SERIAL = {
 }
 # files that start early, so that no process is left alone with one at the end
 LONG = {
-    "tests/bench/test_machine_code.py",
+    "tests/benchmarks/test_machine_code.py",
     "tests/engine/test_all_codecs.py",
     "tests/engine/test_engine.py",
     "tests/kernels/test_launch_path.py",

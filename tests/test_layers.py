@@ -35,7 +35,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
         "disagg/launch/ray_actor.py",
         "disagg/serve_app.py",
     ],
-    "transformers": ["disagg/model/", "disagg/bench/streams.py"],
+    "transformers": ["disagg/model/"],
     "grpc": ["disagg/transfer/", "protos/"],
     "cryptography": ["disagg/transfer/certificates.py"],
     "fastapi": ["disagg/server/"],
@@ -43,7 +43,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "uvicorn": ["disagg/server/"],
     "pydantic": ["disagg/server/"],
     "prometheus_client": ["disagg/server/"],
-    "triton": ["kernels/gpu/", "disagg/bench/machine_code.py"],
+    "triton": ["kernels/gpu/"],
     "matplotlib": ["disagg/report/"],
     "typer": ["disagg/cli"],
 }

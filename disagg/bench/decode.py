@@ -1,31 +1,26 @@
-"""`disagg bench decode` and `capacity`: steps of a whole model on pages of each codec.
+"""`disagg bench decode`: steps of a whole model on pages of each codec.
 
 The model has random weights and a real shape. Contexts are not computed by it: made-up K and V are
 encoded and written to pages as a prompt is, which is faster and costs a step the same. Codecs run
 by turns in one process, so that a busy machine is busy for all.
-
-Capacity: the sequences that fit in a memory, and their speed; measured, and modelled for Llama 3.1
-8B on GPUs by arithmetic alone: bytes that fit, and the time in which the GPU could read weights and
-KV, or multiply. That is a bound that no kernel reaches, and every such row says so.
 """
 
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from disagg.bench.inputs import check_device, make_prompt, shape_of, slabs_for
-from disagg.bench.result import Row, result_of, tell
+from disagg.bench.result import Row, progress, result_of
 from disagg.codecs.contract import Queries
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.config import DEFAULT_CODEC
 from disagg.engine.arena import make_pool, slab_bytes_for
 from disagg.errors import ConfigError
 from disagg.kv.plan import Plan
@@ -44,25 +39,48 @@ LLAMA = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
-NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-NAMES += " head_dim vocab_size"
-SHAPE = "num_hidden_layers num_key_value_heads head_dim"
-MODELS = {
-    name: LLAMA | dict(zip(NAMES.split(), sizes, strict=True))
-    for name, sizes in {
-        "8b": (4096, 14336, 32, 32, 8, 128, 128256),
-        "135m": (576, 1536, 30, 9, 3, 64, 49152),
-        "wide": (
-            1024,
-            2816,
-            4,
-            32,
-            8,
-            128,
-            4096,
-        ),  # the heads of an 8B in few, small layers
-        "small": (512, 1408, 4, 8, 2, 64, 4096),
-    }.items()
+MODELS: dict[str, dict[str, Any]] = {
+    "8b": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "135m": {
+        **LLAMA,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+    },
+    # the heads of an 8B in few, small layers
+    "wide": {
+        **LLAMA,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 4096,
+    },
+    "small": {
+        **LLAMA,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
 }
 RAW = "raw"
 CODECS = (RAW, "int8", "kivi:bits=4", "kivi:bits=2", "gear-l:bits=2,backbone=kivi")
@@ -71,25 +89,15 @@ SIZES = {"cpu": ("1x2048", "4x2048"), "cuda": ("1x32768", "16x8192", "32x4096")}
 WARM_UP = 4  # steps before the first that counts: kernels are compiled, graphs recorded
 SPARE_RECORDS = 10  # of every layout: a page of 128 raw tokens is 8, and what is begun
 NOTES = "medians by turns; a step is plan, forward pass and greedy choice, for all sequences"
-FITTED = (
-    "raw:dtype=fp16",
-    "fp8",
-    "kivi:bits=4,residual=64",
-    DEFAULT_CODEC,
-    "banded:bits=2",
-)
-MODELLED = "8b"
-USABLE = 0.9  # of a GPU's memory, for weights and KV
-FITTED_NOTES = (
-    "measured: steps of all sequences that fit, random weights; modelled: Llama 3.1 8B, bf16 "
-    "weights, the larger of reading (weights + KV) and multiplying, which no kernel reaches"
-)
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """sizes: "sequences x tokens"; steps: of each codec in a round; dtype "": as devices like
+    """What is measured.
 
+    sizes:   "sequences x tokens"
+    steps:   of each codec in a round
+    dtype:   of weights; "": that of the device
     threads: of torch on a CPU; 0: as many as it chooses
     """
 
@@ -104,38 +112,41 @@ class DecodeOptions:
 
 
 def run(options: DecodeOptions) -> Row:
-    """Every codec at every size; ConfigError for a model, device or size that is none.
+    """Every codec at every size; ConfigError for an unknown model, device or size.
 
-    kv_bytes: of a token, pages and tail · plan_ms: of a step, on the host
+    kv_bytes: of a token, pages and tail
+    plan_ms:  of a step, on the host
     ratio:    how many times faster a step is than on raw pages
     own:      share of a step that is not the model's own modules, on a CPU: planning, appending,
               attending, sampling; by turns with steps whose attention does nothing
     faster_from: tokens of each sequence from which a step is faster than on raw pages, if any
     """
-    _check(options)
-    sizes = [_size(text) for text in options.sizes or SIZES[options.device]]
+    check_model(options.model, options.device, options.codecs)
+    sizes = [parse_size(text) for text in options.sizes or SIZES[options.device]]
     if options.threads:
         torch.set_num_threads(options.threads)
-    runner = _random_model(options.model, options.device, options.dtype)
-    rows = [row for size in sizes for row in _measure(runner, options, *size)]
-    for row in rows:
-        alike = [
-            x for x in rows if x["codec"] == row["codec"] and _count(x) == _count(row)
-        ]
-        if tokens := faster_from([(_size(x["size"])[1], x["ratio"]) for x in alike]):
-            row["faster_from"] = tokens
-    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
-    return result_of(rows, NOTES, **gpu)
+    runner = random_model(options.model, options.device, options.dtype)
+    rows = []
+    for num_sequences, tokens in sizes:
+        rows += _measure(runner, options, num_sequences, tokens)
+    _add_faster_from(rows)
+    more = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+    return result_of(rows, NOTES, **more)
 
 
-def _check(options: "DecodeOptions | CapacityOptions") -> None:
-    check_device(options.device, "--device cpu measures without one")
-    sizes: list[Any] = [MODELS[options.model][name] for name in SHAPE.split()]
-    for spec in options.codecs:
-        parse_plan(spec, shape_of(*sizes))
+def check_model(model: str, device: str, codecs: Sequence[str]) -> None:
+    """ConfigError unless the device is there and all codecs make plans for the model."""
+    check_device(device, "--device cpu measures without one")
+    config = MODELS[model]
+    shape = shape_of(
+        config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]
+    )
+    for spec in codecs:
+        parse_plan(spec, shape)
 
 
-def _random_model(model: str, device: str, dtype: str = "") -> Runner:
+def random_model(model: str, device: str, dtype: str = "") -> Runner:
+    """A model with random weights; no dtype: that of the device."""
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
@@ -143,19 +154,19 @@ def _random_model(model: str, device: str, dtype: str = "") -> Runner:
 
 
 def _measure(
-    runner: Runner, options: DecodeOptions, count: int, tokens: int
+    runner: Runner, options: DecodeOptions, num_sequences: int, tokens: int
 ) -> list[Row]:
     """Every codec at one size."""
-    size, steps = f"{count}x{tokens}", options.steps * options.rounds
+    size = f"{num_sequences}x{tokens}"
+    num_steps = WARM_UP + options.steps * options.rounds
     codecs = [RAW, *(spec for spec in options.codecs if spec != RAW)]
-    found = [
-        Decoding(runner, spec, count, tokens, WARM_UP + steps)
-        for spec in tell(codecs, lambda spec: f"{size}, contexts of {spec}")
-    ]
-    for _ in tell(
-        range(options.rounds), lambda number: f"{size}, steps of round {number + 1}"
+    all_decoding = []
+    for spec in progress(codecs, f"{size}, contexts of {{}}".format):
+        all_decoding.append(Decoding(runner, spec, num_sequences, tokens, num_steps))
+    for _ in progress(
+        range(1, options.rounds + 1), f"{size}, steps of round {{}}".format
     ):
-        for decoding in found:
+        for decoding in all_decoding:
             for _ in range(options.steps):
                 decoding.step()
                 if options.device == "cpu":
@@ -163,7 +174,7 @@ def _measure(
     if runner.graphs is not None:
         runner.graphs.clear()  # or the next size would have its arenas beside these
     rows: list[Row] = []
-    for decoding in found:
+    for decoding in all_decoding:
         plan_ms, step_ms = decoding.median_ms()
         row = {
             "codec": decoding.plan.spec,
@@ -172,28 +183,40 @@ def _measure(
             "size": size,
             "step_ms": step_ms,
             "plan_ms": plan_ms,
-            "tokens_per_s": 1e3 * count / step_ms,
+            "tokens_per_s": 1e3 * num_sequences / step_ms,
             "kv_bytes": decoding.plan.nbytes(tokens) / tokens,
         }
-        if decoding.bare:
-            row["own"] = 1 - 1e3 * statistics.median(decoding.bare) / step_ms
-        rows.append(row | {"ratio": rows[0]["step_ms"] / step_ms if rows else 1.0})
+        if decoding.modules_s:
+            row["own"] = 1 - 1e3 * statistics.median(decoding.modules_s) / step_ms
+        raw_ms = rows[0]["step_ms"] if rows else step_ms
+        row["ratio"] = raw_ms / step_ms
+        rows.append(row)
     return rows
 
 
-def _size(text: str) -> tuple[int, int]:
+def parse_size(text: str) -> tuple[int, int]:
     """Sequences and tokens of "4x2048"."""
     with suppress(ValueError):
-        count, tokens = map(int, text.split("x"))
-        if count > 0 and tokens > 0:
-            return count, tokens
+        num_sequences, tokens = map(int, text.split("x"))
+        if num_sequences > 0 and tokens > 0:
+            return num_sequences, tokens
     raise ConfigError(
-        f"size {text!r} is none; sequences x tokens is wanted, such as 4x2048"
+        f"size {text!r} is none; expected sequences x tokens, such as 4x2048"
     )
 
 
-def _count(row: Row) -> int:
-    return _size(row["size"])[0]
+def _add_faster_from(rows: Sequence[Row]) -> None:
+    """By codec and number of sequences."""
+    ratios: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for row in rows:
+        num_sequences, tokens = parse_size(row["size"])
+        by_tokens = ratios.setdefault((row["codec"], num_sequences), [])
+        by_tokens.append((tokens, row["ratio"]))
+    for row in rows:
+        num_sequences, _ = parse_size(row["size"])
+        tokens_from = faster_from(ratios[row["codec"], num_sequences])
+        if tokens_from:
+            row["faster_from"] = tokens_from
 
 
 def faster_from(ratios: Sequence[tuple[int, float]]) -> int | None:
@@ -202,48 +225,55 @@ def faster_from(ratios: Sequence[tuple[int, float]]) -> int | None:
     ratios: (tokens, how many times faster) of sizes with as many sequences
     None:   it is not faster at the largest; where it is at the smallest already, that one
     """
-    longer, ahead = 0, 0.0
+    faster_tokens, faster_ratio = 0, 0.0
     for tokens, ratio in sorted(ratios, reverse=True):
         if ratio <= 1.0:
-            if not longer:
+            if not faster_tokens:
                 return None
-            return round(tokens + (1.0 - ratio) / (ahead - ratio) * (longer - tokens))
-        longer, ahead = tokens, ratio
-    return longer or None
+            share = (1.0 - ratio) / (faster_ratio - ratio)
+            return round(tokens + share * (faster_tokens - tokens))
+        faster_tokens, faster_ratio = tokens, ratio
+    return faster_tokens or None
 
 
 class Decoding:
-    """Sequences of one codec that decode step by step; the first WARM_UP steps are over."""
+    """Sequences of one codec that decode step by step; the first WARM_UP steps are over.
+
+    times:     seconds of planning a step, and of all of it
+    modules_s: seconds of the same step without attention
+    """
 
     def __init__(
-        self, runner: Runner, spec: str, count: int, tokens: int, steps: int
+        self, runner: Runner, spec: str, num_sequences: int, tokens: int, steps: int
     ) -> None:
         self.plan = parse_plan(spec, runner.shape)
-        self.times: list[tuple[float, float]] = []  # seconds of planning, and of all
-        self.bare: list[float] = []  # seconds of the same step without attention
-        self._runner, self._n = runner, tokens
-        slab = slab_bytes_for(
-            runner.shape.num_layers, runner.shape.heads, runner.shape.head_dim
+        self.times: list[tuple[float, float]] = []
+        self.modules_s: list[float] = []
+        self._runner = runner
+        self._n = tokens
+        shape = runner.shape
+        slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
+        slabs = slabs_for(
+            self.plan, tokens + steps, slab_bytes, num_sequences, SPARE_RECORDS
         )
-        slabs = slabs_for(self.plan, tokens + steps, slab, count, SPARE_RECORDS)
-        self._pool, self._arena = make_pool(slabs * slab, slab, runner.device)
+        pool, arena = make_pool(slabs * slab_bytes, slab_bytes, runner.device)
+        self._pool, self._arena = pool, arena
         self._states = [
-            [allocate_group(group, tokens, self._pool) for group in self.plan.groups]
-            for _ in range(count)
+            [allocate_group(group, tokens, pool) for group in self.plan.groups]
+            for _ in range(num_sequences)
         ]
-        self._tokens = list(range(count))
+        self._tokens = list(range(num_sequences))
         for states in self._states:
-            _write_context(runner, self.plan, states, self._arena, tokens)
+            _write_context(runner, self.plan, states, arena, tokens)
         for _ in range(WARM_UP):
             self.step()
         self.times.clear()
 
     def median_ms(self) -> tuple[float, float]:
         """Milliseconds of planning a step, and of all of it."""
-        plan, whole = (
-            1e3 * statistics.median(x) for x in zip(*self.times, strict=True)
-        )
-        return plan, whole
+        plan_s = statistics.median(plan_s for plan_s, _ in self.times)
+        step_s = statistics.median(step_s for _, step_s in self.times)
+        return 1e3 * plan_s, 1e3 * step_s
 
     def step(self) -> None:
         """One more token of every sequence."""
@@ -251,12 +281,12 @@ class Decoding:
         decodes = []
         for index, group in enumerate(self.plan.groups):
             growths = [
-                SequenceGrowth(s[index], self._n, 1, row)
-                for row, s in enumerate(self._states)
+                SequenceGrowth(states[index], self._n, 1, row)
+                for row, states in enumerate(self._states)
             ]
-            fresh = take_records(group, growths, self._pool)
+            new_records = take_records(group, growths, self._pool)
             codec = codec_of(group)
-            step = plan_step(codec, group, growths, fresh, self._arena.device)
+            step = plan_step(codec, group, growths, new_records, self._arena.device)
             decodes.append(Decode(codec, step, whole=True))
         batch = self._batch(decodes)
         planned = time.perf_counter()
@@ -270,7 +300,7 @@ class Decoding:
         """The model's own modules for the tokens of a step; attention gives zeros."""
         began = time.perf_counter()
         self._runner.forward(self._batch([]))
-        self.bare.append(time.perf_counter() - began)
+        self.modules_s.append(time.perf_counter() - began)
 
     def _batch(self, decodes: Sequence[Decode]) -> Batch:
         count = len(self._tokens)
@@ -283,120 +313,21 @@ class Decoding:
 def _write_context(
     runner: Runner,
     plan: Plan,
-    states: list[GroupState],
+    states: Sequence[GroupState],
     arena: torch.Tensor,
     tokens: int,
 ) -> None:
     """Made-up K and V of a prompt, the same in every layer, encoded into the pages of a state."""
     heads = runner.shape.heads
-    made = make_prompt(tokens, heads, runner.shape.head_dim, 2)
-    k, v, q = (
-        x.to(runner.device, getattr(torch, runner.info.dtype))
-        for x in (made.k, made.v, made.q)
-    )
+    prompt = make_prompt(tokens, heads, runner.shape.head_dim, 2)
+    dtype = getattr(torch, runner.info.dtype)
+    k = prompt.k.to(runner.device, dtype)
+    v = prompt.v.to(runner.device, dtype)
+    q = prompt.q.to(runner.device, dtype)
     queries = Queries.of(q, heads, tokens)
-    for group, at in zip(plan.groups, map(RecordIds.of, states), strict=True):
+    for group, state in zip(plan.groups, states, strict=True):
+        codec, at = codec_of(group), RecordIds.of(state)
         for layer in group.layers:
             records = LayerRecords(group, layer, arena)
             chunk = PromptChunk(k, v, total=tokens, queries=queries)
-            write_prompt(codec_of(group), records, at, chunk)
-
-
-# -- capacity
-
-
-class Gpu(NamedTuple):
-    """From its data sheet: bytes, bytes a second, dense bf16 operations a second."""
-
-    memory: float
-    bandwidth: float
-    flops: float
-
-
-GPUS = {"H100 SXM": Gpu(80e9, 3.35e12, 989e12), "H200": Gpu(141e9, 4.8e12, 989e12)}
-
-
-@dataclass(frozen=True)
-class CapacityOptions:
-    """memory_mb: for KV, of the measured rows · tokens: of each sequence · most: sequences that are
-    measured, if more fit"""
-
-    device: str = "cpu"
-    model: str = "small"
-    memory_mb: float = 16
-    tokens: int = 2048
-    codecs: Sequence[str] = FITTED
-    most: int = 64
-    steps: int = 8
-
-
-def measure_capacity(options: CapacityOptions) -> Row:
-    """A row for every codec and machine; `ratio` is of tokens a second to the first codec.
-
-    sequences: that fit · measured: of them, in the steps · kv_mb: of one sequence
-    """
-    _check(options)
-    rows = [*_measured(options)]
-    for name, gpu in GPUS.items():
-        rows += _modelled(options, name, gpu)
-    first = {row["machine"]: row["tokens_per_s"] for row in reversed(rows)}
-    for row in rows:
-        if of := first[row["machine"]]:  # the first one fits
-            row["ratio"] = row["tokens_per_s"] / of
-    return result_of(rows, FITTED_NOTES)
-
-
-def _measured(options: CapacityOptions) -> Iterator[Row]:
-    runner, tokens = _random_model(options.model, options.device), options.tokens
-    sizes = {
-        spec: parse_plan(spec, runner.shape).nbytes(tokens) for spec in options.codecs
-    }
-    fitting = {
-        spec: int(options.memory_mb * 1e6 // nbytes) for spec, nbytes in sizes.items()
-    }
-    counts = {spec: min(number, options.most) for spec, number in fitting.items()}
-    found = {
-        spec: Decoding(runner, spec, counts[spec], tokens, WARM_UP + options.steps)
-        for spec in tell(
-            filter(counts.get, counts), f"{options.memory_mb:g} MB of {{}}".format
-        )
-    }
-    for _ in tell(range(options.steps), "step {}".format):
-        for decoding in found.values():
-            decoding.step()
-    machine = f"measured, {options.model} model, {options.memory_mb:g} MB"
-    for spec, nbytes in sizes.items():
-        step_s = 1e-3 * found[spec].median_ms()[1] if spec in found else 0.0
-        yield _row(machine, spec, nbytes, fitting[spec], counts[spec], step_s)
-
-
-def _modelled(options: CapacityOptions, name: str, gpu: Gpu) -> Iterator[Row]:
-    shape, weights = shape_of(), 2 * parameters()
-    for spec in options.codecs:
-        nbytes = parse_plan(spec, shape).nbytes(options.tokens)
-        count = max(0, int((USABLE * gpu.memory - weights) // nbytes))
-        reading = (weights + count * nbytes) / gpu.bandwidth
-        step_s = max(reading, count * weights / gpu.flops)
-        yield _row(f"modelled, 8B on {name}", spec, nbytes, count, count, step_s)
-
-
-def _row(
-    machine: str, spec: str, nbytes: int, fitting: int, count: int, step_s: float
-) -> Row:
-    return {
-        "machine": machine,
-        "codec": spec,
-        "kv_mb": nbytes / 1e6,
-        "sequences": fitting,
-        "measured": count if machine.startswith("measured") else 0,
-        "step_ms": 1e3 * step_s,
-        "tokens_per_s": count / step_s if step_s else 0.0,
-    }
-
-
-def parameters() -> int:
-    """Of the modelled model, each two operations for a token."""
-    sizes: list[Any] = [MODELS[MODELLED][name] for name in NAMES.split()]
-    width, inner, layers, heads, kv_heads, dim, words = sizes
-    layer = width * (2 * heads * dim + 2 * kv_heads * dim + 3 * inner)
-    return int(2 * words * width + layers * layer)
+            write_prompt(codec, records, at, chunk)

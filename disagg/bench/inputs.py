@@ -1,4 +1,4 @@
-"""What benchmarks are given: made-up keys and values, shape and slabs of a prompt, pages.
+"""Inputs of benchmarks: made-up keys and values, shape and slabs of a prompt, pages.
 
 Keys and values have the statistics that the papers rely on, without a pretrained model:
 
@@ -18,7 +18,7 @@ that reading is as scattered as in a service. Sequences of a layer have the same
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -45,9 +45,8 @@ SLAB_BYTES = 16 << 20
 HUGE_PAGE = 2 << 20  # bytes; numpy asks for such pages
 FRESH_BYTES = 64 << 20  # more than malloc ever takes from memory that was used before
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
-SLOW_PAIRS = (
-    0.86  # RoPE pairs behind this share of them rotate slowly enough to stay channels
-)
+# RoPE pairs behind this share of them rotate slowly enough to stay channels
+SLOW_PAIRS = 0.86
 THETA = 1e4
 LAYER = 2  # of the model: some codecs treat the first two as others
 
@@ -58,7 +57,7 @@ def shape_of(layers: int = 32, heads: int = 8, head_dim: int = 128) -> KVShape:
 
 
 def check_device(device: str, otherwise: str) -> None:
-    """ConfigError for a device that is not there; `otherwise`: what needs none."""
+    """ConfigError for a device that is not there; `otherwise`: what works without it."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"there is no CUDA device here; {otherwise}")
 
@@ -74,16 +73,19 @@ def slabs_for(
 
     spare: records of every layout that each sequence has besides, to grow into
     """
-    counts, total = plan.records(tokens), 0
-    counts.update(
-        spare * [group.record(x) for group in plan.groups for x in group.layouts()]
-    )
+    counts = plan.records(tokens)
+    if spare:
+        for group in plan.groups:
+            for layout in group.layouts():
+                counts[group.record(layout)] += spare
+    total = 0
     for shape, count in counts.items():
         if shape.nbytes > slab_bytes:
             raise PromptTooLongError(
                 f"a record of {shape.nbytes} bytes; slabs: {slab_bytes}"
             )
-        total += -(-sequences * count // (slab_bytes // shape.nbytes))
+        records_of_slab = slab_bytes // shape.nbytes
+        total += -(-sequences * count // records_of_slab)
     return total
 
 
@@ -122,22 +124,25 @@ class Layer:
 
 def generate(seed: int, knobs: Knobs | None = None) -> Layer:
     """One layer. The order of the draws is part of the result."""
-    x = knobs or Knobs()
+    knobs = knobs or Knobs()
     source = torch.Generator().manual_seed(seed)
-    k = _keys(x, source)
+    k = _keys(knobs, source)
     first = torch.zeros(1, dtype=torch.int64)
-    others = 1 + torch.randperm(x.n - 1, generator=source)[: x.outliers - 1]
+    others = 1 + torch.randperm(knobs.n - 1, generator=source)[: knobs.outliers - 1]
     outliers = torch.cat([first, others])
     for token in outliers.tolist():
-        k[:, token] = 0.06 * k[:, token] + 0.25 * _normal(
-            source, x.kv_heads, x.head_dim
-        )
-    v = _values(x, source)
+        noise = 0.25 * _normal(source, knobs.kv_heads, knobs.head_dim)
+        k[:, token] = 0.06 * k[:, token] + noise
+    v = _values(knobs, source)
     v[:, outliers] *= 0.05
-    q = _queries(x, source, k)
-    positions = torch.arange(x.n)
-    turned_q = _rope(q, positions[x.n - x.num_queries :])
-    return Layer(turned_q.half(), _rope(k, positions).half(), v.half(), outliers)
+    q = _queries(knobs, source, k)
+    positions = torch.arange(knobs.n)
+    return Layer(
+        q=_rope(q, positions[knobs.n - knobs.num_queries :]).half(),
+        k=_rope(k, positions).half(),
+        v=v.half(),
+        outliers=outliers,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -150,56 +155,67 @@ def make_prompt(tokens: int, heads: int, head_dim: int, group: int = 1) -> Layer
     return generate(0, knobs)
 
 
-def _keys(x: Knobs, source: torch.Generator) -> Tensor:
-    heads, dim, half = x.kv_heads, x.head_dim, x.head_dim // 2
+def _keys(knobs: Knobs, source: torch.Generator) -> Tensor:
+    heads, n, dim = knobs.kv_heads, knobs.n, knobs.head_dim
+    half = dim // 2
     spread = torch.exp(0.4 * _normal(source, heads, 1, dim))
     mean = 0.5 * _normal(source, heads, 1, dim)
-    spectrum = torch.exp(-torch.arange(x.rank) / 4.0) * 2.0
-    left = _normal(source, heads, x.n, x.rank)
-    right = _normal(source, heads, x.rank, dim) / math.sqrt(x.rank)
-    k = mean + spread * (
-        (left * spectrum) @ right + x.noise * _normal(source, heads, x.n, dim)
-    )
-    slow = min(int(SLOW_PAIRS * half), half - x.loud)
+    spectrum = torch.exp(-torch.arange(knobs.rank) / 4.0) * 2.0
+    tokens = _normal(source, heads, n, knobs.rank)
+    directions = _normal(source, heads, knobs.rank, dim) / math.sqrt(knobs.rank)
+    low_rank = (tokens * spectrum) @ directions
+    noise = knobs.noise * _normal(source, heads, n, dim)
+    k = mean + spread * (low_rank + noise)
+    slow = min(int(SLOW_PAIRS * half), half - knobs.loud)
     for head in range(heads):
-        channels = slow + torch.randperm(half - slow, generator=source)[: x.loud]
-        channels = channels + half * (torch.rand(x.loud, generator=source) < 0.5).long()
-        sign = torch.where(torch.rand(x.loud, generator=source) < 0.5, -1.0, 1.0)
-        size = x.loudness * (0.7 + 0.6 * torch.rand(x.loud, generator=source))
-        k[head][:, channels] = sign * size * (1 + 0.08 * _normal(source, x.n, x.loud))
+        channels = slow + torch.randperm(half - slow, generator=source)[: knobs.loud]
+        in_second_half = torch.rand(knobs.loud, generator=source) < 0.5
+        channels = channels + half * in_second_half.long()
+        is_negative = torch.rand(knobs.loud, generator=source) < 0.5
+        sign = torch.where(is_negative, -1.0, 1.0)
+        size = 0.7 + 0.6 * torch.rand(knobs.loud, generator=source)
+        size = knobs.loudness * size
+        change = 1 + 0.08 * _normal(source, n, knobs.loud)
+        k[head][:, channels] = sign * size * change
     return k
 
 
-def _values(x: Knobs, source: torch.Generator) -> Tensor:
-    scale = 0.5 * torch.exp(0.35 * _normal(source, x.kv_heads, x.n, 1))
-    left = _normal(source, x.kv_heads, x.n, x.rank)
-    right = _normal(source, x.kv_heads, x.rank, x.head_dim)
-    noise = 0.6 * _normal(source, x.kv_heads, x.n, x.head_dim)
-    return scale * (left @ right / math.sqrt(x.rank) * 0.8 + noise)
+def _values(knobs: Knobs, source: torch.Generator) -> Tensor:
+    heads, n, dim = knobs.kv_heads, knobs.n, knobs.head_dim
+    scale = 0.5 * torch.exp(0.35 * _normal(source, heads, n, 1))
+    tokens = _normal(source, heads, n, knobs.rank)
+    directions = _normal(source, heads, knobs.rank, dim)
+    low_rank = tokens @ directions / math.sqrt(knobs.rank) * 0.8
+    noise = 0.6 * _normal(source, heads, n, dim)
+    return scale * (low_rank + noise)
 
 
-def _queries(x: Knobs, source: torch.Generator, k: Tensor) -> Tensor:
+def _queries(knobs: Knobs, source: torch.Generator, k: Tensor) -> Tensor:
     """[Hq, num_queries, D] before RoPE."""
-    found = []
-    length = math.sqrt(x.head_dim)
-    for head in range(x.kv_heads):
+    queries = []
+    length = math.sqrt(knobs.head_dim)
+    for head in range(knobs.kv_heads):
         mean = k[head].mean(0)
-        chosen = torch.randint(x.n, (x.group, x.num_queries), generator=source)
-        for member in range(x.group):
-            away = -x.sink * mean / mean.norm()
-            content = k[head][chosen[member]] - mean
+        tokens = torch.randint(
+            knobs.n, (knobs.group, knobs.num_queries), generator=source
+        )
+        for member in range(knobs.group):
+            away = -knobs.sink * mean / mean.norm()
+            content = k[head][tokens[member]] - mean
             content = 0.9 * content / content.norm(dim=-1, keepdim=True)
-            noise = 0.35 * _normal(source, x.num_queries, x.head_dim) / length
-            found.append(length * (away[None] + content + noise))
-    return torch.stack(found)
+            noise = 0.35 * _normal(source, knobs.num_queries, knobs.head_dim) / length
+            queries.append(length * (away[None] + content + noise))
+    return torch.stack(queries)
 
 
 def _rope(x: Tensor, positions: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     frequency = THETA ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = positions.double()[:, None] * frequency[None]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
+    first = x[..., :half]
+    second = x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
@@ -230,8 +246,9 @@ class StepShape:
 class PagedLayer:
     """One codec's pages of a shape, without the tails behind them.
 
-    q:       [B, 1, Hq, D] fp32; nbytes: of pages, segments and side records that a step reads
-    k, v:    [H, tokens, D] fp32 - what the pages of each sequence stand for
+    nbytes:  of pages, segments and side records that a step reads
+    q:       [B, 1, Hq, D] fp32
+    k, v:    [H, tokens, D] fp32 - the values that the pages of each sequence decode to
     present: [H, tokens] bool - those that the codec has not dropped
     """
 
@@ -255,15 +272,21 @@ class PagedLayer:
     def layer_call(self) -> Callable[[], Tensor]:
         """The same as [B, Hq, D], as a decode step calls it for each layer: on a CPU one call of
         the C library, prepared for all layers at once."""
-        group, softmax = self.group, Softmax(self.shape.scale)
-        views = views_of(group, LAYER, self.arena, self.tables)
-        none = torch.zeros(self.shape.batch, dtype=torch.int32)
-        fmt, base = exact_format(group.raw), group.layer_offset(group.raw, LAYER)
-        calls = prepare(self.arena, NewRows(none, none, fmt, base), views, self.q)
+        shape = self.shape
+        views = views_of(self.group, LAYER, self.arena, self.tables)
+        no_row = torch.zeros(shape.batch, dtype=torch.int32)
+        rows = NewRows(
+            no_row,
+            no_row,
+            exact_format(self.group.raw),
+            self.group.layer_offset(self.group.raw, LAYER),
+        )
+        calls = prepare(self.arena, rows, views, self.q)
         if calls is None:
             return lambda: self.attend()[:, 0]
+        softmax = Softmax(shape.scale)
         q = self.q[:, 0].transpose(0, 1)
-        new = q.new_empty(self.shape.heads, self.shape.batch, self.shape.head_dim)
+        new = q.new_empty(shape.heads, shape.batch, shape.head_dim)
         return lambda: calls.run(0, q, new, new, True, softmax)
 
     def error(self) -> float:
@@ -278,11 +301,13 @@ class PagedLayer:
         return self.q.is_cuda and all(serves_gpu(view.fmt) for view in views)
 
     def exact(self) -> Tensor:
-        """What `attend` should give, in fp64: [B, 1, Hq, D]."""
-        k, v = self.k.double(), self.v.double()
+        """The exact result of `attend`, in fp64: [B, 1, Hq, D]."""
+        k = self.k.double()
+        v = self.v.double()
         q = self.q[:, 0].double().unflatten(1, (self.shape.heads, -1))
         scores = torch.einsum("bhgd,hnd->bhgn", q, k) * self.shape.scale
-        p = scores.masked_fill(~self.present.unsqueeze(1), -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~self.present.unsqueeze(1), -torch.inf)
+        p = scores.softmax(-1)
         return torch.einsum("bhgn,hnd->bhgd", p, v).flatten(1, 2).unsqueeze(1)
 
 
@@ -291,10 +316,46 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     codec = get_codec(spec)
     group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
     n = group.sink + shape.tokens + group.residual
-    made = make_prompt(n, shape.heads, shape.head_dim, shape.per_head)
-    q, k, v = (x.to(device) for x in (made.q, made.k, made.v))
-    arena, queries = GrowingArena(device), Queries.of(q, shape.heads, n)
+    prompt = make_prompt(n, shape.heads, shape.head_dim, shape.per_head)
+    arena = GrowingArena(device)
     states = _scattered(group, n, shape.batch, arena)
+    _write_prompts(codec, group, states, arena, prompt, n)
+    cache = CompressedKV(codec, group, states[0], arena, num_tokens=n)
+    paged = slice(group.sink, group.sink + shape.tokens)
+    k, v = cache.reconstruct()
+    growths = [SequenceGrowth(state, n - 1, 1, row) for row, state in enumerate(states)]
+    tables = build_tables(codec, group, growths, 1, torch.device("cpu"))
+    if states[0].tail:
+        tables = tables[:-1]
+    nbytes = sum(_bytes_of(group, table) for table in tables)
+    tables, units = upload((tables, plan_units(group, tables, device)), device)
+    return PagedLayer(
+        codec=codec,
+        group=group,
+        shape=shape,
+        arena=arena.bytes,
+        tables=tables,
+        units=units,
+        q=_step_queries(shape).to(device),
+        k=k[:, paged],
+        v=v[:, paged],
+        present=cache.present()[:, paged],
+        nbytes=nbytes,
+    )
+
+
+def _write_prompts(
+    codec: Codec,
+    group: LayerGroup,
+    states: Sequence[GroupState],
+    arena: GrowingArena,
+    prompt: Layer,
+    n: int,
+) -> None:
+    """The same prompt for every sequence."""
+    device = arena.bytes.device
+    q, k, v = prompt.q.to(device), prompt.k.to(device), prompt.v.to(device)
+    queries = Queries.of(q, group.heads, n)
     records = LayerRecords(group, LAYER, arena.bytes)
     chunk = PromptChunk(k, v, total=n, queries=queries)
     for state in states:
@@ -302,40 +363,32 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
         write_prompt(codec, records, at, chunk)
     if device.type == "cpu":
         arena.bytes = in_huge_pages(arena.bytes)
-    cache = CompressedKV(codec, group, states[0], arena, num_tokens=n)
-    paged = slice(group.sink, group.sink + shape.tokens)
-    k, v, present = (x[:, paged] for x in (*cache.reconstruct(), cache.present()))
-    growths = [SequenceGrowth(state, n - 1, 1, row) for row, state in enumerate(states)]
-    tables = build_tables(codec, group, growths, 1, torch.device("cpu"))
-    tables = tables[:-1] if states[0].tail else tables
-    nbytes = sum(_bytes_of(group, table) for table in tables)
-    tables, units = upload((tables, plan_units(group, tables, device)), device)
+
+
+def _step_queries(shape: StepShape) -> Tensor:
+    """[B, 1, Hq, D] fp32."""
     source = torch.Generator().manual_seed(1)
-    rows = shape.heads * shape.per_head
-    asked = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source).to(
-        device
-    )
-    return PagedLayer(
-        codec, group, shape, arena.bytes, tables, units, asked, k, v, present, nbytes
-    )
+    query_heads = shape.heads * shape.per_head
+    return torch.randn(shape.batch, 1, query_heads, shape.head_dim, generator=source)
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
     """A copy of x on a host, in huge pages where Linux has them, as the arena of a service is: it
     begins where one does, in memory that nothing used before.
     """
-    room = np.empty(x.nbytes + FRESH_BYTES, np.uint8)
-    at = -room.ctypes.data % HUGE_PAGE
-    return (
-        torch.from_numpy(room[at : at + x.nbytes]).view(x.dtype).view(x.shape).copy_(x)
-    )
+    memory = np.empty(x.nbytes + FRESH_BYTES, np.uint8)
+    start = -memory.ctypes.data % HUGE_PAGE
+    copy = torch.from_numpy(memory[start : start + x.nbytes])
+    return copy.view(x.dtype).view(x.shape).copy_(x)
 
 
 def _scattered(
     group: LayerGroup, n: int, count: int, arena: GrowingArena
 ) -> list[GroupState]:
     """Records for sequences of n tokens: those of each kind in no order."""
-    ids = [x for _ in range(count) for x in allocate_group(group, n, arena).ids()]
+    ids = []
+    for _ in range(count):
+        ids += allocate_group(group, n, arena).ids()
     random.Random(0).shuffle(ids)
     arena.release(ids)
     return [allocate_group(group, n, arena) for _ in range(count)]
@@ -344,7 +397,8 @@ def _scattered(
 def _bytes_of(group: LayerGroup, table: PageTable) -> int:
     """What attention reads of one layer, of sequences that are alike."""
     nbytes = table.pages.numel() * group.layer_bytes(table.layout)
-    for layout, ids in ((group.segment, table.segments), (group.side, table.sides)):
-        if layout is not None and ids is not None:
-            nbytes += ids.numel() * group.layer_bytes(layout)
+    if group.segment is not None and table.segments is not None:
+        nbytes += table.segments.numel() * group.layer_bytes(group.segment)
+    if group.side is not None and table.sides is not None:
+        nbytes += table.sides.numel() * group.layer_bytes(group.side)
     return nbytes

@@ -1,19 +1,21 @@
-"""`disagg bench kernels`: what attention and encoding cost, on a CPU or a GPU, or on paper.
+"""`disagg bench kernels`: what attention and encoding cost, on a CPU or a GPU.
 
 Attention is a decode step of one layer on codes, beside fp16 in the same process; encoding is that
-of one layer, beside a copy. Everything is measured by turns, so that a busy machine is busy for
-all. On a GPU each call of attention is a CUDA graph that begins with a cold L2 cache, after a check
-of what must be right; on a CPU the code runs that runs in service. Machine code needs no GPU.
+of one layer, beside a copy. All codecs and baselines of one shape are measured by turns, so that a
+busy machine is busy for all. On a GPU each call of attention is a CUDA graph that begins with a
+cold L2 cache, after a check of correctness; on a CPU it runs the code of a service.
 """
 
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
+from itertools import chain, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,30 +32,29 @@ from disagg.bench.inputs import (
     make_layer,
     make_prompt,
 )
-from disagg.bench.machine_code import LOOPS, OTHERS, TARGETS, compile_all
-from disagg.bench.result import Row, result_of, tell
+from disagg.bench.result import Row, progress, result_of
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
-from disagg.errors import UnknownNameError
 from disagg.kernels.cpu import library
 from disagg.paged.doctor import examine
 
 SPECS = (
-    *("banded:bits=3", "banded:bits=2"),
-    *("kivi:bits=4,group=64", "kivi:bits=2,group=64"),
-    *(f"gear-l:bits={bits},backbone=kivi,group=64" for bits in (4, 2)),
+    "banded:bits=3",
+    "banded:bits=2",
+    "kivi:bits=4,group=64",
+    "kivi:bits=2,group=64",
+    "gear-l:bits=4,backbone=kivi,group=64",
+    "gear-l:bits=2,backbone=kivi,group=64",
     "gear:bits=2,backbone=kivi,group=64",
-    *[
-        "int8",
-        "fp8",
-        "kcvt",
-        "pertoken",
-        "decoquant",
-        "ott",
-        "h2o",
-        "alignedkv",
-        "raw:dtype=fp16",
-    ],
+    "int8",
+    "fp8",
+    "kcvt",
+    "pertoken",
+    "decoquant",
+    "ott",
+    "h2o",
+    "alignedkv",
+    "raw:dtype=fp16",
 )
 CUDA_SIZES = ((1, 4096), (1, 131072), (32, 8192), (64, 4096), (8, 32768))
 SHAPES = {
@@ -61,13 +62,15 @@ SHAPES = {
     "cuda": tuple(StepShape(*size) for size in CUDA_SIZES),
 }
 # on a CPU also: shapes with other heads, and the paths of the C library that serve other machines
-FEW_SPECS = (*("kivi:bits=4,group=64", "kivi:bits=2,group=64"), "banded:bits=2", "int8")
+FEW_SPECS = ("kivi:bits=4,group=64", "kivi:bits=2,group=64", "banded:bits=2", "int8")
 OTHER_HEADS = ((4, 64), (1, 128), (1, 64))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ENCODE_HEADS, ENCODE_TOKENS = 8, {"cpu": 2048, "cuda": 8192}
+ENCODE_HEADS = 8
+ENCODE_TOKENS = {"cpu": 2048, "cuda": 8192}
+HEAD_DIM = 128
+CHECKED_HEADS = 2  # of KV, where codecs are checked before a GPU is measured
 COLD_BYTES = 256 << 20  # more than any L2 cache
 NOTES = {
-    "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
     "cpu": "a layer of a decode step on a CPU, against torch SDPA, one thread, medians by turns",
     "cuda": "CUDA graphs, cold L2, medians by turns; what torch runs is not captured",
 }
@@ -78,7 +81,7 @@ Timer = Callable[[Sequence[Call], int], list[float]]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What is asked for; runs: medians are of this many; no shapes: those of the device."""
+    """What is measured; `runs`: medians are of this many; no `shapes`: those of the device."""
 
     device: str = "cpu"
     runs: int = 15
@@ -86,97 +89,145 @@ class KernelOptions:
     shapes: Sequence[StepShape] = ()
 
 
-def read_machine_code(targets: Sequence[str] = tuple(TARGETS)) -> Row:
-    """What compilers for chips made of the kernels; UnknownNameError for a target that is none."""
-    if unknown := set(targets) - set(TARGETS):
-        raise UnknownNameError.of("target", min(unknown), TARGETS)
-    rows, others = (compile_all(kernels, targets) for kernels in (LOOPS, OTHERS))
-    return result_of(rows, NOTES["machine-code"], others=others)
+class AttentionCase(NamedTuple):
+    """A codec at a shape, on a backend of the CPU."""
+
+    spec: str
+    shape: StepShape
+    backend: str
+
+    def __str__(self) -> str:
+        return f"attention, {self.spec}, {self.shape.name}"
 
 
 def run(options: KernelOptions) -> Row:
     """The result as a JSON object; ConfigError for a device that is not there."""
-    check_device(options.device, "--machine-code needs none")
+    check_device(options.device, "`python -m benchmarks.machine_code` needs none")
     device = torch.device(options.device)
     more: Row = {}
     if device.type == "cuda":
-        checks = (examine(spec, 2, 128, device) for spec in options.specs)
-        more["checks"] = [asdict(found) for some in checks for found in some]
+        checks = []
+        for spec in options.specs:
+            checks += examine(spec, CHECKED_HEADS, HEAD_DIM, device)
+        more["checks"] = [asdict(check) for check in checks]
         more["gpu"] = torch.cuda.get_device_name(device)
     else:
-        torch.set_num_threads(
-            1
-        )  # as in a worker; and a second core is not always there
+        # as in a worker; and a second core is not always free
+        torch.set_num_threads(1)
         more["baselines"] = {name: is_runnable(name) for name in DTYPES}
-    copied = copy_speed(device, options.runs)
-    told = tell(
-        cases_of(options, device), lambda case: f"attention, {case[0]}, {case[1].name}"
-    )
-    attend = []
-    for spec, shape, path in told:
-        with library.forced(path):
-            attend.append(measure_attend(spec, shape, device, options.runs, copied))
+    attend = measure_cases(cases_of(options, device), device, options.runs)
     encode = measure_encode(
         options.specs, device, options.runs, ENCODE_TOKENS[device.type]
     )
     return result_of(attend, NOTES[device.type], **more, encode=encode)
 
 
-def cases_of(
-    options: KernelOptions, device: torch.device
-) -> list[tuple[str, StepShape, str]]:
-    """What is measured: a spec, at a shape, by a backend of the CPU."""
-    shapes, best = options.shapes or SHAPES[device.type], library.backend()
-    cases = [(spec, shape, best) for shape in shapes for spec in options.specs]
+def measure_cases(
+    cases: Sequence[AttentionCase], device: torch.device, runs: int
+) -> list[Row]:
+    """A row for every case; all of one shape are measured together."""
+    copied = copy_speed(device, runs)
+    by_shape: dict[StepShape, list[AttentionCase]] = {}
+    for case in cases:
+        by_shape.setdefault(case.shape, []).append(case)
+    numbered = progress(chain.from_iterable(by_shape.values()), str)
+    rows: dict[AttentionCase, Row] = {}
+    for shape, group in by_shape.items():
+        layers = {}
+        for case in group:
+            next(numbered)
+            layers[case] = make_layer(case.spec, shape, device)
+        rows |= measure_attend(layers, shape, device, runs, copied)
+    return [rows[case] for case in cases]
+
+
+def cases_of(options: KernelOptions, device: torch.device) -> list[AttentionCase]:
+    """What is measured: codecs, shapes and backends."""
+    shapes = options.shapes or SHAPES[device.type]
+    best = library.backend()
+    cases = [
+        AttentionCase(spec, shape, best) for shape in shapes for spec in options.specs
+    ]
     if options.shapes or device.type == "cuda":
         return cases
-    others = [
-        replace(shape, per_head=per_head, head_dim=head_dim)
-        for shape in shapes
-        for per_head, head_dim in OTHER_HEADS
-    ]
-    cases += [(spec, shape, best) for shape in others for spec in FEW_SPECS]
+    for shape, (per_head, head_dim) in product(shapes, OTHER_HEADS):
+        other = replace(shape, per_head=per_head, head_dim=head_dim)
+        cases += [AttentionCase(spec, other, best) for spec in FEW_SPECS]
     slower = [path for path in library.paths() if path != best]
-    cases += [
-        (spec, shape, path) for path in slower for shape in shapes for spec in FEW_SPECS
-    ]
+    for path, shape in product(slower, shapes):
+        cases += [AttentionCase(spec, shape, path) for spec in FEW_SPECS]
     return cases
 
 
 def measure_attend(
-    spec: str, shape: StepShape, device: torch.device, runs: int, copied: float
-) -> Row:
-    """One codec at one shape beside the baselines of the device, medians.
+    layers: Mapping[AttentionCase, PagedLayer],
+    shape: StepShape,
+    device: torch.device,
+    runs: int,
+    copied: float,
+) -> dict[AttentionCase, Row]:
+    """All codecs at one shape beside the baselines of the device, by turns; medians.
 
-    copied: GB/s of a large copy; the rest is of the row:
-    gb_per_s: compressed bytes in a second, read or (alignedkv) left out; of_copy: share of `copied`
+    copied:   GB/s of a large copy; the others are of a row:
+    gb_per_s: compressed bytes in a second, read or (alignedkv) skipped; of_copy: share of `copied`
     captured: whether it ran as a CUDA graph
     ratio:    how many times faster than the fastest baseline
-    error:    relative, against fp64 attention on what the pages stand for
+    error:    relative, against fp64 attention on the values of the pages
     """
-    layer = make_layer(spec, shape, device)
-    error, baselines = layer.error(), make_baselines(layer)
-    calls, captured, timer = [layer.layer_call(), *baselines.values()], False, time_cpu
+    errors = {case: _on_backend(case, layer.error)() for case, layer in layers.items()}
+    baselines = make_baselines(next(iter(layers.values())))
+    calls: list[Call] = []
+    captured: dict[AttentionCase, bool] = {}
+    for case, layer in layers.items():
+        call, captured[case] = _attend_call(case, layer)
+        calls.append(call)
     if device.type == "cuda":
-        timer, calls[1:] = time_cuda, [_try_capture(call)[0] for call in calls[1:]]
-        if layer.captured:
-            calls[0], captured = _try_capture(layer.attend)
-    ours, *times = timer(calls, runs)
-    fastest = min(times)
-    return {
-        "codec": layer.codec.spec,
-        "shape": shape.name,
-        "heads": f"{shape.heads}x{shape.per_head}, D {shape.head_dim}",
-        "backend": "cuda" if device.type == "cuda" else library.backend(),
-        "microseconds": ours,
-        "gb_per_s": layer.nbytes / ours / 1e3,
-        "of_copy": layer.nbytes / ours / 1e3 / copied,
-        "captured": captured,
-        "baseline": list(baselines)[times.index(fastest)],
-        "baseline_microseconds": fastest,
-        "ratio": fastest / ours,
-        "error": error,
-    }
+        calls += [_try_capture(call)[0] for call in baselines.values()]
+        times = time_cuda(calls, runs)
+    else:
+        calls += baselines.values()
+        times = time_cpu(calls, runs)
+    baseline_times = dict(zip(baselines, times[len(layers) :], strict=True))
+    baseline = min(baseline_times, key=baseline_times.__getitem__)
+    rows = {}
+    for (case, layer), us in zip(layers.items(), times, strict=False):
+        gb_per_s = layer.nbytes / us / 1e3
+        rows[case] = {
+            "codec": layer.codec.spec,
+            "shape": shape.name,
+            "heads": f"{shape.heads}x{shape.per_head}, D {shape.head_dim}",
+            "backend": "cuda" if device.type == "cuda" else case.backend,
+            "microseconds": us,
+            "gb_per_s": gb_per_s,
+            "of_copy": gb_per_s / copied,
+            "captured": captured[case],
+            "baseline": baseline,
+            "baseline_microseconds": baseline_times[baseline],
+            "ratio": baseline_times[baseline] / us,
+            "error": errors[case],
+        }
+    return rows
+
+
+def _attend_call(case: AttentionCase, layer: PagedLayer) -> tuple[Call, bool]:
+    """Attention as a service runs it, and whether that is a CUDA graph."""
+    if layer.captured:
+        return _try_capture(layer.attend)
+    with library.forced(case.backend):
+        call = layer.layer_call()
+    return _on_backend(case, call), False
+
+
+def _on_backend(case: AttentionCase, call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call on the backend of a case; on the one that is used anyway, the call itself."""
+    if case.backend == library.backend():
+        return call
+
+    def call_on_backend() -> Any:
+        with library.forced(case.backend):
+            return call()
+
+    return call_on_backend
 
 
 def measure_encode(
@@ -186,29 +237,31 @@ def measure_encode(
 
     gb_per_s: of fp16 input; copies: in that time
     """
-    layer = make_prompt(tokens, ENCODE_HEADS, 128)
-    q, k, v = (x.to(device) for x in (layer.q, layer.k, layer.v))
+    layer = make_prompt(tokens, ENCODE_HEADS, HEAD_DIM)
+    q, k, v = layer.q.to(device), layer.k.to(device), layer.v.to(device)
     prompt = Prompt(tokens, k, Queries.of(q, ENCODE_HEADS, tokens))
-    targets = torch.empty_like(k), torch.empty_like(v)
+    k_copy, v_copy = torch.empty_like(k), torch.empty_like(v)
+    nbytes = 2 * k.numel() * k.element_size()
 
     def copy() -> None:
-        for target, x in zip(targets, (k, v), strict=True):
-            target.copy_(x)
+        k_copy.copy_(k)
+        v_copy.copy_(v)
 
     rows = []
-    for spec in tell(specs, lambda spec: f"encode, {spec}"):
+    for spec in progress(specs, "encode, {}".format):
         codec = get_codec(spec)
         encode = partial(codec.encode, k, v, 0, LAYER, prompt, None)
-        copied, us = time_cpu(
-            [partial(_finish, call, device) for call in (copy, encode)], runs
+        calls = [partial(_finish, copy, device), partial(_finish, encode, device)]
+        copy_us, encode_us = time_cpu(calls, runs)
+        rows.append(
+            {
+                "codec": codec.spec,
+                "tokens": tokens,
+                "milliseconds": encode_us / 1e3,
+                "gb_per_s": nbytes / encode_us / 1e3,
+                "copies": encode_us / copy_us,
+            }
         )
-        nbytes = 2 * k.numel() * k.element_size()
-        speed = {
-            "milliseconds": us / 1e3,
-            "gb_per_s": nbytes / us / 1e3,
-            "copies": us / copied,
-        }
-        rows.append({"codec": codec.spec, "tokens": tokens, **speed})
     return rows
 
 
@@ -222,46 +275,43 @@ def _finish(call: Call, device: torch.device) -> None:
 def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     """Decode on fp16 K and V of the same shape, by everything at hand; on a CPU also fp32 and bf16,
     in huge pages, as the pages of codecs are."""
-    shape, device = layer.shape, layer.q.device
-    k, v = (
-        x.half().expand(shape.batch, -1, -1, -1).contiguous()
-        for x in (layer.k, layer.v)
-    )
+    shape = layer.shape
+    copies = (shape.batch, -1, -1, -1)
+    k = layer.k.half().expand(copies).contiguous()
+    v = layer.v.half().expand(copies).contiguous()
     q = layer.q[:, 0].half()
-    by_group = q.unflatten(
-        1, (shape.heads, -1)
-    ).contiguous()  # queries of a KV head as its rows
+    # queries of a KV head as its rows
+    by_group = q.unflatten(1, (shape.heads, -1)).contiguous()
+    if not q.is_cuda:
+        return _cpu_baselines(by_group, k, v)
     by_head = q.unsqueeze(2).contiguous()
-    if device.type != "cuda":
-        return {
-            f"sdpa {name}": partial(
-                sdpa,
-                by_group.to(dtype),
-                in_huge_pages(k.to(dtype)),
-                in_huge_pages(v.to(dtype)),
-            )
-            for name, dtype in DTYPES.items()
-            if is_runnable(name)
-        }
 
     def flash(queries: Tensor, enable_gqa: bool) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return sdpa(queries, k, v, enable_gqa=enable_gqa)
 
     flex = compiled_flex(shape)
-    made: dict[str, Callable[[], Call]] = {
-        "sdpa flash": lambda: partial(flash, by_group, enable_gqa=False),
-        "sdpa flash gqa": lambda: partial(flash, by_head, enable_gqa=True),
-        "flex": lambda: partial(flex, by_head, k, v, enable_gqa=True),
+    candidates: dict[str, Call] = {
+        "sdpa flash": lambda: flash(by_group, enable_gqa=False),
+        "sdpa flash gqa": lambda: flash(by_head, enable_gqa=True),
+        "flex": lambda: flex(by_head, k, v, enable_gqa=True),
     }
-    found: dict[str, Call] = {}
-    for name, make in made.items():
+    calls = {}
+    for name, call in candidates.items():
         # one refuses this shape or chip, or lacks its compiler
         with suppress(RuntimeError, ImportError, ValueError, OSError):
-            call = make()
             call()
-            found[name] = call
-    return found
+            calls[name] = call
+    return calls
+
+
+def _cpu_baselines(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for name, dtype in DTYPES.items():
+        if is_runnable(name):
+            keys, values = in_huge_pages(k.to(dtype)), in_huge_pages(v.to(dtype))
+            calls[f"sdpa {name}"] = partial(sdpa, q.to(dtype), keys, values)
+    return calls
 
 
 @lru_cache(maxsize=1)
@@ -276,10 +326,8 @@ def is_runnable(name: str) -> bool:
     """Whether torch attends in a dtype here; there are machines whose bf16 ends the process."""
     x = f"torch.zeros(1, 1, 64, 64, dtype={DTYPES[name]})"
     code = f"import torch; torch.nn.functional.scaled_dot_product_attention(*3 * [{x}])"
-    return (
-        subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
-        == 0
-    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    return process.returncode == 0
 
 
 def copy_speed(device: torch.device, runs: int) -> float:
@@ -287,19 +335,21 @@ def copy_speed(device: torch.device, runs: int) -> float:
     timer: Timer = time_cuda if device.type == "cuda" else time_cpu
     source = torch.zeros(COLD_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / timer([lambda: target.copy_(source)], runs)[0] / 1e3
+    (us,) = timer([lambda: target.copy_(source)], runs)
+    return 2 * source.nbytes / us / 1e3
 
 
 def time_cpu(calls: Sequence[Call], runs: int) -> list[float]:
     """Median microseconds of each call, by turns."""
     times: list[list[float]] = [[] for _ in calls]
-    for index in range(runs + 1):
-        for call, found in zip(calls, times, strict=True):
-            started = time.perf_counter()
+    for number in range(runs + 1):
+        for call, call_times in zip(calls, times, strict=True):
+            began = time.perf_counter()
             call()
-            if index:
-                found.append(1e6 * (time.perf_counter() - started))
-    return [statistics.median(found) for found in times]
+            ended = time.perf_counter()
+            if number > 0:  # the first one warms everything
+                call_times.append(1e6 * (ended - began))
+    return [statistics.median(call_times) for call_times in times]
 
 
 def time_cuda(calls: Sequence[Call], runs: int) -> list[float]:
@@ -307,21 +357,24 @@ def time_cuda(calls: Sequence[Call], runs: int) -> list[float]:
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for _ in range(runs):
-        for call, found in zip(calls, events, strict=True):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for call, call_events in zip(calls, events, strict=True):
+            began = torch.cuda.Event(enable_timing=True)
+            ended = torch.cuda.Event(enable_timing=True)
             cold.zero_()
             began.record()
             call()
             ended.record()
-            found.append((began, ended))
+            call_events.append((began, ended))
     torch.cuda.synchronize()
-    return [
-        statistics.median(1e3 * a.elapsed_time(b) for a, b in found) for found in events
-    ]
+    medians = []
+    for call_events in events:
+        times_ms = [began.elapsed_time(ended) for began, ended in call_events]
+        medians.append(1e3 * statistics.median(times_ms))
+    return medians
 
 
 def _try_capture(call: Call) -> tuple[Call, bool]:
-    """What replays a call as a CUDA graph, and True; the call itself where it cannot be one."""
+    """The replay of a call as a CUDA graph, and True; the call itself where it cannot be one."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""What a benchmark says: how far it is, a result for files, a table for people.
+"""What a benchmark reports: how far it is, and a result for files.
 
 It knows neither what is measured nor the command line.
 """
@@ -20,31 +20,66 @@ from disagg.kernels.cpu.library import describe_backend
 
 PACKAGES = ("torch", "transformers", "triton", "grpcio", "xxhash", "numpy")
 
-TELL_S = 1.0
+INTERVAL_S = 1.0  # between two lines of progress
+LEAST_ESTIMATE_S = 2.0  # less is not worth a word
 
 T = TypeVar("T")
 Row = dict[str, Any]  # a JSON object
 
 
-def tell(cases: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
-    """The cases one by one; stderr has the number and name of each, once a second at most."""
-    every, told = list(cases), -TELL_S
-    for number, case in enumerate(every, 1):
-        if time.monotonic() >= told + TELL_S:
-            told = time.monotonic()
-            print(
-                f"{number} of {len(every)}: {name(case)}", file=sys.stderr, flush=True
+def progress(
+    cases: Iterable[T],
+    name: Callable[[T], str],
+    seconds: Callable[[T], float] | None = None,
+) -> Iterator[T]:
+    """The cases one by one; stderr has the number and name of each, once a second at most.
+
+    seconds: that a case is expected to take; else all are expected to take as long
+    """
+    cases = list(cases)
+    expected_s = [seconds(case) if seconds else 1.0 for case in cases]
+    trust_s = sum(expected_s) if seconds else 0.0
+    began = time.monotonic()
+    printed = -INTERVAL_S
+    for number, case in enumerate(cases, 1):
+        now = time.monotonic()
+        if now >= printed + INTERVAL_S:
+            printed = now
+            past_s, future_s = (
+                sum(expected_s[: number - 1]),
+                sum(expected_s[number - 1 :]),
             )
+            estimate = _estimate(now - began, past_s, future_s, trust_s)
+            line = f"{number} of {len(cases)}{estimate}: {name(case)}"
+            print(line, file=sys.stderr, flush=True)
         yield case
+
+
+def _estimate(elapsed_s: float, past_s: float, future_s: float, trust_s: float) -> str:
+    """The time that is left, in words; empty before anything has been measured.
+
+    past_s, future_s: expected; the more `trust_s`, the less they are scaled by what was measured
+    """
+    if not past_s:
+        return ""
+    left_s = future_s * (elapsed_s + trust_s) / (past_s + trust_s)
+    return f", about {left_s:.0f} s left" if left_s >= LEAST_ESTIMATE_S else ""
+
+
+def announce(line: str) -> None:
+    """A line on stderr for people who wait."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def result_of(rows: Iterable[Row], notes: str, **more: Any) -> Row:
     """A result as a JSON object; `more` stands beside the rows."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        versions[package] = version_of(package)
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "notes": notes,
-        "versions": {"python": platform.python_version()}
-        | {x: version_of(x) for x in PACKAGES},
+        "versions": versions,
         "machine": describe_machine(),
         **more,
         "rows": [*rows],
@@ -69,16 +104,17 @@ def version_of(package: str) -> str:
 
 
 def describe_machine() -> Row:
-    """Where it runs; `load` counts the processes that wanted a core during the last minute."""
-    machine = {"system": platform.platform(), "cores": os.cpu_count() or 1}
-    return machine | {
+    """The host; `load` counts the processes that wanted a core during the last minute."""
+    return {
+        "system": platform.platform(),
+        "cores": os.cpu_count() or 1,
         "load": round(os.getloadavg()[0], 2),
         "kernels": describe_backend(),
     }
 
 
 def p99(values: Sequence[float]) -> float:
-    """What one value in a hundred is above."""
+    """The value that one in a hundred exceeds."""
     return float(np.percentile(values, 99))
 
 
@@ -89,32 +125,3 @@ def write(result: Row, path: Path) -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def tables(result: Row) -> str:
-    """What people read of a result: its rows, and what it has beside them that are rows too."""
-    beside = (x for name, x in result.items() if name != "rows" and isinstance(x, list))
-    return "\n\n".join(map(table, filter(None, (result["rows"], *beside))))
-
-
-def table(rows: Sequence[Row], keys: Sequence[str] = ()) -> str:
-    """Text on the left, numbers on the right, a column for every key that some row has."""
-    keys = keys or list(dict.fromkeys(key for row in rows for key in row))
-    lines = [[key.replace("_", " ") for key in keys]]
-    for row in rows:
-        lines.append([_cell(row.get(key, "")) for key in keys])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [any(isinstance(row.get(key), str) for row in rows) for key in keys]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(line, widths, texts, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,12 +1,14 @@
-"""`disagg bench`: measurements that print what they measured and with what.
+"""`disagg bench`: measurements that a user runs on his own machine or service.
 
-Each has a function in disagg.bench that gives a JSON object, and one that draws the text that
-people read of it. Progress goes to stderr.
+Each has a function in disagg.bench that returns a JSON object, and one that draws the text that
+people read of it. Progress goes to stderr. What only developers measure is in `benchmarks/` of a
+checkout; its old names here are aliases for one release.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +23,10 @@ from disagg.errors import ConfigError
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command()(bench_serve.serve)
 
-ANSWER = 16  # tokens, behind the prompts of `compare`
+ANSWER_TOKENS = 16  # behind the prompts of `compare`
+ALIASES = ("overlap", "load", "latency", "streams", "chaos", "moves", "auto")
 Device = Annotated[Literal["cpu", "cuda"], Option(help="Where it runs.")]
-Random = Annotated[
+RandomModel = Annotated[
     Literal["small", "wide", "135m", "8b"], Option(help="Of random weights.")
 ]
 Runs = Annotated[int, Option(min=1, help="Medians are of this many.")]
@@ -38,115 +41,38 @@ Out = Annotated[
 
 
 @app.command()
-def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> None:
-    """Time to the first decode token over a paced link, with and without overlap."""
-    from disagg.bench.handoff import measure_overlap
-
-    _show(measure_overlap(runs), out, as_json)
-
-
-@app.command()
-def load(out: Out = None, as_json: options.Json = False) -> None:
-    """How long 48 prompts of 4 to 1,500 tokens wait for each other, and should wait."""
-    from disagg.bench.handoff import measure_load
-
-    _show(measure_load(), out, as_json)
-
-
-@app.command()
-def streams(
-    model: options.Model = None,
-    part: list[str] | None = Option(None, help="May be repeated; all of it."),
-    rounds: Rounds = None,
-    out: Out = None,
-    as_json: options.Json = False,
-) -> None:
-    """A service beside a dense batch and `LLM`; long and known prompts beside others."""
-    by_rounds = not part or {"overhead", "known"} & {*part}
-    options.refuse_idle(
-        not by_rounds, "without the parts overhead and known", rounds=rounds
-    )
-    from disagg.bench.streams import StreamsOptions, measure_streams
-
-    asked = StreamsOptions(model, **_set({"rounds": rounds, "parts": part}))
-    check_codecs(model, (), tokens=asked.most_tokens)
-    _show(measure_streams(asked), out, as_json)
-
-
-@app.command()
-def latency(
-    codec: str | None = None,
-    tokens: int | None = Option(None, min=1, help="Of the tiny prompt."),
-    rounds: Rounds = None,
-    out: Out = None,
-    as_json: options.Json = False,
-) -> None:
-    """From the last prefill layer to running, and what arriving prompts cost an answer."""
-    check_codecs(None, [] if codec is None else [codec], tokens=(tokens or 0) + 1)
-    from disagg.bench.handoff import LatencyOptions, draw_latency, measure_latency
-
-    given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})
-    _show(measure_latency(LatencyOptions(**given)), out, as_json, draw_latency)
-
-
-@app.command()
-def chaos(
-    seed: int | None = Option(None, help="Of the strikes; 1."),
-    minutes: float = Option(10.0, min=0.1, help="How long."),
-    codec: str | None = None,
-    streams: int = Option(40, min=1),
-    calm: bool = Option(False, "--calm", help="Strike nobody."),
-    out: Out = None,
-    as_json: options.Json = False,
-) -> None:
-    """Streams while workers are killed, frozen, drained and cut off."""
-    options.refuse_idle(
-        calm, "with --calm, which strikes nobody", seed=seed is not None
-    )
-    check_codecs(None, [] if codec is None else [codec])
-    from disagg.bench.crew import ChaosOptions, draw_chaos, measure_chaos
-
-    given = _set({"codec": codec, "seed": seed})
-    asked = ChaosOptions(minutes=minutes, streams=streams, calm=calm, **given)
-    _show(measure_chaos(asked), out, as_json, draw_chaos)
-
-
-@app.command()
-def moves(runs: Runs = 20, out: Out = None, as_json: options.Json = False) -> None:
-    """What an answer notices when it goes on at another decode worker."""
-    from disagg.bench.crew import measure_moves
-
-    _show(measure_moves(runs), out, as_json)
-
-
-@app.command()
 def kernels(
-    machine_code: bool = False,
+    machine_code: bool = Option(
+        False, "--machine-code", help="Now `python -m benchmarks.machine_code`."
+    ),
     device: Literal["cpu", "cuda"] | None = Option(None, help="Where it runs; cpu."),
     target: list[str] | None = Option(None, "--target", help="Of machine code: sm_90."),
     runs: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """What attention and encoding cost: from machine code, or timed on this CPU or GPU."""
-    timed = {"device": device, "runs": runs}
-    options.refuse_idle(
-        machine_code, "with --machine-code, which times nothing", **timed
-    )
-    options.refuse_idle(not machine_code, "without --machine-code", target=target)
-    from disagg.bench import kernels
-
+    """What attention and encoding cost, timed on this CPU or GPU."""
     if machine_code:
-        result = kernels.read_machine_code(**_set({"targets": target}))
-    else:
-        result = kernels.run(kernels.KernelOptions(**_set(timed)))
-    _show(result, out, as_json)
+        options.refuse_idle(
+            machine_code,
+            "with --machine-code, which times nothing",
+            device=device,
+            runs=runs,
+        )
+        module = import_benchmark("machine_code", "bench kernels --machine-code")
+        module.machine_code(target, out, as_json)
+        return
+    options.refuse_idle(not machine_code, "without --machine-code", target=target)
+    from disagg.bench.kernels import KernelOptions, run
+
+    fields = without_none(device=device, runs=runs)
+    show(run(KernelOptions(**fields)), out, as_json)
 
 
 @app.command()
 def decode(
     device: Device = "cpu",
-    model: Random = "small",
+    model: RandomModel = "small",
     dtype: str | None = Option(None, help="Of weights: float32, bfloat16."),
     threads: int | None = Option(None, min=1, max=1024, help="Of torch, on a CPU."),
     codec: Codecs = None,
@@ -157,14 +83,14 @@ def decode(
     """Steps of a whole model of random weights, by codec."""
     from disagg.bench.decode import DecodeOptions, run
 
-    given = _set({"codecs": codec, "sizes": size, "dtype": dtype, "threads": threads})
-    _show(run(DecodeOptions(device, model, **given)), out, as_json)
+    fields = without_none(codecs=codec, sizes=size, dtype=dtype, threads=threads)
+    show(run(DecodeOptions(device, model, **fields)), out, as_json)
 
 
 @app.command()
 def capacity(
     device: Device = "cpu",
-    model: Random = "small",
+    model: RandomModel = "small",
     memory_mb: float = Option(16, min=1, max=1e9, help="For KV, of what is measured."),
     tokens: int = Option(2048, min=1, help="Of each sequence."),
     codec: Codecs = None,
@@ -172,10 +98,11 @@ def capacity(
     as_json: options.Json = False,
 ) -> None:
     """Sequences that fit in a memory, and their speed: measured here, modelled for GPUs."""
-    from disagg.bench.decode import CapacityOptions, measure_capacity
+    from disagg.bench.capacity import CapacityOptions, measure_capacity
 
-    asked = CapacityOptions(device, model, memory_mb, tokens, **_set({"codecs": codec}))
-    _show(measure_capacity(asked), out, as_json)
+    fields = without_none(codecs=codec)
+    capacity_options = CapacityOptions(device, model, memory_mb, tokens, **fields)
+    show(measure_capacity(capacity_options), out, as_json)
 
 
 @app.command()
@@ -190,43 +117,28 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Co-located against disaggregated, codecs against raw, on links that are paced."""
-    check_codecs(model, codec or (), tokens=tokens + ANSWER)
+    check_codecs(model, codec or (), tokens=tokens + ANSWER_TOKENS)
     from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
 
-    given = _set({"codecs": codec}) | {
-        "prompts": prompts,
-        "tokens": tokens,
-        "answer": ANSWER,
-    }
-    result = measure_compare(CompareOptions(model, cached=cached, **given))
-    _show(result, out, as_json, draw_compare, plot)
-
-
-@app.command()
-def auto(
-    model: options.Model = None,
-    codec: Codecs = None,
-    requests: int = Option(50, min=1, help="Of each phase and codec."),
-    tokens: int = Option(512, min=256, max=8192, help="As samples have."),
-    out: Out = None,
-    as_json: options.Json = False,
-) -> None:
-    """Codecs that the service chooses, on a link that drops and returns."""
-    check_codecs(model, codec or (), tokens=tokens + 2)
-    from disagg.bench.compare import AutoOptions, draw_auto, measure_auto
-
-    asked = AutoOptions(
-        model, requests=requests, tokens=tokens, **_set({"codecs": codec})
+    compare_options = CompareOptions(
+        model,
+        prompts=prompts,
+        tokens=tokens,
+        answer=ANSWER_TOKENS,
+        cached=cached,
+        **without_none(codecs=codec),
     )
-    _show(measure_auto(asked), out, as_json, draw_auto)
+    show(measure_compare(compare_options), out, as_json, draw_compare, plot)
 
 
 @app.command()
 def transfer(
     codec: Codecs = None,
-    tokens: list[int] | None = Option(None, "--tokens", min=1, help="May be repeated."),
+    tokens: list[int] | None = Option(
+        None, "--tokens", min=1, help="2048; may be repeated."
+    ),
     gbps: list[float] | None = Option(
-        None, "--gbps", min=1e-3, max=1e3, help="May be repeated."
+        None, "--gbps", min=1e-3, max=1e3, help="Of the link; 1; may be repeated."
     ),
     rounds: Rounds = None,
     threads: int | None = Option(None, min=1, max=1024, help="Of the encoder; 1."),
@@ -246,54 +158,61 @@ def transfer(
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """What compression is worth on a link; with --plane, what every channel is beside a socket."""
+    """What compression is worth on a link, in a minute; with --plane, channels beside a socket."""
     from disagg.bench.inputs import shape_of
 
-    given: dict[str, Any] = {
-        "shape": shape_of(layers, heads, head_dim),
-        "threads": threads,
-    }
-    given |= {"channel": channel, "netns": netns, "rounds": rounds}
-    given = _set(given | {"codecs": codec, "tokens": tokens, "gbps": gbps})
+    fields = without_none(
+        shape=shape_of(layers, heads, head_dim),
+        threads=threads,
+        channel=channel,
+        netns=netns,
+        rounds=rounds,
+        codecs=codec,
+        tokens=tokens,
+        gbps=gbps,
+    )
     if not plane:
         from disagg.bench.transfer import TransferOptions, draw, measure
 
-        _show(measure(TransferOptions(**given)), out, as_json, draw, plot)
+        show(measure(TransferOptions(**fields)), out, as_json, draw, plot)
         return
     if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
         raise ConfigError(
             "--plane measures one codec and one length, and draws nothing"
         )
     options.refuse_idle(plane, "with --plane", threads=threads, channel=channel)
-    from disagg.bench.child import available
-    from disagg.bench.transfer import PLANE, draw_plane, measure_plane
+    from disagg.bench import link
+    from disagg.bench.plane import PLANE, draw_plane, measure_plane
 
-    asked = replace(PLANE, **{"netns": available()} | given)
+    fields.setdefault("netns", link.available())
+    plane_options = replace(PLANE, **fields)
     options.refuse_idle(
-        not asked.netns, "on loopback: --netns makes links with a rate", gbps=gbps
+        not plane_options.netns,
+        "on loopback: --netns makes links with a rate",
+        gbps=gbps,
     )
-    _show(measure_plane(asked), out, as_json, draw_plane)
+    show(measure_plane(plane_options), out, as_json, draw_plane)
 
 
-def _set(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given; the rest has defaults."""
-    return {name: value for name, value in given.items() if value is not None}
+def without_none(**values: Any) -> dict[str, Any]:
+    """Options that were set; the others have defaults."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _show(
+def show(
     result: dict[str, Any],
     out: Path | None,
     as_json: bool,
     draw: Callable[[dict[str, Any]], str] | None = None,
     plot: Path | None = None,
 ) -> None:
-    """Write a result to a file and a picture if asked, and print it: as `draw` has it, else the
-    tables that are in it."""
-    from disagg.bench.result import tables, write
+    """Write a result to files, and print it: as `draw` has it, else the tables that are in it."""
+    from disagg.bench.result import write
+    from disagg.bench.tables import tables
 
     if out is not None:
         write(result, out)
-    if plot is not None:  # behind the file: a picture may fail
+    if plot is not None:  # after the file: a picture may fail
         from disagg.report import transfer as pictures
 
         pictures.draw(result, plot)
@@ -302,3 +221,41 @@ def _show(
     else:
         print((draw or tables)(result))
         print(f"kernels: {result['machine']['kernels']}", file=sys.stderr)
+
+
+# -- benchmarks of developers, by their old names
+
+
+def import_benchmark(name: str, alias: str) -> Any:
+    """The module of benchmarks/; ConfigError outside of a checkout."""
+    module = f"benchmarks.{name}"
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", module):
+            raise
+        raise ConfigError(
+            f"`disagg {alias}` is now `python -m {module}`, run in a checkout of disagg"
+        ) from error
+
+
+def add_alias(name: str) -> None:
+    """`disagg bench NAME` with all arguments of `python -m benchmarks.NAME`."""
+
+    @app.command(
+        name,
+        hidden=True,
+        add_help_option=False,
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+        },
+    )
+    def alias(context: typer.Context) -> None:
+        benchmark = import_benchmark(name, f"bench {name}")
+        command = import_benchmark("command", f"bench {name}")
+        command.run(getattr(benchmark, name), context.args, f"disagg bench {name}")
+
+
+for _name in ALIASES:
+    add_alias(_name)

@@ -1,6 +1,7 @@
 """`disagg bench serve`: the flags of `vllm bench serve` that say something of a server."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,107 +13,196 @@ from disagg.cli.output import print_json
 from disagg.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from disagg.bench.serving import ServeOptions
+    from disagg.bench.workload import WorkloadOptions
     from disagg.model.tokenizer import Tokenizer
 
-Datasets = Literal["random", "sharegpt", "azure", "mooncake"]
+Backend = Annotated[
+    Literal["openai", "openai-chat"], Option(help="Completions or chat.")
+]
+BaseUrl = Annotated[str, Option(help="Of the server, without the path.")]
+Endpoint = Annotated[str | None, Option(help="The path, if not that of the backend.")]
+Model = Annotated[str | None, Option(help="As the server calls it; its first one.")]
+TokenizerName = Annotated[
+    str | None, Option(help="Folder or name; what the server says.")
+]
+Dataset = Annotated[
+    Literal["random", "sharegpt", "azure", "mooncake"],
+    Option(help="Where prompts are from."),
+]
+DatasetPath = Annotated[Path | None, Option(help="The file of all others but random.")]
+NumPrompts = Annotated[int, Option(min=1, help="Requests.")]
 Length = Annotated[
     int | None, Option(min=1, help="Tokens of each request; 1024 and 128.")
 ]
-LENGTHS = "input_len", "output_len", "range_ratio", "prefix_len"
+RangeRatio = Annotated[
+    float | None,
+    Option(min=0, max=0.99, help="Lengths differ by up to this share; 0."),
+]
+PrefixLength = Annotated[
+    int | None, Option(min=0, help="Tokens that all begin with; 0.")
+]
+Concurrency = Annotated[int | None, Option(min=1, help="Requests on the way at once.")]
+Rate = Annotated[float, Option(min=1e-6, help="Requests a second.")]
+Burstiness = Annotated[float, Option(min=1e-6, help="1: Poisson; less: in bursts.")]
+SelfTimed = Annotated[bool, Option(help="Requests leave at the times of the trace.")]
+IgnoreEos = Annotated[
+    bool, Option("--ignore-eos", help="Go on behind the end of the text.")
+]
+Temperature = Annotated[float | None, Option(min=0, help="Else the server's.")]
+Goodput = Annotated[
+    list[str] | None,
+    Option(help='Limits in ms, "ttft:500 tpot:50"; may be repeated.'),
+]
+Metrics = Annotated[str, Option(help="Of ttft, tpot, itl and e2el.")]
+Percentiles = Annotated[str, Option(help="25,50,99.")]
+Seed = Annotated[int, Option(min=0)]
+SaveResult = Annotated[bool, Option("--save-result", help="Write a JSON file.")]
+SaveDetailed = Annotated[
+    bool, Option("--save-detailed", help="With every request in it.")
+]
+ResultDir = Annotated[Path, Option(help="Where it is written.")]
+ResultFilename = Annotated[str | None, Option(help="Its name.")]
+MAX_ERRORS = 10  # that are printed
 
 
 def serve(
-    backend: Literal["openai", "openai-chat"] = Option(
-        "openai", help="Completions or chat."
-    ),
-    base_url: str = Option(
-        "http://127.0.0.1:8000", help="Of the server, without the path."
-    ),
-    endpoint: str | None = Option(None, help="The path, if not that of the backend."),
-    model: str | None = Option(None, help="As the server calls it; its first one."),
-    tokenizer: str | None = Option(None, help="Folder or name; what the server says."),
-    dataset_name: Datasets = Option("random", help="Where prompts are from."),
-    dataset_path: Path | None = Option(None, help="The file of all others but random."),
-    num_prompts: int = Option(1000, min=1, help="Requests."),
+    backend: Backend = "openai",
+    base_url: BaseUrl = "http://127.0.0.1:8000",
+    endpoint: Endpoint = None,
+    model: Model = None,
+    tokenizer: TokenizerName = None,
+    dataset_name: Dataset = "random",
+    dataset_path: DatasetPath = None,
+    num_prompts: NumPrompts = 1000,
     random_input_len: Length = None,
     random_output_len: Length = None,
-    random_range_ratio: float | None = Option(
-        None, min=0, max=0.99, help="Lengths differ by up to this share; 0."
-    ),
-    random_prefix_len: int | None = Option(
-        None, min=0, help="Tokens that all begin with; 0."
-    ),
-    max_concurrency: int | None = Option(
-        None, min=1, help="Requests on the way at once."
-    ),
-    request_rate: float = Option(float("inf"), min=1e-6, help="Requests a second."),
-    burstiness: float = Option(1.0, min=1e-6, help="1: Poisson; less: in bursts."),
-    self_timed: bool = Option(False, help="Requests leave when the trace says."),
-    ignore_eos: bool = Option(
-        False, "--ignore-eos", help="Go on behind the end of the text."
-    ),
-    temperature: float | None = Option(None, min=0, help="Else the server's."),
-    goodput: list[str] | None = Option(
-        None, help='Limits in ms, "ttft:500 tpot:50"; may be repeated.'
-    ),
-    percentile_metrics: str = Option(
-        "ttft,tpot,itl", help="Of ttft, tpot, itl and e2el."
-    ),
-    metric_percentiles: str = Option("99", help="25,50,99."),
-    seed: int = Option(0, min=0),
-    save_result: bool = Option(False, "--save-result", help="Write a JSON file."),
-    save_detailed: bool = Option(
-        False, "--save-detailed", help="With every request in it."
-    ),
-    result_dir: Path = Option(Path(), help="Where it is written."),
-    result_filename: str | None = Option(None, help="Its name."),
+    random_range_ratio: RangeRatio = None,
+    random_prefix_len: PrefixLength = None,
+    max_concurrency: Concurrency = None,
+    request_rate: Rate = float("inf"),
+    burstiness: Burstiness = 1.0,
+    self_timed: SelfTimed = False,
+    ignore_eos: IgnoreEos = False,
+    temperature: Temperature = None,
+    goodput: Goodput = None,
+    percentile_metrics: Metrics = "ttft,tpot,itl",
+    metric_percentiles: Percentiles = "99",
+    seed: Seed = 0,
+    save_result: SaveResult = False,
+    save_detailed: SaveDetailed = False,
+    result_dir: ResultDir = Path(),
+    result_filename: ResultFilename = None,
     as_json: options.Json = False,
 ) -> None:
     """Load on any OpenAI server: the flags, table and JSON of `vllm bench serve`."""
-    saved = save_result or save_detailed
+    check_rate(request_rate, burstiness, self_timed)
+    lengths = named_lengths(
+        random_input_len, random_output_len, random_range_ratio, random_prefix_len
+    )
+    workload = read_workload(
+        dataset_name, dataset_path, num_prompts, lengths, self_timed, seed
+    )
+    result_file = None
+    if save_result or save_detailed:
+        result_file = ResultFile(result_dir, result_filename, save_detailed)
+        options.writable(result_dir / (result_filename or backend))
     options.refuse_idle(
-        not saved, "without --save-result", result_filename=result_filename
+        result_file is None, "without --save-result", result_filename=result_filename
     )
-    made, fast = dataset_name == "random", request_rate == float("inf")
-    of_files = {"dataset_path": dataset_path, "self_timed": self_timed}
-    options.refuse_idle(made, "with random prompts", **of_files)
-    lengths = (
-        random_input_len,
-        random_output_len,
-        random_range_ratio,
-        random_prefix_len,
-    )
-    given = _given_lengths(dataset_name, *lengths)
+    load = {
+        "backend": backend,
+        "endpoint": endpoint,
+        "max_concurrency": max_concurrency,
+        "request_rate": request_rate,
+        "burstiness": burstiness,
+        "self_timed": self_timed,
+        "ignore_eos": ignore_eos,
+        "temperature": temperature,
+        "seed": seed,
+        "goodput": read_limits(goodput or []),
+        "metrics": percentile_metrics.split(","),
+        "percentiles": read_percentiles(metric_percentiles),
+    }
+    serve_options, tokenizer = find_server(base_url, model, tokenizer, load)
+    result = measure(serve_options, workload, tokenizer)
+    show(result, result_file, as_json)
+
+
+def check_rate(request_rate: float, burstiness: float, self_timed: bool) -> None:
+    """ConfigError for an option that has no meaning beside the others."""
+    is_unlimited = request_rate == float("inf")
     options.refuse_idle(
-        self_timed and not fast, "with --self-timed", request_rate=request_rate
+        self_timed and not is_unlimited, "with --self-timed", request_rate=request_rate
     )
-    options.refuse_idle(fast, "without --request-rate", burstiness=burstiness != 1)
-    options.writable(result_dir / (result_filename or backend) if saved else None)
-    how = (backend, endpoint, max_concurrency, request_rate, burstiness, self_timed)
-    what = (ignore_eos, temperature, seed, read_limits(goodput or []))
-    told = (percentile_metrics.split(","), read_percentiles(metric_percentiles))
-    from disagg.bench import serving
+    options.refuse_idle(
+        is_unlimited, "without --request-rate", burstiness=burstiness != 1
+    )
+
+
+def named_lengths(
+    input_len: int | None,
+    output_len: int | None,
+    range_ratio: float | None,
+    prefix_len: int | None,
+) -> dict[str, Any]:
+    """Those that are set, as fields of WorkloadOptions."""
+    lengths = {
+        "input_len": input_len,
+        "output_len": output_len,
+        "range_ratio": range_ratio,
+        "prefix_len": prefix_len,
+    }
+    return {name: value for name, value in lengths.items() if value is not None}
+
+
+def read_workload(
+    dataset: str,
+    path: Path | None,
+    num_prompts: int,
+    lengths: dict[str, Any],
+    self_timed: bool,
+    seed: int,
+) -> "WorkloadOptions":
+    """Which requests; ConfigError for an option that has no meaning for a data set."""
+    options.refuse_idle(
+        dataset == "random",
+        "with random prompts",
+        dataset_path=path,
+        self_timed=self_timed,
+    )
+    options.refuse_idle(
+        dataset != "random",
+        f"with prompts of {dataset}",
+        **{f"random_{name}": True for name in lengths},
+    )
+    from disagg.bench.workload import WorkloadOptions
+
+    return WorkloadOptions(dataset, path, num_prompts, seed=seed, **lengths)
+
+
+def find_server(
+    base_url: str, model: str | None, tokenizer: str | None, load: dict[str, Any]
+) -> "tuple[ServeOptions, str]":
+    """The server with the load for it, and the name of its model's tokenizer."""
+    from disagg.bench.serving import ServeOptions, find_model
 
     base_url = base_url.rstrip("/").removesuffix("/v1")
-    said = model and tokenizer and (model, tokenizer)
-    name, root = said or serving.find_model(base_url, model)
-    asked = serving.ServeOptions(base_url, name, *how, *what, *told)
-    wanted = serving.WorkloadOptions(
-        dataset_name, dataset_path, num_prompts, seed=seed, **given
-    )
-    visits = serving.make_visits(wanted, load_tokenizer(tokenizer or root))
-    found = serving.measure_serving(asked, visits, tokenizer or root)
-    stem = f"{backend}-{request_rate:g}qps-{Path(name).name}-{found['date']}.json"
-    file = result_dir / (result_filename or stem) if saved else None
-    _tell(found, file, save_detailed, as_json)
+    if not model or not tokenizer:
+        model, root = find_model(base_url, model)
+        tokenizer = tokenizer or root
+    return ServeOptions(base_url, model, **load), tokenizer
 
 
-def _given_lengths(dataset: str, *lengths: float | None) -> dict[str, Any]:
-    """Of LENGTHS, what was given; ConfigError where the prompts of a data set have lengths."""
-    given = {name: x for name, x in zip(LENGTHS, lengths, strict=True) if x is not None}
-    named = dict.fromkeys((f"random_{name}" for name in given), True)
-    options.refuse_idle(dataset != "random", f"with prompts of {dataset}", **named)
-    return given
+def measure(
+    serve_options: "ServeOptions", workload: "WorkloadOptions", tokenizer: str
+) -> dict[str, Any]:
+    """The result of all requests."""
+    from disagg.bench.serving import measure_serving
+    from disagg.bench.workload import make_requests
+
+    requests = make_requests(workload, load_tokenizer(tokenizer))
+    return measure_serving(serve_options, requests, tokenizer)
 
 
 def load_tokenizer(ref: str) -> "Tokenizer":
@@ -127,39 +217,58 @@ def load_tokenizer(ref: str) -> "Tokenizer":
         ) from error
 
 
-def _tell(
-    found: dict[str, Any], file: Path | None, detailed: bool, as_json: bool
-) -> None:
+@dataclass(frozen=True)
+class ResultFile:
+    """Where a result is written; `detailed`: with every request in it."""
+
+    folder: Path
+    name: str | None
+    detailed: bool
+
+    def path(self, result: dict[str, Any]) -> Path:
+        """By default the name that vLLM gives a result."""
+        if self.name:
+            return self.folder / self.name
+        rate = float(result["request_rate"])
+        model = Path(result["model_id"]).name
+        name = f"{result['backend']}-{rate:g}qps-{model}-{result['date']}.json"
+        return self.folder / name
+
+
+def show(result: dict[str, Any], result_file: ResultFile | None, as_json: bool) -> None:
     """Write and print a result; status 1 if every request failed."""
     from disagg.bench.result import write
     from disagg.bench.serving import DETAILS, draw_serving
 
-    shown = found if detailed else {x: y for x, y in found.items() if x not in DETAILS}
-    if file is not None:
-        write(shown, file)
-    for error in list(dict.fromkeys(filter(None, found["errors"])))[:10]:
+    shown = result
+    if result_file is None or not result_file.detailed:
+        shown = {key: value for key, value in result.items() if key not in DETAILS}
+    if result_file is not None:
+        write(shown, result_file.path(result))
+    errors = dict.fromkeys(error for error in result["errors"] if error)
+    for error in list(errors)[:MAX_ERRORS]:
         typer.echo(f"a request failed: {error}", err=True)
     if as_json:
         print_json(shown)
     else:
-        print(draw_serving(found))
-    if not found["completed"]:
+        print(draw_serving(result))
+    if not result["completed"]:
         raise typer.Exit(1)
 
 
-def read_limits(given: list[str]) -> dict[str, float]:
-    """Milliseconds by metric; ConfigError for what is no `name:milliseconds`."""
-    found = {}
-    for item in " ".join(given).split():
+def read_limits(items: list[str]) -> dict[str, float]:
+    """Milliseconds by metric; ConfigError unless each is `name:milliseconds`."""
+    limits = {}
+    for item in " ".join(items).split():
         if not re.fullmatch(r"\w+:\d+(\.\d+)?", item):
             raise ConfigError(f"--goodput {item!r}; write ttft:500, in milliseconds")
         name, _, limit = item.partition(":")
-        found[name] = float(limit)
-    return found
+        limits[name] = float(limit)
+    return limits
 
 
-def read_percentiles(given: str) -> list[float]:
+def read_percentiles(text: str) -> list[float]:
     """Numbers of 0 to 100; ConfigError for anything else."""
-    if not re.fullmatch(r"(100|\d{1,2}(\.\d+)?)(,(100|\d{1,2}(\.\d+)?))*", given):
-        raise ConfigError(f"--metric-percentiles {given!r}; write 25,50,99")
-    return [float(x) for x in given.split(",")]
+    if not re.fullmatch(r"(100|\d{1,2}(\.\d+)?)(,(100|\d{1,2}(\.\d+)?))*", text):
+        raise ConfigError(f"--metric-percentiles {text!r}; write 25,50,99")
+    return [float(x) for x in text.split(",")]

@@ -105,13 +105,13 @@ def _check(
 
 def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) -> Row:
     """Every case that is left; the file has each row as soon as it is known."""
-    from disagg.bench.result import tell, write
+    from disagg.bench.result import progress, write
     from disagg.eval.quality import Case
     from disagg.eval.recall import RecallCase
 
     rows, keys = _earlier_rows(judge, out) if resume and out else ([], [])
     cases: list[Case | RecallCase] = [*judge.cases(rows), *judge.recall.cases(keys)]
-    for case in tell(cases, str):
+    for case in progress(cases, str):
         if isinstance(case, Case):
             rows.append(judge.measure(case))
         else:

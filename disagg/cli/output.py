@@ -10,9 +10,6 @@ from typing import Any
 
 from disagg.cli.client import Answer
 
-MAX_WIDTH = 1 << 16  # columns; a table is as wide as its cells, and a spec is never cut
-HEIGHT = 25  # any: rich believes the width only beside one where TERM is "dumb"
-
 COLUMNS = ["", ">bytes", ">% of fp16", ">% of fp8"]
 TIMES = {
     "encode_ms": "encode",
@@ -38,18 +35,9 @@ def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
     """A title and a table; columns that begin with ">" are aligned to the right."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
+    from disagg.bench.tables import format_table
 
-    print(title)  # not the table's: it would be wrapped at the table's width
-    table = Table(box=SIMPLE, pad_edge=False)
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if right else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console(markup=False, highlight=False, width=MAX_WIDTH, height=HEIGHT).print(table)
+    print(f"{title}\n\n{format_table(columns, [*rows])}\n")
 
 
 def print_savings(answer: Answer, max_tokens: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench import decode
+from disagg.bench import capacity, decode
 from disagg.bench.inputs import shape_of, slabs_for
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
@@ -18,7 +18,6 @@ from disagg.kv.pool import Pool
 from disagg.model.graphs import Recording
 from disagg.model.runner import Runner
 
-RAW_FP16 = "raw:dtype=fp16"
 LITTLE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -37,8 +36,10 @@ def runner(tmp_path_factory) -> Runner:
 @pytest.mark.parametrize("spec", codec_names())
 def test_sequences_of_every_codec_decode_and_seal_their_pages(runner, spec):
     decoding = decode.Decoding(runner, spec, 3, 250, decode.WARM_UP + 20)
+
     for _ in range(20):
         decoding.step()
+
     assert len(decoding.times) == 20
     assert all(0 < planned < total for planned, total in decoding.times)
     (group,), n = decoding.plan.groups, 250 + decode.WARM_UP + 20
@@ -52,7 +53,9 @@ def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
     monkeypatch.setitem(decode.MODELS, "little", decode.MODELS["small"] | LITTLE)
     small = {"model": "little", "sizes": ["2x100"], "steps": 2, "rounds": 1}
     options = decode.DecodeOptions(codecs=["kivi"], **small)
+
     raw, kivi = decode.run(options)["rows"]
+
     assert (raw["codec"], raw["ratio"], raw["size"]) == ("raw:dtype=fp32", 1.0, "2x100")
     assert kivi["ratio"] == pytest.approx(raw["step_ms"] / kivi["step_ms"])
     assert kivi["tokens_per_s"] == pytest.approx(2000 / kivi["step_ms"])
@@ -64,8 +67,8 @@ def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(
 ):
     arenas: list[ReferenceType[Tensor]] = []
 
-    def make(*given: Any) -> tuple[Pool, Tensor]:
-        pool, arena = make_pool(*given)
+    def make(*arguments: Any) -> tuple[Pool, Tensor]:
+        pool, arena = make_pool(*arguments)
         arenas.append(ref(arena))
         return pool, arena
 
@@ -81,21 +84,20 @@ def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(
 
 
 def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
-    for text in decode.SIZES["cuda"]:
-        count, tokens = decode._size(text)
-        slab, usual = slab_bytes_for(32, 8, 128), decode.DecodeOptions
-        steps = decode.WARM_UP + usual.steps * usual.rounds
-        slabs = (
-            slabs_for(
-                parse_plan(spec, shape_of()),
-                tokens + steps,
-                slab,
-                count,
-                decode.SPARE_RECORDS,
+    defaults = decode.DecodeOptions()
+    steps = decode.WARM_UP + defaults.steps * defaults.rounds
+    slab_bytes = slab_bytes_for(32, 8, 128)
+    weight_bytes = capacity.WEIGHT_BYTES * capacity.parameters()
+
+    for size in decode.SIZES["cuda"]:
+        num_sequences, tokens = decode.parse_size(size)
+        slabs = 0
+        for spec in decode.CODECS:
+            plan = parse_plan(spec, shape_of())
+            slabs += slabs_for(
+                plan, tokens + steps, slab_bytes, num_sequences, decode.SPARE_RECORDS
             )
-            for spec in decode.CODECS
-        )
-        assert sum(slabs) * slab + 2 * decode.parameters() < decode.USABLE * 80e9, text
+        assert slabs * slab_bytes + weight_bytes < capacity.USABLE * 80e9, size
 
 
 @pytest.mark.parametrize(
@@ -114,39 +116,9 @@ def test_a_row_says_from_how_many_tokens_a_codec_is_faster(ratios, tokens):
 
 def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
     decoding = decode.Decoding(runner, "kivi", 3, 250, 20)
-    held = decoding._arena.clone()
+    arena_before = decoding._arena.clone()
+
     decoding.pass_modules()
-    assert len(decoding.bare) == 1
-    assert torch.equal(decoding._arena, held)
 
-
-def test_fewer_bytes_fit_more_sequences_and_what_is_modelled_says_so():
-    codecs = (RAW_FP16, "kivi:bits=4,residual=64")
-    options = decode.CapacityOptions(
-        memory_mb=1.0, tokens=256, codecs=codecs, most=2, steps=1
-    )
-    rows = decode.measure_capacity(options)["rows"]
-    assert len(rows) == len(codecs) * (1 + len(decode.GPUS))
-    for raw, kivi in zip(rows[::2], rows[1::2], strict=True):
-        assert raw["machine"] == kivi["machine"]
-        assert kivi["sequences"] > raw["sequences"] > 0
-        assert raw["ratio"] == 1
-    assert [row["machine"].split(",")[0] for row in rows] == ["measured"] * 2 + [
-        "modelled"
-    ] * 4
-    assert [row["measured"] for row in rows] == [1, 2, 0, 0, 0, 0]
-    assert all(row["tokens_per_s"] > 0 for row in rows)
-
-
-def test_the_modelled_model_has_as_many_parameters_as_its_name_says():
-    assert decode.parameters() == pytest.approx(8.03e9, rel=0.001)
-
-
-def test_a_codec_that_fits_nowhere_is_a_row_without_speed():
-    codecs = (RAW_FP16, "kivi:bits=4,residual=64")
-    options = decode.CapacityOptions(
-        memory_mb=0.3, tokens=256, codecs=codecs, most=1, steps=1
-    )
-    raw, kivi, *_ = decode.measure_capacity(options)["rows"]
-    assert (raw["sequences"], raw["tokens_per_s"], kivi["sequences"]) == (0, 0, 1)
-    assert "ratio" not in kivi
+    assert len(decoding.modules_s) == 1
+    assert torch.equal(decoding._arena, arena_before)

@@ -4,22 +4,18 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
-from disagg.bench import serving
 from disagg.bench.serving import (
-    LoadRequest,
     RequestTimes,
     ServeOptions,
     departures,
     draw_serving,
     summarize,
 )
-from disagg.errors import ConfigError
+from disagg.bench.workload import LoadRequest
 from disagg.model.describe import DEFAULT_MODEL
-from disagg.model.tokenizer import Tokenizer
 
 ANSWER = ["It", " was", " so"]
 
@@ -77,8 +73,13 @@ def ask(url: str, *more: str) -> list[str]:
     return ["bench", "serve", *flags, "--random-input-len", "20", *more]
 
 
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_it_asks_as_told_and_saves_the_keys_of_vllm(url, backend, disagg, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "limit_key"),
+    [("openai", "max_tokens"), ("openai-chat", "max_completion_tokens")],
+)
+def test_requests_follow_the_flags_and_results_have_the_keys_of_vllm(
+    url, backend, limit_key, disagg, tmp_path
+):
     more = [
         "--backend",
         backend,
@@ -96,23 +97,27 @@ def test_it_asks_as_told_and_saves_the_keys_of_vllm(url, backend, disagg, tmp_pa
         "a.json",
     ]
     limits = ["--goodput", "ttft:60000 tpot:0.0"]
-    found = json.loads(disagg(*ask(url, *more, *files, *limits, "--json")).out)
-    assert json.loads((tmp_path / "a.json").read_text()) == found
-    assert found["completed"] == len(Server.bodies) == 5
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (35, 15)
-    assert found["model_id"] == "some-model"
-    assert found["request_goodput"] == 0
-    assert found["p99_ttft_ms"] > 0
-    assert "ttfts" not in found
-    asked = {"max_completion_tokens" if "chat" in backend else "max_tokens": 128}
-    assert all(
-        asked.items() <= body.items() and body["ignore_eos"] for body in Server.bodies
-    )
+
+    result = json.loads(disagg(*ask(url, *more, *files, *limits, "--json")).out)
+
+    assert json.loads((tmp_path / "a.json").read_text()) == result
+    assert result["completed"] == len(Server.bodies) == 5
+    assert result["total_input_tokens"] == 35
+    assert result["total_output_tokens"] == 15
+    assert result["model_id"] == "some-model"
+    assert result["request_goodput"] == 0
+    assert result["p99_ttft_ms"] > 0
+    assert "ttfts" not in result
+    for body in Server.bodies:
+        assert body[limit_key] == 128
+        assert body["ignore_eos"]
 
 
 def test_people_get_the_table_of_vllm(url, disagg):
     metrics = ["--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99"]
+
     lines = disagg(*ask(url, *metrics)).out.splitlines()
+
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[1] == f"{'Successful requests:':<40} {5:<10}"
     names = [line.split(":")[0] for line in lines]
@@ -122,29 +127,33 @@ def test_people_get_the_table_of_vllm(url, disagg):
     assert "Mean TPOT (ms)" not in names
 
 
-def test_failed_requests_are_counted_and_told(url, disagg):
-    said = disagg(*ask(url, "--endpoint", "/v1/teapot"), code=1)
-    assert "a request failed: status 418: no tea" in said.err
-    assert f"{'Failed requests:':<40} 5" in said.out
+def test_failed_requests_are_counted_and_printed(url, disagg):
+    output = disagg(*ask(url, "--endpoint", "/v1/teapot"), code=1)
+
+    assert "a request failed: status 418: no tea" in output.err
+    assert f"{'Failed requests:':<40} 5" in output.out
 
 
 def test_without_a_tokenizer_it_takes_that_of_the_model_of_the_server(
     url, disagg, monkeypatch
 ):
     flags = ["bench", "serve", "--base-url", url, "--num-prompts", "1"]
-    found = json.loads(disagg(*flags, "--json").out)
-    assert (found["model_id"], found["tokenizer_id"]) == ("some-model", "default")
+
+    result = json.loads(disagg(*flags, "--json").out)
+    assert result["model_id"] == "some-model"
+    assert result["tokenizer_id"] == "default"
+
     disagg(*flags, "--model", "some-model")
     monkeypatch.setattr(Server, "root", "/of/another/host")
     assert "--tokenizer FOLDER" in disagg(*flags, code=3).err
 
 
-def test_where_nobody_answers_it_says_so(disagg):
+def test_an_url_without_a_server_is_an_error(disagg):
     url = "http://127.0.0.1:9"
-    assert (
-        f"no model is served at {url}"
-        in disagg("bench serve --base-url", url, code=8).err
-    )
+
+    output = disagg("bench serve --base-url", url, code=8)
+
+    assert f"no model is served at {url}" in output.err
 
 
 @pytest.mark.parametrize(
@@ -159,101 +168,55 @@ def test_where_nobody_answers_it_says_so(disagg):
         (["--dataset-name", "azure"], "--dataset-path"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(flags, word, disagg):
-    given = ["--model", "m", "--tokenizer", str(DEFAULT_MODEL), *flags]
-    assert word in disagg("bench serve", *given, code=2).err
+def test_bad_flags_are_refused(flags, word, disagg):
+    flags = ["--model", "m", "--tokenizer", str(DEFAULT_MODEL), *flags]
+
+    assert word in disagg("bench serve", *flags, code=2).err
 
 
 def test_figures_are_those_of_the_requests():
     options = ServeOptions(
         "", "m", goodput={"ttft": 150, "e2el": 1000}, percentiles=(50,)
     )
-    first = RequestTimes(10, 0.0, 0.0, 0.1, 0.5, [0.2, 0.2], 3)
-    seen = [
-        first,
-        RequestTimes(20, 0.2, 0.1, 0.2, 1.2, [1.0], 2),
+    times = [
+        RequestTimes(
+            10, start_s=0.0, ttft_s=0.1, e2el_s=0.5, gaps_s=[0.2, 0.2], tokens=3
+        ),
+        RequestTimes(
+            20,
+            start_s=0.2,
+            waited_s=0.1,
+            ttft_s=0.2,
+            e2el_s=1.2,
+            gaps_s=[1.0],
+            tokens=2,
+        ),
         RequestTimes(30, error="gone"),
     ]
-    found = summarize(options, seen, 2.0)
-    assert (found["completed"], found["failed"]) == (2, 1)
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 5)
-    assert found["request_goodput"] == 0.5
-    assert found["mean_tpot_ms"] == pytest.approx((200 + 1000) / 2)
-    assert found["median_itl_ms"] == found["p50_itl_ms"] == pytest.approx(200)
-    assert found["max_output_tokens_per_s"] == 4
-    assert found["max_concurrent_requests"] == 2
-    shown = draw_serving(found | {"request_rate": 2.0, "max_concurrency": None})
-    assert f"{'Request rate configured (RPS):':<40} 2.00" in shown
+
+    result = summarize(options, times, duration_s=2.0)
+
+    assert (result["completed"], result["failed"]) == (2, 1)
+    assert result["total_input_tokens"] == 30
+    assert result["total_output_tokens"] == 5
+    assert result["request_goodput"] == 0.5
+    assert result["mean_tpot_ms"] == pytest.approx((200 + 1000) / 2)
+    assert result["median_itl_ms"] == result["p50_itl_ms"] == pytest.approx(200)
+    assert result["max_output_tokens_per_s"] == 4
+    assert result["max_concurrent_requests"] == 2
+    result.update(request_rate=2.0, max_concurrency=None)
+    text = draw_serving(result)
+    assert f"{'Request rate configured (RPS):':<40} 2.00" in text
 
 
-def test_requests_leave_at_the_rate_or_when_the_trace_says():
-    visits = [LoadRequest("", 1, 1, at) for at in (0.0, 1.5, 1.5)]
-    times = departures(ServeOptions("", "m", request_rate=2.0), visits)
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(1.5)
-    assert departures(ServeOptions("", "m"), visits) == [0, 0, 0]
-    assert departures(ServeOptions("", "m", self_timed=True), visits) == [0, 1.5, 1.5]
+def test_requests_leave_at_the_rate_or_at_the_times_of_a_trace():
+    requests = [LoadRequest("", 1, 1, at_s) for at_s in (0.0, 1.5, 1.5)]
 
+    by_rate = departures(ServeOptions("", "m", request_rate=2.0), requests)
+    at_once = departures(ServeOptions("", "m"), requests)
+    self_timed = departures(ServeOptions("", "m", self_timed=True), requests)
 
-def visits_of(dataset: str, path: Path | None = None, **more: int) -> list[LoadRequest]:
-    options = serving.WorkloadOptions(dataset, path, **{"num_prompts": 9} | more)
-    return serving.make_visits(options, Tokenizer.load())
-
-
-def test_random_prompts_have_their_length_and_come_again_with_the_seed():
-    found = visits_of("random", input_len=50, output_len=6, prefix_len=5)
-    tokenizer = Tokenizer.load()
-    assert len(found) == 9
-    for visit in found:
-        assert visit.prompt_tokens == len(tokenizer.encode(visit.prompt, special=False))
-        assert abs(visit.prompt_tokens - 55) <= 2
-        assert visit.max_tokens == 6
-    assert len({visit.prompt for visit in found}) == 9
-    again = visits_of("random", input_len=50, output_len=6, prefix_len=5)
-    assert found == again
-    assert found != visits_of(
-        "random", input_len=50, output_len=6, prefix_len=5, seed=1
-    )
-
-
-def test_a_conversation_gives_its_first_turn_and_the_length_of_its_answer(tmp_path):
-    file = tmp_path / "talks.json"
-    long, short = {"value": "The ship left the harbour. " * 5}, {"value": "No"}
-    talks = [{"conversations": x} for x in ([long, long], [long], [short, long])]
-    file.write_text(json.dumps(talks))
-    (found,) = visits_of("sharegpt", file)
-    assert found.prompt == long["value"]
-    assert found.max_tokens == found.prompt_tokens
-
-
-def test_traces_give_lengths_times_and_shared_prefixes(tmp_path):
-    azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
-    lines = "2023-11-16 18:15:46.6805900,37,4\n2023-11-16 18:15:50.9951690,39,1\n"
-    azure.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{lines}")
-    first, second = visits_of("azure", azure)
-    assert (first.max_tokens, second.max_tokens) == (4, 1)
-    assert abs(first.prompt_tokens - 37) <= 2
-    assert (first.at_s, second.at_s) == (0, pytest.approx(4.314579))
-    rows = [
-        {"timestamp": 500, "input_length": 520, "output_length": 2, "hash_ids": [0, 1]},
-        {
-            "timestamp": 2500,
-            "input_length": 600,
-            "output_length": 3,
-            "hash_ids": [0, 2],
-        },
-    ]
-    mooncake.write_text("\n".join(map(json.dumps, rows)))
-    first, second = visits_of("mooncake", mooncake)
-    assert second.at_s == 2.0
-    assert abs(second.prompt_tokens - 600) <= 2
-    assert first.prompt[:1000] == second.prompt[:1000]
-    assert first.prompt != second.prompt
-
-
-def test_a_file_of_something_else_is_named(tmp_path):
-    file = tmp_path / "a"
-    file.write_text("nothing\n")
-    for dataset in ("sharegpt", "azure", "mooncake"):
-        with pytest.raises(ConfigError, match=str(file)):
-            visits_of(dataset, file)
+    assert by_rate == sorted(by_rate)
+    assert by_rate[-1] == pytest.approx(1.5)
+    assert at_once == [0, 0, 0]
+    assert self_timed == [0, 1.5, 1.5]

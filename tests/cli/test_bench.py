@@ -1,12 +1,13 @@
 """`disagg bench`: what people see of a measurement, and what is refused before one begins."""
 
 import json
+from importlib import import_module
 from unittest.mock import Mock
 
 import pytest
+from disagg.engine.guard import LEAST_TOKENS
 
-from disagg.bench import child, handoff, transfer
-from disagg.engine.error_probe import LEAST_TOKENS
+from disagg.bench import child, handoff, result
 from disagg.model.runner import Runner
 from tests.model.tiny import save_tiny
 
@@ -19,13 +20,15 @@ def test_people_see_rows_and_progress_and_a_bad_picture_loses_none(
     disagg, tmp_path, monkeypatch
 ):
     pictures = pytest.importorskip("disagg.report.transfer")
+    monkeypatch.setattr(result, "INTERVAL_S", 0.0)
     cases = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
-    said = disagg(SMALL, *cases)
-    header, *lines = said.out.splitlines()
+    output = disagg(SMALL, *cases)
+    header, *lines = output.out.splitlines()
     assert header.split()[:4] == ["codec", "tokens", "gbps", "pages"]
     assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
-    assert f"1 of 2: 70 tokens, encode {RAW}" in said.err
-    assert f"1 of 4: 70 tokens, 2 Gb/s, {RAW}, ready" in said.err
+    assert "this takes about" in output.err
+    assert f"1 of 6: 70 tokens, encode {RAW}" in output.err
+    assert f"3 of 6: 70 tokens, 2 Gb/s, {RAW}, ready" in output.err
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(pictures, "draw", Mock(side_effect=full))
     files = ["--plot", tmp_path / "a.png", "--out", tmp_path / "new" / "a.json"]
@@ -39,7 +42,8 @@ def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
         "machine": {"kernels": "avx2"},
         "rows": [{"codec": "raw", "waited_s": 1.5}],
     }
-    monkeypatch.setattr(handoff, f"measure_{name}", lambda *_: result)
+    module = import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(module, f"measure_{name}", lambda *_: result)
     assert disagg("bench", name).out.splitlines()[1].split() == ["raw", "1.5"]
     assert json.loads(disagg("bench", name, "--json").out) == result
 
@@ -61,8 +65,8 @@ def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
         ("bench capacity --memory-mb inf", "'--memory-mb'"),
         ("bench serve --seed -1", "'--seed'"),
         ("bench auto --tokens 255", f"or equal to {LEAST_TOKENS}"),
-        ("bench decode --size 2y4", "'2y4' is none; sequences x tokens"),
-        ("bench decode --size 0x8", "'0x8' is none; sequences x tokens"),
+        ("bench decode --size 2y4", "'2y4' is none; expected sequences x tokens"),
+        ("bench decode --size 0x8", "'0x8' is none; expected sequences x tokens"),
         ("bench streams --part speed", "'speed'; known: batch, mixed"),
         *((f"bench {name} --codec zip", "unknown codec 'zip'") for name in WITH_CODECS),
     ],
@@ -99,8 +103,6 @@ def test_streams_longer_than_the_context_never_begin(
 def test_prompts_that_no_memory_holds_are_refused_before_it_begins(
     plane, disagg, monkeypatch
 ):
-    monkeypatch.setattr(
-        transfer, "Child", lambda *_: pytest.fail("started for nothing")
-    )
-    monkeypatch.setattr(transfer.os, "sysconf", lambda _: 1 << 10)
+    monkeypatch.setattr(handoff, "Child", lambda *_: pytest.fail("started for nothing"))
+    monkeypatch.setattr(handoff.os, "sysconf", lambda _: 1 << 10)
     assert "this host has 1,048,576" in disagg(SMALL, *plane, code=7).err

@@ -14,7 +14,7 @@ def test_one_run_prints_a_table_writes_a_file_and_draws(disagg, tmp_path):
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "a.json", tmp_path / "a.png"
     table = disagg(SHORT, *TWO, "--out", out, "--plot", plot).out
-    assert [line.split()[0] for line in table.splitlines()[4:6]] == [
+    assert [line.split()[0] for line in table.splitlines()[3:5]] == [
         "fp8",
         "kivi:bits=2",
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import transformers
 
-from disagg.bench.result import tell
+from disagg.bench.result import progress
 from disagg.errors import ModelError
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
@@ -97,10 +97,10 @@ FOOT = """
 def table() -> str:
     """The whole page."""
     refused = [
-        f"| `{kind}` | {outcome_of(kind)} |\n" for kind in tell(REFUSED_KINDS, str)
+        f"| `{kind}` | {outcome_of(kind)} |\n" for kind in progress(REFUSED_KINDS, str)
     ]
     served = []
-    for family, kinds in tell(list(FAMILIES.items()), str):
+    for family, kinds in progress(list(FAMILIES.items()), str):
         for kind in kinds.split():
             assert outcome_of(kind) == SERVED, kind
         names = ", ".join(f"`{kind}`" for kind in kinds.split())

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from disagg.bench.result import Row, result_of, tell, write
+from disagg.bench.result import Row, progress, result_of, write
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
@@ -36,12 +36,14 @@ def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -
     codec = "raw:dtype=model"
     inputs = make_prompts(ref, text, prompts)
     reference = ReferenceModel(ref)
-    shown_inputs = tell(inputs, lambda prompt: f"the reference, {len(prompt)} tokens")
+    shown_inputs = progress(
+        inputs, lambda prompt: f"the reference, {len(prompt)} tokens"
+    )
     expected = [reference.generate(prompt, max_tokens) for prompt in shown_inputs]
     engine = make_engine(Runner.load(ref), arena_bytes=1 << 30)
 
     started = time.perf_counter()
-    shown_inputs = tell(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
+    shown_inputs = progress(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
     alone = [
         serve(engine, [prompt], codec, max_tokens, ignore_eos=True)[0]
         for prompt in shown_inputs

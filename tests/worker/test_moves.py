@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from disagg.bench.crew import witnessed
+from benchmarks.moves import witnessed
 from disagg.engine import engine
 from disagg.engine.messages import Moved
 from disagg.engine.scheduler import ScheduledTokens

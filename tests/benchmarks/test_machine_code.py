@@ -4,10 +4,11 @@ import subprocess
 
 import pytest
 
-from disagg.bench import machine_code
-from disagg.bench.machine_code import LOOPS, SPECS, compile_all
+from benchmarks import machine_code
+from benchmarks.machine_code import LOOPS, SPECS, compile_all
 from disagg.codecs import get_codec
 from disagg.codecs.quantized import prompt_format
+from disagg.errors import ConfigError
 from disagg.kernels.gpu.attend import Chip, loops_of
 from disagg.kernels.gpu.bits import PLAIN, PTX
 
@@ -27,21 +28,27 @@ BUDGETS = {
     f"{x}-{4 * i}heads": y[i - 1] for x, y in WITH_4_AND_8_HEADS.items() for i in (1, 2)
 }
 BUDGETS |= {"h2o-4heads": 2.0, "banded-2-4heads": 1.7, "banded-3-4heads": 1.7}
-REFUSED = (
-    "gear-2",
-    "gear-4",
-    "gear",
-)  # with 256 channels; of others 8 heads are two programs
+# with 256 channels; of others 8 heads are two programs
+REFUSED = ("gear-2", "gear-4", "gear")
 WIDE = [x for x in LOOPS if "-D256-" in x and x.split("-D256-")[0] not in REFUSED]
 BUDGETS |= {name: 2.0 if name.endswith("4heads") else 4.0 for name in WIDE}
-SOON = ("kivi-4-4heads", "banded-3-4heads")  # the others take a minute each
-SOON += ("banded-3-D256-4heads", "raw-fp16-D256-4heads")
+# the others take a minute each
+SOON = (
+    "kivi-4-4heads",
+    "banded-3-4heads",
+    "banded-3-D256-4heads",
+    "raw-fp16-D256-4heads",
+)
+# one of each kind, the largest
 OTHERS = (
     "encode-gear-2-v",
     "encode-kivi-4-v",
     "encode-ott-v",
-)  # one of each kind, the largest
-OTHERS += ("append-gear-2", "low-rank", "merge-many", "plane-values")
+    "append-gear-2",
+    "low-rank",
+    "merge-many",
+    "plane-values",
+)
 
 
 @pytest.mark.timeout(3600)
@@ -55,9 +62,8 @@ def test_no_loop_over_pages_exceeds_its_budget(names):
     for row in rows:
         assert "reason" not in row, row
         assert row["per_element"] <= BUDGETS[row["kernel"]], row
-        assert row["per_element"] > 0.5, (
-            row
-        )  # less would mean that the wrong loop was counted
+        # less would mean that the wrong loop was counted
+        assert row["per_element"] > 0.5, row
         assert row["spill_bytes"] == 0, row
         assert row["load_bits"] == 128, row
         assert row["buffers"] >= 2, row
@@ -89,9 +95,12 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
             "s_add_i32 s0, s0, 1",
             f"s_cbranch_scc1 .LBB0_{i}",
         ]
-    found = machine_code.read_amdgcn("\n".join(code))
-    loop = machine_code.over_pages(found.loops, 1)
-    assert (loop, found.registers, found.spilled) == (whole, 90, 12)
+
+    assembly = machine_code.read_amdgcn("\n".join(code))
+
+    assert machine_code.over_pages(assembly.loops, 1) == whole
+    assert assembly.registers == 90
+    assert assembly.spilled == 12
 
 
 def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):
@@ -105,8 +114,24 @@ def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):
     assert compile_all(["kivi-2-4heads"], ["sm_90"]) == [failed]
 
 
+def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
+    failed = {"kernel": "kivi-2-4heads", "target": "sm_90", "reason": "no compiler"}
+    monkeypatch.setattr(machine_code, "compile_all", lambda *_: [failed])
+
+    result = machine_code.read_machine_code()
+
+    assert result["rows"] == result["others"] == [failed]
+
+
+def test_an_unknown_target_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(
+        ConfigError, match=r"unknown target 'sm_91'; known: gfx942, .*sm_90"
+    ):
+        machine_code.read_machine_code(["sm_91"])
+
+
 @pytest.mark.timeout(300)
-def test_the_other_kernels_keep_to_their_registers_and_one_that_does_not_compile_is_a_row():
+def test_other_kernels_keep_to_their_registers_beside_one_that_fails():
     names = [*OTHERS[:-1], "nothing-like-it", OTHERS[-1]]
     *rows, wrong, behind = compile_all(names, ["sm_90"])
     assert (wrong["kernel"], wrong["target"]) == ("nothing-like-it", "sm_90")

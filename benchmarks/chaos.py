@@ -1,0 +1,259 @@
+"""Do answers survive kills, freezes, drains and cut links?
+
+    python -m benchmarks.chaos --seed 12 --minutes 10 --json --out FILE
+
+Every answer is compared with the one that the same prompt got before any fault. Every 6 to 12
+seconds a random worker that has no fault is
+
+    killed    by SIGKILL; another one takes its place
+    frozen    for 5 s: about as long as a router waits before it takes it for dead
+    drained   another one takes its place, then it leaves: its sequences move
+    cut off   for 2 to 8 s all its connections break and none is accepted
+
+In the end no worker may hold anything, and no process or port of a worker may be left. With
+`--calm` there are no faults, and the memory of the workers has to stay the same.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from typer import Option
+
+from benchmarks import command
+from benchmarks.worker_group import WorkerGroup, WorkerProcess, running_group
+from disagg.bench.result import Row, announce, result_of
+from disagg.bench.tables import table
+from disagg.bench.workers import Prompt, prompt_of
+from disagg.cli.bench import Out, show, without_none
+from disagg.cli.checks import check_codecs
+from disagg.cli.options import Json, refuse_idle
+from disagg.config import DEFAULT_CODEC, Config, RouterConfig
+from disagg.errors import DisaggError
+
+NUM_PROMPTS = 8  # different ones, of 40 to 320 tokens
+STEP_TOKENS = 40
+FREEZE_S = 5.0
+CUT_OFF_S = (2.0, 8.0)  # least and most
+DRAIN_S = 60.0
+NOTES = "seconds; gaps are between tokens of an answer, and before the first one"
+SUMMARY = (
+    "completed",
+    "failed",
+    "wrong",
+    "moved",
+    "retried",
+    "longest_gap_s",
+    "median_gap_s",
+)
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """How long, with which workers, and under which load.
+
+    tokens:   of an answer
+    pauses_s: the shortest and the longest between two faults
+    calm:     no faults
+    """
+
+    seed: int = 1
+    minutes: float = 10.0
+    prefill: int = 2
+    decode: int = 2
+    streams: int = 40
+    tokens: int = 100
+    codec: str = DEFAULT_CODEC
+    pauses_s: tuple[float, float] = (6.0, 12.0)
+    deadline_s: float = 120.0
+    calm: bool = False
+
+
+def measure_chaos(options: ChaosOptions) -> Row:
+    """A row for every fault, and beside them the answers, and what was left behind."""
+    return asyncio.run(_measure(options))
+
+
+async def _measure(options: ChaosOptions) -> Row:
+    router = RouterConfig(deadline_s=options.deadline_s)
+    config = Config(codec=options.codec, router=router)
+    async with running_group(config, options.prefill, options.decode) as group:
+        prompts = [
+            prompt_of(STEP_TOKENS * (number + 1), number)
+            for number in range(NUM_PROMPTS)
+        ]
+        expected = [await _answer(group, options, prompt, []) for prompt in prompts]
+        injector = FaultInjector(group, options, prompts, expected)
+        memory_before = group.resident_mb()
+        faults = asyncio.create_task(injector.inject())
+        streams = [injector.stream(number) for number in range(options.streams)]
+        await asyncio.gather(faults, *streams)
+        gauges = await group.gauges_when_idle()
+        memory_after = group.resident_mb()
+        requests = group.router.table
+    failed = injector.failed.total()
+    return result_of(
+        faults.result(),
+        NOTES,
+        options=asdict(options),
+        completed=injector.completed,
+        failed=failed,
+        wrong=injector.wrong,
+        completed_share=injector.completed / max(1, injector.completed + failed),
+        errors=dict(injector.failed),
+        moved=requests.moves,
+        retried=requests.retries,
+        unequal_tokens=requests.unequal_tokens,
+        longest_gap_s=max(injector.gaps_s),
+        median_gap_s=median(injector.gaps_s),
+        resident_mb={"before": memory_before, "after": memory_after},
+        held=gauges,
+        left=await group.leftovers(),
+    )
+
+
+async def _answer(
+    group: WorkerGroup, options: ChaosOptions, prompt: Prompt, gaps_s: list[float]
+) -> list[int]:
+    """The tokens of one answer; `gaps_s` gets the time before each."""
+    tokens = list[int]()
+    last = time.monotonic()
+    params = {"max_tokens": options.tokens, "ignore_eos": True}
+    outputs = group.router.generate(prompt, params, options.codec)
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.token is not None:
+                now = time.monotonic()
+                tokens.append(output.token)
+                gaps_s.append(now - last)
+                last = now
+    return tokens
+
+
+class FaultInjector:
+    """Streams of answers, and faults meanwhile.
+
+    failed: answers by the error that they ended with
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        options: ChaosOptions,
+        prompts: list[Prompt],
+        expected: list[list[int]],
+    ):
+        self.completed = 0
+        self.wrong = 0
+        self.failed: Counter[str] = Counter()
+        self.gaps_s: list[float] = []
+        self._group = group
+        self._options = options
+        self._prompts = prompts
+        self._expected = expected
+        self._random = random.Random(options.seed)
+        self._faulty: set[str] = set()  # workers by name
+        self._over = False
+
+    async def stream(self, number: int) -> None:
+        """One stream of answers, until the faults are over."""
+        while not self._over:
+            number = (number + 1) % len(self._prompts)
+            prompt = self._prompts[number]
+            try:
+                tokens = await _answer(self._group, self._options, prompt, self.gaps_s)
+            except DisaggError as error:
+                self.failed[f"{error.reason}: {error}"] += 1
+                continue
+            self.completed += 1
+            if tokens != self._expected[number]:
+                self.wrong += 1
+
+    async def inject(self) -> list[Row]:
+        """Inject faults until the time is over: which, at which worker, and when."""
+        rows = list[Row]()
+        duration_s = 60 * self._options.minutes
+        if self._options.calm:
+            await asyncio.sleep(duration_s)
+            self._over = True
+            return rows
+        faults = (self._kill, self._freeze, self._drain, self._cut_off)
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(self._random.uniform(*self._options.pauses_s))
+                at_s = time.monotonic() - began
+                if at_s > duration_s:
+                    break
+                fault = self._random.choice(faults)
+                names = sorted(self._group.workers.keys() - self._faulty)
+                if not names:
+                    continue
+                name = self._random.choice(names)
+                row = {"at_s": at_s, "worker": name, "what": fault.__name__[1:]}
+                rows.append(row)
+                announce(" ".join(map(str, row.values())))
+                tasks.create_task(self._inject(fault, self._group.workers[name]))
+        self._over = True
+        return rows
+
+    async def _inject(
+        self, fault: Callable[[WorkerProcess], Awaitable[None]], worker: WorkerProcess
+    ) -> None:
+        self._faulty.add(worker.name)
+        await fault(worker)
+        self._faulty.discard(worker.name)
+
+    async def _kill(self, worker: WorkerProcess) -> None:
+        os.kill(worker.child.pid, signal.SIGKILL)
+        await self._group.remove(worker)
+        await self._group.start(worker.role)
+
+    async def _freeze(self, worker: WorkerProcess) -> None:
+        os.kill(worker.child.pid, signal.SIGSTOP)
+        await asyncio.sleep(FREEZE_S)
+        os.kill(worker.child.pid, signal.SIGCONT)
+
+    async def _drain(self, worker: WorkerProcess) -> None:
+        await self._group.start(worker.role)
+        await asyncio.to_thread(worker.child.ask, "leave", DRAIN_S)
+        await self._group.remove(worker)
+
+    async def _cut_off(self, worker: WorkerProcess) -> None:
+        worker.proxy.close()
+        await asyncio.sleep(self._random.uniform(*CUT_OFF_S))
+        await worker.proxy.open()
+
+
+def draw_chaos(result: Row) -> str:
+    """The tables for people."""
+    summary = {name: result[name] for name in SUMMARY}
+    return f"{table(result['rows'])}\n\n{table([summary])}"
+
+
+def chaos(
+    seed: int | None = Option(None, help="Of the faults; 1."),
+    minutes: float = Option(10.0, min=0.1, help="How long."),
+    codec: str | None = None,
+    streams: int = Option(40, min=1),
+    calm: bool = Option(False, "--calm", help="Without faults."),
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Streams while workers are killed, frozen, drained and cut off."""
+    refuse_idle(calm, "with --calm, which has no faults", seed=seed is not None)
+    check_codecs(None, [] if codec is None else [codec])
+    fields = without_none(codec=codec, seed=seed)
+    options = ChaosOptions(minutes=minutes, streams=streams, calm=calm, **fields)
+    show(measure_chaos(options), out, as_json, draw_chaos)
+
+
+if __name__ == "__main__":
+    command.main(chaos, "chaos")

@@ -1,0 +1,104 @@
+"""Tables for people: as wide as the terminal, or as their cells where there is no terminal."""
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ANY_WIDTH = 1 << 16  # columns, more than any table has
+HEIGHT = 25  # any: rich ignores the width without it where TERM is "dumb"
+GAP = 2  # blanks between two columns
+MIN_WRAPPED = 12  # columns of text are wrapped to no less than this
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """All tables of a result: its rows, and every other list of rows that it holds."""
+    lists = [result["rows"]]
+    for name, value in result.items():
+        if name != "rows" and isinstance(value, list):
+            lists.append(value)
+    return "\n\n".join(table(rows) for rows in lists if rows)
+
+
+def table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> str:
+    """A column for every key that some row has: text on the left, numbers on the right."""
+    keys = keys or list(dict.fromkeys(key for row in rows for key in row))
+    columns = []
+    for key in keys:
+        is_text = any(isinstance(row.get(key), str) for row in rows)
+        columns.append(f"{'' if is_text else '>'}{key.replace('_', ' ')}")
+    cells = [[format_cell(row.get(key, "")) for key in keys] for row in rows]
+    return format_table(columns, cells)
+
+
+def format_cell(value: Any) -> str:
+    """Floats with three digits, or as whole numbers from 100 on."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text; columns that begin with ">" are aligned to the right.
+
+    On a terminal it fits the width: headers break between words, then long columns of text wrap.
+    Elsewhere it is as wide as its cells, without a rule below the header.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else ANY_WIDTH
+    headers = [column.removeprefix(">") for column in columns]
+    if full_width(headers, rows) > width:
+        headers = [header.replace(" ", "\n") for header in headers]
+    grid = Table(
+        box=SIMPLE_HEAD if is_terminal else None,
+        show_edge=False,
+        padding=(0, GAP - 1, 0, 0) if is_terminal else (0, GAP, 0, 0),
+    )
+    least_width = 0
+    for index, header in enumerate(headers):
+        cells = [row[index] for row in rows]
+        least_width += _add_column(grid, header, columns[index], cells) + GAP
+    for row in rows:
+        grid.add_row(*row)
+    text = StringIO()
+    console = Console(
+        file=text,
+        markup=False,
+        highlight=False,
+        width=max(width, least_width),
+        height=HEIGHT,
+    )
+    console.print(grid)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    return "\n".join(lines)
+
+
+def _add_column(grid: "Table", header: str, column: str, cells: Sequence[str]) -> int:
+    """The width that the column needs at least."""
+    cell_width = max((len(cell) for cell in cells), default=0)
+    header_width = max(len(line) for line in header.split("\n"))
+    is_number = column.startswith(">")
+    is_wrapped = cell_width > MIN_WRAPPED and not is_number
+    grid.add_column(
+        header,
+        justify="right" if is_number else "left",
+        no_wrap=not is_wrapped,
+        overflow="fold",
+        min_width=MIN_WRAPPED if is_wrapped else None,
+    )
+    return max(MIN_WRAPPED if is_wrapped else cell_width, header_width)
+
+
+def full_width(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """The width of a table whose cells are not wrapped."""
+    columns = zip(headers, *rows, strict=True)
+    widths = [max(len(cell) for cell in column) for column in columns]
+    return sum(widths) + GAP * len(widths)
