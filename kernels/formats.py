@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 ARENA_UNIT = 128  # bytes; a page id counts these from the start of the arena
 RAW_SLOTS = 16  # tokens of a raw page
-TURN = 64  # channels of V that are mixed
+HADAMARD_SIZE = 64  # channels of V that are mixed
 STRIP = 16  # slots that are read together: the rows of a matrix product
 TILE_STRIPS = 4  # strips that a GPU takes in one iteration
 NARROW = 128  # channels up to which it takes so many; of more it takes half
@@ -153,20 +153,22 @@ class Side:
 
 @dataclass(frozen=True)
 class HadamardRotation:
-    """What the segment says of K's channels, which are in another order, and of V's, which are
-    mixed; a kernel permutes q, and turns back its output once.
+    """How a segment orders K's channels and rotates V's.
+
+    A kernel permutes q, and undoes the rotation of V on its output once.
 
         column c of K       holds channel order[c]; so score = sum_c q[order[c]] K[t, c]
-        channel d of V      V[t] = turn(v[t]) block by block of TURN channels, where
-                            turn(x) = H (s * x) / 8, turned back: x = s * (H y) / 8
+        channel d of V      V[t] = rotate(v[t]), for each HADAMARD_SIZE channels, where
+                            rotate(x) = y = H (s * x) / 8, undone by x = s * (H y) / 8
         s[d]                -1 where bit d of `signs` is 1, else 1
-        H                   the Hadamard matrix of TURN channels in natural order, as butterflies:
-                            for h = 1, 2, 4, 8, 16, 32: every pair (i, i + h) with i & h == 0
-                            becomes (a + b, a - b), each rounded to fp32; the eighth is exact
+        H                   the Hadamard matrix of HADAMARD_SIZE channels in natural order, as
+                            butterflies: for h = 1, 2, 4, 8, 16, 32: every pair (i, i + h) with
+                            i & h == 0 becomes (a + b, a - b), each rounded to fp32; the division
+                            by 8 is exact
 
     order: offset of int16 [head_dim] in the segment
     signs: offset of u8 [head_dim / 8] in the segment, low bit first; the same in all segments of a
-           layer and KV head, so that a view may turn back one sum of them all
+           layer and KV head, so that a view can undo the rotation on the sum of them all
     """
 
     order: int
@@ -184,7 +186,7 @@ class PageFormat:
     bands:         where K's columns are cut into bands of other widths: the sides of those behind
                    `k`, from its last column on. Their scales, and zeros, are planes one behind the
                    other, so one row of each serves all bands. By column, in groups of all rows
-    turn:          how the channels of K are ordered and those of V turned; None: as they are
+    hadamard:      how K's channels are ordered and V's rotated; None: neither is
     """
 
     tokens: int
@@ -195,7 +197,7 @@ class PageFormat:
     v: Side
     valid: int | None = None
     bands: tuple[Side, ...] = ()
-    turn: HadamardRotation | None = None
+    hadamard: HadamardRotation | None = None
 
     @property
     def k_sides(self) -> tuple[Side, ...]:
@@ -225,7 +227,7 @@ class PageFormat:
     def is_sealable(self) -> bool:
         """Whether an append can seal such a page: in one tile of registers, from no more than its
         own tokens and an order of channels."""
-        alone = not self.segment_bytes or self.turn is not None
+        alone = not self.segment_bytes or self.hadamard is not None
         return self.valid is None and alone and self.is_encodable
 
 

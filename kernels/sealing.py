@@ -69,7 +69,7 @@ class Segmentation:
         self, tokens: int, heads: int, fmt: PageFormat, device: torch.device
     ) -> Tensor:
         """The segments of so many tokens [S, H, segment_bytes] u8: as they are frozen, else 0."""
-        if fmt.turn and self.frozen is None:
+        if fmt.hadamard and self.frozen is None:
             raise ValueError(
                 "a frozen segment is wanted: it says the order of K's channels"
             )

@@ -11,7 +11,13 @@ from torch import Tensor
 from disagg.codecs.contract import LEAD_END, Encoded, Prompt, lead_of, one_of, require
 from disagg.codecs.quantized import SINKS, Planes, SinkCodec, prompt_format
 from disagg.kernels import ops
-from disagg.kernels.formats import TURN, HadamardRotation, PageFormat, Scale, Side
+from disagg.kernels.formats import (
+    HADAMARD_SIZE,
+    HadamardRotation,
+    PageFormat,
+    Scale,
+    Side,
+)
 from disagg.kernels.reference.lowrank import seeded_uniform
 from disagg.kernels.reference.pages import pack_bits
 from disagg.kernels.reference.quantize import finite
@@ -75,7 +81,7 @@ class Banded(SinkCodec):
     def page_planes(self, head_dim: int) -> Planes:
         bands, tokens = self.bands(head_dim), self.page_tokens
         coded = sum(channels for width, channels in bands if width)
-        groups = (head_dim // TURN, tokens)
+        groups = (head_dim // HADAMARD_SIZE, tokens)
         return [
             *(
                 (f"k_codes{w}", "int16", (tokens // 4, c * w // 4))
@@ -117,7 +123,9 @@ class Banded(SinkCodec):
             codes = offset[f"k_codes{width}"] if width else 0
             sides.append(Side(tokens, channels, width, codes, scale))
             first += channels
-        groups = Scale("column", TURN, offset["v_scale"], offset["v_zero"], fitted=True)
+        groups = Scale(
+            "column", HADAMARD_SIZE, offset["v_scale"], offset["v_zero"], fitted=True
+        )
         return PageFormat(
             tokens=tokens,
             head_dim=head_dim,
@@ -126,7 +134,7 @@ class Banded(SinkCodec):
             k=sides[0],
             v=Side(head_dim, tokens, 2, offset["v_codes"], groups),
             bands=tuple(sides[1:]),
-            turn=HadamardRotation(offset["order"], offset["signs"]),
+            hadamard=HadamardRotation(offset["order"], offset["signs"]),
         )
 
     def encode(
@@ -166,11 +174,11 @@ class Banded(SinkCodec):
         order = weights.argsort(dim=1, descending=True, stable=True)
         signs = _signs(layer, heads, head_dim, order.device)
         fmt = prompt_format(self, head_dim)
-        assert fmt.turn is not None
+        assert fmt.hadamard is not None
         found = signs.new_zeros(heads, fmt.segment_bytes)
         for at, x in (
-            (fmt.turn.order, order.short().view(torch.uint8)),
-            (fmt.turn.signs, signs),
+            (fmt.hadamard.order, order.short().view(torch.uint8)),
+            (fmt.hadamard.signs, signs),
         ):
             found[:, at : at + x.shape[1]] = x
         return found

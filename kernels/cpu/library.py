@@ -152,7 +152,7 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
         return FormatC(*sizes, kind, fmt.k, fmt.v, -1, -1)
     valid = -1 if fmt.valid is None else fmt.valid
     sides = (SideC * MAX_BANDS)(*map(_side_of, fmt.k_sides))
-    turn = (fmt.turn.order, fmt.turn.signs) if fmt.turn else (-1, -1)
+    turn = (fmt.hadamard.order, fmt.hadamard.signs) if fmt.hadamard else (-1, -1)
     shared = fmt.block_bytes if fmt.has_own_basis else fmt.segment_bytes
     sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, shared, valid)
     return FormatC(

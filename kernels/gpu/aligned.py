@@ -31,7 +31,7 @@ from disagg.kernels.reference.aligned import (
     tops_of,
 )
 from disagg.kernels.reference.pages import ArenaBlocks, plane_view
-from disagg.kernels.reference.softmax import capped, columns_of, seen_tokens
+from disagg.kernels.reference.softmax import capped, columns_of, visible_tokens
 from disagg.kernels.view import View, WorkPlan
 
 NARROW = tl.constexpr(formats.NARROW)
@@ -205,7 +205,7 @@ def attend(
     tables = view.arena, view.pages, units.table, number
 
     blocks = ArenaBlocks(view.arena, view.pages, view.base, heads, fmt.block_bytes)
-    seen = seen_tokens(view, 0, width * fmt.tokens)  # [B, 1, n, M]
+    seen = visible_tokens(view, 0, width * fmt.tokens)  # [B, 1, n, M]
     pages = seen.squeeze(1).unflatten(1, (-1, fmt.tokens)).any(2)
     columns = columns_of(q * scale, heads)
     k_drop = k_drops(columns, tops_of(blocks, fmt.k_top, head_dim, pages, shape.group))

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, PageFormat
-from disagg.kernels.gpu.bands import channels_of, side_of, turned
+from disagg.kernels.gpu.bands import channels_of, rotated, side_of
 from disagg.kernels.gpu.encode import encode_blocks, encode_warps
 from disagg.kernels.gpu.encode_tiles import at, axis_of, encode_tile, finite
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
@@ -146,8 +146,8 @@ def seal(
             )
         else:
             x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW, DTYPE)
-            if FMT.turn is not None:
-                x = turned(x, segment, FMT)
+            if FMT.hadamard is not None:
+                x = rotated(x, segment, FMT)
         missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, block, SIDE)
         if SIDE.low_rank is not None:
             missing = tl.where(there, missing, 0.0).to(tl.float16)

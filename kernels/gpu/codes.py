@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from disagg.kernels.formats import NARROW, PageFormat
-from disagg.kernels.gpu.bands import turn_back
+from disagg.kernels.gpu.bands import unrotate
 from disagg.kernels.gpu.pv import add_values, empty_sums, field_values, value_bias
 from disagg.kernels.gpu.qk import page_scores, prepare_query
 from disagg.kernels.gpu.sparse import sparse_rows
@@ -92,8 +92,8 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
             * inverse[None, :]
         )
         o = o + (b_o,)
-    if FMT.turn is not None:
-        o = turn_back(segment, o, FMT, PRECISION)
+    if FMT.hadamard is not None:
+        o = unrotate(segment, o, FMT, PRECISION)
     for f in tl.static_range(FIELDS):
         tl.store(p_o[None, :] + f * W + o_w, o[f], mask=m_c[None, :] & (o_w < W))
 

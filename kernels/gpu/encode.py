@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import BlockRotation, PageFormat, Side
-from disagg.kernels.gpu.bands import channels_of, side_of, turned
+from disagg.kernels.gpu.bands import channels_of, rotated, side_of
 from disagg.kernels.gpu.encode_tiles import (
     axis_of,
     encode_tile,
@@ -62,8 +62,8 @@ def encode_side_kernel(
         + channel[None, :].to(tl.int64) * stride_column
     )
     x = finite(tl.load(p_x, mask=there, other=0.0))
-    if FMT.turn is not None and IS_V:
-        x = turned(x, segment, FMT)
+    if FMT.hadamard is not None and IS_V:
+        x = rotated(x, segment, FMT)
     page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
     block = bytes_ptr + tl.multiple_of(page + i_head * FMT.block_bytes, 16)
     if FMT.valid is not None and not IS_V:

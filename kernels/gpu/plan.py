@@ -128,7 +128,7 @@ def is_supported(fmt: PageFormat) -> bool:
         or (v.scale.by == "block" and v.scale.center)
     ):
         return False
-    if fmt.turn:
+    if fmt.hadamard:
         return (
             fmt.tokens == 64
             and fmt.head_dim <= 256

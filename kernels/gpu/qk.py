@@ -41,7 +41,7 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     parts, q = (), ()
     for i in tl.static_range(COUNT):
         parts = parts + (load_parts(p_q, m_c, scale, segment, COPIES, i, FMT),)
-    if FMT.turn is None:
+    if FMT.hadamard is None:
         top = tl.max(tl.zeros([p_q.shape[0], 2], tl.float32), 1) + 1e-30
         for j in tl.static_range(len(parts[0])):
             top = tl.maximum(top, tl.max(tl.abs(parts[0][j]), 1))

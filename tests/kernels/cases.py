@@ -138,7 +138,7 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
     segment_bytes = 2 * head_dim + max(16, head_dim // 8)
     k, *bands = sides
     return PageFormat(
-        T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), turn=turn
+        T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), hadamard=turn
     )
 
 
@@ -167,7 +167,7 @@ def random_segment(fmt: PageFormat, heads: int, seed: int) -> Tensor:
         0, 256, (heads, fmt.head_dim // 8), generator=signs, dtype=torch.uint8
     )
     order = torch.stack(orders).short().view(torch.uint8)
-    for at, x in ((fmt.turn.order, order), (fmt.turn.signs, bits)):
+    for at, x in ((fmt.hadamard.order, order), (fmt.hadamard.signs, bits)):
         found[:, at : at + x.shape[1]] = x
     return found
 
@@ -285,7 +285,7 @@ def _encode(
 ) -> tuple[Tensor, Tensor | None]:
     """As `encode`; where a segment has to be given, each has an order of its own."""
     tokens, heads = run * fmt.tokens, k.shape[0]
-    if not fmt.turn:
+    if not fmt.hadamard:
         return encode(k, v, fmt, Segmentation(tokens))
     parts = zip(k.split(tokens, 1), v.split(tokens, 1), strict=True)
     cuts = (

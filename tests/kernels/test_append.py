@@ -162,7 +162,7 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
     sealed, segments, stretches = named
     rows = SealRows(sealed, tails.int(), segments, stretches)
     arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
-    if fmt.turn:
+    if fmt.hadamard:
         target = Target(arena, rows.segments[:1], SEGMENT_BASE)
         store_blocks(target, random_segment(fmt, HEADS, 4)[None])
     whole = (

@@ -252,7 +252,7 @@ def encoded(k, v, fmt, tokens, frozen=None):
 @pytest.mark.parametrize("name", ENCODED)
 def test_bytes_of_every_kind_are_those_of_the_reference(name, path):
     fmt = ENCODED[name]
-    frozen = random_segment(fmt, 3, 0) if fmt.turn else None
+    frozen = random_segment(fmt, 3, 0) if fmt.hadamard else None
     for x in hostile(fmt.head_dim, 256):
         k, v = (y[:, : y.shape[1] // fmt.tokens * fmt.tokens] for y in x)
         blocks, segments = encoded(k, v, fmt, 128, frozen)

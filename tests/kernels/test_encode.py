@@ -55,7 +55,7 @@ BANDS = {
 def encode_both(
     fmt: PageFormat, k: Tensor, v: Tensor, seed: int = 0, tokens: int = 2048
 ):
-    frozen = random_segment(fmt, k.shape[0], 0) if fmt.turn else None
+    frozen = random_segment(fmt, k.shape[0], 0) if fmt.hadamard else None
     cut = Segmentation(tokens, seed, frozen)
     there = replace(cut, frozen=None if frozen is None else frozen.to(DEVICE))
     found = encode(k.to(DEVICE), v.to(DEVICE), fmt, there)
@@ -82,7 +82,7 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def test_codes_and_scales_are_those_of_the_reference(name, dtype):
     fmt = BANDS.get(name) or make_format(**(MORE | GROUPS | FORMATS)[name])
     k, v = (x[0].to(dtype) for x in random_kv([128], 2, fmt.head_dim, T))
-    if fmt.turn or name in HURT:
+    if fmt.hadamard or name in HURT:
         for place, value in enumerate(
             (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9)
         ):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from disagg.kernels.reference import codes, encode
+from disagg.kernels.reference.hadamard import rotate, unrotate
 from disagg.kernels.reference.quantize import quantize, quantize_fitted
 from disagg.kernels.reference.softmax import merge
-from disagg.kernels.reference.turn import turn, turn_back
 from disagg.kernels.sealing import Segmentation
 from tests.kernels import cases
 from tests.synthetic import relative_error
@@ -60,8 +60,8 @@ def test_bytes_do_not_depend_on_how_pages_are_cut_into_chunks(monkeypatch):
 def test_a_turn_is_undone_and_keeps_lengths():
     x = torch.randn(3, 5, 128)
     signs = torch.randint(0, 2, (128,)) * 2.0 - 1
-    y = turn(x, signs)
-    assert torch.allclose(turn_back(y, signs), x, atol=1e-5)
+    y = rotate(x, signs)
+    assert torch.allclose(unrotate(y, signs), x, atol=1e-5)
     for a, b in zip(y.split(64, 2), x.split(64, 2), strict=True):  # blocks do not mix
         assert torch.allclose(a.norm(dim=2), b.norm(dim=2), rtol=1e-5)
 
