@@ -411,9 +411,9 @@ def test_what_points_to_a_format_keeps_it():
     formats = [library.format_of(x) for x in (view.fmt, rows.fmt)]
     ready = ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64))
     library.format_of.cache_clear()
-    (of_view,), *_, of_rows = ready._held
-    assert any(x is formats[0] for x in of_view)
-    assert of_rows is formats[1]
+    owners_of_views, _, _, row_format = ready._owners
+    assert any(owner is formats[0] for owner in owners_of_views[0])
+    assert row_format is formats[1]
 
 
 def test_a_step_that_other_code_has_to_serve_is_not_prepared():

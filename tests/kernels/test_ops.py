@@ -64,7 +64,7 @@ def test_encode_refuses_parts_of_pages_and_integers():
 
 def test_squares_are_of_whole_groups_of_heads_and_begin_within_a_unit():
     for heads, begun in ((4, 0), (3, 16), (3, -1)):
-        with pytest.raises(ValueError, match="is wanted"):
+        with pytest.raises(ValueError, match="expected"):
             ops.sum_squares(torch.zeros(6, 5, 16), heads, begun)
 
 
