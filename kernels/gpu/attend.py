@@ -21,7 +21,7 @@ from torch import Tensor
 
 from disagg.kernels.formats import AlignedFormat, PageFormat
 from disagg.kernels.gpu import aligned
-from disagg.kernels.gpu.bits import PLAIN, PTX, spelling_for
+from disagg.kernels.gpu.bits import PLAIN, PTX, unpack_mode_for
 from disagg.kernels.gpu.codes import attend_codes
 from disagg.kernels.gpu.combine import UnitPartials
 from disagg.kernels.gpu.exact import attend_exact
@@ -67,7 +67,10 @@ def chip_of(device: torch.device) -> Chip:
     """The chip of a device, which may be the interpreter's: that cannot multiply bf16."""
     float8 = PTX if converts_float8(device) else PLAIN
     return Chip(
-        NVIDIA, spelling_for(device), float8, "float32" if device.type == "cpu" else ""
+        NVIDIA,
+        unpack_mode_for(device),
+        float8,
+        "float32" if device.type == "cpu" else "",
     )
 
 
@@ -76,7 +79,7 @@ class ViewSpec:
     """How the pages of a view are read.
 
     number:    of the view among the units
-    spelling:  of codes, see bits.py
+    unpack_mode: how codes are read, see bits.py
     item:      what exact pages hold; operand: what is multiplied, in such precision
     cap:       of scores, compiled in where a model has one
     """
@@ -85,7 +88,7 @@ class ViewSpec:
     fmt: LoopFormat
     shape: Shape
     stages: int
-    spelling: str = PLAIN
+    unpack_mode: str = PLAIN
     item: Any = None
     operand: Any = None
     precision: str = ""
@@ -114,12 +117,11 @@ def attend_kernel(
     i_view, i_b, start, end, i_segment = find_unit(units_ptr, tl.program_id(2))
     if start >= end:
         return
-    unit_of = (i_view, i_b, start, end, i_segment)
-    out = (o_ptr, lse_ptr)
-    asked = (q_ptr, queries, stride_b, stride_m, stride_h)
     for j in tl.static_range(COUNT):
-        view = (arenas[j], tables[j], bases[j], widths[j] // 2)
-        attend_unit(unit_of, asked, view, out, scale, loop_of(LOOPS, j))
+        attend_unit(
+            i_view, i_b, start, end, i_segment, q_ptr, scale, queries, stride_b, stride_m, stride_h,
+            arenas[j], tables[j], bases[j], widths[j] // 2, o_ptr, lse_ptr, loop_of(LOOPS, j),
+        )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -129,13 +131,17 @@ def loop_of(loops: tuple[ViewSpec, ...], number: int) -> ViewSpec:
 
 
 @triton.jit
-def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
-    """Attention over a unit, if it is of the view that this loop is for."""
-    i_view, i_b, start, end, i_segment = unit_of
+def attend_unit(
+    i_view, i_b, start, end, i_segment, q_ptr, scale, queries, stride_b, stride_m, stride_h,
+    arena_ptr, tables, bases, width, o_ptr, lse_ptr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Attention over a unit, if it is of the view that this loop is for.
+
+    i_view .. i_segment: as `find_unit` returns them
+    arena_ptr .. width:  of the view, as `attend_kernel` has them
+    """
     SHAPE: tl.constexpr = LOOP.shape
     if i_view == LOOP.number:
-        q_ptr, queries, stride_b, stride_m, stride_h = asked
-        arena_ptr, tables, bases, width = view
         pages_ptr, lo_ptr, hi_ptr, sides_ptr = tables
         i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         i_m, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
@@ -145,20 +151,21 @@ def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
         p_q = q_ptr + tl.multiple_of(o_q + i_query.to(tl.int64) * stride_h, 8)
         lo = tl.load(lo_ptr + i_b * queries + i_m, mask=m_c, other=0)
         hi = tl.load(hi_ptr + i_b * queries + i_m, mask=m_c, other=0)
-        into = (out[0], out[1], i_slot * rows + i_row)
-        part = (start, end, i_segment, i_head)
-        query = (p_q, lo, hi, m_c, lo_ptr)
+        i_out = i_slot * rows + i_row
         row_ptr = pages_ptr + i_b * width
         if LOOP.codes:
             attend_codes(
-                part, query, (arena_ptr, row_ptr, bases[0], bases[1]), into, scale, LOOP
-            )
+                start, end, i_segment, i_head, p_q, lo, hi, m_c, lo_ptr,
+                arena_ptr, row_ptr, bases[0], bases[1], o_ptr, lse_ptr, i_out, scale, LOOP,
+            )  # fmt: skip
         else:
             side = 0
             if LOOP.fmt.side is not None:
                 side = tl.load(sides_ptr + i_b)
-            places = (arena_ptr, row_ptr, bases[0], bases[1], side)
-            attend_exact(part, query, places, into, scale, width, LOOP)
+            attend_exact(
+                start, end, i_head, p_q, lo, hi, m_c, arena_ptr, row_ptr, bases[0], bases[1],
+                side, width, o_ptr, lse_ptr, i_out, scale, LOOP,
+            )  # fmt: skip
 
 
 def attend(
@@ -227,10 +234,16 @@ def loops_of(
             if chip.codes == PTX:
                 check_slots(fmt)
             floating = fmt.k.floating or fmt.v.floating
-            spelling = chip.float8 if floating else chip.codes
+            unpack_mode = chip.float8 if floating else chip.codes
             loops.append(
                 ViewSpec(
-                    number, fmt, shape, stages, spelling, precision=precision, cap=cap
+                    number,
+                    fmt,
+                    shape,
+                    stages,
+                    unpack_mode,
+                    precision=precision,
+                    cap=cap,
                 )
             )
             continue

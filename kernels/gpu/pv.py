@@ -81,7 +81,7 @@ def magnitudes(p, COUNT: tl.constexpr):
 @triton.jit
 def add_values(
     block, p, decay, sums, own,
-    FMT: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr,
+    FMT: tl.constexpr, X: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
     """The sums, decayed, plus what the values of one page add.
 
@@ -109,7 +109,7 @@ def add_values(
     if FACTOR and SIDE.sparse is not None:
         y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
     if SIDE.sparse is not None:
-        o_new = add_sparse(block, copies, o, decay, own, X, SIDE, SPELLING)
+        o_new = add_sparse(block, copies, o, decay, own, X, SIDE, UNPACK_MODE)
     else:
         for f in tl.static_range(FIELDS):
             o_new = o_new + (o[f] * decay,)
@@ -128,11 +128,11 @@ def add_values(
             for j in tl.static_range(HALVES):
                 b_z = tl.dot(b_rows[j], b_p[j], b_z)
             weighted, z_new = weighted + (b_p,), z_new + (b_z,)
-    o_new = add_fields(b_words, weighted, o_new, X, SIDE, SPELLING)
+    o_new = add_fields(b_words, weighted, o_new, X, SIDE, UNPACK_MODE)
     if FACTOR and SIDE.sparse is None:
         y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
     if SIDE.low_rank is not None and not FACTOR:
-        o_new = add_product(block, copies, o_new, SIDE, SPELLING)
+        o_new = add_product(block, copies, o_new, SIDE, UNPACK_MODE)
     return o_new, z_new, y_new
 
 
@@ -147,7 +147,7 @@ def add_factor(block, x, y, SIDE: tl.constexpr):
 
 
 @triton.jit
-def add_product(block, x, o, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def add_product(block, x, o, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """The fields o [W, C] plus B A^T x; x as above, at most 2**15.
 
     Columns of A are sqrt(T) long, so A^T x is at most T * 2**15 and over T it fits fp16.
@@ -162,23 +162,32 @@ def add_product(block, x, o, SIDE: tl.constexpr, SPELLING: tl.constexpr):
         p_b = as_scales(block, SIDE.low_rank.b) + (f * W + o_w) * RANK + o_r
         b_b = tl.load(p_b, mask=(o_r < RANK) & (o_w < W), other=0.0)
         added = added + (
-            o[f] + tl.dot(b_b, b_y) * (SIDE.columns / weight_of(f, SIDE, SPELLING)),
+            o[f] + tl.dot(b_b, b_y) * (SIDE.columns / weight_of(f, SIDE, UNPACK_MODE)),
         )
     return added
 
 
 @triton.jit
 def add_sparse(
-    block, x, o, decay, own, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    block,
+    x,
+    o,
+    decay,
+    own,
+    X: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """The fields o, decayed, plus what sparse slots add to the columns of their groups."""
     W: tl.constexpr = SIDE.rows // SIDE.fields
     GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
-    sparse = sparse_sums(block, x, (), own[1], own[2], SIDE.fields, X, SIDE, SPELLING)
+    sparse = sparse_sums(
+        block, x, (), own[1], own[2], SIDE.fields, X, SIDE, UNPACK_MODE
+    )
     added = ()
     for f in tl.static_range(len(o)):
         b_o = o[f] * decay
-        b_sparse = sparse[f] * (1 / weight_of(f, SIDE, SPELLING))
+        b_sparse = sparse[f] * (1 / weight_of(f, SIDE, UNPACK_MODE))
         if X == 1:
             b_o += b_sparse
         else:
@@ -194,7 +203,7 @@ def add_sparse(
 
 @triton.jit
 def add_fields(
-    words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr
 ):
     """The fields o [W, C * X] plus what their codes add.
 
@@ -209,7 +218,7 @@ def add_fields(
     for f in tl.static_range(len(o)):
         b_o = o[f]
         for j in tl.static_range(HALVES):
-            b_codes = codes_of(words, f, j, SIDE, SPELLING)
+            b_codes = codes_of(words, f, j, SIDE, UNPACK_MODE)
             for g in tl.static_range(f * W // GROUP, (f * W + W - 1) // GROUP + 1):
                 if W <= GROUP and GROUP % W == 0:
                     b_o = tl.dot(b_codes, weighted[g // X][j], b_o)
@@ -227,7 +236,7 @@ def field_values(
     f: tl.constexpr,
     SIDE: tl.constexpr,
     X: tl.constexpr,
-    SPELLING: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """The sums of field f, out of code units and complete: channels f * W + w, [W, C] fp32."""
     W: tl.constexpr = SIDE.rows // SIDE.fields
@@ -238,7 +247,9 @@ def field_values(
     C: tl.constexpr = o[f].shape[1] // X
     o_w, o_x = tl.arange(0, o[f].shape[0])[:, None], tl.arange(0, X)[None, None, :]
     b_o = tl.reshape(o[f], [o[f].shape[0], C, X])
-    b_o = tl.sum(tl.where(o_x == FIRST % X, b_o, 0.0), 2) * weight_of(f, SIDE, SPELLING)
+    b_o = tl.sum(tl.where(o_x == FIRST % X, b_o, 0.0), 2) * weight_of(
+        f, SIDE, UNPACK_MODE
+    )
     if SIDE.scale.by == "column":
         Y: tl.constexpr = groups_in_rows(X, C, SIDE)
         o_row = tl.arange(0, 16)[:, None, None]

@@ -258,27 +258,36 @@ def load_codes(block, j, PARTS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def codes_of(
-    words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    words,
+    f: tl.constexpr,
+    j: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """The codes of one field and half as fp16, times 1 / weight_of."""
     if SIDE.floating:
-        return float8(words, SPELLING)
+        return float8(words, UNPACK_MODE)
     else:
-        return field(words, f, j, SIDE.bits, SPELLING)
+        return field(words, f, j, SIDE.bits, UNPACK_MODE)
 
 
 @triton.jit
-def weight_of(f: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def weight_of(f: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """What sums over codes_of a field are multiplied by to be sums over codes."""
     if SIDE.floating:
-        return float8_weight(SPELLING)
+        return float8_weight(UNPACK_MODE)
     else:
-        return weight(f, SIDE.bits, SPELLING)
+        return weight(f, SIDE.bits, UNPACK_MODE)
 
 
 @triton.jit
 def page_scores(
-    block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr
+    block,
+    query,
+    own,
+    COPIES: tl.constexpr,
+    FMT: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """q.k of one page: [T, C] fp32; -inf for tokens that are not there.
 
@@ -288,18 +297,20 @@ def page_scores(
     q, folded, low, sums = query
     SIDE: tl.constexpr = FMT.k
     if SIDE.scale.by == "column":
-        s = column_scores(block, q, folded, low, COPIES, FMT, SPELLING)
+        s = column_scores(block, q, folded, low, COPIES, FMT, UNPACK_MODE)
     else:
-        s = row_scores(block, q[0], sums, COPIES, SIDE, SPELLING)
+        s = row_scores(block, q[0], sums, COPIES, SIDE, UNPACK_MODE)
         if SIDE.low_rank is not None:
             s += first_of(low_rank_scores(block, q[0], low, FMT.tokens, SIDE), COPIES)
     o_t = tl.arange(0, FMT.tokens)
     if SIDE.sparse is not None:
         if COPIES == 1:
-            s = sparse_sums(block, q[0], (s,), own[0], own[2], 1, 1, SIDE, SPELLING)[0]
+            s = sparse_sums(block, q[0], (s,), own[0], own[2], 1, 1, SIDE, UNPACK_MODE)[
+                0
+            ]
         else:
             b_parts = sparse_sums(
-                block, q[0], (), own[0], own[2], COPIES, COPIES, SIDE, SPELLING
+                block, q[0], (), own[0], own[2], COPIES, COPIES, SIDE, UNPACK_MODE
             )
             s += stack(b_parts, COPIES)
     if FMT.valid is not None:
@@ -311,7 +322,7 @@ def page_scores(
 @triton.jit
 def column_scores(
     block, q, folded, low,
-    COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr,
+    COPIES: tl.constexpr, FMT: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
     """Codes of all bands, with scales by column: these are in q already, or go into it here. And
     low rank.
@@ -322,9 +333,9 @@ def column_scores(
     """
     SIDE: tl.constexpr = FMT.k
     FIELDS: tl.constexpr = FMT.k.fields
-    fields = band_scores(block, q[0], folded, (), side_of(FMT, 0), SPELLING)
+    fields = band_scores(block, q[0], folded, (), side_of(FMT, 0), UNPACK_MODE)
     for i in tl.static_range(1, len(q)):
-        fields = band_scores(block, q[i], (), fields, side_of(FMT, i), SPELLING)
+        fields = band_scores(block, q[i], (), fields, side_of(FMT, i), UNPACK_MODE)
     s = ()
     for f in tl.static_range(FIELDS):
         s = s + (
@@ -339,7 +350,7 @@ def column_scores(
 
 
 @triton.jit
-def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def band_scores(block, q, folded, s, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """What a band adds to the scores s, [R, C * COPIES] of each field; s: () for none.
 
     A band without codes adds its means times q to all tokens of a page.
@@ -372,9 +383,11 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr)
             b_q, b_bias = group
             b_s = tl.zeros(b_bias.shape, tl.float32)
             for j in tl.static_range(PARTS):
-                b_codes = codes_of(words[j % len(words)], f, j % HALVES, SIDE, SPELLING)
+                b_codes = codes_of(
+                    words[j % len(words)], f, j % HALVES, SIDE, UNPACK_MODE
+                )
                 b_s = tl.dot(b_codes, b_q[j], b_s)
-            b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
+            b_s = b_s * weight_of(f, SIDE, UNPACK_MODE) + b_bias
             if len(s) > 0:
                 b_s += s[f]
             added = added + (b_s,)
@@ -383,7 +396,7 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr)
 
 @triton.jit
 def row_scores(
-    block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr
 ):
     """Codes with scales by row, or one for all: the sum over each group of columns is scaled."""
     HALVES: tl.constexpr = SIDE.halves
@@ -403,14 +416,14 @@ def row_scores(
             b_s = tl.zeros([R, q[0].shape[1]], tl.float32)
             for j in tl.static_range(HALVES):
                 if GROUPS == 1:
-                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), q[j], b_s)
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, UNPACK_MODE), q[j], b_s)
                 elif (
                     j * H < (g + 1) * SIDE.scale.group
                     and g * SIDE.scale.group < (j + 1) * H
                 ):
                     b_q = in_group(q[j], j, g, SIDE)
-                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q, b_s)
-            fields = fields + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING),)
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, UNPACK_MODE), b_q, b_s)
+            fields = fields + (first_of(b_s, COPIES) * weight_of(f, SIDE, UNPACK_MODE),)
         b_s = stack(fields, SIDE.fields)
         if SIDE.scale.by == "block":
             p_scale = (block + SIDE.scale.scale // 2).to(

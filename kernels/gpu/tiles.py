@@ -8,12 +8,10 @@ pair that reads this KV head; the C columns of a program are padded to a power o
 import triton
 import triton.language as tl
 
-P_BIAS = tl.constexpr(
-    15.0
-)  # weights are kept times 2**15, so that fp16 holds a flat tail too
-EMPTY = tl.constexpr(
-    -1e30
-)  # the running maximum before any token; finite, so no inf - inf
+# weights are stored times 2**15, so that fp16 holds a flat tail too
+P_BIAS = tl.constexpr(15.0)
+# the running maximum before any token; finite, so no inf - inf
+EMPTY = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -44,9 +42,8 @@ def query_unit(p_q, m_c, scale, D: tl.constexpr):
     returns: what q is multiplied by, and the power of two that scores are multiplied by; each [C]
     """
     o_d = tl.arange(0, triton.next_power_of_2(D))[None, :]
-    q = tl.load(p_q[:, None] + o_d, mask=m_c[:, None] & (o_d < D), other=0.0).to(
-        tl.float32
-    )
+    m_q = m_c[:, None] & (o_d < D)
+    q = tl.load(p_q[:, None] + o_d, mask=m_q, other=0.0).to(tl.float32)
     scale_log2 = scale * 1.4426950408889634
     top = tl.maximum(tl.max(tl.abs(q), 1) * tl.abs(scale_log2), 1e-30)
     unit = tl.exp2(tl.ceil(tl.log2(top)))
@@ -81,8 +78,8 @@ def softmax_step(s, unit, m, l, bias, new_bias, R: tl.constexpr, CAP: tl.constex
 @triton.jit
 def hide(s, o_t, lo, hi):
     """Scores [T, C] of tokens o_t [T]; those outside [lo, hi) of their column become -inf."""
-    seen = (o_t[:, None] >= lo[None, :]) & (o_t[:, None] < hi[None, :])
-    return tl.where(seen, s, float("-inf"))
+    m_s = (o_t[:, None] >= lo[None, :]) & (o_t[:, None] < hi[None, :])
+    return tl.where(m_s, s, float("-inf"))
 
 
 @triton.jit
@@ -122,9 +119,8 @@ def below(s0, s1):
 @triton.jit
 def upper_lower(x):
     """[2R, C] -> its upper and its lower [R, C]. Registers are renamed, nothing moves."""
-    return tl.split(
-        tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0))
-    )
+    halves = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]])
+    return tl.split(tl.permute(halves, (1, 2, 0)))
 
 
 @triton.jit

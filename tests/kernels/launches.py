@@ -200,9 +200,9 @@ def pretend() -> None:
         load(kernel)
         kernel.function = kernel.asm["ptx"]
 
-    def ask_and_agree(device: torch.device, spelling: str) -> bool:
+    def ask_and_agree(device: torch.device, unpack_mode: str) -> bool:
         try:
-            return ask(device, spelling)
+            return ask(device, unpack_mode)
         except (
             DataDependentOutputException
         ):  # the one question, asked before anything is recorded

@@ -16,7 +16,7 @@ from disagg.kernels.gpu.bits import (
     PTX,
     float8,
     float8_weight,
-    spelling_for,
+    unpack_mode_for,
     takes_subnormals,
 )
 from disagg.kernels.gpu.combine import merge
@@ -131,11 +131,11 @@ def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
-def test_the_start_up_test_tells_right_from_wrong_spellings():
+def test_the_start_up_test_tells_right_from_wrong_unpack_modes():
     device = torch.device(cases.DEVICE)
     assert takes_subnormals(device, PLAIN)
     assert takes_subnormals(device, MAGIC)
-    assert spelling_for(device) in (PLAIN, PTX)
+    assert unpack_mode_for(device) in (PLAIN, PTX)
 
 
 @triton.jit
