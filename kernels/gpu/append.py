@@ -35,13 +35,16 @@ def append_kernel(
     sealed_ptr .. stretches_ptr, base .. seed: as sealing.py says; FMT: None where nothing seals
     DTYPE:        that of raw pages; BANDS: how many bands K has
     """
-    i_row, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
     i_side = tl.program_id(2)
-    raw_page, slot = tl.load(pages_ptr + i_row), tl.load(slots_ptr + i_row)
+    raw_page = tl.load(pages_ptr + i_row)
+    slot = tl.load(slots_ptr + i_row)
     raw = raw_base + i_head * RAW.block_bytes
     p_k = k_ptr + i_row * k_row + i_head * k_head
     p_v = v_ptr + i_row * v_row + i_head * v_head
-    o_k, o_v = raw + RAW.k, raw + RAW.v
+    o_k = raw + RAW.k
+    o_v = raw + RAW.v
     if i_side == 0:
         append_token(arena_ptr, p_k, raw_page, slot, o_k, RAW, DTYPE)
     else:

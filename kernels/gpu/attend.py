@@ -1,16 +1,16 @@
-"""Attention on a GPU: one launch takes the units of work of all views, another merges them.
+"""Attention on a GPU: one launch computes the units of work of all views, another merges them.
 
     pages of the prompt    units ──┐
     sealed while decoding  units ──┤  attend_kernel: a program for each unit, KV head
-    tokens kept exact      units ──┤  and block of query columns ──> partial results ──> reduce.py
+    tokens kept exact      units ──┤  and block of query columns ──> partial results ──> combine.py
     the tail               units ──┘
 
-Which views there are is compiled in, so a program is all of one loop, of codes.py or exact.py. Bit
-planes, in two passes, are aligned.py's.
+The set of views is compiled in, so each program runs one loop, of codes.py or exact.py. Bit planes
+take two passes, in aligned.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -46,9 +46,10 @@ from disagg.kernels.view import View, WorkPlan
 
 @dataclass(frozen=True)
 class Chip:
-    """What a chip is told to do: how it reads codes, and floats of 8 bits, see bits.py.
+    """What kernels do differently on this chip.
 
-    operand: the dtype in which exact tokens are multiplied, if not their own
+    codes, float8: how it unpacks codes, and floats of 8 bits; see bits.py
+    operand:       the dtype in which exact tokens are multiplied, if not their own
     """
 
     nvidia: bool
@@ -58,19 +59,18 @@ class Chip:
 
     @property
     def columns(self) -> int:
-        """Of a product of its tensor cores."""
+        """Columns of a product of its tensor cores."""
         return NVIDIA_COLUMNS if self.nvidia else AMD_COLUMNS
 
 
 @lru_cache
 def chip_of(device: torch.device) -> Chip:
-    """The chip of a device, which may be the interpreter's: that cannot multiply bf16."""
-    float8 = PTX if converts_float8(device) else PLAIN
+    """The chip of a device; on a CPU that is the interpreter, which cannot multiply bf16."""
     return Chip(
-        NVIDIA,
-        unpack_mode_for(device),
-        float8,
-        "float32" if device.type == "cpu" else "",
+        nvidia=NVIDIA,
+        codes=unpack_mode_for(device),
+        float8=PTX if converts_float8(device) else PLAIN,
+        operand="float32" if device.type == "cpu" else "",
     )
 
 
@@ -78,10 +78,12 @@ def chip_of(device: torch.device) -> Chip:
 class ViewSpec:
     """How the pages of a view are read.
 
-    number:    of the view among the units
+    number:      of the view among the units
     unpack_mode: how codes are read, see bits.py
-    item:      what exact pages hold; operand: what is multiplied, in such precision
-    cap:       of scores, compiled in where a model has one
+    item:        dtype of exact pages
+    operand:     dtype of a product with exact pages
+    precision:   of that product
+    cap:         of scores, compiled in where a model has one
     """
 
     number: int
@@ -143,7 +145,9 @@ def attend_unit(
     SHAPE: tl.constexpr = LOOP.shape
     if i_view == LOOP.number:
         pages_ptr, lo_ptr, hi_ptr, sides_ptr = tables
-        i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        i_head = tl.program_id(0)
+        i_block = tl.program_id(1)
+        i_slot = tl.program_id(2)
         i_m, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
         rows = queries * tl.num_programs(0) * SHAPE.group
         i_query = i_row - i_m * tl.num_programs(0) * SHAPE.group
@@ -175,45 +179,74 @@ def attend(
     units: WorkPlan | None = None,
     cap: float = 0.0,
 ) -> UnitPartials:
-    """What the units of views find; q [B, M, Hq, D] of any float dtype.
+    """The partial results of all units of the views; q [B, M, Hq, D] of any float dtype.
 
-    units: as plan.py cuts them; None: found here, which asks the host
+    units: as plan.py cuts them; None: they are planned here, which asks the host
     scale, cap: as in `Softmax`
     error: about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5 for
            exact tokens of fp32
     """
     units = units or units_of(views, q.device)
-    tables = [(view.pages, view.lo, view.hi, view.sides) for view in views]
-    check_tables(units.table, units.starts, *(x for table in tables for x in table))
-    if (
-        q.stride(3) != 1
-        or any(stride % 8 for stride in q.stride()[:3])
-        or q.data_ptr() % 16
-    ):
-        q = q.contiguous()
-    queries, query_heads, head_dim = q.shape[1:]
-    slots, rows, heads = units.table.shape[0], queries * query_heads, views[0].heads
+    check_tables(units.table, units.starts)
+    for view in views:
+        check_tables(view.pages, view.lo, view.hi, view.sides)
+    q = _aligned_rows(q)
+    batch, queries, query_heads, head_dim = q.shape
+    slots = units.table.shape[0]
+    rows = queries * query_heads
     o = torch.empty(slots, rows, head_dim, device=q.device)
     lse = torch.empty(slots, rows, device=q.device)
-    served = [
-        i for i, view in enumerate(views) if not isinstance(view.fmt, AlignedFormat)
-    ]
-    chip = chip_of(q.device)
-    some = [views[i] for i in served]
-    formats = [x.fmt for x in some if not isinstance(x.fmt, AlignedFormat)]
-    loops = loops_of(formats, served, queries, query_heads // heads, chip, cap)
-    if served:
-        blocks = max(loop.shape.blocks(queries) for loop in loops)
-        attend_kernel[(heads, blocks, slots)](
-            q, tuple(x.arena for x in some), tuple(tables[i] for i in served),
-            tuple((x.base, x.segment_base if x.sides is None else x.side_base) for x in some),
-            tuple(2 * x.pages.shape[1] + 1 for x in some), units.table, o, lse, scale, queries,
-            *q.stride()[:3], loops, len(loops), **compile_options(formats[0], chip.nvidia),
-        )  # fmt: skip
+    _attend_in_one_launch(q, views, scale, units, o, lse, cap)
     for i, view in enumerate(views):
         if isinstance(view.fmt, AlignedFormat):
             aligned.attend(q, view, scale, i, units, o, lse, cap)
-    return UnitPartials(o, lse, tuple(q.shape[:3]), units.starts)
+    return UnitPartials(o, lse, (batch, queries, query_heads), units.starts)
+
+
+def _aligned_rows(q: Tensor) -> Tensor:
+    """q with rows that a kernel can load: contiguous, and aligned to 16 bytes."""
+    strides_fit = q.stride(3) == 1 and not any(x % 8 for x in q.stride()[:3])
+    if strides_fit and q.data_ptr() % 16 == 0:
+        return q
+    return q.contiguous()
+
+
+def _attend_in_one_launch(
+    q: Tensor,
+    views: Sequence[View],
+    scale: float,
+    units: WorkPlan,
+    o: Tensor,
+    lse: Tensor,
+    cap: float,
+) -> None:
+    """Write the partial results of all views but those of bit planes."""
+    numbers = []
+    formats: list[LoopFormat] = []
+    for i, view in enumerate(views):
+        if not isinstance(view.fmt, AlignedFormat):
+            numbers.append(i)
+            formats.append(view.fmt)
+    if not numbers:
+        return
+    queries = q.shape[1]
+    heads = views[0].heads
+    chip = chip_of(q.device)
+    loops = loops_of(formats, numbers, queries, q.shape[2] // heads, chip, cap)
+    blocks = max(loop.shape.blocks(queries) for loop in loops)
+    arenas, tables, bases, widths = [], [], [], []
+    for i in numbers:
+        view = views[i]
+        record_base = view.segment_base if view.sides is None else view.side_base
+        arenas.append(view.arena)
+        tables.append((view.pages, view.lo, view.hi, view.sides))
+        bases.append((view.base, record_base))
+        widths.append(2 * view.pages.shape[1] + 1)
+    attend_kernel[(heads, blocks, units.table.shape[0])](
+        q, tuple(arenas), tuple(tables), tuple(bases), tuple(widths), units.table, o, lse,
+        scale, queries, *q.stride()[:3], loops, len(loops),
+        **compile_options(formats[0], chip.nvidia),
+    )  # fmt: skip
 
 
 def loops_of(
@@ -224,34 +257,31 @@ def loops_of(
     chip: Chip,
     cap: float = 0.0,
 ) -> tuple[ViewSpec, ...]:
-    """How a chip reads pages of formats: so many queries of a sequence, heads for each KV head."""
+    """How a chip reads pages of these formats.
+
+    numbers: of the views among the units
+    queries: of each sequence
+    group:   query heads of a KV head
+    """
     loops = []
     for number, fmt in zip(numbers, formats, strict=True):
-        shape = shape_of(fmt, queries, group, chip.columns)
-        precision = "tf32x3" if chip.nvidia else "ieee"
-        stages = pipeline_stages(fmt, chip.nvidia, len(formats) > 1)
+        loop = ViewSpec(
+            number=number,
+            fmt=fmt,
+            shape=shape_of(fmt, queries, group, chip.columns),
+            stages=pipeline_stages(fmt, chip.nvidia, len(formats) > 1),
+            precision="tf32x3" if chip.nvidia else "ieee",
+            cap=cap,
+        )
         if isinstance(fmt, PageFormat):
             if chip.codes == PTX:
                 check_slots(fmt)
-            floating = fmt.k.floating or fmt.v.floating
-            unpack_mode = chip.float8 if floating else chip.codes
-            loops.append(
-                ViewSpec(
-                    number,
-                    fmt,
-                    shape,
-                    stages,
-                    unpack_mode,
-                    precision=precision,
-                    cap=cap,
-                )
-            )
-            continue
-        check_tile(fmt)
-        item, operand = (
-            getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype)
-        )
-        loops.append(
-            ViewSpec(number, fmt, shape, stages, PLAIN, item, operand, precision, cap)
-        )
+            is_floating = fmt.k.floating or fmt.v.floating
+            mode = chip.float8 if is_floating else chip.codes
+            loops.append(replace(loop, unpack_mode=mode))
+        else:
+            check_tile(fmt)
+            item = getattr(tl, fmt.dtype)
+            operand = getattr(tl, chip.operand or fmt.dtype)
+            loops.append(replace(loop, item=item, operand=operand))
     return tuple(loops)

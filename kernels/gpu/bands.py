@@ -1,6 +1,6 @@
 """K in bands of columns and in another order, V rotated: the Triton form of reference/hadamard.py.
 
-A unit of work never leaves a segment, so scores.py puts the query into the segment's order once,
+A unit of work never leaves a segment, so qk.py puts the query into the segment's order once,
 band by band. The rotation of V is undone once for a unit: as 64 channels are some fields of rows,
 the matrix is one of a field, and sums and differences of fields.
 """
@@ -62,13 +62,15 @@ def unrotate(segment, o, FMT: tl.constexpr, PRECISION: tl.constexpr):
     W: tl.constexpr = FMT.v.rows // FMT.v.fields
     TOGETHER: tl.constexpr = HADAMARD_SIZE // W
     H: tl.constexpr = 16 if TOGETHER == 1 else W
-    o_w, o_h = tl.arange(0, W), tl.arange(0, H)
+    o_w = tl.arange(0, W)
+    o_h = tl.arange(0, H)
     b_same = o_h[:, None] & o_h[None, :]
     b_same ^= b_same >> 4  # the parity of the bits that two numbers below 64 share
     b_same ^= b_same >> 2
     b_same ^= b_same >> 1
     b_h = (1 - 2 * (b_same & 1)).to(tl.float32)
-    mixed, signed = (), ()
+    mixed = ()
+    signed = ()
     if TOGETHER == 1:
         for f in tl.static_range(4):
             mixed = mixed + (stack(mix(b_h, unstack(o[f], 4), 4, PRECISION), 4),)

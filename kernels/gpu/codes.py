@@ -57,7 +57,8 @@ def attend_codes(
     sums = empty_sums(SHAPE.columns, SHAPE.groups, V_SIDE)
 
     offset = base // 2 + i_head * (FMT.block_bytes // 2)
-    whole, whole_end = start, start
+    whole = start
+    whole_end = start
     if two_loops_fit(FMT):
         whole, whole_end = whole_tiles(lo, hi, start, end, m_c, T)
     page = tl.load(row_ptr + whole, mask=whole < whole_end, other=0)

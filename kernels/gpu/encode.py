@@ -45,7 +45,8 @@ def encode_side_kernel(
     absent_ptr:   [H, n] u8 - tokens that the mask of their page leaves out; None: all are present
     """
     SIDE: tl.constexpr = FMT.v if IS_V else side_of(FMT, BAND)
-    i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_page = tl.program_id(0)
+    i_head = tl.program_id(1).to(tl.int64)
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves, tl.program_id(2), BLOCKS)
     m_x = m_r[:, None] & m_c[None, :]
@@ -152,8 +153,10 @@ def _encode_side(
     stride_head, stride_token, stride_channel = x.stride()
     if side.scale.shared:
         _share_scales(x, side, segments, segment_tokens)
-    stride_row, stride_column = stride_token, stride_channel
-    missing_row, missing_column = head_dim, 1
+    stride_row = stride_token
+    stride_column = stride_channel
+    missing_row = head_dim
+    missing_column = 1
     if is_v:
         stride_row, stride_column = stride_column, stride_row
         missing_row, missing_column = missing_column, missing_row

@@ -90,7 +90,8 @@ def fitted_codes(x, SIDE: tl.constexpr):
     """
     LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
     SHARE: tl.constexpr = share_of(SIDE.bits)
-    low, high = tl.min(x, 1), tl.max(x, 1)
+    low = tl.min(x, 1)
+    high = tl.max(x, 1)
     width = (high - low) * SHARE
     largest = tl.maximum(tl.abs(low), tl.abs(high)) * (1.0 / 1024)
     step = tl.maximum(
@@ -102,9 +103,11 @@ def fitted_codes(x, SIDE: tl.constexpr):
     code = tl.minimum(tl.maximum(u, 0.0), LEVELS * 1.0) + ROUND
     whole = code.to(tl.int32, bitcast=True) & LEVELS
     code = code - ROUND
-    sum_u, sum_c = sum_rows(u), sum_rows(code)
+    sum_u = sum_rows(u)
+    sum_c = sum_rows(code)
     # of a power of two both are exact; but a division may be approximate (Triton 3.6)
-    mean_u, mean_c = sum_u * (1.0 / SIDE.scale.group), sum_c * (1.0 / SIDE.scale.group)
+    mean_u = sum_u * (1.0 / SIDE.scale.group)
+    mean_c = sum_c * (1.0 / SIDE.scale.group)
     spread = sum_rows(u * u) - sum_u * mean_u
     along = sum_rows(u * code) - sum_u * mean_c
     ratio = tl.div_rn(spread, tl.where(along > 0, along, 1.0))
@@ -188,10 +191,15 @@ def quantize_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.conste
         code, decoded = codes_with(x, scale, zero, 0, SIDE)
         code = tl.where(m_x, code, 0)
     elif is_padded(SIDE.rows // SIDE.fields) or is_padded(SIDE.columns // SIDE.halves):
-        code, decoded = tl.zeros(x.shape, tl.int32), tl.zeros(x.shape, tl.float32)
-        place, lane, m_lane = row[:, None], column, m_c
+        code = tl.zeros(x.shape, tl.int32)
+        decoded = tl.zeros(x.shape, tl.float32)
+        place = row[:, None]
+        lane = column
+        m_lane = m_c
         if AXIS == 1:
-            place, lane, m_lane = column[None, :], row, m_r
+            place = column[None, :]
+            lane = row
+            m_lane = m_r
         for g in tl.static_range(LENGTH // SIDE.scale.group):
             own = m_x & (place // SIDE.scale.group == g)
             scale, zero = group_scale(x, own, AXIS, SIDE)
@@ -206,21 +214,25 @@ def quantize_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.conste
         o_g = tl.arange(0, COUNT)[:, None]
         lane = column[None, :]
         store_scales(block, scale, zero, o_g, lane, lane >= 0, SIDE)
-        code, decoded = tl.reshape(code, x.shape), x
+        code = tl.reshape(code, x.shape)
+        decoded = x
     else:
         COUNT: tl.constexpr = LENGTH // SIDE.scale.group
         o_g = tl.arange(0, COUNT)
         if AXIS == 0:
             groups = tl.reshape(x, [COUNT, SIDE.scale.group, x.shape[1]])
-            g, lane = o_g[:, None], column[None, :]
+            g = o_g[:, None]
+            lane = column[None, :]
         else:
             groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
-            g, lane = o_g[None, :], row[:, None]
+            g = o_g[None, :]
+            lane = row[:, None]
         everything = tl.full(groups.shape, 1, tl.int1)
         scale, zero = group_scale(groups, everything, AXIS + 1, SIDE)
         store_scales(block, scale, zero, g, lane, lane >= 0, SIDE)
         code, decoded = codes_with(groups, scale, zero, AXIS + 1, SIDE)
-        code, decoded = tl.reshape(code, x.shape), tl.reshape(decoded, x.shape)
+        code = tl.reshape(code, x.shape)
+        decoded = tl.reshape(decoded, x.shape)
     return code, decoded
 
 
@@ -292,7 +304,8 @@ def choose_outliers(x, m_x, SIDE: tl.constexpr):
     SLOTS: tl.constexpr = SIDE.sparse.slots
     mean = tl.div_rn(tl.sum(tl.where(m_x, x, 0.0), 0), SIDE.rows * 1.0)[None, :]
     o_r = tl.arange(0, x.shape[0])[:, None]
-    rest, picks = m_x, ()
+    rest = m_x
+    picks = ()
     for i in tl.static_range(SLOTS):
         if not SIDE.sparse.ends:
             distance = tl.abs(x - mean)

@@ -71,7 +71,8 @@ def attend_exact(
     ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
     block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
     positions_ptr = find_positions(arena_ptr, side, base, side_base, i_head, FMT)
-    whole, whole_end = start, end if HIDES else start
+    whole = start
+    whole_end = end if HIDES else start
     if not HIDES and STAGES > 1:  # of a tail beside pages a second loop might spill
         whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
     pages = load_pages(row_ptr, whole, width, FMT)
@@ -145,7 +146,8 @@ def add_tile(
     D_PAD: tl.constexpr = b_o.shape[0]
     WHOLE: tl.constexpr = D == D_PAD and FMT.slots == FMT.strips * STRIP
     ITEM: tl.constexpr = blocks[0].dtype.element_ty.primitive_bitwidth // 8
-    o_d, o_t = tl.arange(0, D_PAD), tl.arange(0, STRIP)
+    o_d = tl.arange(0, D_PAD)
+    o_t = tl.arange(0, STRIP)
     o_k = o_t[:, None] * D + o_d[None, :]
     o_v = o_d[:, None] + o_t[None, :] * D
     s = ()

@@ -48,7 +48,8 @@ def count_up(lo_ptr, COUNT: tl.constexpr):
     it in shared memory otherwise, at twice the instructions (Triton 3.9, 2026-11). Hence the
     numbers from `lo`, none of which is negative; and 4 of each, as it looks through small loads.
     """
-    o_n, o_copy = tl.arange(0, COUNT)[:, None], tl.arange(0, 4)[None, :]
+    o_n = tl.arange(0, COUNT)[:, None]
+    o_copy = tl.arange(0, 4)[None, :]
     zero = tl.load(lo_ptr + (o_n + o_copy) * 0) >> 31
     pairs = tl.split(tl.reshape(o_n + zero, [COUNT, 2, 2]))[0]
     return tl.split(pairs)[0].to(tl.int16)
@@ -73,7 +74,8 @@ def sparse_sums(
     if len(sums) == 0:
         for _ in tl.static_range(0, PARTS, COPIES):
             sums = sums + (tl.zeros([W, x[0].shape[1]], tl.float32),)
-    deltas, pairs = load_deltas(block, SIDE), load_pairs(block, SIDE)
+    deltas = load_deltas(block, SIDE)
+    pairs = load_pairs(block, SIDE)
     for j in tl.static_range(HALVES):
         for slot in tl.static_range(SLOTS):
             b_pair = in_halves(pairs[slot][:, None], HALVES)[j]

@@ -18,7 +18,9 @@ EMPTY = tl.constexpr(-1e30)
 def find_unit(units_ptr, i_slot):
     """(view, sequence, first tile, end tile, page id of the segment) of a unit of work."""
     p_unit = units_ptr + i_slot * 5
-    i_b, start, end = tl.load(p_unit + 1), tl.load(p_unit + 2), tl.load(p_unit + 3)
+    i_b = tl.load(p_unit + 1)
+    start = tl.load(p_unit + 2)
+    end = tl.load(p_unit + 3)
     return tl.load(p_unit), i_b, start, end, tl.load(p_unit + 4)
 
 
@@ -29,7 +31,8 @@ def column_of(i_head, i_block, queries, SHAPE: tl.constexpr):
     Its KV head is that of grid axis 0, on which there is a program for each.
     """
     i_column = i_block * SHAPE.columns + tl.arange(0, SHAPE.columns)
-    i_m, i_g = i_column // SHAPE.group, i_column % SHAPE.group
+    i_m = i_column // SHAPE.group
+    i_g = i_column % SHAPE.group
     heads = tl.num_programs(0) * SHAPE.group
     return i_m, i_m * heads + i_head * SHAPE.group + i_g, i_m < queries
 
