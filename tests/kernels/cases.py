@@ -72,7 +72,8 @@ def make_format(
     k_shared=False, rank=0, own=False, slots=0, block=0, floating=False, valid=False,
 ) -> PageFormat:  # fmt: skip
     """Any format; KIVI's unless more is said."""
-    page, segment = Planes(), Planes()
+    page = Planes()
+    segment = Planes()
     sides = []
     shapes = (
         ("k", k_by, tokens, head_dim, group),
@@ -96,7 +97,8 @@ def make_format(
         low = LowRank(
             rank, page.take(2 * tokens * rank), home.take(2 * head_dim * rank), not own
         )
-        index, delta = page.take(columns * slots), page.take(2 * columns * slots)
+        index = page.take(columns * slots)
+        delta = page.take(2 * columns * slots)
         turn = BlockRotation(block, segment.take(2 * block * block))
         sparse = Sparse(slots, index, delta, slots % 2 == 0) if slots else None
         parts = {"low_rank": low if rank else None, "rotation": turn if block else None}
@@ -113,12 +115,12 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
     """K in bands of 4, 2 and 0 bits (bits=2) or of 4 and 2 (bits=3), V turned, at 2 bits."""
     parts = ((4, 4), (2, 2), (0, 4)) if bits == 2 else ((4, 2), (2, 2))
     widths = [(width, head_dim // part) for width, part in parts]
-    page, lined = (
-        Planes(),
-        head_dim - sum(columns for width, columns in widths if not width),
-    )
-    scale, zero = page.take(2 * head_dim), page.take(2 * lined)
-    sides, first = [], 0
+    page = Planes()
+    lined = head_dim - sum(columns for width, columns in widths if not width)
+    scale = page.take(2 * head_dim)
+    zero = page.take(2 * lined)
+    sides = []
+    first = 0
     for width, columns in widths:
         at = page.take(T * columns * width // 8)
         places = scale + 2 * first, zero + 2 * first if width else None
@@ -205,7 +207,8 @@ def raw_format(dtype: str, head_dim: int) -> ExactFormat:
 
 
 def aligned_format(head_dim: int) -> AlignedFormat:
-    whole, half = T * head_dim, T * head_dim // 2
+    whole = T * head_dim
+    half = T * head_dim // 2
     sizes = (whole, half, half, whole, half, half, head_dim, head_dim)
     offsets = [sum(sizes[:i]) for i in range(8)]
     return AlignedFormat(T, head_dim, sum(sizes), *offsets)
@@ -238,13 +241,15 @@ def make_case(
     if isinstance(fmt, PageFormat):
         return _code_case(fmt, q, view, k, v, lengths, run)
     if isinstance(fmt, AlignedFormat):
-        k, v = k.half(), v.half()
+        k = k.half()
+        v = v.half()
         blocks = torch.stack(
             [aligned.encode(a, b, fmt) for a, b in zip(k, v, strict=True)]
         )
     else:
         dtype = getattr(torch, fmt.dtype)
-        k, v = k.to(dtype), v.to(dtype)
+        k = k.to(dtype)
+        v = v.to(dtype)
         sides = [
             x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in (k, v)
         ]
@@ -257,7 +262,8 @@ def make_case(
 def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
     count = k.shape[2] // fmt.tokens
     pairs = [_encode(a, b, fmt, run) for a, b in zip(k, v, strict=True)]
-    blocks, there = torch.stack([x for x, _ in pairs]), None
+    blocks = torch.stack([x for x, _ in pairs])
+    there = None
     if fmt.valid is not None:
         generator = torch.Generator().manual_seed(3)
         shown = torch.randint(
@@ -266,7 +272,8 @@ def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
         blocks[..., fmt.valid : fmt.valid + fmt.tokens // 8] = pack_bits(shown)
         there = shown.transpose(1, 2).flatten(2)
     arena, pages = place(blocks)
-    owned, shared = None, {}
+    owned = None
+    shared = {}
     if fmt.segment_bytes:
         stack = torch.stack([x for _, x in pairs])  # [B, S, H, bytes]
         arena, ids = append_records(arena, stack.flatten(0, 1), SEGMENT_BASE)
@@ -284,7 +291,8 @@ def _encode(
     k: Tensor, v: Tensor, fmt: PageFormat, run: int
 ) -> tuple[Tensor, Tensor | None]:
     """As `encode`; where a segment has to be given, each has an order of its own."""
-    tokens, heads = run * fmt.tokens, k.shape[0]
+    tokens = run * fmt.tokens
+    heads = k.shape[0]
     if not fmt.hadamard:
         return encode(k, v, fmt, Segmentation(tokens))
     parts = zip(k.split(tokens, 1), v.split(tokens, 1), strict=True)
@@ -344,9 +352,11 @@ def exact_attention(
     case: Case, scale: float, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """o [B, M, Hq, D] and lse [B, M, Hq] in fp64 from the K and V that the pages hold."""
-    k, v = case.k.double(), case.v.double()
+    k = case.k.double()
+    v = case.v.double()
     width = case.q.shape[2] // k.shape[1]
-    k, v = k.repeat_interleave(width, 1), v.repeat_interleave(width, 1)
+    k = k.repeat_interleave(width, 1)
+    v = v.repeat_interleave(width, 1)
     scores = torch.einsum("bmhd,bhnd->bmhn", case.q.double(), k) * scale
     if cap:
         scores = cap * torch.tanh(scores / cap)

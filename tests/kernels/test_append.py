@@ -74,9 +74,11 @@ def moved(tables):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_bytes_equal_those_of_the_reference(dtype, append):
-    fmt, heads = raw_format(dtype, 80), 3
+    fmt = raw_format(dtype, 80)
+    heads = 3
     rows = torch.randn(6, heads, 3 * 80).to(getattr(torch, dtype))
-    k, v = rows[..., 80:160], rows[..., 160:]  # views, as a fused projection gives them
+    k = rows[..., 80:160]  # views, as a fused projection gives them
+    v = rows[..., 160:]
     pages = torch.tensor([600, 0, 300, NO_PAGE, 0, 300], dtype=torch.int32)
     slots = torch.tensor([15, 0, 7, 2, 1, 8], dtype=torch.int32)
     found, expected = (torch.zeros(1000 * 128, dtype=torch.uint8) for _ in range(2))
@@ -97,10 +99,8 @@ def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, given):
     x = torch.randn(2, 4, HEADS, 80) * 10.0 ** torch.randint(-8, 6, (80,))
     x[:, 0, :, :4] = torch.tensor([torch.inf, -torch.inf, -65519.9, 3.4e38])
     k, v = x.to(given)
-    pages, slots = (
-        torch.tensor([300, 0, 300, 90]).int(),
-        torch.tensor([15, 0, 7, 2]).int(),
-    )
+    pages = torch.tensor([300, 0, 300, 90]).int()
+    slots = torch.tensor([15, 0, 7, 2]).int()
     rows = NewRows(pages, slots, raw_format(dtype, 80), BASE)
     found, expected = (torch.zeros(500 * 128, dtype=torch.uint8) for _ in range(2))
     with library.forced(path):
@@ -112,7 +112,8 @@ def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, given):
 @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_what_is_no_number_is_none_in_a_tail(dtype, given, append):
-    fmt, at = raw_format(dtype, 80), torch.zeros(1, 1).int()
+    fmt = raw_format(dtype, 80)
+    at = torch.zeros(1, 1).int()
     x = torch.randn(1, HEADS, 80).to(given)
     x[..., ::7], x[0, 1, 77] = torch.nan, -torch.nan
     arena = torch.zeros(500 * 128, dtype=torch.uint8)
@@ -125,10 +126,8 @@ def test_scattered_channels_and_ids_are_read_where_they_are(append):
     """How a model lays its K out, and a step its tables, is their own affair."""
     fmt = raw_format("float32", 64)
     found, expected = (torch.zeros(9 << 16, dtype=torch.uint8) for _ in range(2))
-    k, v = (
-        torch.randn(2, 64, 3).transpose(1, 2)[:, ::2],
-        torch.randn(2, 2, 128)[..., ::2],
-    )
+    k = torch.randn(2, 64, 3).transpose(1, 2)[:, ::2]
+    v = torch.randn(2, 2, 128)[..., ::2]
     pages, slots = torch.tensor([[0, 3], [600, 9]]).int().unbind(1)
     for run, arena in ((append, found), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, fmt, BASE))
@@ -183,10 +182,8 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
 def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tensor]:
     """What an append and the reference make of the same arena."""
     expected, k, v, pages, slots, rows = make_tail(fmt, raw, own)
-    found, sealing = (
-        expected.clone(),
-        Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20),
-    )
+    found = expected.clone()
+    sealing = Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20)
     for run, arena in ((append, found), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, raw, BASE), sealing)
     return found, expected
@@ -215,7 +212,8 @@ def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(
 ):
     fmt = make_format(**FORMATS[name])
     assert fmt.is_sealable
-    raw, decoded = raw_format("float16", fmt.head_dim), []
+    raw = raw_format("float16", fmt.head_dim)
+    decoded = []
     page = torch.tensor(page_ids(fmt, raw)[1:])
     for arena in append_both(append, fmt, raw, True):
         block = load_blocks(arena, page, BASE, HEADS, fmt.block_bytes)

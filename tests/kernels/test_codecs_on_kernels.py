@@ -40,7 +40,8 @@ def make_cache(
     spec: str, device: str, heads=3, head_dim=64
 ) -> tuple[CompressedKV, Tensor]:
     """A prompt and steps that seal a page; and a query [heads, head_dim]."""
-    codec, tokens = get_codec(spec), get_codec(spec).page_tokens
+    codec = get_codec(spec)
+    tokens = get_codec(spec).page_tokens
     k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, head_dim))
     prompt = tokens + 70
     q = torch.randn(heads, 9, head_dim, generator=torch.Generator().manual_seed(1)).to(

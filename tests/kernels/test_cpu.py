@@ -148,7 +148,8 @@ def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path
     lo = torch.tensor([[0, 0, 10, 65, 1]]).expand(3, 5).int().contiguous()
     q = torch.randn(3, 5, *case.q.shape[2:], generator=torch.Generator().manual_seed(5))
     case = replace(case.seeing(lo=lo, hi=hi.clamp_min(0).int().contiguous()), q=q)
-    together, view = answer(case), case.view
+    together = answer(case)
+    view = case.view
     threads = torch.get_num_threads()
     for count in (1, 3):
         torch.set_num_threads(count)
@@ -157,7 +158,8 @@ def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path
     torch.set_num_threads(threads)
     for row in range(3):
         for m in range(5):
-            one, some = slice(row, row + 1), slice(m, m + 1)
+            one = slice(row, row + 1)
+            some = slice(m, m + 1)
             alone = case.seeing(
                 pages=view.pages[one].contiguous(),
                 lo=lo[one, some].contiguous(),
@@ -217,7 +219,8 @@ def hostile(head_dim, n):
     yield k.double(), v.half()
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1)[:, 64:] for x in (k, v)]
     yield turned[0], turned[1]
-    k, v = k.clone(), v.clone()
+    k = k.clone()
+    v = v.clone()
     for i, x in enumerate(
         (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9, 6e-8, -0.0)
     ):
@@ -288,7 +291,8 @@ def test_sums_of_squares_are_those_of_the_reference(of_tokens, dtype, path):
         q = (torch.randn(6, count, dim) * 2**sizes).to(dtype)
         q[0, 3:4, 5], q[5, 4:5, 2] = torch.nan, -torch.inf
         q = q.transpose(0, 1).contiguous().transpose(0, 1) if of_tokens else q
-        found, wanted = ops.sum_squares(q, 2, begun), encoders.sum_squares(q, 2, begun)
+        found = ops.sum_squares(q, 2, begun)
+        wanted = encoders.sum_squares(q, 2, begun)
         assert found.shape == (-(-(begun + count) // 16), 2, dim)
         assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
 
@@ -360,22 +364,26 @@ def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(
     kind, dtype, path, monkeypatch
 ):
     """As by an append and an attention, in any layer page; what no number holds saturates."""
-    raw, heads, rank = raw_format(dtype, 64), 2, 1
+    raw = raw_format(dtype, 64)
+    heads = 2
+    rank = 1
     fmt = quant_format(4, 64, 32, 32)
     sealed = make_case(fmt, [130, 64], heads, 3).view
     tail = make_case(raw, [40, 7], heads, 3).view
-    pages, slots = (
-        torch.stack([tail.pages[0, 2], tail.pages[1, 0]]),
-        torch.tensor([8, 7]).int(),
-    )
-    arena, shift = torch.cat([sealed.arena, tail.arena]), sealed.arena.numel() // 128
+    pages = torch.stack([tail.pages[0, 2], tail.pages[1, 0]])
+    slots = torch.tensor([8, 7]).int()
+    arena = torch.cat([sealed.arena, tail.arena])
+    shift = sealed.arena.numel() // 128
     tail = replace(tail, arena=arena, pages=tail.pages + shift, hi=tail.hi + 1)
-    sealed, pages = replace(sealed, arena=arena), pages + shift
+    sealed = replace(sealed, arena=arena)
+    pages = pages + shift
     q = torch.randn(6, 2, 64).to(kind)
     k, v = (torch.randn(heads, 2, 64).to(kind) for _ in "kv")
     v[0, 0, :2] = torch.tensor([torch.inf, -torch.inf])
-    held, largest = getattr(torch, dtype), torch.finfo(getattr(torch, dtype)).max
-    rows, views = NewRows(pages, slots, raw, BASE), [sealed, tail]
+    held = getattr(torch, dtype)
+    largest = torch.finfo(getattr(torch, dtype)).max
+    rows = NewRows(pages, slots, raw, BASE)
+    views = [sealed, tail]
     queries = q.transpose(0, 1).float().unsqueeze(1)
     first = [
         replace(x, base=BASE - rank * heads * x.fmt.block_bytes)
@@ -386,7 +394,8 @@ def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(
     call = step.call
     monkeypatch.setattr(step, "call", lambda *job: (calls.append(job[0]), call(*job)))
     before = arena.clone()
-    found, written = ready.run(rank, q, k, v, False, Softmax(0.2)), arena.clone()
+    found = ready.run(rank, q, k, v, False, Softmax(0.2))
+    written = arena.clone()
     assert calls == ["disagg_step"]
     assert found.dtype is kind
     arena.copy_(before)

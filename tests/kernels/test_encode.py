@@ -100,10 +100,8 @@ def test_codes_and_scales_are_those_of_the_reference(name, dtype):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_tokens_that_leave_their_page_are_masked_and_a_mean_stands_for_them(rank):
     fmt = make_format(group=32, valid=True, bits=4, rank=rank)
-    k, v = (
-        whole_numbers((2, 128, 64), torch.float16),
-        whole_numbers((2, 128, 64), torch.float16),
-    )
+    k = whole_numbers((2, 128, 64), torch.float16)
+    v = whole_numbers((2, 128, 64), torch.float16)
     absent = torch.zeros(2, 128, dtype=torch.bool)
     absent[0, [0, 9, 33, 34, 127]] = True
     absent[1, 64:96] = True  # a group of which nobody is left
@@ -311,7 +309,8 @@ def test_formats_that_the_kernels_do_not_know_are_left_to_the_reference():
 @pytest.mark.parametrize("name", ["gear-l", "gear"])
 def test_a_head_has_the_bytes_that_it_has_without_the_others(name, run):
     """Seeds that went by how many heads a call has gave each split of the heads other pages."""
-    fmt, cut = make_format(**FORMATS[name]), Segmentation(64, seed=9)
+    fmt = make_format(**FORMATS[name])
+    cut = Segmentation(64, seed=9)
     k, v = (x[0].half().to(DEVICE) for x in random_kv([128], 2, fmt.head_dim, T))
     blocks, segments = run(k, v, fmt, cut)
     some, shared = run(k[:1], v[:1], fmt, cut)

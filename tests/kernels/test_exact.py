@@ -41,7 +41,8 @@ def dropped_case(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(arena, pages [B, P], tokens that each sequence covers [B]); each head chose for itself."""
     counts = [n // fmt.tokens for n in lengths]
-    batch, width = len(lengths), max(counts)
+    batch = len(lengths)
+    width = max(counts)
     shape = (batch, width, heads, 2, fmt.slots, fmt.head_dim)
     planes = (
         torch.randn(shape, generator=source(fmt.slots))
@@ -73,7 +74,8 @@ def dropped_case(
 
 def check(view: View, width: int, m: int) -> None:
     """Attention of `width` query heads for each KV head, m queries of a sequence."""
-    batch, head_dim = view.pages.shape[0], view.fmt.head_dim
+    batch = view.pages.shape[0]
+    head_dim = view.fmt.head_dim
     q = torch.randn(batch, m, view.heads * width, head_dim, generator=source(width))
     q_there, there = Case(q, view, q, q).on(DEVICE)
     o, lse = merge(gpu.attend(q_there, [there], 0.15))
@@ -125,7 +127,8 @@ def kept_case(
     dtype: str, head_dim: int, used: list[int], slots: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, ExactFormat]:
     """(arena, pages [B, K], sides [B]) of sequences that have used so many slots of each head."""
-    batch, width = len(used), -(-max(used) // 16)
+    batch = len(used)
+    width = -(-max(used) // 16)
     shape = (batch, width, heads, 2 * 16 * head_dim)
     values = torch.randn(shape, generator=source(slots)).to(getattr(torch, dtype))
     arena, pages = place(values.view(torch.uint8))

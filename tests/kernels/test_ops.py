@@ -22,7 +22,8 @@ def attend(case, **changes):
 
 def test_attention_over_several_views_is_one_answer():
     case = cases.make_case(FMT, [100, 64], 2, 3)
-    wanted, bound = cases.exact_attention(case, 0.125)[0], CODE_ERRORS[backend()]
+    wanted = cases.exact_attention(case, 0.125)[0]
+    bound = CODE_ERRORS[backend()]
     assert relative_error(attend(case), wanted) <= bound
     cut = torch.tensor([[70], [3]], dtype=torch.int32)
     views = replace(case.view, hi=cut), replace(case.view, lo=cut)
@@ -110,11 +111,9 @@ def test_an_append_refuses_tables_that_do_not_fit_its_rows(changes, error):
     )
     fmt = changes.pop("fmt", FMT)
     sealing = Sealing(replace(rows, **changes), fmt, cases.BASE)
-    arena, x, ids = (
-        torch.zeros(1 << 16, dtype=torch.uint8),
-        torch.ones(2, 2, 64),
-        rows.pages + 1,
-    )
+    arena = torch.zeros(1 << 16, dtype=torch.uint8)
+    x = torch.ones(2, 2, 64)
+    ids = rows.pages + 1
     new = NewRows(ids, ids, cases.raw_format("float32", 64), cases.BASE)
     with pytest.raises(error):
         ops.append(arena, x, x, new, sealing)

@@ -16,8 +16,8 @@ from disagg.kernels.gpu.bits import (
     PTX,
     float8,
     float8_weight,
-    unpack_mode_for,
     takes_subnormals,
+    unpack_mode_for,
 )
 from disagg.kernels.gpu.combine import merge
 from disagg.kernels.gpu.plan import is_supported
@@ -51,7 +51,8 @@ def test_queries_that_overflow_fp16_with_scales_or_factors_do_not(rank):
 def test_a_flat_tail_under_a_sink_is_not_lost():
     fmt = cases.quant_format(2, 64, 64, 64)
     case = cases.make_case(fmt, [640], 1, 1)
-    k, v = torch.full((1, 640, 64), 0.01), 1 + 0.1 * case.v[0]
+    k = torch.full((1, 640, 64), 0.01)
+    v = 1 + 0.1 * case.v[0]
     k[:, 0], v[:, 0] = 4.0, 0.0  # one token takes nearly all weight and gives nothing
     check(replace(held(case, k, v), q=torch.full((1, 1, 1, 64), 0.28)))
 
@@ -64,7 +65,8 @@ def test_values_at_the_end_of_fp16_stay_finite():
 
 def held(case: cases.Case, k: torch.Tensor, v: torch.Tensor) -> cases.Case:
     """The same pages of one sequence with other k, v [H, n, D] in them."""
-    fmt, view = case.view.fmt, case.view
+    fmt = case.view.fmt
+    view = case.view
     blocks, _ = ops.encode(k, v, fmt)
     ops.store_blocks(Target(view.arena, view.pages[0], view.base), blocks)
     exact = [
@@ -81,7 +83,9 @@ def test_outliers_that_fp16_holds_only_alone_are_not_lost():
 
 def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
     case = cases.make_case(cases.make_format(rank=2, head_dim=128), [200], 1, 2, run=4)
-    view, low, large = case.view, case.view.fmt.k.low_rank, 2.0**14
+    view = case.view
+    low = case.view.fmt.k.low_rank
+    large = 2.0**14
     at = int(view.segments[0, 0]) * 128 + cases.SEGMENT_BASE + low.b
     b = view.arena[at : at + 4 * 128].view(torch.float16)
     b *= large
