@@ -94,15 +94,19 @@ class FakeLauncher:
         self, x: int, y: int, z: int, stream: int, ptx: str, *rest: Any
     ) -> None:
         _packed, _metadata, _enter, _leave, *arguments = rest
-        given = list(flatten(self.types, tuple(arguments)))
+        parameters = list(flatten(self.types, tuple(arguments)))
         if "div.full" in ptx:
             self.approximate.add(self.name)
         head = ptx[ptx.index(".entry") :]
-        wanted = re.findall(r"\.param \.[a-z](\d+)", head[: head.index(")")])
-        bits = ["64" if kind[0] == "*" else kind.lstrip("ifp") for kind, _ in given]
+        expected = re.findall(r"\.param \.[a-z](\d+)", head[: head.index(")")])
+        bits = [
+            "64" if kind[0] == "*" else kind.lstrip("ifp") for kind, _ in parameters
+        ]
         scratch = ["64", "64"]
-        assert bits + scratch == wanted, f"{self.name} takes {wanted}, is given {given}"
-        for kind, value in given:
+        assert bits + scratch == expected, (
+            f"{self.name} takes {expected}, not {parameters}"
+        )
+        for kind, value in parameters:
             assert fits(kind, value), f"{self.name}: {value} is no {kind}"
         grid = x, y, z
         assert all(0 < n <= most for n, most in zip(grid, GRID, strict=True)), (
@@ -147,15 +151,15 @@ class NoHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in (*args, found):
+        result = func(*args, **(kwargs or {}))
+        for x in (*args, result):
             if (
                 isinstance(x, Tensor)
                 and x.device != DEVICE
                 and (x.dim() or func in UPLOADS)
             ):
                 raise RuntimeError(f"{func} of a tensor on {x.device}, in a layer")
-        return found
+        return result
 
 
 def flatten(types: tuple, values: tuple) -> Iterator[tuple[str, Any]]:
@@ -263,10 +267,10 @@ def full_tail(group: LayerGroup, n: int) -> int:
     return n
 
 
-def main(asked: list[str]) -> None:
+def main(scenarios: list[str]) -> None:
     pretend()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    for text in asked:
+    for text in scenarios:
         FakeLauncher.launched.clear()
         FakeLauncher.compiled.clear()
         FakeLauncher.approximate.clear()
@@ -274,11 +278,15 @@ def main(asked: list[str]) -> None:
         try:
             with mode:  # the same for all: what is computed once for a device stays
                 follow(Scenario(**json.loads(text)))
-        except Exception as raised:  # whatever it is, the next scenario says more
+        except Exception as raised:  # report it, and go on with the next scenario
             error = f"{type(raised).__name__}: {raised}"
-        found = {"launched": FakeLauncher.launched, "compiled": FakeLauncher.compiled}
-        found["approximate"] = sorted(FakeLauncher.approximate)
-        print(json.dumps(found | {"error": error}), flush=True)
+        report = {
+            "launched": FakeLauncher.launched,
+            "compiled": FakeLauncher.compiled,
+            "approximate": sorted(FakeLauncher.approximate),
+            "error": error,
+        }
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

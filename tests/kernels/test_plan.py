@@ -1,5 +1,7 @@
 """Units of work: every tile that a sequence shows is in one unit, and no unit crosses a segment."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -23,37 +25,53 @@ def span_of(lo: list[int], hi: list[int], tile: plan.Tile = PAGE) -> plan.Span:
     return plan.Span(tile, np.array(lo), np.array(hi), max(hi))
 
 
-def visible_tiles(lo: np.ndarray, hi: np.ndarray) -> list[tuple[int, int]]:
+def tiles_of(sequence: int, first: int, end: int) -> list[tuple[int, int]]:
+    """(sequence, tile) of tiles first .. end - 1."""
+    return [(sequence, tile) for tile in range(first, end)]
+
+
+def visible_tiles(span: plan.Span) -> list[tuple[int, int]]:
     """(sequence, tile) of all tiles that sequences show, in order."""
     tiles = []
-    for row in range(len(lo)):
-        if hi[row] > lo[row]:
-            end = -(-hi[row] // 64)
-            tiles += [(row, i) for i in range(lo[row] // 64, end)]
+    for sequence, (lo, hi) in enumerate(zip(span.lo, span.hi, strict=True)):
+        if hi > lo:
+            tiles += tiles_of(sequence, lo // 64, -(-hi // 64))
     return tiles
+
+
+def span_with_segments(sequences) -> plan.Span:
+    """Page p of a sequence belongs to segment 100 * sequence + p // pages of a segment."""
+    lo, hi, segment_pages = np.array(sequences).T
+    width = max(1, -(-int(hi.max()) // 64))
+    owner = np.arange(width) // segment_pages[:, None]
+    segments = 100 * np.arange(len(lo))[:, None] + np.arange(owner.max() + 1)
+    return plan.Span(PAGE, lo, hi, 64 * width, owner, segments)
 
 
 @given(SEQUENCES, st.integers(1, 40), st.booleans())
 def test_units_hold_each_visible_tile_once(sequences, programs, shared):
-    lo = np.array([x[0] for x in sequences])
-    hi = np.array([x[1] for x in sequences])
-    width = max(1, -(-int(hi.max()) // 64))
-    owner = segments = None
-    if shared:
-        owner = np.array([[p // n for p in range(width)] for _, _, n in sequences])
-        segments = 100 * np.arange(len(lo))[:, None] + np.arange(owner.max() + 1)
-    span = plan.Span(PAGE, lo, hi, 64 * width, owner, segments)
+    span = span_with_segments(sequences)
+    if not shared:
+        span = replace(span, owner=None, segments=None)
 
     table = span.units(programs)
 
     tiles = []
-    for row, start, end, segment in table:
+
+    for sequence, start, end, _ in table:
         assert start < end
-        tiles += [(row, i) for i in range(start, end)]
-        if owner is not None:
-            assert {100 * row + int(x) for x in owner[row, start:end]} == {segment}
-    assert tiles == visible_tiles(lo, hi)
+        tiles += tiles_of(sequence, start, end)
+    assert tiles == visible_tiles(span)
     assert len(table) <= span.most_units(programs)
+
+
+@given(SEQUENCES, st.integers(1, 40))
+def test_no_unit_crosses_a_segment(sequences, programs):
+    span = span_with_segments(sequences)
+
+    for sequence, start, end, segment in span.units(programs):
+        owners = set(span.owner[sequence, start:end].tolist())
+        assert {100 * sequence + owner for owner in owners} == {segment}
 
 
 def test_there_is_room_for_pages_that_join_the_first_segment_while_decoding():
@@ -70,6 +88,7 @@ def test_units_of_a_sequence_are_equally_long():
     table = span_of([0, 0], [64 * 100, 64 * 3]).units(8)
 
     sizes = table[:, 2] - table[:, 1]
+
     assert table[:, 0].tolist() == [0] * 8 + [1]
     assert sizes.tolist() == [13, 13, 13, 13, 13, 13, 13, 9, 3]
 
@@ -99,6 +118,7 @@ def test_units_are_planned_for_the_warps_that_kernels_have(spec, head_dim):
     span = span_of([0], [64 * 200], plan.tile_of(fmt))
 
     expected = plan.most_units([span], 1, CPU)
+
     assert room_for_units(group, [table], CPU) == expected
 
 

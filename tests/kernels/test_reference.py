@@ -33,6 +33,7 @@ def test_merge_of_disjoint_tokens_is_attention_over_all():
     halves = [codes.attend(half.q, half.view, 0.2) for half in (front, back)]
 
     expected, _ = cases.exact_attention(case, 0.2)
+
     assert relative_error(merge(halves), expected) <= 1e-5
 
 
@@ -53,9 +54,10 @@ def test_what_fp16_cannot_hold_saturates_and_nan_becomes_a_number(bits):
     v[0, 9, 1] = torch.nan
 
     for x, y in zip((k, v), decoded(k, v, fmt), strict=True):
-        assert torch.isfinite(y).all()
         huge = x.abs() > 65504
-        assert torch.allclose(y[huge], x[huge].clamp(-65504, 65504), rtol=2e-3)
+        saturated = x[huge].clamp(-65504, 65504)
+        assert torch.isfinite(y).all()
+        assert torch.allclose(y[huge], saturated, rtol=2e-3)
 
 
 def test_bytes_do_not_depend_on_how_pages_are_cut_into_chunks(monkeypatch):
@@ -63,12 +65,13 @@ def test_bytes_do_not_depend_on_how_pages_are_cut_into_chunks(monkeypatch):
     k, v = (x[0].half() for x in cases.random_kv([448], 3, 64, 64))
     whole = blocks_of(k, v, fmt)
 
-    page_by_page = [
-        blocks_of(k[:, i : i + 64], v[:, i : i + 64], fmt) for i in range(0, 448, 64)
-    ]
+    pages = zip(k.split(64, 1), v.split(64, 1), strict=True)
+    page_by_page = [blocks_of(page_k, page_v, fmt) for page_k, page_v in pages]
+
     assert torch.equal(whole, torch.cat(page_by_page))
 
     monkeypatch.setattr(encode, "CHUNK_ELEMENTS", 1)
+
     assert torch.equal(whole, blocks_of(k, v, fmt))
 
 
@@ -79,8 +82,12 @@ def test_a_rotation_is_undone_and_keeps_lengths():
     y = rotate(x, signs)
 
     assert torch.allclose(unrotate(y, signs), x, atol=1e-5)
-    for a, b in zip(y.split(64, 2), x.split(64, 2), strict=True):  # blocks do not mix
-        assert torch.allclose(a.norm(dim=2), b.norm(dim=2), rtol=1e-5)
+
+    # blocks of 64 channels do not mix
+    lengths = x.unflatten(2, (2, 64)).norm(dim=3)
+    rotated_lengths = y.unflatten(2, (2, 64)).norm(dim=3)
+
+    assert torch.allclose(rotated_lengths, lengths, rtol=1e-5)
 
 
 def dequantize(quantized):
@@ -97,19 +104,33 @@ def test_a_stretched_scale_keeps_mean_and_energy_of_a_group(bits):
     mean = x.mean(1)
     fitted_mean = fitted.mean(1)
     tolerance = 2**-10 * (mean.abs() + x.abs().amax(1))
+
     assert ((fitted_mean - mean).abs() <= tolerance).all()
 
     d = x - mean.unsqueeze(1)
     e = fitted - fitted_mean.unsqueeze(1)
+
     assert torch.allclose((d * d).sum(1), (d * e).sum(1), rtol=2e-3)
 
     plain = dequantize(quantize(x, 64, bits))
     allowed = 1 if bits == 2 else 1.02
+
     assert (fitted - x).norm() < allowed * (plain - x).norm()
 
 
 @pytest.mark.parametrize("way", [quantize, quantize_fitted])
-@pytest.mark.parametrize("value", [0.0, 7.0, -0.1, 65504.0, -65504.0, 2.0**-24, 6.1e-5])
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.0,
+        7.0,
+        -0.1,
+        65504.0,
+        -65504.0,
+        2.0**-24,
+        6.1e-5,
+    ],
+)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_constant_groups_are_exact(bits, value, way):
     x = torch.full((1, 64, 16), value).half().float()
@@ -117,7 +138,10 @@ def test_constant_groups_are_exact(bits, value, way):
     group_codes, scale, zero = way(x, 64, bits)
 
     assert not group_codes.any()
-    stored = (scale.float() * zero.float()).half().float()[:, 0]
+
+    product = scale.float() * zero.float()
+    stored = product.half().float()[:, 0]
+
     assert torch.equal(stored, x[:, 0]) or (value, way) == (-0.1, quantize_fitted)
 
 
@@ -132,7 +156,8 @@ def test_pages_with_an_order_need_a_frozen_segment():
 def test_pages_with_an_order_saturate_what_fp16_cannot_hold():
     fmt = cases.banded_format(2, 64)
     k, v = (1e5 * x[0] for x in cases.random_kv([128], 2, 64, 64))
-    cut = Segmentation(128, 0, cases.random_segment(fmt, 2, 0))
+    segment = cases.random_segment(fmt, heads=2, seed=0)
+    cut = Segmentation(128, 0, segment)
 
     blocks, segments = encode.encode(k, v, fmt, cut)
 

@@ -93,10 +93,13 @@ def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
         at = page * 128 + view.base + low.a
         view.arena[at : at + 4 * cases.T].view(torch.float16).mul_(1 / large)
     signs = b.view(128, 2)[:, 0].float().sign()
+
     assert b.isfinite().all()
     assert signs @ b.view(128, 2)[:, 0].float() > 65504
+
     case = replace(case, q=signs.expand_as(case.q).contiguous())
     o, _ = attend(case, TRITON, scale=0.05)
+
     assert relative_error(o, cases.exact_attention(case, 0.05)[0]) <= 5e-3
 
 
@@ -127,16 +130,22 @@ def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
     spell(monkeypatch, PLAIN)
     plain = merge(gpu.attend(q, [view], 0.2))
     spell(monkeypatch, PTX)
+
     with pytest.raises(interpreter.InterpreterError):
         gpu.attend(q, [view], 0.2)
+
     assemble(monkeypatch)
+
     assert takes_subnormals(torch.device(cases.DEVICE), PTX)
-    found = merge(gpu.attend(q, [view], 0.2))
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+    repeated = merge(gpu.attend(q, [view], 0.2))
+
+    assert all(torch.equal(a, b) for a, b in zip(repeated, plain, strict=True))
 
 
 def test_the_start_up_test_tells_right_from_wrong_unpack_modes():
     device = torch.device(cases.DEVICE)
+
     assert takes_subnormals(device, PLAIN)
     assert takes_subnormals(device, MAGIC)
     assert unpack_mode_for(device) in (PLAIN, PTX)
@@ -151,11 +160,12 @@ def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
 
 def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
     codes = torch.arange(256).to(torch.uint8)
-    found = torch.empty(256, device=cases.DEVICE)
+    decoded = torch.empty(256, device=cases.DEVICE)
     float8_kernel[(1,)](
-        codes.view(torch.int8).to(cases.DEVICE), found, PLAIN, num_warps=1
+        codes.view(torch.int8).to(cases.DEVICE), decoded, PLAIN, num_warps=1
     )
     numbers = codes & 127 != 127  # the rest are NaN
+
     assert torch.equal(
-        found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers]
+        decoded.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers]
     )
