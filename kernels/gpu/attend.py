@@ -112,7 +112,7 @@ def attend_kernel(
     q_ptr:  [B, M, Hq, D] of any float dtype, strides in items, all multiples of 8
     arenas: u8 of each view; tables: (pages, lo, hi, sides) of each
     widths: of each view's pages, twice the columns and one: Triton compiles anew for integers of a
-            tuple that are 1 or divide by 16, whatever it is told, and these never do
+            tuple that are 1 or divide by 16, in spite of do_not_specialize; these never do
     bases:  (base, that of segments or side records) of each; LOOPS: how each is read, or None
     o_ptr:  [U, M * Hq, D] fp32; lse_ptr: [U, M * Hq] fp32, log2
     """

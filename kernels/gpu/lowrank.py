@@ -9,7 +9,7 @@ One program takes one side of one head and segment, and reads its residual X [n,
 
 Nothing is added up across programs, so the same input gives the same bytes. Factors that meet X are
 two fp16 terms over a power of two known before: X is fp16 and goes to the tensor core as it is. The
-reference takes A from a QR decomposition; A B^T is the same, whatever basis A has.
+reference takes A from a QR decomposition; A B^T is the same in any basis of A.
 """
 
 import triton

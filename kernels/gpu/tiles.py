@@ -179,7 +179,7 @@ def in_halves(x, HALVES: tl.constexpr):
 
 @triton.jit
 def settle(x):
-    """x [rows, columns] in an order of its own, whatever it was computed in.
+    """x [rows, columns] in a layout of its own, however it was computed.
 
     The compiler then brings it once, before the loop, into the registers where a tensor core wants
     it; else it does so again for every page, through shared memory (Triton 3.9, 2026-11).

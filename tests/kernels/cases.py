@@ -280,7 +280,7 @@ def make_case(
     run: int = 2,
     loud=1.0,
 ) -> Case:
-    """Sequences of `lengths` tokens whose last page is full of tokens nobody sees.
+    """Sequences of `lengths` tokens whose last page is full of tokens that no query sees.
 
     run:  pages of a segment, where the format has segments
     loud: what channel 5 of V is multiplied by in one token of 8

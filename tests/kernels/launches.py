@@ -4,11 +4,11 @@
 
 Tensors are torch's fake ones on a CUDA device: shapes, strides and addresses without numbers. So
 the code takes the ways it takes on a GPU, Triton binds and specialises the very arguments of every
-launch and compiles that for sm_90, or what CAPABILITY says, and whatever asks for a number raises.
+launch and compiles that for sm_90, or CAPABILITY, and any operation that needs a number raises.
 In place of the launch the arguments are held against the parameters of the compiled kernel. Prints
 a line of JSON for each scenario: what was launched, what was compiled anew for it, and the error
 that ended it, or "".
-Wants a process of its own, without TRITON_INTERPRET.
+Needs a process of its own, without TRITON_INTERPRET.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ UPLOADS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """Prompts of one layer, and steps of so many tokens each; the first seals pages."""
+    """Prompts of one layer, and steps with their numbers of tokens; the first seals pages."""
 
     spec: str
     sequences: int = 1

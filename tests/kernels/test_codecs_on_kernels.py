@@ -27,7 +27,7 @@ PAGES = {  # how far the pages of the kernels are from those of the reference, r
     "h2o": 0.0,
     "alignedkv": 0.0,
 }
-ATTENTION = ["attend_kernel", "merge_kernel"]  # in one layer, whatever tables there are
+ATTENTION = ["attend_kernel", "merge_kernel"]  # in one layer, with any tables
 OF_PLANES = [
     "attend_kernel",
     "plane_scores_kernel",
@@ -53,7 +53,7 @@ def make_cache(
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Do what ops do on a GPU, on whatever device this is; the names of what is launched."""
+    """Take the way of a GPU on any device; returns the names of kernels as they launch."""
     monkeypatch.setattr(ops, "on_gpu", lambda x: True)
     launched: list[str] = []
     kind = type(combine.merge_kernel)
