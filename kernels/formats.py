@@ -1,7 +1,7 @@
-"""What a kernel knows of the bytes it reads and writes: numbers, no codec and no layout by name.
+"""What a kernel knows of the bytes it reads and writes: numbers, not codecs and layouts by name.
 
     PageFormat      codes of K and V           pages of every codec that quantises
-    ExactFormat     K and V in slots           raw pages and tails; tokens kept, or not dropped
+    ExactFormat     K and V in slots           raw pages and tails; outliers, heavy hitters
     AlignedFormat   fp16 cut into bit planes   AlignedKV
 
 Offsets are bytes from the start of a block: the part of a page that one layer and one KV head own.
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 ARENA_UNIT = 128  # bytes; a page id counts these from the start of the arena
 RAW_SLOTS = 16  # tokens of a raw page
-TURN = 64  # channels of V that are mixed
+HADAMARD_SIZE = 64  # channels of V that are mixed
 STRIP = 16  # slots that are read together: the rows of a matrix product
 TILE_STRIPS = 4  # strips that a GPU takes in one iteration
-NARROW = 128  # channels up to which it takes so many; of more it takes half
+NARROW = 128  # channels up to which it takes that many; with more it takes half
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         if self.by not in ("column", "row", "block"):
-            raise ValueError(f"scales by {self.by!r}; column, row and block are known")
+            raise ValueError(f"scales by {self.by!r}; expected column, row or block")
 
 
 @dataclass(frozen=True)
@@ -122,24 +122,33 @@ class Side:
 
     def __post_init__(self) -> None:
         if self.bits not in (0, 2, 4, 8):
-            raise ValueError(f"codes of {self.bits} bits; 0, 2, 4 and 8 are known")
+            raise ValueError(f"codes of {self.bits} bits; expected 0, 2, 4 or 8")
         if self.rows % self.fields or self.columns % self.halves:
             raise ValueError(
                 f"{self.rows} x {self.columns} codes of {self.bits} bits fill no words"
             )
-        split = {"column": self.rows, "row": self.columns}.get(self.scale.by, 0)
-        if self.scale.group and split % self.scale.group:
-            raise ValueError(f"groups of {self.scale.group} do not divide {split}")
+        group = self.scale.group
+        grouped = {"column": self.rows, "row": self.columns}.get(self.scale.by, 0)
+        if group and grouped % group:
+            raise ValueError(f"groups of {group} do not divide {grouped}")
 
     @property
     def fields(self) -> int:
-        """Bit-fields of a code word along the rows; 1 for what is not in words."""
-        return 1 if self.floating or not self.bits else parts_of_word(self.bits)[0]
+        """Bit-fields of a code word along the rows; 1 for codes that are not in words."""
+        fields, _ = self._parts
+        return fields
 
     @property
     def halves(self) -> int:
         """Parts of the columns that share a code word."""
-        return 1 if self.floating or not self.bits else parts_of_word(self.bits)[1]
+        _, halves = self._parts
+        return halves
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        if self.floating or not self.bits:
+            return 1, 1
+        return parts_of_word(self.bits)
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -153,20 +162,22 @@ class Side:
 
 @dataclass(frozen=True)
 class HadamardRotation:
-    """What the segment says of K's channels, which are in another order, and of V's, which are
-    mixed; a kernel permutes q, and turns back its output once.
+    """How a segment orders K's channels and rotates V's.
+
+    A kernel permutes q, and undoes the rotation of V on its output once.
 
         column c of K       holds channel order[c]; so score = sum_c q[order[c]] K[t, c]
-        channel d of V      V[t] = turn(v[t]) block by block of TURN channels, where
-                            turn(x) = H (s * x) / 8, turned back: x = s * (H y) / 8
+        channel d of V      V[t] = rotate(v[t]), for each HADAMARD_SIZE channels, where
+                            rotate(x) = y = H (s * x) / 8, undone by x = s * (H y) / 8
         s[d]                -1 where bit d of `signs` is 1, else 1
-        H                   the Hadamard matrix of TURN channels in natural order, as butterflies:
-                            for h = 1, 2, 4, 8, 16, 32: every pair (i, i + h) with i & h == 0
-                            becomes (a + b, a - b), each rounded to fp32; the eighth is exact
+        H                   the Hadamard matrix of HADAMARD_SIZE channels in natural order, as
+                            butterflies: for h = 1, 2, 4, 8, 16, 32: every pair (i, i + h) with
+                            i & h == 0 becomes (a + b, a - b), each rounded to fp32; the division
+                            by 8 is exact
 
     order: offset of int16 [head_dim] in the segment
     signs: offset of u8 [head_dim / 8] in the segment, low bit first; the same in all segments of a
-           layer and KV head, so that a view may turn back one sum of them all
+           layer and KV head, so that a view can undo the rotation on the sum of them all
     """
 
     order: int
@@ -175,16 +186,19 @@ class HadamardRotation:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """Codes: a block of a page, and of the segment it belongs to. Planes of a page leave no gaps
-    (one fp32 scale is written as four): who has written all of them has written the block.
+    """Codes: a block of a page, and of the segment it belongs to.
+
+    Planes of a page leave no gaps (one fp32 scale is written as four), so writing all planes writes
+    the whole block.
 
     segment_bytes: of a segment's block; 0 where nothing is shared
     valid:         offset of a bit for each token, u8 [tokens / 8], low bit first; a token whose bit
-                   is 0 is not there; None: all are
-    bands:         where K's columns are cut into bands of other widths: the sides of those behind
-                   `k`, from its last column on. Their scales, and zeros, are planes one behind the
-                   other, so one row of each serves all bands. By column, in groups of all rows
-    turn:          how the channels of K are ordered and those of V turned; None: as they are
+                   is 0 is absent; None: all are present
+    bands:         where K's columns are cut into bands of different widths: the sides of the bands
+                   behind `k`, from its last column on. Their scales, and zeros, are planes one
+                   behind the other, so one row of each serves all bands. By column, in groups of
+                   all rows
+    hadamard:      how K's channels are ordered and V's rotated; None: neither is
     """
 
     tokens: int
@@ -195,7 +209,7 @@ class PageFormat:
     v: Side
     valid: int | None = None
     bands: tuple[Side, ...] = ()
-    turn: HadamardRotation | None = None
+    hadamard: HadamardRotation | None = None
 
     @property
     def k_sides(self) -> tuple[Side, ...]:
@@ -204,36 +218,41 @@ class PageFormat:
 
     @property
     def has_own_basis(self) -> bool:
-        """Whether a page has all that belongs to its low-rank product, as if it were a segment."""
-        return any(
-            x is not None and not x.shared for x in (self.k.low_rank, self.v.low_rank)
-        )
+        """Whether a page holds both factors of its low-rank product, as if it were a segment."""
+        products = (self.k.low_rank, self.v.low_rank)
+        return any(low is not None and not low.shared for low in products)
 
     @property
     def is_encodable(self) -> bool:
         """Whether kernels seal such pages; the reference seals any."""
         if self.k.scale.shared and self.k.sparse:
             return False
-        k, v = self.k.low_rank, self.v.low_rank
-        if (k or v or self.valid is not None) and self.tokens & (self.tokens - 1):
+        k_low = self.k.low_rank
+        v_low = self.v.low_rank
+        is_one_tile = bool(k_low or v_low or self.valid is not None)
+        if is_one_tile and self.tokens & (self.tokens - 1):
             return False
-        if k is None or v is None:
-            return k is v
-        return k.rank == v.rank <= 16 and self.head_dim <= 256
+        if k_low is None or v_low is None:
+            return k_low is v_low
+        return k_low.rank == v_low.rank <= 16 and self.head_dim <= 256
 
     @property
     def is_sealable(self) -> bool:
-        """Whether an append can seal such a page: in one tile of registers, from no more than its
-        own tokens and an order of channels."""
-        alone = not self.segment_bytes or self.turn is not None
-        return self.valid is None and alone and self.is_encodable
+        """Whether an append can seal such a page.
+
+        It does so in one tile of registers, from the page's own tokens and an order of channels.
+        """
+        needs_no_segment = not self.segment_bytes or self.hadamard is not None
+        return self.valid is None and needs_no_segment and self.is_encodable
 
 
 @dataclass(frozen=True)
 class SlotsFormat:
     """A side record that says which tokens the slots of raw pages hold; planes of `slots` items.
 
-    positions: int32 · scores: float32 · states: uint8, FREE, POOL or RETIRED
+    positions: int32
+    scores:    float32
+    states:    uint8, FREE, POOL or RETIRED
     """
 
     slots: int
@@ -243,11 +262,9 @@ class SlotsFormat:
     states: int
 
 
-FREE, POOL, RETIRED = (
-    0,
-    1,
-    2,
-)  # nothing here · one of the best so far · beaten, and still kept
+FREE = 0  # holds no token
+POOL = 1  # one of the best so far
+RETIRED = 2  # beaten, but kept
 
 
 @dataclass(frozen=True)
@@ -257,12 +274,13 @@ class ExactFormat:
     Which token is in slot s of page column p of a table:
 
         raw pages and tails     token p * tokens + s
-        tokens not dropped      positions of the page: int32 [slots], from the first token on
-        tokens kept exact       positions of the side record, of all slots of the table in order
+        heavy hitters           positions of the page: int32 [slots], from the first token on
+        outliers kept exact     positions of the side record, of all slots of the table in order
 
     dtype:     "float16", "bfloat16" or "float32"
     k, v:      offsets in the block
-    positions: offset in the block; side: the format of the side record
+    positions: offset in the block
+    side:      the format of the side record
     """
 
     dtype: str
@@ -288,8 +306,9 @@ class ExactFormat:
 
     @property
     def strips(self) -> int:
-        """Of a page, rounded up to a power of two, so that a tile is whole pages."""
-        return 1 << (-(-self.slots // STRIP) - 1).bit_length()
+        """Strips of a page, rounded up to a power of two, so that a tile is whole pages."""
+        strips = -(-self.slots // STRIP)
+        return 1 << (strips - 1).bit_length()
 
     @property
     def tile_pages(self) -> int:

@@ -1,11 +1,12 @@
-"""The kernels as the other rooms call them: arguments checked here, run by device.
+"""The kernels as the other rooms call them: arguments are checked here, then dispatched by device.
 
-What is on a GPU goes to Triton (gpu/), what is on a CPU to the C library (cpu/), where these know
-the format and the library was built; all else to the torch reference, the spec of everything. A
-wrong dtype raises TypeError, a wrong shape, device or memory order ValueError. No silent copies.
+Tensors on a GPU go to Triton (gpu/). Tensors on a CPU go to the C library (cpu/) if it was built
+and supports the format. The torch reference, the spec of everything, does the rest. A wrong dtype
+raises TypeError; a wrong shape, device or memory order raises ValueError. Nothing is copied
+silently.
 
-Triton is imported on the first call that needs it: a machine without a GPU starts faster, and runs
-where there is no Triton at all.
+Triton is imported on the first call that needs it, so a machine without a GPU starts faster and
+does not need Triton at all.
 """
 
 from collections.abc import Sequence
@@ -40,45 +41,46 @@ TRITON = "triton"
 
 
 def attend(
-    q: Tensor, views: Sequence[View], softmax: Softmax, units: WorkPlan | None = None
+    q: Tensor,
+    views: Sequence[View],
+    softmax: Softmax,
+    units: WorkPlan | None = None,
 ) -> Tensor:
-    """The answer of all views, over disjoint tokens: [B, M, Hq, D] of the dtype of q.
+    """Attention over all views, which hold disjoint tokens: [B, M, Hq, D] of the dtype of q.
 
-    q:     [B, M, Hq, D] of any float dtype - query head i reads KV head i // (Hq / heads); what has
-           fewer bits than fp32 is computed in that, and fp64 only on a CPU. One that sees nothing
-           gets 0
-    units: how a GPU attends to these views; None: it finds out, and asks the host for lengths
-    error: 1e-5 relative by the reference in fp32, 1e-12 in fp64; 5e-4 over codes by the C library,
-           and on a GPU, where q and p are rounded to 16 bits, more where scores differ by hundreds;
-           against attention on what `decode` gives
+    q:     [B, M, Hq, D] of any float dtype - query head i reads KV head i // (Hq / heads). Dtypes
+           of fewer bits than fp32 are computed in fp32, fp64 only on a CPU. A query that sees
+           nothing gets 0
+    units: how a GPU divides the work on these views; None: it makes a plan, which asks the host
+           for lengths
+    error: relative, against attention on what `decode` gives: 1e-5 by the reference in fp32, 1e-12
+           in fp64; over codes 5e-4 by the C library, and on a GPU, where q and p are rounded to 16
+           bits, more where scores differ by hundreds
     """
     if not views:
-        raise ValueError("no views; at least one is wanted")
+        raise ValueError("no views; expected at least one")
     for view in views:
         _check_view(q, view)
-    dtype, scale, cap, sinks = q.dtype, softmax.scale, softmax.cap, softmax.sinks
     if on_gpu(q) and all(serves_gpu(view.fmt) for view in views):
-        found = _gpu("attend").attend(q, views, scale, units, cap)
-        answer: Tensor = _gpu("combine").merge(found, dtype, sinks)[0]
-        return answer
-    q = q if q.dtype == torch.float64 else q.float()
-    served = [view for view in views if cpu_attend.is_served(view.fmt, q)]
-    rest = [view for view in views if not cpu_attend.is_served(view.fmt, q)]
-    partials = [_attend_by_reference(q, view, scale, cap) for view in rest]
-    if served:
-        partials.append(cpu_attend.attend(q, served, scale, cap))
-    alone = len(partials) == 1 and sinks is None
-    o = partials[0][0] if alone else merge(partials, sinks)
-    return o.to(dtype)
+        partial = _gpu("attend").attend(q, views, softmax.scale, units, softmax.cap)
+        merged = _gpu("combine").merge(partial, q.dtype, softmax.sinks)
+        o: Tensor = merged[0]
+        return o
+    return _attend_on_cpu(q, views, softmax).to(q.dtype)
 
 
 def prepare(
-    arena: Tensor, rows: NewRows, views: Sequence[View], q: Tensor
+    arena: Tensor,
+    rows: NewRows,
+    views: Sequence[View],
+    q: Tensor,
 ) -> LayerCalls | None:
-    """A step of one token for each of B sequences, ready for every layer of a group; None where
-    other code than the C library has to serve it, layer by layer.
+    """A step of one token for each of B sequences, ready for every layer of a group.
 
-    rows, views: in the first layer; q: [B, 1, Hq, D], like that of every layer
+    None where the C library cannot serve it; `append` and `attend` do it layer by layer then.
+
+    rows, views: in the first layer
+    q:           [B, 1, Hq, D], like that of every layer
     """
     if on_gpu(q) or q.dtype not in TYPES:
         return None
@@ -94,29 +96,32 @@ def bits_read(q: Tensor, view: View, scale: float) -> Bits:
     """How many bits of K and V every query head reads of bit planes, on the mean."""
     _check_view(q, view)
     if not on_gpu(q):
-        return aligned.attend(q, view, scale)[1]
+        _, bits = aligned.attend(q, view, scale)
+        return bits
     units = _gpu("plan").units_of([view], q.device)
-    o = q.new_empty(
-        units.table.shape[0], q.shape[1] * q.shape[2], q.shape[3], dtype=torch.float32
-    )
-    count = _gpu("aligned").attend(
-        q, view, scale, 0, units, o, torch.empty_like(o[..., 0])
-    )
-    found: Bits = count()
-    return found
+    num_units = units.table.shape[0]
+    num_queries = q.shape[1] * q.shape[2]
+    o = q.new_empty(num_units, num_queries, q.shape[3], dtype=torch.float32)
+    lse = torch.empty_like(o[..., 0])
+    count = _gpu("aligned").attend(q, view, scale, 0, units, o, lse)
+    counted: Bits = count()
+    return counted
 
 
 def serves_gpu(fmt: Format) -> bool:
     """Whether a GPU attends to such pages by kernels, which a CUDA graph can hold."""
-    return not isinstance(fmt, PageFormat) or bool(_gpu("plan").is_supported(fmt))
+    if not isinstance(fmt, PageFormat):
+        return True
+    return bool(_gpu("plan").is_supported(fmt))
 
 
 def attends_by(formats: Sequence[Format], q: Tensor) -> str:
     """What attends to pages of these formats: Triton, a path of the C library, torch, or two."""
     if on_gpu(q):
-        return TRITON if all(map(serves_gpu, formats)) else TORCH
-    served = (backend() if cpu_attend.is_served(fmt, q) else TORCH for fmt in formats)
-    return " + ".join(dict.fromkeys(served))
+        return TRITON if all(serves_gpu(fmt) for fmt in formats) else TORCH
+    names = [backend() if cpu_attend.is_served(fmt, q) else TORCH for fmt in formats]
+    unique = dict.fromkeys(names)
+    return " + ".join(unique)
 
 
 def encodes_by(fmt: Format, k: Tensor) -> str:
@@ -143,27 +148,29 @@ def encode(
 ) -> tuple[Tensor, Tensor | None]:
     """Seal pages: blocks [P, H, block_bytes], segments [S, H, segment_bytes] or None.
 
-    target: where the blocks belong; None are returned then
-    See reference/encode.py; a GPU writes the same bytes, but where sums in another order tip a
+    See reference/encode.py. A GPU writes the same bytes, except where sums in another order tip a
     rounding, and A B^T is off by 2**-9 of it.
+
+    target: where the blocks belong; the blocks returned are empty then
     """
     cut = cut or Segmentation()
     _check_encode(k, v, fmt, absent)
+    num_pages = k.shape[1] // fmt.tokens
     if target is not None:
         _check_bytes(target.arena, "arena")
-        _check_ids(target.pages, (k.shape[1] // fmt.tokens,), "pages", k)
+        _check_ids(target.pages, (num_pages,), "pages", k)
     segments: Tensor | None = None
     if isinstance(fmt, AlignedFormat):
         blocks = aligned.encode(k, v, fmt)
     elif on_gpu(k) and fmt.is_encodable:
-        found: tuple[Tensor, Tensor | None] = _gpu("encode").encode(
-            k, v, fmt, cut, absent, target
-        )
-        return found
+        blocks, segments = _gpu("encode").encode(k, v, fmt, cut, absent, target)
+        return blocks, segments
     elif absent is None and cpu_encode.is_encoded(fmt, k):
-        shape = (0 if target else k.shape[1] // fmt.tokens, k.shape[0], fmt.block_bytes)
+        num_blocks = 0 if target else num_pages
+        shape = (num_blocks, k.shape[0], fmt.block_bytes)
         blocks = k.new_empty(shape, dtype=torch.uint8)
-        return blocks, cpu_encode.seal_pages(k, v, target or in_order(blocks), fmt, cut)
+        home = target or in_order(blocks)
+        return blocks, cpu_encode.seal_pages(k, v, home, fmt, cut)
     else:
         blocks, segments = encoders.encode(k, v, fmt, cut, absent)
     if target is None:
@@ -182,33 +189,35 @@ def decode(
     _check_bytes(blocks, "blocks")
     if blocks.shape[-1] != fmt.block_bytes:
         raise ValueError(
-            f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted"
+            f"blocks of {blocks.shape[-1]} bytes; expected {fmt.block_bytes}"
         )
     return codes.decode(blocks, segments, fmt, dtype)
 
 
 def append(
-    arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
+    arena: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: NewRows,
+    sealing: Sealing | None = None,
 ) -> None:
-    """Write one token per row, k and v [N, H, D], into raw pages, and the pages that they complete;
-    one launch on a GPU. What the raw dtype cannot hold saturates. See reference/encode.py."""
+    """Write one token per row into raw pages, then the pages that they complete.
+
+    One launch on a GPU. What the raw dtype cannot hold saturates. See reference/encode.py.
+
+    k, v: [N, H, D]
+    """
     _check_rows(arena, rows, k.shape[0])
     if sealing is not None:
-        fmt, tables = sealing.fmt, sealing.rows
-        if not fmt.is_sealable:
-            raise ValueError(f"an append cannot seal pages of {fmt}")
-        _check_ids(
-            tables.tails, (k.shape[0], fmt.tokens // rows.fmt.tokens), "tails", arena
-        )
-        for name in ("pages", "segments", "stretches"):
-            _check_ids(getattr(tables, name), (k.shape[0],), name, arena)
+        _check_sealing(arena, rows, sealing, k.shape[0])
     if not k.is_floating_point() or k.dtype != v.dtype:
         raise TypeError(
-            f"k and v are {k.dtype} and {v.dtype}; one float dtype is wanted"
+            f"k and v are {k.dtype} and {v.dtype}; expected one float dtype"
         )
     if k.shape != v.shape or k.dim() != 3 or k.shape[2] != rows.fmt.head_dim:
         raise ValueError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {rows.fmt.head_dim}] is wanted"
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; "
+            f"expected [N, H, {rows.fmt.head_dim}]"
         )
     if on_gpu(arena):
         _gpu("append").append(arena, k, v, rows, sealing)
@@ -219,24 +228,25 @@ def append(
 def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
     """Sums of squares of q [Hq, n, D] by KV heads and units of tokens. See reference/encode.py."""
     if q.dim() != 3 or q.shape[0] % heads or not 0 <= begun < RAW_SLOTS:
-        wanted = f"[a multiple of {heads}, n, D] behind 0 to {RAW_SLOTS - 1} is wanted"
         raise ValueError(
-            f"q is {tuple(q.shape)} behind {begun} tokens of a unit; {wanted}"
+            f"q is {tuple(q.shape)} behind {begun} tokens of a unit; expected "
+            f"[a multiple of {heads}, n, D] behind 0 to {RAW_SLOTS - 1}"
         )
-    where = encoders if on_gpu(q) else cpu_encode
-    return where.sum_squares(q, heads, begun)
+    if on_gpu(q):
+        return encoders.sum_squares(q, heads, begun)
+    return cpu_encode.sum_squares(q, heads, begun)
 
 
 def keep_outliers(
-    slots: KeptSlots, k: Tensor, v: Tensor, count: int, first: int
+    slots: KeptSlots,
+    k: Tensor,
+    v: Tensor,
+    count: int,
+    first: int,
 ) -> Tensor:
     """Let new tokens compete and keep the winners: [H, n] bool. See reference/kept.py."""
-    if (
-        k.shape != v.shape
-        or k.dim() != 3
-        or k.dtype != v.dtype
-        or not k.is_floating_point()
-    ):
+    is_float = k.is_floating_point() and k.dtype == v.dtype
+    if not is_float or k.dim() != 3 or k.shape != v.shape:
         raise ValueError(
             f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}"
         )
@@ -270,7 +280,7 @@ def load_blocks(
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether Triton computes what is asked of this tensor."""
+    """Whether Triton computes on this tensor."""
     return x.is_cuda
 
 
@@ -280,27 +290,36 @@ def _gpu(name: str) -> ModuleType:
     return import_module(f"disagg.kernels.gpu.{name}")
 
 
-def _attend_by_reference(q: Tensor, view: View, scale: float, cap: float) -> Partial:
+def _attend_on_cpu(q: Tensor, views: Sequence[View], softmax: Softmax) -> Tensor:
+    """`attend` by the C library for the views that it serves, by the reference for the others."""
+    if q.dtype != torch.float64:
+        q = q.float()
+    served = [view for view in views if cpu_attend.is_served(view.fmt, q)]
+    others = [view for view in views if not cpu_attend.is_served(view.fmt, q)]
+    partials = [_attend_by_reference(q, view, softmax) for view in others]
+    if served:
+        partials.append(cpu_attend.attend(q, served, softmax.scale, softmax.cap))
+    if len(partials) == 1 and softmax.sinks is None:
+        o, _ = partials[0]
+        return o
+    return merge(partials, softmax.sinks)
+
+
+def _attend_by_reference(q: Tensor, view: View, softmax: Softmax) -> Partial:
     if isinstance(view.fmt, AlignedFormat):
-        return aligned.attend(q, view, scale, cap)[0]
-    return (exact if isinstance(view.fmt, ExactFormat) else codes).attend(
-        q, view, scale, cap
-    )
+        partial, _ = aligned.attend(q, view, softmax.scale, softmax.cap)
+        return partial
+    if isinstance(view.fmt, ExactFormat):
+        return exact.attend(q, view, softmax.scale, softmax.cap)
+    return codes.attend(q, view, softmax.scale, softmax.cap)
 
 
 def _check_view(q: Tensor, view: View) -> None:
-    fmt, ids = view.fmt, view.pages
-    if not q.is_floating_point() or (q.dtype == torch.float64 and q.is_cuda):
-        raise TypeError(
-            f"q is {q.dtype}; floats of 32 bits at most are wanted, or 64 on a CPU"
-        )
-    if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % view.heads:
-        raise ValueError(
-            f"q is {tuple(q.shape)}; [B, M, a multiple of {view.heads}, {fmt.head_dim}] is wanted"
-        )
+    ids = view.pages
+    _check_queries(q, view)
     if ids.dim() != 2 or not ids.shape[1]:
         raise ValueError(
-            f"pages is {tuple(ids.shape)}; [B, at least one page] is wanted"
+            f"pages is {tuple(ids.shape)}; expected [B, at least one page]"
         )
     _check_bytes(view.arena, "arena")
     _check_ids(ids, (q.shape[0], ids.shape[1]), "pages", q)
@@ -308,61 +327,90 @@ def _check_view(q: Tensor, view: View) -> None:
     _check_ids(view.hi, (q.shape[0], q.shape[1]), "hi", q)
     if view.arena.device != q.device:
         raise ValueError(f"q is on {q.device} and the arena on {view.arena.device}")
-    if isinstance(fmt, PageFormat) and fmt.segment_bytes:
+    if isinstance(view.fmt, PageFormat) and view.fmt.segment_bytes:
         if view.segments is None or view.owner is None:
-            raise ValueError(
-                "these pages share segments: segments and owner are wanted"
-            )
+            raise ValueError("these pages share segments: expected segments and owner")
         _check_ids(view.owner, tuple(ids.shape), "owner", q)
         _check_ids(view.segments, (q.shape[0], view.segments.shape[1]), "segments", q)
-    if isinstance(fmt, ExactFormat) and fmt.side is not None:
+    if isinstance(view.fmt, ExactFormat) and view.fmt.side is not None:
         if view.sides is None:
-            raise ValueError("these slots have side records: sides is wanted")
+            raise ValueError("these slots have side records: expected sides")
         _check_ids(view.sides, (q.shape[0],), "sides", q)
+
+
+def _check_queries(q: Tensor, view: View) -> None:
+    head_dim = view.fmt.head_dim
+    if not q.is_floating_point() or (q.dtype == torch.float64 and q.is_cuda):
+        raise TypeError(
+            f"q is {q.dtype}; expected floats of 32 bits at most, or 64 on a CPU"
+        )
+    if q.dim() != 4 or q.shape[3] != head_dim or q.shape[2] % view.heads:
+        raise ValueError(
+            f"q is {tuple(q.shape)}; "
+            f"expected [B, M, a multiple of {view.heads}, {head_dim}]"
+        )
+
+
+def _check_sealing(arena: Tensor, rows: NewRows, sealing: Sealing, count: int) -> None:
+    fmt = sealing.fmt
+    tables = sealing.rows
+    if not fmt.is_sealable:
+        raise ValueError(f"an append cannot seal pages of {fmt}")
+    tail_pages = fmt.tokens // rows.fmt.tokens
+    _check_ids(tables.tails, (count, tail_pages), "tails", arena)
+    _check_ids(tables.pages, (count,), "pages", arena)
+    _check_ids(tables.segments, (count,), "segments", arena)
+    _check_ids(tables.stretches, (count,), "stretches", arena)
 
 
 def _check_rows(arena: Tensor, rows: NewRows, count: int) -> None:
     _check_bytes(arena, "arena")
-    for name in ("pages", "slots"):
-        _check_ids(getattr(rows, name), (count,), name, arena)
+    _check_ids(rows.pages, (count,), "pages", arena)
+    _check_ids(rows.slots, (count,), "slots", arena)
 
 
 def _check_encode(
-    k: Tensor, v: Tensor, fmt: PageFormat | AlignedFormat, absent: Tensor | None
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat | AlignedFormat,
+    absent: Tensor | None,
 ) -> None:
     if not (k.is_floating_point() and v.is_floating_point()):
-        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; a float dtype is wanted")
-    if (
-        k.shape != v.shape
-        or k.dim() != 3
-        or k.shape[2] != fmt.head_dim
-        or v.device != k.device
-    ):
+        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; expected a float dtype")
+    are_alike = k.shape == v.shape and k.device == v.device
+    if not are_alike or k.dim() != 3 or k.shape[2] != fmt.head_dim:
         raise ValueError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [H, n, {fmt.head_dim}] is wanted"
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; "
+            f"expected [H, n, {fmt.head_dim}]"
         )
     if k.shape[1] % fmt.tokens:
-        raise ValueError(f"{k.shape[1]} tokens; a multiple of {fmt.tokens} is wanted")
-    if absent is None:
-        return
-    if (
-        absent.dtype != torch.bool
-        or absent.shape != k.shape[:2]
-        or absent.device != k.device
-    ):
+        raise ValueError(f"{k.shape[1]} tokens; expected a multiple of {fmt.tokens}")
+    if absent is not None:
+        _check_absent(absent, k, fmt)
+
+
+def _check_absent(
+    absent: Tensor,
+    k: Tensor,
+    fmt: PageFormat | AlignedFormat,
+) -> None:
+    is_like_k = absent.shape == k.shape[:2] and absent.device == k.device
+    if absent.dtype != torch.bool or not is_like_k:
         raise ValueError(
-            f"absent is {tuple(absent.shape)} {absent.dtype}; a bool for each token"
+            f"absent is {tuple(absent.shape)} {absent.dtype}; expected a bool per token"
         )
-    masked = isinstance(fmt, PageFormat) and fmt.valid is not None
-    if not masked or fmt.k.scale.by != "column" or fmt.k.scale.shared:  # type: ignore[union-attr]
-        raise ValueError(
-            "pages without a mask, or without groups of tokens, leave no token out"
-        )
+    if isinstance(fmt, PageFormat) and fmt.valid is not None:
+        scale = fmt.k.scale
+        if scale.by == "column" and not scale.shared:
+            return
+    raise ValueError(
+        "pages without a mask, or without groups of tokens, leave no token out"
+    )
 
 
 def _check_bytes(x: Tensor, name: str) -> None:
     if x.dtype != torch.uint8:
-        raise TypeError(f"{name} is {x.dtype}; torch.uint8 is wanted")
+        raise TypeError(f"{name} is {x.dtype}; expected torch.uint8")
     if name == "arena" and (x.dim() != 1 or not x.is_contiguous() or x.data_ptr() % 16):
         raise ValueError(
             "the arena is one contiguous run of bytes on a 16-byte boundary"
@@ -371,8 +419,8 @@ def _check_bytes(x: Tensor, name: str) -> None:
 
 def _check_ids(x: Tensor, shape: tuple[int, ...], name: str, like: Tensor) -> None:
     if x.dtype != torch.int32:
-        raise TypeError(f"{name} is {x.dtype}; torch.int32 is wanted")
+        raise TypeError(f"{name} is {x.dtype}; expected torch.int32")
     if tuple(x.shape) != shape:
-        raise ValueError(f"{name} is {tuple(x.shape)}; {shape} is wanted")
+        raise ValueError(f"{name} is {tuple(x.shape)}; expected {shape}")
     if x.device != like.device:
-        raise ValueError(f"{name} is on {x.device}; {like.device} is wanted")
+        raise ValueError(f"{name} is on {x.device}; expected {like.device}")

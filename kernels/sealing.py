@@ -1,4 +1,4 @@
-"""Where tokens and the pages that they fill are written: what appends and encoders are told.
+"""Where new tokens and the pages that they fill are written: the tables of appends and encoders.
 
     row of the step     0     1    2    3
     pages              -1    96   -1   -1   row 1 fills a tail, whose first T tokens become page 96
@@ -7,7 +7,7 @@
     stretches           ·    40    ·    ·   first position / 16: where power iterations start
 
 There is a row for every new token, so that the shapes stay the same from step to step and a CUDA
-graph can repeat them. The last token of a page may be the row's own; it is never another row's.
+graph can repeat them. The last token of a page may be the row's own, never that of another row.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,11 @@ from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, ExactFormat, PageFormat
 
-NO_PAGE = (
-    -1
-)  # of a row that completes no page, and of one that is padding and not written
+# of a row that completes no page, and of one that is padding and not written
+NO_PAGE = -1
 STRETCH_TOKENS = 16  # every segment begins at a multiple of this
-HEAD_STRIDE = (
-    256  # seeds of a segment: one for each side and head, however many heads a call has
-)
+# seeds of a segment: one for each side and head, however many heads a call has
+HEAD_STRIDE = 256
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Target:
 
 
 def in_order(blocks: Tensor) -> Target:
-    """Blocks [P, H, block_bytes] u8, one page after another."""
+    """The target that is blocks [P, H, block_bytes] u8 themselves, one page after another."""
     count, heads, block_bytes = blocks.shape
     pages = torch.arange(count, dtype=torch.int32, device=blocks.device)
     return Target(blocks.view(-1), pages, unit=heads * block_bytes)
@@ -49,12 +47,12 @@ def in_order(blocks: Tensor) -> Target:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """How consecutive tokens are cut into segments, and what those begin with.
+    """How consecutive tokens are cut into segments, and what a segment begins with.
 
     tokens: of a segment, a multiple of 16; the last one may have fewer
-    seed:   of the first segment; that of the next one is as many stretches more
-    frozen: [H, segment_bytes] u8 - a segment that new ones repeat: its rotation is kept, and its
-            order and signs, which no encoder makes. None: new ones are made
+    seed:   of the first segment; that of the next one is larger by a segment's stretches
+    frozen: [H, segment_bytes] u8 - a segment that new ones repeat: its rotation, and its order and
+            signs, which no encoder makes. None: rotations are made anew
     """
 
     tokens: int = 2048
@@ -62,23 +60,25 @@ class Segmentation:
     frozen: Tensor | None = None
 
     def count(self, tokens: int) -> int:
-        """Segments of so many tokens; no tokens are one segment too."""
+        """Segments that hold this many tokens; at least one."""
         return max(1, -(-tokens // self.tokens))
 
     def begin(
         self, tokens: int, heads: int, fmt: PageFormat, device: torch.device
     ) -> Tensor:
-        """The segments of so many tokens [S, H, segment_bytes] u8: as they are frozen, else 0."""
-        if fmt.turn and self.frozen is None:
+        """New segments for this many tokens [S, H, segment_bytes] u8: the frozen one, or zeros."""
+        if fmt.hadamard and self.frozen is None:
             raise ValueError(
-                "a frozen segment is wanted: it says the order of K's channels"
+                "expected a frozen segment: it says the order of K's channels"
             )
         shape = (self.count(tokens), heads, fmt.segment_bytes)
         segments = torch.zeros(shape, dtype=torch.uint8, device=device)
-        return segments if self.frozen is None else segments.copy_(self.frozen)
+        if self.frozen is not None:
+            segments.copy_(self.frozen)
+        return segments
 
     def seeds(self, tokens: int) -> list[int]:
-        """Of each segment."""
+        """The seed of each segment of this many tokens."""
         step = self.tokens // STRETCH_TOKENS
         return [self.seed + i * step for i in range(self.count(tokens))]
 
@@ -88,7 +88,7 @@ class NewRows:
     """The raw page and slot of every new token of a step, in one layer.
 
     pages: [N] int32 - raw page ids, or NO_PAGE for a row that is not written
-    slots: [N] int32 - which of their tokens; no two rows have one in common
+    slots: [N] int32 - the slot in that page; no two rows share one
     base:  offset of the layer's raw page inside a page
     """
 

@@ -1,16 +1,15 @@
-"""A view: the pages of one layout as queries see them in one layer; what every attention reads.
+"""A view: the pages of one layout as queries see them in one layer. Every attention reads views.
 
     pages                view ── partial result ──┐
     kept exact           view ── partial result ──┼── merge ── o [B, M, Hq, D]
     tail                 view ── partial result ──┘
 
-A tail is all of a sequence's raw pages: where the first tokens stay exact in front of the pages
-(a sink), they are its first slots, and the tokens behind the pages follow at once.
+A tail is all of a sequence's raw pages. Where the first tokens stay exact in front of the pages
+(sinks), they are its first slots, and the tokens behind the pages follow at once.
 
-A codec says which views its sequences have, over disjoint tokens; `ops.attend` makes one answer of
-all of them. What happens between is the business of whoever computes: the reference makes one
-(o, log-sum-exp) of each view, the C library answers all in one call, a GPU cuts all of them into
-units of work, which one launch takes.
+A codec says which views its sequences have, over disjoint tokens; `ops.attend` attends to all of
+them. How is up to the backend: the reference computes one (o, log-sum-exp) of each view, the C
+library computes all in one call, and a GPU cuts them into units of work for one launch.
 """
 
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D] and lse [B, M, Hq], the natur
 class Softmax:
     """How products of a query and keys become weights.
 
-    scale: multiplies q.k, which makes a score
-    cap:   where it is not 0, a score s counts as cap * tanh(s / cap)
-    sinks: [Hq] of any float dtype - a score that each query head has besides those of tokens: it
-           takes weight and has no value, so it is one more partial result; None: there is none
+    scale: a score is scale * q.k
+    cap:   unless 0, a score s counts as cap * tanh(s / cap)
+    sinks: [Hq] of any float dtype - one more score for each query head: it takes weight and has no
+           value, so it is one more partial result; None: there is none
     """
 
     scale: float
@@ -42,8 +41,8 @@ class WorkPlan:
     """How attention over views is cut into units of work, one for each program of a GPU.
 
     table:  [U, 5] int32 - number of the view, sequence, first and end tile, page id of the segment;
-            units of a sequence lie side by side, a unit without work begins and ends at 0
-    starts: [B + 1] int32 - where the units of each sequence begin
+            units of a sequence are adjacent; a unit without work begins and ends at 0
+    starts: [B + 1] int32 - the first unit of each sequence
     """
 
     table: Tensor
@@ -57,9 +56,9 @@ class Table:
     pages:    [B, P] int32 - page ids in token order, short rows padded with pages they do not see
     lo, hi:   [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0]; where
               slots have positions, from the sequence's first token
-    segments: [B, S] int32 - page ids of the segments of each sequence, in order; owner: [B, P]
-              int32 - which of them each page belongs to. None: no segments
-    sides:    [B] int32 - side records, where the format has one
+    segments: [B, S] int32 - page ids of the segments of each sequence, in order; None: no segments
+    owner:    [B, P] int32 - which of the segments each page belongs to
+    sides:    [B] int32 - page ids of side records, where the format has one
     """
 
     pages: Tensor
@@ -75,10 +74,11 @@ class Table:
 class View(Table):
     """A table in one layer.
 
-    arena: [bytes] u8 - what page ids address
-    base:  byte offset of this layer's layer page inside a page; segment_base, side_base: as base,
-           in a segment and a side record
-    heads: KV heads
+    arena:        [bytes] u8 - what page ids address
+    base:         byte offset of this layer's layer page inside a page
+    heads:        KV heads
+    segment_base: as base, in a segment
+    side_base:    as base, in a side record
     """
 
     arena: Tensor

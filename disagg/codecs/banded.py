@@ -11,7 +11,13 @@ from torch import Tensor
 from disagg.codecs.contract import LEAD_END, Encoded, Prompt, lead_of, one_of, require
 from disagg.codecs.quantized import SINKS, Planes, SinkCodec, prompt_format
 from disagg.kernels import ops
-from disagg.kernels.formats import TURN, HadamardRotation, PageFormat, Scale, Side
+from disagg.kernels.formats import (
+    HADAMARD_SIZE,
+    HadamardRotation,
+    PageFormat,
+    Scale,
+    Side,
+)
 from disagg.kernels.reference.lowrank import seeded_uniform
 from disagg.kernels.reference.pages import pack_bits
 from disagg.kernels.reference.quantize import finite
@@ -82,7 +88,7 @@ class Banded(SinkCodec):
                 shape = (tokens // 4, channels * width // 4)
                 planes.append((f"k_codes{width}", "int16", shape))
                 coded += channels
-        groups = (head_dim // TURN, tokens)
+        groups = (head_dim // HADAMARD_SIZE, tokens)
         return [
             *planes,
             ("v_codes", "int16", (head_dim // 4, tokens // 2)),
@@ -122,7 +128,7 @@ class Banded(SinkCodec):
             bands.append(Side(tokens, channels, width, codes, scale))
             first += channels
         v_scale = Scale(
-            "column", TURN, offset["v_scale"], offset["v_zero"], fitted=True
+            "column", HADAMARD_SIZE, offset["v_scale"], offset["v_zero"], fitted=True
         )
         return PageFormat(
             tokens=tokens,
@@ -132,7 +138,7 @@ class Banded(SinkCodec):
             k=bands[0],
             v=Side(head_dim, tokens, 2, offset["v_codes"], v_scale),
             bands=tuple(bands[1:]),
-            turn=HadamardRotation(offset["order"], offset["signs"]),
+            hadamard=HadamardRotation(offset["order"], offset["signs"]),
         )
 
     def encode(
@@ -171,12 +177,12 @@ class Banded(SinkCodec):
         order = weights.argsort(dim=1, descending=True, stable=True)
         signs = _signs(layer, heads, head_dim, order.device)
         fmt = prompt_format(self, head_dim)
-        assert fmt.turn is not None
+        assert fmt.hadamard is not None
         record = signs.new_zeros(heads, fmt.segment_bytes)
         order_bytes = order.short().view(torch.uint8)
         for offset, plane in (
-            (fmt.turn.order, order_bytes),
-            (fmt.turn.signs, signs),
+            (fmt.hadamard.order, order_bytes),
+            (fmt.hadamard.signs, signs),
         ):
             record[:, offset : offset + plane.shape[1]] = plane
         return record

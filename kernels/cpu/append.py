@@ -1,7 +1,7 @@
 """A step's new tokens on a CPU, and the pages that they complete: reference/encode.py is the spec.
 
-Tokens are copied by the C library, where infinities saturate; a page that it can encode goes from
-the tail to its place.
+The C library copies the tokens, where infinities saturate. It also seals the pages that it can
+encode; the reference seals the others.
 """
 
 import ctypes
@@ -25,26 +25,49 @@ from disagg.kernels.sealing import NewRows, Sealing
 
 
 def append(
-    arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
+    arena: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: NewRows,
+    sealing: Sealing | None = None,
 ) -> None:
     """As the reference, to the byte."""
     if backend() == TORCH or k.dtype not in TYPES or rows.fmt.head_dim % 16:
         reference.append(arena, k, v, rows, sealing)
         return
     _append_raw(arena, k, v, rows)
-    if sealing is not None:
-        fmt, heads = sealing.fmt, k.shape[1]
-        for k, v, cut, target in reference.completed_pages(arena, heads, rows, sealing):
-            if is_encoded(fmt, k):
-                seal_pages(k, v, target, fmt, cut)
-            else:
-                store_blocks(target, reference.encode(k, v, fmt, cut)[0])
+    if sealing is None:
+        return
+    fmt = sealing.fmt
+    completed = reference.completed_pages(arena, k.shape[1], rows, sealing)
+    for page_k, page_v, cut, target in completed:
+        if is_encoded(fmt, page_k):
+            seal_pages(page_k, page_v, target, fmt, cut)
+        else:
+            blocks, _ = reference.encode(page_k, page_v, fmt, cut)
+            store_blocks(target, blocks)
 
 
 def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
-    k, v = readable(k, k.dtype), readable(v, k.dtype)
-    held = rows.pages.contiguous(), rows.slots.contiguous()
-    strides = (x.stride(i) for x in (k, v) for i in (0, 1))
-    tensors = map(address, (arena, k, v, *held))
-    where = TYPES[k.dtype], ctypes.addressof(format_of(rows.fmt)), rows.base, 0
-    call("disagg_append", AppendC(*tensors, k.shape[0], k.shape[1], *strides, *where))
+    k = readable(k, k.dtype)
+    v = readable(v, k.dtype)
+    pages = rows.pages.contiguous()
+    slots = rows.slots.contiguous()
+    job = AppendC(
+        arena=address(arena),
+        k=address(k),
+        v=address(v),
+        pages=address(pages),
+        slots=address(slots),
+        rows=k.shape[0],
+        heads=k.shape[1],
+        k_row=k.stride(0),
+        k_head=k.stride(1),
+        v_row=v.stride(0),
+        v_head=v.stride(1),
+        type=TYPES[k.dtype],
+        format=ctypes.addressof(format_of(rows.fmt)),
+        base=rows.base,
+        layer=0,
+    )
+    call("disagg_append", job)

@@ -1,6 +1,7 @@
-"""Attention on a CPU: one call of the C library serves all views of a query that it knows.
+"""Attention on a CPU: one call of the C library attends to all views of a query.
 
-What it does not know is left to the torch reference, view by view: fp64, and pages of other sizes.
+The torch reference attends to what the library does not support, view by view: queries in fp64, and
+pages of other sizes.
 """
 
 import ctypes
@@ -24,8 +25,14 @@ from disagg.kernels.cpu.library import (
 from disagg.kernels.formats import RAW_SLOTS, ExactFormat, Format, PageFormat, Side
 from disagg.kernels.view import Partial, View
 
-MAX_DIM, MAX_TOKENS, MAX_RANK, MAX_SLOTS = 512, 128, 16, 64
-MAX_GROUPS, MAX_SPAN, MAX_NUMBERS = 64, 256, 4096  # of a vector that is contracted
+MAX_DIM = 512
+MAX_TOKENS = 128
+MAX_RANK = 16
+MAX_SLOTS = 64
+# of a vector that codes are contracted with
+MAX_GROUPS = 64
+MAX_SPAN = 256
+MAX_NUMBERS = 4096
 
 
 def is_served(fmt: Format, q: Tensor) -> bool:
@@ -34,7 +41,7 @@ def is_served(fmt: Format, q: Tensor) -> bool:
         q.dtype == torch.float32
         and not q.is_cuda
         and backend() != TORCH
-        and _is_known(fmt)
+        and _is_supported(fmt)
     )
 
 
@@ -43,55 +50,81 @@ def attend(q: Tensor, views: Sequence[View], scale: float, cap: float = 0.0) -> 
 
     error: 1e-5 relative over raw pages, CODE_ERRORS over codes
     """
-    q, heads = q.contiguous(), views[0].heads
+    q = q.contiguous()
+    heads = views[0].heads
     batch, m, query_heads, head_dim = q.shape
-    o, lse = torch.empty_like(q), q.new_empty(batch, m, query_heads)
-    tables, held = fill(views)
+    o = torch.empty_like(q)
+    lse = q.new_empty(batch, m, query_heads)
+    tables, owners = fill(views)
     job = AttentionC(
-        *(ctypes.addressof(tables), address(q), address(o), address(lse)),
-        *(len(views), batch, m, heads, query_heads // heads, head_dim, TYPES[q.dtype]),
-        *(query_heads * head_dim, head_dim, 0, 0, scale, cap),
+        tables=ctypes.addressof(tables),
+        q=address(q),
+        o=address(o),
+        lse=address(lse),
+        num_tables=len(views),
+        batch=batch,
+        m=m,
+        heads=heads,
+        width=query_heads // heads,
+        head_dim=head_dim,
+        type=TYPES[q.dtype],
+        q_row=query_heads * head_dim,
+        q_head=head_dim,
+        layer=0,
+        ahead=0,
+        scale=scale,
+        cap=cap,
     )
     call("disagg_attend", job)
-    del held  # what the library read
+    del owners
     return o, lse
 
 
 def fill(views: Sequence[View]) -> tuple[ctypes.Array, list[list[object]]]:
-    """Where views are; and what has to stay until it was read."""
+    """The tables of views, and the objects that own their memory: hold these during the call."""
     tables = (TableC * len(views))()
-    return tables, [
-        _fill(table, view) for table, view in zip(tables, views, strict=True)
-    ]
+    owners = [_fill(table, view) for table, view in zip(tables, views, strict=True)]
+    return tables, owners
 
 
 def _fill(table: ctypes.Structure, view: View) -> list[object]:
     assert not isinstance(view.fmt, ExactFormat) or view.fmt.counted
-    segments, owner, base = view.segments, view.owner, view.segment_base
+    num_pages = view.pages.shape[1]
+    segments = view.segments
+    owner = view.owner
+    segment_base = view.segment_base
     if isinstance(view.fmt, PageFormat) and view.fmt.has_own_basis:
-        segments, base = view.pages, view.base
-        owner = torch.arange(view.pages.shape[1], dtype=torch.int32).expand_as(
-            view.pages
-        )
+        segments = view.pages
+        owner = torch.arange(num_pages, dtype=torch.int32).expand_as(view.pages)
+        segment_base = view.base
     tensors = (view.pages, view.lo, view.hi, segments, owner)
-    held = [None if x is None else x.contiguous() for x in tensors]
-    count, fmt = 0 if segments is None else segments.shape[1], format_of(view.fmt)
-    values = (
-        *(ctypes.addressof(fmt), address(view.arena), *map(address, held)),
-        *(view.pages.shape[1], count, view.base, base),
-    )
-    table.__init__(*values)  # type: ignore[misc]
-    return [*held, fmt]
+    contiguous = [None if x is None else x.contiguous() for x in tensors]
+    pages, lo, hi, segments, owner = contiguous
+    fmt = format_of(view.fmt)
+    table.format = ctypes.addressof(fmt)
+    table.arena = address(view.arena)
+    table.pages = address(pages)
+    table.lo = address(lo)
+    table.hi = address(hi)
+    table.segments = address(segments)
+    table.owner = address(owner)
+    table.num_pages = num_pages
+    table.num_segments = 0 if segments is None else segments.shape[1]
+    table.base = view.base
+    table.segment_base = segment_base
+    return [*contiguous, fmt]
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [_, _, D] as the library reads it: of a dtype, the numbers of a token side by side."""
+    """x [_, _, D] as the library reads it: of this dtype, the numbers of a token adjacent."""
     x = x.to(dtype)
-    return x if x.stride(2) == 1 else x.contiguous()
+    if x.stride(2) == 1:
+        return x
+    return x.contiguous()
 
 
 @lru_cache(maxsize=256)
-def _is_known(fmt: Format) -> bool:
+def _is_supported(fmt: Format) -> bool:
     if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
         return False
     if isinstance(fmt, ExactFormat):
@@ -100,18 +133,25 @@ def _is_known(fmt: Format) -> bool:
         return False
     if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.by == "row":
         return False
-    return all(_is_known_side(side) for side in (*fmt.k_sides, fmt.v))
+    return all(_is_supported_side(side) for side in (*fmt.k_sides, fmt.v))
 
 
-def _is_known_side(side: Side) -> bool:
+def _is_supported_side(side: Side) -> bool:
+    low = side.low_rank
+    sparse = side.sparse
+    if low and (low.rank > MAX_RANK or side.rotation):
+        return False
+    if sparse and (side.rows > 256 or sparse.slots > MAX_SLOTS):
+        return False
+    return _has_supported_scales(side)
+
+
+def _has_supported_scales(side: Side) -> bool:
     scale = side.scale
-    if side.low_rank and (side.low_rank.rank > MAX_RANK or side.rotation):
-        return False
-    if side.sparse and (side.rows > 256 or side.sparse.slots > MAX_SLOTS):
-        return False
     if side.floating or scale.by == "block":
         return side.floating and scale.by == "block"
     if scale.by == "row" and (scale.group % 16 or side.sparse):
         return False
     groups = (side.rows if scale.by == "column" else side.columns) // scale.group
-    return groups <= MAX_GROUPS and groups * max(side.columns, MAX_SPAN) <= MAX_NUMBERS
+    numbers = groups * max(side.columns, MAX_SPAN)
+    return groups <= MAX_GROUPS and numbers <= MAX_NUMBERS

@@ -1,7 +1,7 @@
-"""Encoders on a CPU: the bytes of reference/encode.py, in C, straight to where pages belong.
+"""Encoders on a CPU: the bytes of reference/encode.py, written in C to where pages belong.
 
-KIVI, per-token, int8, fp8, KCVT and what else is codes and scales. Low rank, sparse slots and
-rotations are left to the torch reference.
+KIVI, per-token, int8, fp8, KCVT: every format of codes and scales alone. The torch reference
+encodes low rank, sparse slots and rotations.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu.attend import MAX_DIM, MAX_TOKENS
+from disagg.kernels.cpu.attend import MAX_DIM, MAX_TOKENS, readable
 from disagg.kernels.cpu.library import (
     TORCH,
     TYPES,
@@ -28,35 +28,45 @@ from disagg.kernels.sealing import Segmentation, Target
 
 def is_encoded(fmt: PageFormat, k: Tensor) -> bool:
     """Whether the library seals pages of this format."""
-    return not k.is_cuda and backend() != TORCH and _is_known(fmt)
+    return not k.is_cuda and backend() != TORCH and _is_supported(fmt)
 
 
 def seal_pages(
-    k: Tensor, v: Tensor, target: Target, fmt: PageFormat, cut: Segmentation
+    k: Tensor,
+    v: Tensor,
+    target: Target,
+    fmt: PageFormat,
+    cut: Segmentation,
 ) -> Tensor | None:
-    """Write the pages of k, v [H, n, D] to where they belong; all their tokens are there.
+    """Write the pages of k, v [H, n, D] to where they belong; no token is absent.
 
     returns: segments [S, H, segment_bytes] u8, or None where there are none
     """
     k, v = _readable(k, v)
     heads, n, _ = k.shape
     segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
-    if n:
-        pages = target.pages.contiguous()
-        job = EncodingC(
-            *(ctypes.addressof(format_of(fmt)), address(k), address(v)),
-            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(
-                TYPES[k.dtype],
-                n,
-                heads,
-                address(target.arena),
-                address(segments),
-                address(pages),
-            ),
-            *(target.base, target.unit, cut.tokens),
-        )
-        call("disagg_encode", job)
+    if not n:
+        return segments
+    pages = target.pages.contiguous()
+    job = EncodingC(
+        format=ctypes.addressof(format_of(fmt)),
+        k=address(k),
+        v=address(v),
+        k_head=k.stride(0),
+        k_token=k.stride(1),
+        v_head=v.stride(0),
+        v_token=v.stride(1),
+        type=TYPES[k.dtype],
+        tokens=n,
+        heads=heads,
+        blocks=address(target.arena),
+        segments=address(segments),
+        pages=address(pages),
+        base=target.base,
+        unit=target.unit,
+        segment_tokens=cut.tokens,
+    )
+    call("disagg_encode", job)
     return segments
 
 
@@ -68,41 +78,40 @@ def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
     count, tokens, head_dim = q.shape
     units = -(-(begun + tokens) // RAW_SLOTS)
     sums = q.new_empty(units, heads, head_dim, dtype=torch.float64)
-    sizes = (
-        q.stride(0),
-        q.stride(1),
-        TYPES[q.dtype],
-        tokens,
-        begun,
-        heads,
-        count // heads,
-        head_dim,
+    job = SquaresC(
+        q=address(q),
+        sums=address(sums),
+        q_head=q.stride(0),
+        q_token=q.stride(1),
+        type=TYPES[q.dtype],
+        tokens=tokens,
+        begun=begun,
+        heads=heads,
+        width=count // heads,
+        head_dim=head_dim,
     )
-    call("disagg_sum_squares", SquaresC(address(q), address(sums), *sizes))
+    call("disagg_sum_squares", job)
     return sums
 
 
 def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v of one dtype that the library reads, channels side by side."""
-    if k.dtype != v.dtype or k.dtype not in TYPES:
-        k, v = k.float(), v.float()
-    return tuple(x if x.stride(2) == 1 else x.contiguous() for x in (k, v))  # type: ignore[return-value]
+    """k and v of one dtype that the library reads, channels adjacent."""
+    dtype = k.dtype
+    if v.dtype != dtype or dtype not in TYPES:
+        dtype = torch.float32
+    return readable(k, dtype), readable(v, dtype)
 
 
 @lru_cache(maxsize=256)
-def _is_known(fmt: PageFormat) -> bool:
-    if (
-        fmt.head_dim % 16
-        or fmt.head_dim > MAX_DIM
-        or fmt.tokens % 32
-        or fmt.tokens > MAX_TOKENS
-    ):
+def _is_supported(fmt: PageFormat) -> bool:
+    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
         return False
-    sides = (*fmt.k_sides, fmt.v)
-    return not fmt.v.scale.shared and all(map(_is_known_side, sides))
+    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.shared:
+        return False
+    return all(_is_supported_side(side) for side in (*fmt.k_sides, fmt.v))
 
 
-def _is_known_side(side: Side) -> bool:
+def _is_supported_side(side: Side) -> bool:
     if side.low_rank or side.sparse or side.rotation:
         return False
     return side.floating == (side.scale.by == "block")

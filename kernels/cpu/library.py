@@ -1,7 +1,7 @@
-"""The C library of a CPU: where it is, which of its paths runs here, formats as it reads them.
+"""The C library of a CPU: loading it, choosing one of its paths, formats as it reads them.
 
-It is built with the package where there is a C compiler; without one the torch reference serves.
-Knows ctypes and pages.h; what is computed is in attend.py and encode.py.
+It is built with the package where there is a C compiler; without one the torch reference computes.
+Knows ctypes and pages.h; the calls are in attend.py, encode.py, append.py and step.py.
 """
 
 import ctypes
@@ -18,32 +18,35 @@ from disagg.kernels.formats import ExactFormat, PageFormat, Side
 
 PATHS = ("cpu-c", "cpu-avx2", "cpu-avx512vnni")  # from the plainest to the fastest
 TORCH = "torch"
-# relative, of attention against exact attention on what pages stand for: over codes the library
-# rounds queries and weights to int16, all else is fp32
+# relative errors of attention, against exact attention on the decoded pages: over codes the library
+# rounds queries and weights to int16; everything else is fp32
 EXACT_ERRORS = dict.fromkeys((TORCH, *PATHS), 1e-5)
-CODE_ERRORS = {**EXACT_ERRORS, **dict.fromkeys(PATHS, 5e-4)}
+CODE_ERRORS = {TORCH: 1e-5, **dict.fromkeys(PATHS, 5e-4)}
 BY = {"column": 0, "row": 1, "block": 2}
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 NO_TYPE = 4
 MAX_BANDS = 3
-STRIP_PAGES = 4  # whose softmax is taken together, counted from the first of a table
+STRIP_PAGES = 4  # pages with one softmax, counted from the first of a table
 PROCESS = os.getpid()
 
 _forced: list[str] = []
 
 
-def _structure(name: str, spec: str, **more: type) -> type[ctypes.Structure]:
-    """A struct of pages.h: of int64 and of pointers (`*name`), and what comes after them."""
+def _structure(name: str, spec: str, **others: type) -> type[ctypes.Structure]:
+    """A struct of pages.h: int64 numbers (`name`) and pointers (`*name`), then the others."""
     fields: list[tuple[str, type]] = []
     for field in spec.split():
-        kind = ctypes.c_void_p if field.startswith("*") else ctypes.c_int64
-        fields.append((field.lstrip("*"), kind))
-    return type(name, (ctypes.Structure,), {"_fields_": [*fields, *more.items()]})
+        if field.startswith("*"):
+            fields.append((field.removeprefix("*"), ctypes.c_void_p))
+        else:
+            fields.append((field, ctypes.c_int64))
+    fields.extend(others.items())
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 SideC = _structure(
     "SideC",
-    "rows columns bits codes by group scale zero center shared rank a b slots index delta turn "
+    "rows columns bits codes by group scale zero center shared rank a b slots index delta block "
     "matrix floating fitted",
 )
 FormatC = _structure(
@@ -88,11 +91,9 @@ def load() -> ctypes.CDLL | None:
         library.disagg_path.restype = ctypes.c_char_p
         library.disagg_path.argtypes = [ctypes.c_int64]
         for name in ("attend", "encode", "append", "step", "sum_squares"):
-            call = getattr(library, f"disagg_{name}")
-            call.restype, call.argtypes = (
-                None,
-                [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
-            )
+            function = getattr(library, f"disagg_{name}")
+            function.restype = None
+            function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         return library
     return None
 
@@ -108,7 +109,10 @@ def paths() -> tuple[str, ...]:
 
 def backend() -> str:
     """What computes attention and encodes on a CPU: one of PATHS, or "torch"."""
-    return _forced[-1] if _forced else paths()[-1] if paths() else TORCH
+    if _forced:
+        return _forced[-1]
+    available = paths()
+    return available[-1] if available else TORCH
 
 
 def describe_backend() -> str:
@@ -118,10 +122,10 @@ def describe_backend() -> str:
 
 @contextmanager
 def forced(name: str) -> Iterator[None]:
-    """Compute by this backend, whatever this machine could do better; for tests and benchmarks."""
+    """Compute by this backend, even if this machine has a faster one; for tests and benchmarks."""
     if name != TORCH and name not in paths():
-        known = ", ".join((TORCH, *paths()))
-        raise ValueError(f"this machine cannot run {name!r}; it can run {known}")
+        available = ", ".join((TORCH, *paths()))
+        raise ValueError(f"this machine cannot run {name!r}; it can run {available}")
     _forced.append(name)
     try:
         yield
@@ -130,7 +134,7 @@ def forced(name: str) -> Iterator[None]:
 
 
 def call(name: str, job: ctypes.Structure) -> None:
-    """Run a job on the threads that torch may use; a child has none of its parent's threads."""
+    """Run a job on as many threads as torch uses; on one in a forked child, which has no others."""
     library = load()
     assert library is not None
     path = PATHS.index(backend())
@@ -139,40 +143,67 @@ def call(name: str, job: ctypes.Structure) -> None:
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where the numbers of a tensor begin."""
+    """The address of a tensor's numbers; None for no tensor."""
     return None if x is None else x.data_ptr()
 
 
 @lru_cache(maxsize=256)
 def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
-    """A format as the library reads it; who gives its address away holds it meanwhile."""
+    """A format as the library reads it; hold it while the library uses its address."""
     if isinstance(fmt, ExactFormat):
-        kind = TYPES[getattr(torch, fmt.dtype)]
-        sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, 0, -1)
-        return FormatC(*sizes, kind, fmt.k, fmt.v, -1, -1)
-    valid = -1 if fmt.valid is None else fmt.valid
-    sides = (SideC * MAX_BANDS)(*map(_side_of, fmt.k_sides))
-    turn = (fmt.turn.order, fmt.turn.signs) if fmt.turn else (-1, -1)
-    shared = fmt.block_bytes if fmt.has_own_basis else fmt.segment_bytes
-    sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, shared, valid)
+        return FormatC(
+            tokens=fmt.tokens,
+            head_dim=fmt.head_dim,
+            block_bytes=fmt.block_bytes,
+            valid=-1,
+            raw=TYPES[getattr(torch, fmt.dtype)],
+            raw_k=fmt.k,
+            raw_v=fmt.v,
+            order=-1,
+            signs=-1,
+        )
+    segment_bytes = fmt.block_bytes if fmt.has_own_basis else fmt.segment_bytes
+    k_sides = (SideC * MAX_BANDS)(*[_side_of(side) for side in fmt.k_sides])
     return FormatC(
-        *sizes, NO_TYPE, 0, 0, *turn, len(fmt.k_sides), _side_of(fmt.v), sides
+        tokens=fmt.tokens,
+        head_dim=fmt.head_dim,
+        block_bytes=fmt.block_bytes,
+        segment_bytes=segment_bytes,
+        valid=-1 if fmt.valid is None else fmt.valid,
+        raw=NO_TYPE,
+        order=fmt.hadamard.order if fmt.hadamard else -1,
+        signs=fmt.hadamard.signs if fmt.hadamard else -1,
+        bands=len(fmt.k_sides),
+        v=_side_of(fmt.v),
+        k=k_sides,
     )
 
 
 def _side_of(side: Side) -> ctypes.Structure:
-    scale, low, sparse, turn = side.scale, side.low_rank, side.sparse, side.rotation
-    return SideC(
-        *(side.rows, side.columns, side.bits, side.codes),
-        *(
-            BY[scale.by],
-            scale.group,
-            scale.scale,
-            -1 if scale.zero is None else scale.zero,
-        ),
-        *(scale.center, scale.shared),
-        *((low.rank, low.a, low.b) if low else (0, 0, 0)),
-        *((sparse.slots, sparse.index, sparse.delta) if sparse else (0, 0, 0)),
-        *((turn.block, turn.matrix) if turn else (0, 0)),
-        *(side.floating, scale.fitted),
+    scale = side.scale
+    table = SideC(
+        rows=side.rows,
+        columns=side.columns,
+        bits=side.bits,
+        codes=side.codes,
+        by=BY[scale.by],
+        group=scale.group,
+        scale=scale.scale,
+        zero=-1 if scale.zero is None else scale.zero,
+        center=scale.center,
+        shared=scale.shared,
+        floating=side.floating,
+        fitted=scale.fitted,
     )
+    if side.low_rank:
+        table.rank = side.low_rank.rank
+        table.a = side.low_rank.a
+        table.b = side.low_rank.b
+    if side.sparse:
+        table.slots = side.sparse.slots
+        table.index = side.sparse.index
+        table.delta = side.sparse.delta
+    if side.rotation:
+        table.block = side.rotation.block
+        table.matrix = side.rotation.matrix
+    return table

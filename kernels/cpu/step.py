@@ -1,7 +1,7 @@
-"""A decode step on a CPU: what all layers of a group have in common is filled in once.
+"""A decode step on a CPU: the arguments that all layers of a group share are filled in once.
 
-A layer is one call of the C library then, which says where its tensors are: it copies the new
-tokens to their raw pages and attends. Knows no codec; pages that are sealed are somebody else's.
+Each layer is then one call of the C library: it copies the new tokens to their raw pages and
+attends. Knows no codec, and seals no pages.
 """
 
 import ctypes
@@ -28,21 +28,37 @@ from disagg.kernels.view import Softmax, View
 class LayerCalls:
     """A step of N sequences that append a token each.
 
-    rows, views: those of the group's first layer page; the library serves all of them
+    rows, views: those of the group's first layer page; the library supports all of them
     """
 
     def __init__(self, arena: Tensor, rows: NewRows, views: Sequence[View]) -> None:
-        self._rows, heads, dim = rows.pages.shape[0], views[0].heads, rows.fmt.head_dim
+        self._num_rows = rows.pages.shape[0]
+        heads = views[0].heads
         fmt = format_of(rows.fmt)
-        self._tables, *self._held = *fill(views), arena, rows, fmt
-        places = address(rows.pages), address(rows.slots)
-        where = ctypes.addressof(fmt), rows.base
+        self._tables, owners = fill(views)
+        self._owners = (
+            owners,
+            arena,
+            rows,
+            fmt,
+        )  # of the memory that the job points to
         append = AppendC(
-            address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, 0, *where, 0
+            arena=address(arena),
+            pages=address(rows.pages),
+            slots=address(rows.slots),
+            heads=heads,
+            format=ctypes.addressof(fmt),
+            base=rows.base,
         )
-        sizes = (len(views), self._rows, 1, heads, 0, dim, 0, 0, 0, 0)
-        attention = AttentionC(ctypes.addressof(self._tables), 0, 0, 0, *sizes)
-        self._job = StepC(append, attention)
+        attention = AttentionC(
+            tables=ctypes.addressof(self._tables),
+            num_tables=len(views),
+            batch=self._num_rows,
+            m=1,
+            heads=heads,
+            head_dim=rows.fmt.head_dim,
+        )
+        self._job = StepC(append=append, attention=attention)
 
     def run(
         self,
@@ -55,36 +71,40 @@ class LayerCalls:
     ) -> Tensor:
         """Append and attend in the layer page of a rank: [N, Hq, D] of q's dtype.
 
-        q: [Hq, N, D] · k, v: [H, N, D]; written: they are there already
+        q:       [Hq, N, D]
+        k, v:    [H, N, D]
+        written: the raw pages hold k and v already
         """
-        dtype = (
-            q.dtype if softmax.sinks is None else torch.float32
-        )  # o meets these in fp32
+        # o is merged with the sinks in fp32
+        dtype = q.dtype if softmax.sinks is None else torch.float32
         queries = readable(q, dtype)
         o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=dtype)
-        append, attention = self._job.append, self._job.attention
-        append.rows = 0 if written else self._rows
-        if not written:
-            k, v = readable(k, k.dtype), readable(v, k.dtype)
-            append.type = TYPES[k.dtype]
-            append.k, append.k_head, append.k_row = (
-                k.data_ptr(),
-                k.stride(0),
-                k.stride(1),
-            )
-            append.v, append.v_head, append.v_row = (
-                v.data_ptr(),
-                v.stride(0),
-                v.stride(1),
-            )
-        attention.type = TYPES[dtype]
-        attention.q, attention.o = queries.data_ptr(), o.data_ptr()
-        attention.q_head, attention.q_row = queries.stride(0), queries.stride(1)
-        attention.width = q.shape[0] // k.shape[0]
-        attention.scale, attention.cap = softmax.scale, softmax.cap
         lse = None if softmax.sinks is None else o.new_empty(o.shape[:2])
+        append = self._job.append
+        attention = self._job.attention
+        append.layer = rank
+        append.rows = 0
+        if not written:
+            k = readable(k, k.dtype)
+            v = readable(v, k.dtype)
+            append.rows = self._num_rows
+            append.type = TYPES[k.dtype]
+            append.k = k.data_ptr()
+            append.k_head = k.stride(0)
+            append.k_row = k.stride(1)
+            append.v = v.data_ptr()
+            append.v_head = v.stride(0)
+            append.v_row = v.stride(1)
+        attention.layer = rank
+        attention.type = TYPES[dtype]
+        attention.q = queries.data_ptr()
+        attention.q_head = queries.stride(0)
+        attention.q_row = queries.stride(1)
+        attention.o = o.data_ptr()
         attention.lse = address(lse)
-        append.layer = attention.layer = rank
+        attention.width = q.shape[0] // k.shape[0]
+        attention.scale = softmax.scale
+        attention.cap = softmax.cap
         call("disagg_step", self._job)
         if lse is not None:
             o = merge([(o, lse)], softmax.sinks)

@@ -31,7 +31,7 @@ from disagg.kernels.reference.aligned import (
     tops_of,
 )
 from disagg.kernels.reference.pages import ArenaBlocks, plane_view
-from disagg.kernels.reference.softmax import capped, columns_of, seen_tokens
+from disagg.kernels.reference.softmax import capped, columns_of, visible_tokens
 from disagg.kernels.view import View, WorkPlan
 
 NARROW = tl.constexpr(formats.NARROW)
@@ -49,37 +49,36 @@ def plane_scores_kernel(
     T: tl.constexpr = FMT.tokens
     D: tl.constexpr = FMT.head_dim
     C: tl.constexpr = SHAPE.columns
-    i_head, i_block = tl.program_id(0), tl.program_id(1)
+    i_head = tl.program_id(0)
+    i_block = tl.program_id(1)
     i_view, i_b, start, end, _ = find_unit(units_ptr, tl.program_id(2))
     if (start >= end) | (i_view != view):
         return
-    heads, count = tl.num_programs(0), queries * SHAPE.group
+    heads = tl.num_programs(0)
+    count = queries * SHAPE.group
     _, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
     o_row = (i_b * heads * count + i_row).to(tl.int64) * D
     factor, unit = query_unit(q_ptr + o_row, m_c, scale * 0.6931471805599453, D)
-    o_d, o_t = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, T)
+    o_d = tl.arange(0, triton.next_power_of_2(D))
+    o_t = tl.arange(0, T)
     m_q = (o_d < D)[:, None] & m_c[None, :]
-    b_q = (
-        tl.load(q_ptr + o_row[None, :] + o_d[:, None], mask=m_q, other=0.0)
-        * factor[None, :]
-    )
+    b_q = tl.load(q_ptr + o_row[None, :] + o_d[:, None], mask=m_q, other=0.0)
+    b_q = b_q * factor[None, :]
     i_column = i_block * C + tl.arange(0, C)
     first = (i_b * heads + i_head).to(tl.int64)
     p_level = levels_ptr + (first * D + o_d)[:, None] * count + i_column[None, :]
     level = tl.load(p_level, mask=m_q, other=3).to(tl.int32)
     q = split_by_level(b_q, level)
-    STAGES: tl.constexpr = (
-        3 if D <= NARROW else 1
-    )  # of many channels loads ahead would spill
+    # with many channels loads ahead would spill
+    STAGES: tl.constexpr = 3 if D <= NARROW else 1
     for i in tl.range(start, end, num_stages=STAGES):
         page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
         block = bytes_ptr + (page * 128 + base + i_head * FMT.block_bytes)
         k = read_rows(block, tl.min(level, 1), T, FMT.k_high, FMT.k_middle, FMT.k_low)
         s = add_product(k, q, tl.zeros([T, C], tl.float32)) * unit[None, :]
         o_s = (first * width + i) * T + o_t
-        tl.store(
-            scores_ptr + o_s[:, None] * count + i_column[None, :], s, mask=m_c[None, :]
-        )
+        p_s = scores_ptr + o_s[:, None] * count + i_column[None, :]
+        tl.store(p_s, s, mask=m_c[None, :])
 
 
 @triton.jit(do_not_specialize=["queries", "width"])
@@ -95,15 +94,20 @@ def plane_values_kernel(
     T: tl.constexpr = FMT.tokens
     D: tl.constexpr = FMT.head_dim
     C: tl.constexpr = SHAPE.columns
-    i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_head = tl.program_id(0)
+    i_block = tl.program_id(1)
+    i_slot = tl.program_id(2)
     i_view, i_b, start, end, _ = find_unit(units_ptr, i_slot)
     if (start >= end) | (i_view != view):
         return
-    heads, count = tl.num_programs(0), queries * SHAPE.group
+    heads = tl.num_programs(0)
+    count = queries * SHAPE.group
     _, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
     i_column = i_block * C + tl.arange(0, C)
-    o_d, o_t = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, T)
-    b_o, l = tl.zeros([o_d.shape[0], C], tl.float32), tl.zeros([C], tl.float32)
+    o_d = tl.arange(0, triton.next_power_of_2(D))
+    o_t = tl.arange(0, T)
+    b_o = tl.zeros([o_d.shape[0], C], tl.float32)
+    l = tl.zeros([C], tl.float32)
     first = (i_b * heads + i_head).to(tl.int64)
     for i in tl.range(start, end):
         page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
@@ -139,15 +143,20 @@ def read_rows(
     block, least, COLUMNS: tl.constexpr,
     HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """int16 [R, COLUMNS padded] of the high plane, in its place, and [R, half] of the other two;
-    a row's plane is read only where it is used.
+    """int16 [R, COLUMNS padded] of the high plane, shifted into place, and [R, half] of the rest.
 
-    block: u8 pointer to the block of a page; least: [R] the lowest level that any query asks for
+    A row's plane is read only where it is used.
+
+    block: u8 pointer to the block of a page
+    least: [R] the lowest level that any query needs
     """
     PAD: tl.constexpr = triton.next_power_of_2(COLUMNS)
     o_r = tl.arange(0, least.shape[0])[:, None]
-    o_c, o_h = tl.arange(0, PAD)[None, :], tl.arange(0, PAD // 2)[None, :]
-    m_c, m_h, least = o_c < COLUMNS, o_h < COLUMNS // 2, least[:, None]
+    o_c = tl.arange(0, PAD)[None, :]
+    o_h = tl.arange(0, PAD // 2)[None, :]
+    m_c = o_c < COLUMNS
+    m_h = o_h < COLUMNS // 2
+    least = least[:, None]
     word = tl.load(block + HIGH + o_r * COLUMNS + o_c, mask=(least <= 2) & m_c, other=0)
     p_half = block + o_r * (COLUMNS // 2) + o_h
     middle = tl.load(p_half + MIDDLE, mask=(least <= 1) & m_h, other=0).to(tl.int16)
@@ -188,25 +197,27 @@ def attend(
     lse: Tensor,
     cap: float = 0.0,
 ) -> Callable[[], Bits]:
-    """Attention over bit planes; and what counts the bits that were read, where that is wanted.
+    """Attention over bit planes. Arguments as in reference/aligned.py.
 
-    Arguments as in reference/aligned.py.
-
-    number: of the view among the units, whose partial results are written to o and lse
-    error:  about 5e-4 relative to the reference, since q and p are rounded to fp16
+    number:  of the view among the units, whose partial results are written to o and lse
+    returns: a function that counts the bits that were read
+    error:   about 5e-4 relative to the reference, since q and p are rounded to fp16
     """
-    fmt, q = view.fmt, q.float().contiguous()
+    fmt = view.fmt
+    q = q.float().contiguous()
     assert isinstance(fmt, AlignedFormat)
     batch, queries, query_heads, head_dim = q.shape
-    width, slots, heads = view.pages.shape[1], units.table.shape[0], view.heads
+    width = view.pages.shape[1]
+    slots = units.table.shape[0]
+    heads = view.heads
     shape = shape_of(fmt, queries, query_heads // heads, TENSOR_COLUMNS)
     grid = heads, shape.blocks(queries), slots
     options = {"num_warps": 4 * warps_of(head_dim)}
     tables = view.arena, view.pages, units.table, number
 
     blocks = ArenaBlocks(view.arena, view.pages, view.base, heads, fmt.block_bytes)
-    seen = seen_tokens(view, 0, width * fmt.tokens)  # [B, 1, n, M]
-    pages = seen.squeeze(1).unflatten(1, (-1, fmt.tokens)).any(2)
+    visible = visible_tokens(view, 0, width * fmt.tokens)  # [B, 1, n, M]
+    pages = visible.squeeze(1).unflatten(1, (-1, fmt.tokens)).any(2)  # [B, P, M]
     columns = columns_of(q * scale, heads)
     k_drop = k_drops(columns, tops_of(blocks, fmt.k_top, head_dim, pages, shape.group))
     scores = q.new_zeros(batch, heads, width * fmt.tokens, columns.shape[3])
@@ -214,9 +225,8 @@ def attend(
         q, levels_of(k_drop).contiguous(), *tables, scores, scale, view.base, queries, width,
         fmt, shape, **options,
     )  # fmt: skip
-    scores = capped(scores, cap).masked_fill_(
-        ~seen.repeat_interleave(shape.group, 3), -torch.inf
-    )
+    hidden = ~visible.repeat_interleave(shape.group, 3)
+    scores = capped(scores, cap).masked_fill_(hidden, -torch.inf)
     total = scores.logsumexp(2)
     total = total.masked_fill(total == -torch.inf, 0.0)
     p = scores.sub_(total.unsqueeze(2)).exp_()

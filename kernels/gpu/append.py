@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, PageFormat
-from disagg.kernels.gpu.bands import channels_of, side_of, turned
+from disagg.kernels.gpu.bands import channels_of, rotated, side_of
 from disagg.kernels.gpu.encode import encode_blocks, encode_warps
 from disagg.kernels.gpu.encode_tiles import at, axis_of, encode_tile, finite
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
@@ -35,50 +35,51 @@ def append_kernel(
     sealed_ptr .. stretches_ptr, base .. seed: as sealing.py says; FMT: None where nothing seals
     DTYPE:        that of raw pages; BANDS: how many bands K has
     """
-    i_row, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
     i_side = tl.program_id(2)
-    raw_page, slot = tl.load(pages_ptr + i_row), tl.load(slots_ptr + i_row)
+    raw_page = tl.load(pages_ptr + i_row)
+    slot = tl.load(slots_ptr + i_row)
     raw = raw_base + i_head * RAW.block_bytes
-    k = (
-        arena_ptr,
-        k_ptr + i_row * k_row + i_head * k_head,
-        raw_page,
-        slot,
-        raw + RAW.k,
-    )
-    v = (
-        arena_ptr,
-        v_ptr + i_row * v_row + i_head * v_head,
-        raw_page,
-        slot,
-        raw + RAW.v,
-    )
+    p_k = k_ptr + i_row * k_row + i_head * k_head
+    p_v = v_ptr + i_row * v_row + i_head * v_head
+    o_k = raw + RAW.k
+    o_v = raw + RAW.v
     if i_side == 0:
-        append_token(k, RAW, DTYPE)
+        append_token(arena_ptr, p_k, raw_page, slot, o_k, RAW, DTYPE)
     else:
-        append_token(v, RAW, DTYPE)
+        append_token(arena_ptr, p_v, raw_page, slot, o_v, RAW, DTYPE)
     if FMT is not None:
         page = tl.load(sealed_ptr + i_row).to(tl.int64)
         if page >= 0:
             p_tail = tails_ptr + i_row * (FMT.tokens // RAW.tokens)
-            block = arena_ptr + tl.multiple_of(
-                page * UNIT + base + i_head * FMT.block_bytes, 16
-            )
+            o_block = page * UNIT + base + i_head * FMT.block_bytes
+            block = arena_ptr + tl.multiple_of(o_block, 16)
             segment = tl.load(segments_ptr + i_row).to(tl.int64) * UNIT + segment_base
             segment = arena_ptr + segment + i_head * FMT.segment_bytes
             start = seed_of(seed + tl.load(stretches_ptr + i_row), i_head, i_side)
             if i_side == 0:
                 for band in tl.static_range(BANDS):
-                    seal(k, p_tail, block, segment, start, 1, band, FMT, RAW, DTYPE)
+                    seal(
+                        arena_ptr, p_k, raw_page, slot, o_k, p_tail, block, segment, start,
+                        1, band, FMT, RAW, DTYPE,
+                    )  # fmt: skip
             else:
-                seal(v, p_tail, block, segment, start, 0, 0, FMT, RAW, DTYPE)
+                seal(
+                    arena_ptr, p_v, raw_page, slot, o_v, p_tail, block, segment, start,
+                    0, 0, FMT, RAW, DTYPE,
+                )  # fmt: skip
 
 
 @triton.jit
-def append_token(token, RAW: tl.constexpr, DTYPE: tl.constexpr):
-    """Write one side of a token: (arena, the new numbers, raw page, slot, offset in that page);
-    nothing where there is no page."""
-    arena_ptr, p_new, page, slot, offset = token
+def append_token(
+    arena_ptr, p_new, page, slot, offset, RAW: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Write one side of a token; nothing where its page is NO_PAGE.
+
+    p_new:  pointer to the new numbers
+    offset: of K or V of this head in the raw page
+    """
     o_d = tl.arange(0, triton.next_power_of_2(RAW.head_dim))
     m_d = o_d < tl.where(page >= 0, RAW.head_dim, 0)
     p_raw = arena_ptr + tl.multiple_of(page.to(tl.int64) * UNIT + offset, 16)
@@ -98,39 +99,42 @@ def load_new(p, mask, DTYPE: tl.constexpr):
 @triton.constexpr_function
 def largest_of(dtype: tl.dtype) -> float:
     """The largest number of a raw dtype."""
-    return {"fp16": 65504.0, "bf16": 2.0**128 - 2.0**120, "fp32": 2.0**128 - 2.0**104}[
-        dtype.name
-    ]
+    largest = {
+        "fp16": 65504.0,
+        "bf16": 2.0**128 - 2.0**120,
+        "fp32": 2.0**128 - 2.0**104,
+    }
+    return largest[dtype.name]
 
 
 @triton.jit
 def load_tail(
-    token, p_tail, o_t, m_t, o_d, m_d,
+    arena_ptr, p_new, new_page, new_slot, offset, p_tail, o_t, m_t, o_d, m_d,
     D_AXIS: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The tokens o_t of a tail in fp32, the new one among them, and which exist.
 
-    D_AXIS: along which the channels o_d lie; p_tail: the ids of the raw pages
+    p_new, new_page, new_slot, offset: of the new token, as in `append_token`
+    D_AXIS: along which the channels o_d lie
+    p_tail: the ids of the raw pages
     """
-    arena_ptr, p_new, new_page, new_slot, offset = token
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    page, slot = (
-        tl.load(p_tail + o_t // RAW.tokens, mask=m_t, other=0),
-        o_t % RAW.tokens,
-    )
+    page = tl.load(p_tail + o_t // RAW.tokens, mask=m_t, other=0)
+    slot = o_t % RAW.tokens
     o_raw = page.to(tl.int64) * UNIT + offset + slot * (RAW.head_dim * ITEM)
     p_raw = at(arena_ptr + tl.multiple_of(o_raw, 16), 0, DTYPE)
     p_raw = tl.expand_dims(p_raw, D_AXIS) + tl.expand_dims(o_d, 1 - D_AXIS)
-    there = tl.expand_dims(m_t, D_AXIS) & tl.expand_dims(m_d, 1 - D_AXIS)
-    x = finite(tl.load(p_raw, mask=there, other=0.0))
+    m_x = tl.expand_dims(m_t, D_AXIS) & tl.expand_dims(m_d, 1 - D_AXIS)
+    x = finite(tl.load(p_raw, mask=m_x, other=0.0))
     own = tl.expand_dims((page == new_page) & (slot == new_slot) & m_t, D_AXIS)
     new = finite(load_new(p_new + o_d, m_d, DTYPE))
-    return tl.where(own, tl.expand_dims(new, 1 - D_AXIS), x), there
+    return tl.where(own, tl.expand_dims(new, 1 - D_AXIS), x), m_x
 
 
 @triton.jit
 def seal(
-    token, p_tail, block, segment, seed, D_AXIS: tl.constexpr, BAND: tl.constexpr,
+    arena_ptr, p_new, new_page, new_slot, offset, p_tail, block, segment, seed,
+    D_AXIS: tl.constexpr, BAND: tl.constexpr,
     FMT: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One side of a page, of K one band; segment: u8 pointer to the one it joins."""
@@ -141,16 +145,20 @@ def seal(
         o_c, m_c = axis_of(SIDE.columns, SIDE.halves, i, BLOCKS)
         if D_AXIS == 1:
             channel = channels_of(o_c, segment, BAND, FMT)
-            x, there = load_tail(
-                token, p_tail, o_r, m_r, channel, m_c, D_AXIS, RAW, DTYPE
-            )
+            x, m_x = load_tail(
+                arena_ptr, p_new, new_page, new_slot, offset, p_tail, o_r, m_r, channel, m_c,
+                D_AXIS, RAW, DTYPE,
+            )  # fmt: skip
         else:
-            x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW, DTYPE)
-            if FMT.turn is not None:
-                x = turned(x, segment, FMT)
-        missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, block, SIDE)
+            x, m_x = load_tail(
+                arena_ptr, p_new, new_page, new_slot, offset, p_tail, o_c, m_c, o_r, m_r,
+                D_AXIS, RAW, DTYPE,
+            )  # fmt: skip
+            if FMT.hadamard is not None:
+                x = rotated(x, segment, FMT)
+        missing = encode_tile(x, m_x, o_r, o_c, m_r, m_c, block, block, SIDE)
         if SIDE.low_rank is not None:
-            missing = tl.where(there, missing, 0.0).to(tl.float16)
+            missing = tl.where(m_x, missing, 0.0).to(tl.float16)
             if D_AXIS == 1:
                 store_factors(tl.trans(missing), o_r, o_c, m_c, block, seed, SIDE)
             else:
@@ -174,21 +182,29 @@ def append(
 ) -> None:
     """Write one token per row into raw pages, and the pages that they complete.
 
-    Shapes as in reference/encode.append; bytes as there, but for what encode.py says.
+    Shapes as in reference/encode.append; the same bytes, except where encode.py says otherwise.
     """
     if not k.shape[0]:
         return
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    pages, slots = rows.pages.contiguous(), rows.slots.contiguous()
-    tables, offsets, fmt = (pages, pages, pages, pages), (0, 0, 0), None
-    if sealing is not None:
-        seals, fmt = sealing.rows, sealing.fmt
+    k = k if k.stride(2) == 1 else k.contiguous()
+    v = v if v.stride(2) == 1 else v.contiguous()
+    pages = rows.pages.contiguous()
+    slots = rows.slots.contiguous()
+    if sealing is None:  # the kernel reads none of these
+        fmt = None
+        bands = 0
+        tables = (pages, pages, pages, pages)
+        offsets = (0, 0, 0)
+    else:
+        fmt = sealing.fmt
+        bands = len(fmt.k_sides)
+        seals = sealing.rows
         tables = (seals.pages, seals.tails, seals.segments, seals.stretches)
         offsets = (sealing.base, sealing.segment_base, sealing.seed)
     append_kernel[(k.shape[0], k.shape[1], 2)](
         arena, k, v, pages, slots, rows.base, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt,
-        len(fmt.k_sides) if fmt else 0, num_warps=append_warps(fmt), enable_fp_fusion=False,
+        *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt, bands,
+        num_warps=append_warps(fmt), enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -1,16 +1,16 @@
-"""Attention on a GPU: one launch takes the units of work of all views, another merges them.
+"""Attention on a GPU: one launch computes the units of work of all views, another merges them.
 
     pages of the prompt    units ──┐
     sealed while decoding  units ──┤  attend_kernel: a program for each unit, KV head
-    tokens kept exact      units ──┤  and block of query columns ──> partial results ──> reduce.py
+    tokens kept exact      units ──┤  and block of query columns ──> partial results ──> combine.py
     the tail               units ──┘
 
-Which views there are is compiled in, so a program is all of one loop, of codes.py or exact.py. Bit
-planes, in two passes, are aligned.py's.
+The set of views is compiled in, so each program runs one loop, of codes.py or exact.py. Bit planes
+take two passes, in aligned.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from disagg.kernels.formats import AlignedFormat, PageFormat
 from disagg.kernels.gpu import aligned
-from disagg.kernels.gpu.bits import PLAIN, PTX, spelling_for
+from disagg.kernels.gpu.bits import PLAIN, PTX, unpack_mode_for
 from disagg.kernels.gpu.codes import attend_codes
 from disagg.kernels.gpu.combine import UnitPartials
 from disagg.kernels.gpu.exact import attend_exact
@@ -46,9 +46,10 @@ from disagg.kernels.view import View, WorkPlan
 
 @dataclass(frozen=True)
 class Chip:
-    """What a chip is told to do: how it reads codes, and floats of 8 bits, see bits.py.
+    """What kernels do differently on this chip.
 
-    operand: the dtype in which exact tokens are multiplied, if not their own
+    codes, float8: how it unpacks codes, and floats of 8 bits; see bits.py
+    operand:       the dtype in which exact tokens are multiplied, if not their own
     """
 
     nvidia: bool
@@ -58,16 +59,18 @@ class Chip:
 
     @property
     def columns(self) -> int:
-        """Of a product of its tensor cores."""
+        """Columns of a product of its tensor cores."""
         return NVIDIA_COLUMNS if self.nvidia else AMD_COLUMNS
 
 
 @lru_cache
 def chip_of(device: torch.device) -> Chip:
-    """The chip of a device, which may be the interpreter's: that cannot multiply bf16."""
-    float8 = PTX if converts_float8(device) else PLAIN
+    """The chip of a device; on a CPU that is the interpreter, which cannot multiply bf16."""
     return Chip(
-        NVIDIA, spelling_for(device), float8, "float32" if device.type == "cpu" else ""
+        nvidia=NVIDIA,
+        codes=unpack_mode_for(device),
+        float8=PTX if converts_float8(device) else PLAIN,
+        operand="float32" if device.type == "cpu" else "",
     )
 
 
@@ -75,17 +78,19 @@ def chip_of(device: torch.device) -> Chip:
 class ViewSpec:
     """How the pages of a view are read.
 
-    number:    of the view among the units
-    spelling:  of codes, see bits.py
-    item:      what exact pages hold; operand: what is multiplied, in such precision
-    cap:       of scores, compiled in where a model has one
+    number:      of the view among the units
+    unpack_mode: how codes are read, see bits.py
+    item:        dtype of exact pages
+    operand:     dtype of a product with exact pages
+    precision:   of that product
+    cap:         of scores, compiled in where a model has one
     """
 
     number: int
     fmt: LoopFormat
     shape: Shape
     stages: int
-    spelling: str = PLAIN
+    unpack_mode: str = PLAIN
     item: Any = None
     operand: Any = None
     precision: str = ""
@@ -107,19 +112,18 @@ def attend_kernel(
     q_ptr:  [B, M, Hq, D] of any float dtype, strides in items, all multiples of 8
     arenas: u8 of each view; tables: (pages, lo, hi, sides) of each
     widths: of each view's pages, twice the columns and one: Triton compiles anew for integers of a
-            tuple that are 1 or divide by 16, whatever it is told, and these never do
+            tuple that are 1 or divide by 16, in spite of do_not_specialize; these never do
     bases:  (base, that of segments or side records) of each; LOOPS: how each is read, or None
     o_ptr:  [U, M * Hq, D] fp32; lse_ptr: [U, M * Hq] fp32, log2
     """
     i_view, i_b, start, end, i_segment = find_unit(units_ptr, tl.program_id(2))
     if start >= end:
         return
-    unit_of = (i_view, i_b, start, end, i_segment)
-    out = (o_ptr, lse_ptr)
-    asked = (q_ptr, queries, stride_b, stride_m, stride_h)
     for j in tl.static_range(COUNT):
-        view = (arenas[j], tables[j], bases[j], widths[j] // 2)
-        attend_unit(unit_of, asked, view, out, scale, loop_of(LOOPS, j))
+        attend_unit(
+            i_view, i_b, start, end, i_segment, q_ptr, scale, queries, stride_b, stride_m, stride_h,
+            arenas[j], tables[j], bases[j], widths[j] // 2, o_ptr, lse_ptr, loop_of(LOOPS, j),
+        )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -129,15 +133,21 @@ def loop_of(loops: tuple[ViewSpec, ...], number: int) -> ViewSpec:
 
 
 @triton.jit
-def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
-    """Attention over a unit, if it is of the view that this loop is for."""
-    i_view, i_b, start, end, i_segment = unit_of
+def attend_unit(
+    i_view, i_b, start, end, i_segment, q_ptr, scale, queries, stride_b, stride_m, stride_h,
+    arena_ptr, tables, bases, width, o_ptr, lse_ptr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Attention over a unit, if it is of the view that this loop is for.
+
+    i_view .. i_segment: as `find_unit` returns them
+    arena_ptr .. width:  of the view, as `attend_kernel` has them
+    """
     SHAPE: tl.constexpr = LOOP.shape
     if i_view == LOOP.number:
-        q_ptr, queries, stride_b, stride_m, stride_h = asked
-        arena_ptr, tables, bases, width = view
         pages_ptr, lo_ptr, hi_ptr, sides_ptr = tables
-        i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        i_head = tl.program_id(0)
+        i_block = tl.program_id(1)
+        i_slot = tl.program_id(2)
         i_m, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
         rows = queries * tl.num_programs(0) * SHAPE.group
         i_query = i_row - i_m * tl.num_programs(0) * SHAPE.group
@@ -145,20 +155,21 @@ def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
         p_q = q_ptr + tl.multiple_of(o_q + i_query.to(tl.int64) * stride_h, 8)
         lo = tl.load(lo_ptr + i_b * queries + i_m, mask=m_c, other=0)
         hi = tl.load(hi_ptr + i_b * queries + i_m, mask=m_c, other=0)
-        into = (out[0], out[1], i_slot * rows + i_row)
-        part = (start, end, i_segment, i_head)
-        query = (p_q, lo, hi, m_c, lo_ptr)
+        i_out = i_slot * rows + i_row
         row_ptr = pages_ptr + i_b * width
         if LOOP.codes:
             attend_codes(
-                part, query, (arena_ptr, row_ptr, bases[0], bases[1]), into, scale, LOOP
-            )
+                start, end, i_segment, i_head, p_q, lo, hi, m_c, lo_ptr,
+                arena_ptr, row_ptr, bases[0], bases[1], o_ptr, lse_ptr, i_out, scale, LOOP,
+            )  # fmt: skip
         else:
             side = 0
             if LOOP.fmt.side is not None:
                 side = tl.load(sides_ptr + i_b)
-            places = (arena_ptr, row_ptr, bases[0], bases[1], side)
-            attend_exact(part, query, places, into, scale, width, LOOP)
+            attend_exact(
+                start, end, i_head, p_q, lo, hi, m_c, arena_ptr, row_ptr, bases[0], bases[1],
+                side, width, o_ptr, lse_ptr, i_out, scale, LOOP,
+            )  # fmt: skip
 
 
 def attend(
@@ -168,45 +179,74 @@ def attend(
     units: WorkPlan | None = None,
     cap: float = 0.0,
 ) -> UnitPartials:
-    """What the units of views find; q [B, M, Hq, D] of any float dtype.
+    """The partial results of all units of the views; q [B, M, Hq, D] of any float dtype.
 
-    units: as plan.py cuts them; None: found here, which asks the host
+    units: as plan.py cuts them; None: they are planned here, which asks the host
     scale, cap: as in `Softmax`
     error: about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5 for
            exact tokens of fp32
     """
     units = units or units_of(views, q.device)
-    tables = [(view.pages, view.lo, view.hi, view.sides) for view in views]
-    check_tables(units.table, units.starts, *(x for table in tables for x in table))
-    if (
-        q.stride(3) != 1
-        or any(stride % 8 for stride in q.stride()[:3])
-        or q.data_ptr() % 16
-    ):
-        q = q.contiguous()
-    queries, query_heads, head_dim = q.shape[1:]
-    slots, rows, heads = units.table.shape[0], queries * query_heads, views[0].heads
+    check_tables(units.table, units.starts)
+    for view in views:
+        check_tables(view.pages, view.lo, view.hi, view.sides)
+    q = _aligned_rows(q)
+    batch, queries, query_heads, head_dim = q.shape
+    slots = units.table.shape[0]
+    rows = queries * query_heads
     o = torch.empty(slots, rows, head_dim, device=q.device)
     lse = torch.empty(slots, rows, device=q.device)
-    served = [
-        i for i, view in enumerate(views) if not isinstance(view.fmt, AlignedFormat)
-    ]
-    chip = chip_of(q.device)
-    some = [views[i] for i in served]
-    formats = [x.fmt for x in some if not isinstance(x.fmt, AlignedFormat)]
-    loops = loops_of(formats, served, queries, query_heads // heads, chip, cap)
-    if served:
-        blocks = max(loop.shape.blocks(queries) for loop in loops)
-        attend_kernel[(heads, blocks, slots)](
-            q, tuple(x.arena for x in some), tuple(tables[i] for i in served),
-            tuple((x.base, x.segment_base if x.sides is None else x.side_base) for x in some),
-            tuple(2 * x.pages.shape[1] + 1 for x in some), units.table, o, lse, scale, queries,
-            *q.stride()[:3], loops, len(loops), **compile_options(formats[0], chip.nvidia),
-        )  # fmt: skip
+    _attend_in_one_launch(q, views, scale, units, o, lse, cap)
     for i, view in enumerate(views):
         if isinstance(view.fmt, AlignedFormat):
             aligned.attend(q, view, scale, i, units, o, lse, cap)
-    return UnitPartials(o, lse, tuple(q.shape[:3]), units.starts)
+    return UnitPartials(o, lse, (batch, queries, query_heads), units.starts)
+
+
+def _aligned_rows(q: Tensor) -> Tensor:
+    """q with rows that a kernel can load: contiguous, and aligned to 16 bytes."""
+    strides_fit = q.stride(3) == 1 and not any(x % 8 for x in q.stride()[:3])
+    if strides_fit and q.data_ptr() % 16 == 0:
+        return q
+    return q.contiguous()
+
+
+def _attend_in_one_launch(
+    q: Tensor,
+    views: Sequence[View],
+    scale: float,
+    units: WorkPlan,
+    o: Tensor,
+    lse: Tensor,
+    cap: float,
+) -> None:
+    """Write the partial results of all views but those of bit planes."""
+    numbers = []
+    formats: list[LoopFormat] = []
+    for i, view in enumerate(views):
+        if not isinstance(view.fmt, AlignedFormat):
+            numbers.append(i)
+            formats.append(view.fmt)
+    if not numbers:
+        return
+    queries = q.shape[1]
+    heads = views[0].heads
+    chip = chip_of(q.device)
+    loops = loops_of(formats, numbers, queries, q.shape[2] // heads, chip, cap)
+    blocks = max(loop.shape.blocks(queries) for loop in loops)
+    arenas, tables, bases, widths = [], [], [], []
+    for i in numbers:
+        view = views[i]
+        record_base = view.segment_base if view.sides is None else view.side_base
+        arenas.append(view.arena)
+        tables.append((view.pages, view.lo, view.hi, view.sides))
+        bases.append((view.base, record_base))
+        widths.append(2 * view.pages.shape[1] + 1)
+    attend_kernel[(heads, blocks, units.table.shape[0])](
+        q, tuple(arenas), tuple(tables), tuple(bases), tuple(widths), units.table, o, lse,
+        scale, queries, *q.stride()[:3], loops, len(loops),
+        **compile_options(formats[0], chip.nvidia),
+    )  # fmt: skip
 
 
 def loops_of(
@@ -217,28 +257,31 @@ def loops_of(
     chip: Chip,
     cap: float = 0.0,
 ) -> tuple[ViewSpec, ...]:
-    """How a chip reads pages of formats: so many queries of a sequence, heads for each KV head."""
+    """How a chip reads pages of these formats.
+
+    numbers: of the views among the units
+    queries: of each sequence
+    group:   query heads of a KV head
+    """
     loops = []
     for number, fmt in zip(numbers, formats, strict=True):
-        shape = shape_of(fmt, queries, group, chip.columns)
-        precision = "tf32x3" if chip.nvidia else "ieee"
-        stages = pipeline_stages(fmt, chip.nvidia, len(formats) > 1)
+        loop = ViewSpec(
+            number=number,
+            fmt=fmt,
+            shape=shape_of(fmt, queries, group, chip.columns),
+            stages=pipeline_stages(fmt, chip.nvidia, len(formats) > 1),
+            precision="tf32x3" if chip.nvidia else "ieee",
+            cap=cap,
+        )
         if isinstance(fmt, PageFormat):
             if chip.codes == PTX:
                 check_slots(fmt)
-            floating = fmt.k.floating or fmt.v.floating
-            spelling = chip.float8 if floating else chip.codes
-            loops.append(
-                ViewSpec(
-                    number, fmt, shape, stages, spelling, precision=precision, cap=cap
-                )
-            )
-            continue
-        check_tile(fmt)
-        item, operand = (
-            getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype)
-        )
-        loops.append(
-            ViewSpec(number, fmt, shape, stages, PLAIN, item, operand, precision, cap)
-        )
+            is_floating = fmt.k.floating or fmt.v.floating
+            mode = chip.float8 if is_floating else chip.codes
+            loops.append(replace(loop, unpack_mode=mode))
+        else:
+            check_tile(fmt)
+            item = getattr(tl, fmt.dtype)
+            operand = getattr(tl, chip.operand or fmt.dtype)
+            loops.append(replace(loop, item=item, operand=operand))
     return tuple(loops)

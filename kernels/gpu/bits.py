@@ -6,9 +6,9 @@ on two words at once, yields two exact operands; no conversion, no subtraction, 
 factor 2**(p - 24) belongs to a whole field, so it is undone on the few sums, not on the many codes.
 Bits from 8 up are first shifted down by 8, together for four (2 bit) or two (4 bit) fields.
 
-Tensor cores take subnormals exactly on NVIDIA; `spelling_for` asks the chip. One that flushes them
-gets the magic number: the field under the exponent 0x6400 is 1024 + c * 2**p, and taking 1024 away
-is exact.
+Tensor cores take subnormals exactly on NVIDIA; `unpack_mode_for` asks the chip. A chip that flushes
+them uses the magic number: the field under the exponent 0x6400 is 1024 + c * 2**p, and subtracting
+1024 is exact.
 
 An e4m3 byte needs no conversion either: fp16 has the same fields, wider. Sign, exponent and
 mantissa moved up by 7 bits are the number times 2**-8, because fp16 counts exponents from 15 and
@@ -33,13 +33,13 @@ def field(
     INDEX: tl.constexpr,
     HALF: tl.constexpr,
     BITS: tl.constexpr,
-    SPELLING: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """words int16 -> fp16 of the same shape: the codes of one field and half, times 1/weight."""
     POSITION: tl.constexpr = INDEX * BITS + HALF * 8
     SHIFT: tl.constexpr = POSITION // 8 * 8
     MASK: tl.constexpr = ((1 << BITS) - 1) << (POSITION - SHIFT)
-    if SPELLING == "ptx":
+    if UNPACK_MODE == "ptx":
         mask = tl.full(words.shape, MASK, tl.int16)
         if BITS == 8 and SHIFT == 8:  # the upper byte of each word, and one of 0
             return tl.inline_asm_elementwise(
@@ -66,61 +66,63 @@ def field(
             )
     else:
         bits = (words.to(tl.int32) >> SHIFT) & MASK
-        if SPELLING == "magic":
+        if UNPACK_MODE == "magic":
             return (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
         else:
             return bits.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def weight(INDEX: tl.constexpr, BITS: tl.constexpr, SPELLING: tl.constexpr):
+def weight(INDEX: tl.constexpr, BITS: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """What a sum over `field` of a field is multiplied by to be a sum over codes."""
     POSITION: tl.constexpr = INDEX * BITS % 8
-    UNIT: tl.constexpr = 1.0 if SPELLING == "magic" else 16777216.0
+    UNIT: tl.constexpr = 1.0 if UNPACK_MODE == "magic" else 16777216.0
     return UNIT / (1 << POSITION)
 
 
 @triton.jit
-def float8(codes, SPELLING: tl.constexpr):
+def float8(codes, UNPACK_MODE: tl.constexpr):
     """Bytes of e4m3, int8 -> fp16 of the same shape: the numbers, times 1/weight."""
-    if SPELLING == "ptx":
+    if UNPACK_MODE == "ptx":
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         return ((codes.to(tl.int16) << 7) & -0x4080).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def float8_weight(SPELLING: tl.constexpr):
+def float8_weight(UNPACK_MODE: tl.constexpr):
     """What a sum over `float8` is multiplied by to be a sum over the numbers."""
-    if SPELLING == "ptx":
+    if UNPACK_MODE == "ptx":
         return 1.0
     else:
         return 256.0
 
 
 @triton.jit
-def subnormal_kernel(words_ptr, o_ptr, SPELLING: tl.constexpr):
+def subnormal_kernel(words_ptr, o_ptr, UNPACK_MODE: tl.constexpr):
     """o = sum over the columns of the codes in field 0 of words [16, 16] int16, as 4-bit fields."""
     o_16 = tl.arange(0, 16)
     words = tl.load(words_ptr + o_16[:, None] * 16 + o_16[None, :])
     ones = tl.full([16, 16], 1.0, tl.float16)
-    sums = tl.dot(field(words, 0, 0, 4, SPELLING), ones) * weight(0, 4, SPELLING)
+    sums = tl.dot(field(words, 0, 0, 4, UNPACK_MODE), ones) * weight(0, 4, UNPACK_MODE)
     tl.store(o_ptr + o_16[:, None] * 16 + o_16[None, :], sums)
 
 
-def takes_subnormals(device: torch.device, spelling: str) -> bool:
+def takes_subnormals(device: torch.device, unpack_mode: str) -> bool:
     """Whether sums over codes come out exact."""
     words = torch.arange(256, dtype=torch.int16, device=device).view(16, 16)
     sums = torch.empty(16, 16, device=device)
-    subnormal_kernel[(1,)](words, sums, spelling, num_warps=1, enable_fp_fusion=False)
+    subnormal_kernel[(1,)](
+        words, sums, unpack_mode, num_warps=1, enable_fp_fusion=False
+    )
     exact = (words & 15).sum(1, dtype=torch.float32)
     return bool(torch.equal(sums, exact[:, None].expand(16, 16)))
 
 
 @lru_cache
-def spelling_for(device: torch.device) -> str:
+def unpack_mode_for(device: torch.device) -> str:
     """How this device reads codes, by test; the first call must not be inside a CUDA graph."""
     if device.type != "cuda":
         return PLAIN
-    wanted = PTX if torch.version.hip is None else PLAIN
-    return wanted if takes_subnormals(device, wanted) else MAGIC
+    mode = PTX if torch.version.hip is None else PLAIN
+    return mode if takes_subnormals(device, mode) else MAGIC

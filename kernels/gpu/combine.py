@@ -15,15 +15,17 @@ from disagg.kernels.gpu.tiles import EMPTY
 from disagg.kernels.view import Partial
 
 COLUMNS = 64  # channels that a program takes together
-FEW, MANY = 16, 64  # units that it takes together, and where a sequence has many
+FEW = 16  # units that it takes together, and where a sequence has many
+MANY = 64
 WARPS = {FEW: 1, MANY: 4}
 
 
 @dataclass(frozen=True)
 class UnitPartials:
-    """What the units of work found, each over tokens of its own.
+    """The partial results of units of work, each over its own tokens.
 
-    o:       [U, M * Hq, D] fp32; lse: [U, M * Hq] fp32, log2 of the sum of exponentials
+    o:       [U, M * Hq, D] fp32
+    lse:     [U, M * Hq] fp32, log2 of the sum of exponentials
     queries: (B, M, Hq)
     starts:  [B + 1] int32, as in `WorkPlan`
     """
@@ -45,13 +47,18 @@ def merge_kernel(
     sinks_ptr: [SINKS] of any float dtype, one of each query head; nowhere if that is 0
     o_ptr, lse_ptr: [B, rows, D] of any float dtype, and [B, rows] fp32, lse natural
     """
-    i_row, i_part, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_d, o_u = i_part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, UNITS)
-    m, l = tl.full([1], EMPTY, tl.float32), tl.zeros([1], tl.float32)
+    i_row = tl.program_id(0)
+    i_part = tl.program_id(1)
+    i_b = tl.program_id(2)
+    o_d = i_part * COLUMNS + tl.arange(0, COLUMNS)
+    o_u = tl.arange(0, UNITS)
+    m = tl.full([1], EMPTY, tl.float32)
+    l = tl.zeros([1], tl.float32)
     b_o = tl.zeros([COLUMNS], tl.float32)
     if SINKS > 0:
         sink = tl.load(sinks_ptr + i_row % SINKS + tl.arange(0, 1)).to(tl.float32)
-        m, l = sink * 1.4426950408889634, l + 1.0
+        m = sink * 1.4426950408889634
+        l = l + 1.0
     end = tl.load(starts_ptr + i_b + 1)
     for i in range(tl.load(starts_ptr + i_b), end, UNITS):
         m_u = i + o_u < end
@@ -70,23 +77,27 @@ def merge_kernel(
     b_o = b_o / tl.where(l > 0, l, 1.0)
     tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=o_d < D)
     if i_part == 0:
-        tl.store(
-            lse_ptr + i_out + tl.arange(0, 1), (m + tl.log2(l)) * 0.6931471805599453
-        )
+        p_lse = lse_ptr + i_out + tl.arange(0, 1)
+        tl.store(p_lse, (m + tl.log2(l)) * 0.6931471805599453)
 
 
 def merge(
-    found: UnitPartials, dtype: torch.dtype = torch.float32, sinks: Tensor | None = None
+    partials: UnitPartials,
+    dtype: torch.dtype = torch.float32,
+    sinks: Tensor | None = None,
 ) -> Partial:
     """The answer [B, M, Hq, D] of dtype, and its log-sum-exp [B, M, Hq] fp32; sinks: `Softmax`."""
-    o, queries, head_dim = found.o, found.queries, found.o.shape[2]
-    batch, rows = queries[0], o.shape[1]
+    o = partials.o
+    queries = partials.queries
+    head_dim = partials.o.shape[2]
+    batch = queries[0]
+    rows = o.shape[1]
     merged = torch.empty(*queries, head_dim, dtype=dtype, device=o.device)
     lse = torch.empty(queries, device=o.device)
     heads = 0 if sinks is None else queries[2]
     units = MANY if o.shape[0] > 2 * FEW * batch else FEW
     merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
-        o, found.lse, found.starts, lse if sinks is None else sinks, merged, lse, rows,
+        o, partials.lse, partials.starts, lse if sinks is None else sinks, merged, lse, rows,
         head_dim, units, COLUMNS, heads, num_warps=WARPS[units], enable_fp_fusion=False,
     )  # fmt: skip
     return merged, lse

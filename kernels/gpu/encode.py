@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import BlockRotation, PageFormat, Side
-from disagg.kernels.gpu.bands import channels_of, side_of, turned
+from disagg.kernels.gpu.bands import channels_of, rotated, side_of
 from disagg.kernels.gpu.encode_tiles import (
     axis_of,
     encode_tile,
@@ -36,34 +36,33 @@ def encode_side_kernel(
     unit, base, segment_pages, FMT: tl.constexpr, IS_V: tl.constexpr, BAND: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One side of one block, of K one band; of its columns some, if programs share them.
+    """One side of one block (of K one band), or a part of its columns if programs share them.
 
     x_ptr:        [H, n, D] of any float dtype; strides in items, a page begins stride_page further
     bytes_ptr, pages_ptr, unit, base: where blocks lie, as `Target` says
     segments_ptr: [S, H, bytes] u8 with their scales; a segment has segment_pages pages
     missing_ptr:  [H, P, rows * columns] fp16 - what a low-rank product is fitted to, if any
-    absent_ptr:   [H, n] u8 - tokens that the mask of their page leaves out; None: all are there
+    absent_ptr:   [H, n] u8 - tokens that the mask of their page leaves out; None: all are present
     """
     SIDE: tl.constexpr = FMT.v if IS_V else side_of(FMT, BAND)
-    i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_page = tl.program_id(0)
+    i_head = tl.program_id(1).to(tl.int64)
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves, tl.program_id(2), BLOCKS)
-    there = m_r[:, None] & m_c[None, :]
+    m_x = m_r[:, None] & m_c[None, :]
     i_segment = i_page // segment_pages
-    segment = (
-        segments_ptr + (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
-    )
+    segment = segments_ptr
+    segment += (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
     channel = o_c
     if not IS_V:
         channel = channels_of(o_c, segment, BAND, FMT)
     p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
-    p_x += (
-        o_r[:, None].to(tl.int64) * stride_row
-        + channel[None, :].to(tl.int64) * stride_column
-    )
-    x = finite(tl.load(p_x, mask=there, other=0.0))
-    if FMT.turn is not None and IS_V:
-        x = turned(x, segment, FMT)
+    o_row = o_r[:, None].to(tl.int64) * stride_row
+    o_column = channel[None, :].to(tl.int64) * stride_column
+    p_x += o_row + o_column
+    x = finite(tl.load(p_x, mask=m_x, other=0.0))
+    if FMT.hadamard is not None and IS_V:
+        x = rotated(x, segment, FMT)
     page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
     block = bytes_ptr + tl.multiple_of(page + i_head * FMT.block_bytes, 16)
     if FMT.valid is not None and not IS_V:
@@ -71,16 +70,12 @@ def encode_side_kernel(
         if absent_ptr is not None:
             p_absent += (i_head * tl.num_programs(0) + i_page) * FMT.tokens
         store_mask(block + FMT.valid, p_absent, FMT.tokens)
-    missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
+    missing = encode_tile(x, m_x, o_r, o_c, m_r, m_c, block, segment, SIDE)
     if SIDE.low_rank is not None:
         i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
-        p_out = (
-            missing_ptr
-            + i_out
-            + o_r[:, None] * missing_row
-            + o_c[None, :] * missing_column
-        )
-        tl.store(p_out, missing.to(tl.float16), mask=there)
+        p_out = missing_ptr + i_out + o_r[:, None] * missing_row
+        p_out += o_c[None, :] * missing_column
+        tl.store(p_out, missing.to(tl.float16), mask=m_x)
 
 
 def encode(
@@ -97,34 +92,48 @@ def encode(
     error:  codes, scales and slots are the reference's, byte for byte, but where the mean of a
             column, which is summed in another order, tips a rounding; A B^T is off by 2**-9 of it
     """
-    heads, n, head_dim = k.shape
-    shape = (0 if target else n // fmt.tokens, heads, fmt.block_bytes)
+    heads, n, _ = k.shape
+    num_blocks = 0 if target else n // fmt.tokens
+    shape = (num_blocks, heads, fmt.block_bytes)
     blocks = torch.empty(shape, dtype=torch.uint8, device=k.device)
     segments = cut.begin(n, heads, fmt, k.device)
     if n:
-        where = target or in_order(blocks)
-        needed = 2 if fmt.k.low_rank is not None else 0
-        missing = torch.empty(
-            needed, heads, n, head_dim, dtype=torch.float16, device=k.device
-        )
-        gone = None
-        if absent is not None:
-            gone, group = absent.contiguous().view(torch.uint8), fmt.k.scale.group
-            k, v = (
-                quantize.with_group_means(quantize.finite(x), absent, group)
-                for x in (k, v)
-            )
-        for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
-            if side.rotation:
-                x = _rotate(x, side.rotation, segments, cut)
-            left = missing[i] if needed else x
-            for band in range(1 if i else len(fmt.k_sides)):
-                _encode_side(
-                    x, i == 1, band, fmt, where, segments, left, gone, cut.tokens
-                )
-        if needed:
-            encode_low_rank(missing, where, segments, fmt, cut)
+        _encode(k, v, fmt, cut, absent, target or in_order(blocks), segments)
     return blocks, segments if fmt.segment_bytes else None
+
+
+def _encode(
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat,
+    cut: Segmentation,
+    absent: Tensor | None,
+    target: Target,
+    segments: Tensor,
+) -> None:
+    """Write the blocks of all pages, and the segments."""
+    missing = (
+        None  # what codes miss of K and V, where a low-rank product is fitted to it
+    )
+    if fmt.k.low_rank is not None:
+        missing = torch.empty(2, *k.shape, dtype=torch.float16, device=k.device)
+    mask = None
+    if absent is not None:
+        mask = absent.contiguous().view(torch.uint8)
+        group = fmt.k.scale.group
+        k = quantize.with_group_means(quantize.finite(k), absent, group)
+        v = quantize.with_group_means(quantize.finite(v), absent, group)
+    if fmt.k.rotation:
+        k = _rotate(k, fmt.k.rotation, segments, cut)
+    k_missing = k if missing is None else missing[0]
+    for band in range(len(fmt.k_sides)):
+        _encode_side(k, False, band, fmt, target, segments, k_missing, mask, cut.tokens)
+    if fmt.v.rotation:
+        v = _rotate(v, fmt.v.rotation, segments, cut)
+    v_missing = v if missing is None else missing[1]
+    _encode_side(v, True, 0, fmt, target, segments, v_missing, mask, cut.tokens)
+    if missing is not None:
+        encode_low_rank(missing, target, segments, fmt, cut)
 
 
 def _encode_side(
@@ -132,26 +141,32 @@ def _encode_side(
     is_v: bool,
     band: int,
     fmt: PageFormat,
-    where: Target,
+    target: Target,
     segments: Tensor,
     missing: Tensor,
     absent: Tensor | None,
-    tokens: int,
+    segment_tokens: int,
 ) -> None:
     """A band of K [H, n, D] of all pages, or V."""
     side = fmt.v if is_v else fmt.k_sides[band]
     heads, n, head_dim = x.shape
     stride_head, stride_token, stride_channel = x.stride()
     if side.scale.shared:
-        _share_scales(x, side, segments, tokens)
-    strides = (stride_channel, stride_token) if is_v else (stride_token, stride_channel)
-    dense = (1, head_dim) if is_v else (head_dim, 1)
+        _share_scales(x, side, segments, segment_tokens)
+    stride_row = stride_token
+    stride_column = stride_channel
+    missing_row = head_dim
+    missing_column = 1
+    if is_v:
+        stride_row, stride_column = stride_column, stride_row
+        missing_row, missing_column = missing_column, missing_row
     blocks = encode_blocks(side)
+    segment_pages = max(1, segment_tokens // fmt.tokens)
     encode_side_kernel[(n // fmt.tokens, heads, blocks)](
-        x, where.arena, where.pages, segments, missing, absent,
-        stride_head, *strides, fmt.tokens * stride_token, *dense,
-        where.unit, where.base, max(1, tokens // fmt.tokens), fmt, is_v, band, blocks,
-        num_warps=encode_warps(side), enable_fp_fusion=False,
+        x, target.arena, target.pages, segments, missing, absent,
+        stride_head, stride_row, stride_column, fmt.tokens * stride_token,
+        missing_row, missing_column, target.unit, target.base, segment_pages,
+        fmt, is_v, band, blocks, num_warps=encode_warps(side), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -159,23 +174,26 @@ def _share_scales(x: Tensor, side: Side, segments: Tensor, tokens: int) -> None:
     """Scales and zeros of the channels of x [H, n, D], over each segment."""
     shared = DenseBlocks(segments)
     assert side.scale.zero is not None
+    all_scales = shared.plane(torch.float16, side.scale.scale, side.scale_shape)
+    all_zeros = shared.plane(torch.float16, side.scale.zero, side.scale_shape)
     for i, part in enumerate(quantize.finite(x).split(tokens, 1)):
-        found = quantize.quantize(part, part.shape[1], side.bits)[1:]
-        for offset, numbers in zip(
-            (side.scale.scale, side.scale.zero), found, strict=True
-        ):
-            shared.plane(torch.float16, offset, side.scale_shape)[i].copy_(numbers)
+        _, scales, zeros = quantize.quantize(part, part.shape[1], side.bits)
+        all_scales[i].copy_(scales)
+        all_zeros[i].copy_(zeros)
 
 
 def encode_warps(side: Side) -> int:
     """Warps of a program: 32 numbers a thread, and what codes miss of them, fit its registers."""
-    return 4 if side.rows * side.columns <= 4 * 32 * 32 and not side.sparse else 8
+    is_small = side.rows * side.columns <= 4 * 32 * 32
+    return 4 if is_small and not side.sparse else 8
 
 
 @triton.constexpr_function
 def encode_blocks(side: Side) -> int:
-    """Programs that share the columns of a side, where nothing is of several and none is padded;
-    choosing outliers takes registers too."""
+    """Programs that share the columns of a side, where columns are independent and none is padded.
+
+    Choosing outliers takes registers too.
+    """
     if side.scale.by != "column" or is_padded(side.columns // side.halves):
         return 1
     fitting = (4 if side.sparse else 8) * 32 * 32
@@ -183,17 +201,15 @@ def encode_blocks(side: Side) -> int:
 
 
 def _rotate(
-    x: Tensor, turn: BlockRotation, segments: Tensor, cut: Segmentation
+    x: Tensor, by: BlockRotation, segments: Tensor, cut: Segmentation
 ) -> Tensor:
     """T_L of x [H, n, D] fp32, by the T_S of each segment."""
-    matrices = DenseBlocks(segments).plane(
-        torch.float16, turn.matrix, (turn.block, turn.block)
-    )
+    shape = (by.block, by.block)
+    matrices = DenseBlocks(segments).plane(torch.float16, by.matrix, shape)
     parts = quantize.finite(x).split(cut.tokens, 1)
-    if cut.frozen is None:
-        for part, matrix in zip(parts, matrices, strict=True):
-            matrix.copy_(rotation(part, turn.block))
-    turned = [
-        unrotate(part, matrix) for part, matrix in zip(parts, matrices, strict=True)
-    ]
-    return torch.cat(turned, 1)
+    results = []
+    for part, matrix in zip(parts, matrices, strict=True):
+        if cut.frozen is None:
+            matrix.copy_(rotation(part, by.block))
+        results.append(unrotate(part, matrix))
+    return torch.cat(results, 1)

@@ -2,7 +2,7 @@
 
 A side is a matrix whose rows are cut into fields and whose columns are cut into halves; each part
 is padded to a power of two, so that packing is a plain sum over fields and halves and nothing is
-shuffled. What is not there is masked. The arithmetic is that of reference/quantize.py, operation by
+shuffled. Padding is masked. The arithmetic is that of reference/quantize.py, operation by
 operation, so the bytes are the same.
 """
 
@@ -14,21 +14,22 @@ from disagg.kernels.reference import quantize
 LARGEST = tl.constexpr(65504.0)  # of fp16
 SMALLEST_SCALE = tl.constexpr(2.0**-24)
 SHARES = quantize.SHARES
-ROUND = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: adding and subtracting it rounds half to even
+# 1.5 * 2**23: adding and subtracting it rounds half to even
+ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def axis_of(SIZE: tl.constexpr, PARTS: tl.constexpr, block=0, BLOCKS: tl.constexpr = 1):
-    """Indices of SIZE items in PARTS equal parts, each padded, and whether they exist; of each part
-    those of one of so many blocks."""
+    """Indices of SIZE items in PARTS equal parts, each padded, and whether they exist.
+
+    Of each part those of one of BLOCKS blocks.
+    """
     PART: tl.constexpr = SIZE // PARTS
     PAD: tl.constexpr = triton.next_power_of_2(PART) // BLOCKS
     tl.static_assert(PART * PARTS == SIZE, "fields and halves divide a side")
     o = tl.arange(0, PARTS * PAD)
     within = o % PAD
-    if BLOCKS > 1:  # or less would be known of where it begins
+    if BLOCKS > 1:  # else the compiler would know less of where it begins
         within += block * PAD
     return o // PAD * PART + within, within < PART
 
@@ -54,15 +55,14 @@ def at(block, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def group_scale(x, own, AXIS: tl.constexpr, SIDE: tl.constexpr):
-    """Scale and zero, fp16, of what is `own` along an axis of x."""
+    """Scale and zero, fp16, of the numbers of x that are `own`, along an axis."""
     low = tl.min(tl.where(own, x, LARGEST), AXIS)
     high = tl.max(tl.where(own, x, -LARGEST), AXIS)
     largest = tl.maximum(tl.abs(low), tl.abs(high))
     if SIDE.scale.zero is None:
         LIMIT: tl.constexpr = (1 << (SIDE.bits - 1)) - 1
-        scale = tl.maximum(tl.div_rn(largest, LIMIT * 1.0), SMALLEST_SCALE).to(
-            tl.float16
-        )
+        step = tl.maximum(tl.div_rn(largest, LIMIT * 1.0), SMALLEST_SCALE)
+        scale = step.to(tl.float16)
         zero = tl.full(scale.shape, SIDE.scale.center, tl.float16)
     else:
         LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
@@ -84,11 +84,14 @@ def sum_rows(x):
 
 @triton.jit
 def fitted_codes(x, SIDE: tl.constexpr):
-    """Codes [COUNT, G, C] in int32 of groups x, and their fp16 scales and zeros [COUNT, C], whose
-    range is clipped and stretched; reference/quantize.py says how."""
+    """Codes [COUNT, G, C] in int32 of groups x, and their fp16 scales and zeros [COUNT, C].
+
+    The range is clipped and stretched; reference/quantize.py says how.
+    """
     LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
     SHARE: tl.constexpr = share_of(SIDE.bits)
-    low, high = tl.min(x, 1), tl.max(x, 1)
+    low = tl.min(x, 1)
+    high = tl.max(x, 1)
     width = (high - low) * SHARE
     largest = tl.maximum(tl.abs(low), tl.abs(high)) * (1.0 / 1024)
     step = tl.maximum(
@@ -100,9 +103,11 @@ def fitted_codes(x, SIDE: tl.constexpr):
     code = tl.minimum(tl.maximum(u, 0.0), LEVELS * 1.0) + ROUND
     whole = code.to(tl.int32, bitcast=True) & LEVELS
     code = code - ROUND
-    sum_u, sum_c = sum_rows(u), sum_rows(code)
+    sum_u = sum_rows(u)
+    sum_c = sum_rows(code)
     # of a power of two both are exact; but a division may be approximate (Triton 3.6)
-    mean_u, mean_c = sum_u * (1.0 / SIDE.scale.group), sum_c * (1.0 / SIDE.scale.group)
+    mean_u = sum_u * (1.0 / SIDE.scale.group)
+    mean_c = sum_c * (1.0 / SIDE.scale.group)
     spread = sum_rows(u * u) - sum_u * mean_u
     along = sum_rows(u * code) - sum_u * mean_c
     ratio = tl.div_rn(spread, tl.where(along > 0, along, 1.0))
@@ -114,7 +119,7 @@ def fitted_codes(x, SIDE: tl.constexpr):
 
 @triton.constexpr_function
 def share_of(bits: int) -> float:
-    """Of the range that codes of so many bits cover."""
+    """The share of the range that codes of this width cover."""
     return SHARES[bits]
 
 
@@ -122,7 +127,7 @@ def share_of(bits: int) -> float:
 def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
     """Codes of x, and the numbers in fp32 that they stand for.
 
-    Adding ROUND leaves the rounded number in the last bits, so there is nothing to convert.
+    Adding ROUND leaves the rounded number in the last bits, so nothing is converted.
     """
     scale = tl.expand_dims(scale.to(tl.float32), AXIS)
     zero = tl.expand_dims(zero.to(tl.float32), AXIS)
@@ -142,14 +147,15 @@ def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
-    """Write one side of a block, and give what its codes and slots miss of x [R, C].
+def encode_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
+    """Write one side of a block; returns what its codes and slots miss of x [R, C].
 
-    x:       finite numbers in fp32, 0 where nothing is `there`
+    x:       finite numbers in fp32, 0 where m_x is not set
+    row, column: [R], [C] indices of the side; m_r, m_c: which of them exist, m_x: both [R, C]
     segment: has the scales of the page, where these are shared
     """
     if SIDE.floating:
-        store_float8(x, there, row, column, block, SIDE)
+        store_float8(x, m_x, row, column, block, SIDE)
         missing = x
     elif SIDE.bits == 0:
         mean = finite(sum_rows(x[None, :, :]) * (1.0 / SIDE.rows)).to(tl.float16)
@@ -158,20 +164,20 @@ def encode_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.conste
     else:
         means = x
         if SIDE.sparse is not None:
-            picks, means = choose_outliers(x, there, SIDE)
-        codes, seen = quantize_tile(
-            means, there, row, column, m_r, m_c, block, segment, SIDE
+            picks, means = choose_outliers(x, m_x, SIDE)
+        codes, decoded = quantize_tile(
+            means, m_x, row, column, m_r, m_c, block, segment, SIDE
         )
         store_words(block, codes, row, column, SIDE)
-        missing = x - seen
+        missing = x - decoded
         if SIDE.sparse is not None:
             missing = store_outliers(block, missing, picks, column, m_c, SIDE)
     return missing
 
 
 @triton.jit
-def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
-    """Codes of x [R, C] in int32 and what they stand for; scales and zeros are stored.
+def quantize_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
+    """Codes of x [R, C] in int32 and the numbers that they decode to; stores scales and zeros.
 
     block, segment: u8 pointers to the block of the page, and of the segment whose scales hold
     """
@@ -180,48 +186,54 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
     if SIDE.scale.shared:
         p_scale = at(segment, SIDE.scale.scale, tl.float16) + column
         scale = tl.load(p_scale, mask=m_c, other=1.0)
-        zero = tl.load(
-            at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0
-        )
-        code, seen = codes_with(x, scale, zero, 0, SIDE)
-        code = tl.where(there, code, 0)
+        p_zero = at(segment, SIDE.scale.zero, tl.float16) + column
+        zero = tl.load(p_zero, mask=m_c, other=0.0)
+        code, decoded = codes_with(x, scale, zero, 0, SIDE)
+        code = tl.where(m_x, code, 0)
     elif is_padded(SIDE.rows // SIDE.fields) or is_padded(SIDE.columns // SIDE.halves):
-        code, seen = tl.zeros(x.shape, tl.int32), tl.zeros(x.shape, tl.float32)
-        place, lane, m_lane = row[:, None], column, m_c
+        code = tl.zeros(x.shape, tl.int32)
+        decoded = tl.zeros(x.shape, tl.float32)
+        place = row[:, None]
+        lane = column
+        m_lane = m_c
         if AXIS == 1:
-            place, lane, m_lane = column[None, :], row, m_r
+            place = column[None, :]
+            lane = row
+            m_lane = m_r
         for g in tl.static_range(LENGTH // SIDE.scale.group):
-            own = there & (place // SIDE.scale.group == g)
+            own = m_x & (place // SIDE.scale.group == g)
             scale, zero = group_scale(x, own, AXIS, SIDE)
             store_scales(block, scale, zero, g, lane, m_lane, SIDE)
-            own_code, own_seen = codes_with(x, scale, zero, AXIS, SIDE)
+            own_code, own_decoded = codes_with(x, scale, zero, AXIS, SIDE)
             code = tl.where(own, own_code, code)
-            seen = tl.where(own, own_seen, seen)
+            decoded = tl.where(own, own_decoded, decoded)
     elif SIDE.scale.fitted:
         COUNT: tl.constexpr = SIDE.rows // SIDE.scale.group
         groups = tl.reshape(x, [COUNT, SIDE.scale.group, x.shape[1]])
         code, scale, zero = fitted_codes(groups, SIDE)
         o_g = tl.arange(0, COUNT)[:, None]
-        store_scales(
-            block, scale, zero, o_g, column[None, :], column[None, :] >= 0, SIDE
-        )
-        code, seen = tl.reshape(code, x.shape), x
+        lane = column[None, :]
+        store_scales(block, scale, zero, o_g, lane, lane >= 0, SIDE)
+        code = tl.reshape(code, x.shape)
+        decoded = x
     else:
         COUNT: tl.constexpr = LENGTH // SIDE.scale.group
         o_g = tl.arange(0, COUNT)
         if AXIS == 0:
             groups = tl.reshape(x, [COUNT, SIDE.scale.group, x.shape[1]])
-            g, lane = o_g[:, None], column[None, :]
+            g = o_g[:, None]
+            lane = column[None, :]
         else:
             groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
-            g, lane = o_g[None, :], row[:, None]
-        scale, zero = group_scale(
-            groups, tl.full(groups.shape, 1, tl.int1), AXIS + 1, SIDE
-        )
+            g = o_g[None, :]
+            lane = row[:, None]
+        everything = tl.full(groups.shape, 1, tl.int1)
+        scale, zero = group_scale(groups, everything, AXIS + 1, SIDE)
         store_scales(block, scale, zero, g, lane, lane >= 0, SIDE)
-        code, seen = codes_with(groups, scale, zero, AXIS + 1, SIDE)
-        code, seen = tl.reshape(code, x.shape), tl.reshape(seen, x.shape)
-    return code, seen
+        code, decoded = codes_with(groups, scale, zero, AXIS + 1, SIDE)
+        code = tl.reshape(code, x.shape)
+        decoded = tl.reshape(decoded, x.shape)
+    return code, decoded
 
 
 @triton.jit
@@ -236,7 +248,7 @@ def store_scales(block, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
 
 @triton.jit
 def store_words(block, codes, row, column, SIDE: tl.constexpr):
-    """Codes [fields * R, halves * U], 0 where nothing is, as words [R, U]; or those of a block."""
+    """Store codes [fields * R, halves * U], 0 in padding, as words [R, U]; or those of a block."""
     R: tl.constexpr = SIDE.rows // SIDE.fields
     U: tl.constexpr = SIDE.columns // SIDE.halves
     R_PAD: tl.constexpr = codes.shape[0] // SIDE.fields
@@ -265,31 +277,35 @@ def float8_bits(x):
 
 
 @triton.jit
-def store_float8(x, there, row, column, block, SIDE: tl.constexpr):
-    """x [R, C] over one scale, as bytes [rows][columns]; the scale in fp32, and zeros behind it up
-    to the 16 bytes that every field begins at."""
-    top = tl.max(tl.max(tl.where(there, tl.abs(x), 0.0), 1), 0)
+def store_float8(x, m_x, row, column, block, SIDE: tl.constexpr):
+    """Store x [R, C] over one scale, as bytes [rows][columns].
+
+    The scale is fp32, with zeros behind it up to the 16 bytes at which every plane begins.
+    """
+    top = tl.max(tl.max(tl.where(m_x, tl.abs(x), 0.0), 1), 0)
     scale = tl.maximum(tl.div_rn(top, 448.0), 2.0**-100)
     o_scale = tl.arange(0, 4)
     p_scale = at(block, SIDE.scale.scale, tl.float32) + o_scale
     tl.store(p_scale, tl.where(o_scale == 0, scale, 0.0))
     x = tl.div_rn(x, tl.zeros(x.shape, tl.float32) + scale)
     codes = float8_bits(tl.minimum(tl.maximum(x, -448.0), 448.0)).to(tl.uint8)
-    tl.store(
-        block + SIDE.codes + row[:, None] * SIDE.columns + column[None, :],
-        codes,
-        mask=there,
-    )
+    p_codes = block + SIDE.codes + row[:, None] * SIDE.columns + column[None, :]
+    tl.store(p_codes, codes, mask=m_x)
 
 
 @triton.jit
-def choose_outliers(x, there, SIDE: tl.constexpr):
-    """Places along the padded rows of the outliers of each column [C], one tile for each slot, and
-    x with the mean of its column where they were. Of equals the first is chosen."""
+def choose_outliers(x, m_x, SIDE: tl.constexpr):
+    """Rows (of the padded ones) of the outliers of each column, and x without them.
+
+    The first is chosen of equals.
+
+    returns: for each slot [C] i32; x with the mean of its column in the place of outliers
+    """
     SLOTS: tl.constexpr = SIDE.sparse.slots
-    mean = tl.div_rn(tl.sum(tl.where(there, x, 0.0), 0), SIDE.rows * 1.0)[None, :]
+    mean = tl.div_rn(tl.sum(tl.where(m_x, x, 0.0), 0), SIDE.rows * 1.0)[None, :]
     o_r = tl.arange(0, x.shape[0])[:, None]
-    rest, picks = there, ()
+    rest = m_x
+    picks = ()
     for i in tl.static_range(SLOTS):
         if not SIDE.sparse.ends:
             distance = tl.abs(x - mean)
@@ -305,7 +321,7 @@ def choose_outliers(x, there, SIDE: tl.constexpr):
 
 @triton.jit
 def store_outliers(block, missing, picks, column, m_c, SIDE: tl.constexpr):
-    """Sparse slots of what is missing at `picks`; what is still missing then."""
+    """Store sparse slots of what is missing at `picks`; returns what is still missing then."""
     SLOTS: tl.constexpr = SIDE.sparse.slots
     R: tl.constexpr = SIDE.rows // SIDE.fields
     R_PAD: tl.constexpr = triton.next_power_of_2(R)
@@ -324,7 +340,10 @@ def store_outliers(block, missing, picks, column, m_c, SIDE: tl.constexpr):
 
 @triton.jit
 def store_mask(p_mask, p_absent, TOKENS: tl.constexpr):
-    """A bit for each token that is there, low bit first; p_absent: [TOKENS] u8; None: all are."""
+    """A bit for each token that is present, low bit first.
+
+    p_absent: [TOKENS] u8; None: all are present
+    """
     tl.static_assert(TOKENS % 8 == 0, "eight tokens share a byte")
     o_t = tl.arange(0, TOKENS)
     bits = tl.full([TOKENS], 1, tl.int32)

@@ -1,5 +1,6 @@
-"""Attention on exact K and V on a GPU: tails, raw pages, kept tokens and those not dropped. A part
-of attend.py's kernel.
+"""Attention on exact K and V on a GPU: tails, raw pages, outliers and heavy hitters.
+
+Part of attend.py's kernel.
 
 The Triton form of reference/exact.py. An iteration takes a tile of four strips of 16 slots, each at
 its own address (four raw pages), so that bookkeeping is paid once for 64 tokens; of more than 128
@@ -37,15 +38,15 @@ IS_FREE = tl.constexpr(formats.FREE)
 
 
 @triton.jit
-def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constexpr):
-    """Attention of C columns over the tiles of one unit; arguments as in codes.py.
+def attend_exact(
+    start, end, i_head, p_q, lo, hi, m_c, arena_ptr, row_ptr, base, side_base,
+    side, width, o_ptr, lse_ptr, i_out, scale, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Attention of C columns over the tiles of one unit; arguments as in `attend_codes`.
 
-    at_bytes: (the arena, the sequence's row of the page table, base, base of side records, id of
-              the sequence's side record); width: columns of the page table
+    side:  page id of the sequence's side record
+    width: columns of the page table
     """
-    start, end, _, i_head = unit_of
-    p_q, lo, hi, m_c, _ = queries
-    arena_ptr, row_ptr, base, side_base, side = at_bytes
     FMT: tl.constexpr = LOOP.fmt
     OPERAND: tl.constexpr = LOOP.operand
     PRECISION: tl.constexpr = LOOP.precision
@@ -55,45 +56,47 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     D_PAD: tl.constexpr = max(16, triton.next_power_of_2(D))  # as tl.dot wants
     C: tl.constexpr = LOOP.shape.columns
     TILE: tl.constexpr = FMT.strips * FMT.tile_pages * STRIP
-    HIDES: tl.constexpr = (
-        not FMT.counted or D > NARROW
-    )  # one loop, in which tokens are hidden
+    # there is one loop, in which tokens are hidden
+    HIDES: tl.constexpr = not FMT.counted or D > NARROW
     arena_ptr = arena_ptr.to(tl.pointer_type(LOOP.item), bitcast=True)
     limit = last_slot(hi, width, FMT)
     factor, unit = query_unit(p_q, m_c, scale, D)
     o_d = tl.arange(0, D_PAD)
-    b_q = tl.load(
-        p_q[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0
-    )
+    m_q = m_c[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)
     q = operands(tl.trans(b_q.to(tl.float32) * factor[:, None]), OPERAND)
     m, l = empty_softmax(STRIP, C)
-    state = (m, l, tl.zeros([D_PAD, C], tl.float32))
+    b_o = tl.zeros([D_PAD, C], tl.float32)
 
     ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
     block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
-    where_ptr = find_positions(arena_ptr, side, base, side_base, i_head, FMT)
-    whole, whole_end = start, end if HIDES else start
+    positions_ptr = find_positions(arena_ptr, side, base, side_base, i_head, FMT)
+    whole = start
+    whole_end = end if HIDES else start
     if not HIDES and STAGES > 1:  # of a tail beside pages a second loop might spill
         whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
     pages = load_pages(row_ptr, whole, width, FMT)
-    at = load_positions(where_ptr, pages, whole, limit, FMT)
+    at = load_positions(positions_ptr, pages, whole, limit, FMT)
     for i in tl.range(whole, whole_end, num_stages=STAGES):
         blocks = addresses(block_ptr, pages, FMT)
-        seen = (at, i, lo, hi) if HIDES else ()
+        window = (at, i, lo, hi) if HIDES else ()
         pages = load_pages(row_ptr, i + 1, width, FMT)
-        at = load_positions(where_ptr, pages, i + 1, limit, FMT)
-        state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION, CAP)
+        at = load_positions(positions_ptr, pages, i + 1, limit, FMT)
+        m, l, b_o = add_tile(
+            blocks, q, unit, window, m, l, b_o, FMT, OPERAND, PRECISION, CAP
+        )
     if not HIDES:
         for i in tl.range(start, end - (whole_end - whole), num_stages=1):
             i_tile = tl.where(i < whole, i, i + (whole_end - whole))
             blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width, FMT), FMT)
-            seen = ((), i_tile, lo, hi)
-            state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION, CAP)
+            window = ((), i_tile, lo, hi)
+            m, l, b_o = add_tile(
+                blocks, q, unit, window, m, l, b_o, FMT, OPERAND, PRECISION, CAP
+            )
 
-    m, l, b_o = state
-    i_out = out[2].to(tl.int64)
-    inverse = store_lse(out[1] + i_out, m, l, P_BIAS, m_c)
-    p_o = (out[0] + i_out * D)[None, :] + o_d[:, None]
+    i_out = i_out.to(tl.int64)
+    inverse = store_lse(lse_ptr + i_out, m, l, P_BIAS, m_c)
+    p_o = (o_ptr + i_out * D)[None, :] + o_d[:, None]
     tl.store(p_o, b_o * inverse[None, :], mask=m_c[None, :] & (o_d < D)[:, None])
 
 
@@ -123,55 +126,52 @@ def addresses(block_ptr, pages, FMT: tl.constexpr):
     ITEM: tl.constexpr = block_ptr.dtype.element_ty.primitive_bitwidth // 8
     blocks = ()
     for j in tl.static_range(len(pages)):
-        o_strip = (
-            pages[j].to(tl.int64) * (128 // ITEM)
-            + j % FMT.strips * STRIP * FMT.head_dim
-        )
+        o_page = pages[j].to(tl.int64) * (128 // ITEM)
+        o_strip = o_page + j % FMT.strips * STRIP * FMT.head_dim
         blocks = blocks + (block_ptr + o_strip,)
     return blocks
 
 
 @triton.jit
 def add_tile(
-    blocks, q, unit, seen, state,
+    blocks, q, unit, window, m, l, b_o,
     FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state (m, l, o) after one more tile, whose strips begin at `blocks`.
 
-    q:    tiles [D, C], to be summed
-    seen: (positions, index of the tile, lo, hi), or () for a tile that all columns see whole
+    q:      tiles [D, C], to be summed
+    window: (positions, index of the tile, lo, hi), or () for a tile that all columns see whole
     """
-    m, l, b_o = state
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = b_o.shape[0]
     WHOLE: tl.constexpr = D == D_PAD and FMT.slots == FMT.strips * STRIP
     ITEM: tl.constexpr = blocks[0].dtype.element_ty.primitive_bitwidth // 8
-    o_d, o_t = tl.arange(0, D_PAD), tl.arange(0, STRIP)
+    o_d = tl.arange(0, D_PAD)
+    o_t = tl.arange(0, STRIP)
     o_k = o_t[:, None] * D + o_d[None, :]
     o_v = o_d[:, None] + o_t[None, :] * D
     s = ()
     for j in tl.static_range(len(blocks)):
         m_t = j % FMT.strips * STRIP + o_t < FMT.slots
         m_k = m_t[:, None] & (o_d < D)[None, :]
-        b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, m_k, WHOLE).to(
-            OPERAND
-        )  # [16, D]
+        p_k = blocks[j] + FMT.k // ITEM + o_k
+        b_k = load_tile(p_k, m_k, WHOLE).to(OPERAND)  # [16, D]
         b_s = tl.dot(b_k, q[0], input_precision=PRECISION)
         for i in tl.static_range(1, len(q)):
             b_s = tl.dot(b_k, q[i], b_s, input_precision=PRECISION)
         s = s + (b_s,)
     s = stack(s, len(blocks))
-    if len(seen) > 0:
-        s = hide_slots(s, seen[0], seen[1], seen[2], seen[3], FMT)
+    if len(window) > 0:
+        positions, i_tile, lo, hi = window
+        s = hide_slots(s, positions, i_tile, lo, hi, FMT)
     p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, STRIP, CAP)
     p = unstack(p, len(blocks))
     b_o *= decay[None, :]
     for j in tl.static_range(len(blocks)):
         m_t = j % FMT.strips * STRIP + o_t < FMT.slots
         m_v = (o_d < D)[:, None] & m_t[None, :]
-        b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, m_v, WHOLE).to(
-            OPERAND
-        )  # [D, 16]
+        p_v = blocks[j] + FMT.v // ITEM + o_v
+        b_v = load_tile(p_v, m_v, WHOLE).to(OPERAND)  # [D, 16]
         terms = operands(p[j], OPERAND)
         for i in tl.static_range(len(terms)):
             b_o = tl.dot(b_v, terms[i], b_o, input_precision=PRECISION)
@@ -180,8 +180,10 @@ def add_tile(
 
 @triton.jit
 def last_slot(hi, width, FMT: tl.constexpr):
-    """What is behind it is empty: slots of the side record that have pages; or tokens that the
-    sequence shows, because a short row of a table repeats pages behind them."""
+    """The end of the slots that may hold something: slots of the side record that have pages.
+
+    Or the tokens that the sequence shows, because a short row of a table repeats pages behind them.
+    """
     if FMT.side is not None:
         return tl.minimum(width * STRIP, FMT.side.slots)
     else:
@@ -200,10 +202,12 @@ def find_positions(arena_ptr, side, base, side_base, i_head, FMT: tl.constexpr):
 
 
 @triton.jit
-def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
-    """Positions of the tokens in the slots of a tile, FAR where none is; () if counted.
+def load_positions(positions_ptr, pages, i_tile, limit, FMT: tl.constexpr):
+    """Positions of the tokens in the slots of a tile, FAR for an empty one; () if counted.
 
-    where_ptr, limit: see above; pages: the page id of each strip
+    positions_ptr: from `find_positions`
+    limit:         from `last_slot`
+    pages:         the page id of each strip
     """
     TILE: tl.constexpr = STRIP * len(pages)
     o_s = tl.arange(0, TILE)
@@ -212,9 +216,9 @@ def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
     elif FMT.side is not None:
         o_slot = i_tile * TILE + o_s
         m_s = o_slot < limit
-        p_state = as_bytes(where_ptr, FMT.side.states) + o_slot
+        p_state = as_bytes(positions_ptr, FMT.side.states) + o_slot
         free = tl.load(p_state, mask=m_s, other=IS_FREE) == IS_FREE
-        p_at = where_ptr + FMT.side.positions // 4 + o_slot
+        p_at = positions_ptr + FMT.side.positions // 4 + o_slot
         at = tl.where(free, FAR, tl.load(p_at, mask=m_s, other=FAR))
     else:
         STRIPS: tl.constexpr = FMT.strips
@@ -226,7 +230,7 @@ def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
             )
         o_slot = o_strip % STRIPS * STRIP + o_s % STRIP
         first = (i_tile * FMT.tile_pages + o_strip // STRIPS) * FMT.tokens
-        p_at = where_ptr + page.to(tl.int64) * 32 + FMT.positions // 4 + o_slot
+        p_at = positions_ptr + page.to(tl.int64) * 32 + FMT.positions // 4 + o_slot
         m_s = (o_slot < FMT.slots) & (first < limit)
         at = tl.load(p_at, mask=m_s, other=FAR)
     return at

@@ -1,4 +1,4 @@
-"""Power iteration on a GPU: A and B of what codes and sparse slots left over of a segment.
+"""Power iteration on a GPU: A and B of what codes and sparse slots miss of a segment.
 
 One program takes one side of one head and segment, and reads its residual X [n, D] five times:
 
@@ -9,7 +9,7 @@ One program takes one side of one head and segment, and reads its residual X [n,
 
 Nothing is added up across programs, so the same input gives the same bytes. Factors that meet X are
 two fp16 terms over a power of two known before: X is fp16 and goes to the tensor core as it is. The
-reference takes A from a QR decomposition; A B^T is the same, whatever basis A has.
+reference takes A from a QR decomposition; A B^T is the same in any basis of A.
 """
 
 import triton
@@ -20,22 +20,19 @@ from disagg.kernels.formats import PageFormat
 from disagg.kernels.gpu.encode_tiles import at
 from disagg.kernels.sealing import HEAD_STRIDE, STRETCH_TOKENS, Segmentation, Target
 
-WIDTH = tl.constexpr(
-    16
-)  # columns of a factor: ranks are padded to what a tensor core takes
+# columns of a factor: ranks are padded to what a tensor core takes
+WIDTH = tl.constexpr(16)
 WARPS = 8
 STRIDE = tl.constexpr(HEAD_STRIDE)
 STRETCH = tl.constexpr(STRETCH_TOKENS)
-BUFFERED = tl.constexpr(
-    64 * 128
-)  # numbers of a page of which two are loaded ahead, not one
-INDEPENDENT = tl.constexpr(
-    1e-13
-)  # of a squared length: a column with less left is in the others
-LONGEST = tl.constexpr(16.0)  # of a vector of 256 numbers in [-1, 1]
-FAINTEST = tl.constexpr(
-    1e-7
-)  # of the largest squared length: what rounding leaves of nothing
+# numbers of a page up to which two pages are loaded ahead, not one
+BUFFERED = tl.constexpr(64 * 128)
+# share of a squared length below which a column counts as a combination of the others
+INDEPENDENT = tl.constexpr(1e-13)
+# length of a vector of 256 numbers in [-1, 1]
+LONGEST = tl.constexpr(16.0)
+# share of the largest squared length that may be rounding errors alone
+FAINTEST = tl.constexpr(1e-7)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -53,12 +50,15 @@ def low_rank_kernel(
     RANK: tl.constexpr = FMT.k.low_rank.rank
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     STAGES: tl.constexpr = 3 if T * D_PAD <= BUFFERED else 2
-    tl.static_assert(
-        RANK <= WIDTH and D <= 256, "a factor has 16 columns of 256 at most"
-    )
-    i_segment, i_head, i_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tl.static_assert(RANK <= WIDTH, "a factor has 16 columns at most")
+    tl.static_assert(D <= 256, "a column of a factor has 256 numbers at most")
+    i_segment = tl.program_id(0)
+    i_head = tl.program_id(1)
+    i_side = tl.program_id(2)
     heads = tl.num_programs(1)
-    o_d, o_r, o_t = tl.arange(0, D_PAD), tl.arange(0, WIDTH), tl.arange(0, T)
+    o_d = tl.arange(0, D_PAD)
+    o_r = tl.arange(0, WIDTH)
+    o_t = tl.arange(0, T)
     m_b = (o_d < D)[:, None] & (o_r < RANK)[None, :]
     o_b = o_d[:, None] * RANK + o_r[None, :]
     start = i_segment * segment_tokens
@@ -75,9 +75,8 @@ def low_rank_kernel(
     q, b = factors(q, z, tl.sqrt(length.to(tl.float32)), RANK)
     offset = base + i_head.to(tl.int64) * FMT.block_bytes
     if FMT.k.low_rank.shared:
-        home = (
-            segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
-        )
+        i_record = (i_segment * heads + i_head).to(tl.int64)
+        home = segments_ptr + i_record * FMT.segment_bytes
     else:
         home = bytes_ptr + tl.load(pages_ptr + i_segment).to(tl.int64) * unit + offset
     home += tl.where(i_side == 0, FMT.k.low_rank.b, FMT.v.low_rank.b)
@@ -94,8 +93,9 @@ def low_rank_kernel(
 
 @triton.jit
 def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
-    """A [T, 16] and B [D_PAD, 16] in fp32 of a segment of one page, whose x_t [D_PAD, T] fp16 is in
-    registers: what low_rank_kernel finds. o_d: its channels; m_d: those that exist.
+    """A [T, 16] and B [D_PAD, 16] in fp32 of a segment of one page, as in low_rank_kernel.
+
+    x_t [D_PAD, T] fp16 is in registers. o_d: its channels; m_d: those that exist.
 
     x_t is a second operand in both orders: as a first one of 64 rows or more it would go to the
     tensor memory of Blackwell, where the sum over two terms has no layout (Triton 3.6).
@@ -103,9 +103,8 @@ def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
     o_r = tl.arange(0, WIDTH)[None, :]
     x = tl.trans(x_t)
     most = power_above(x_t.to(tl.float32)) * LONGEST
-    q = tl.where(
-        m_d[:, None] & (o_r < RANK), uniform(seed, o_d[:, None] * RANK + o_r), 0.0
-    )
+    m_q = m_d[:, None] & (o_r < RANK)
+    q = tl.where(m_q, uniform(seed, o_d[:, None] * RANK + o_r), 0.0)
     q /= LONGEST
     for _ in range(2):
         z = transposed_times(x, transposed_times(x_t, q, 1.0), most)
@@ -117,7 +116,7 @@ def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
 
 @triton.jit
 def seed_of(seed, i_head, i_side):
-    """Where the power iteration of a side and head starts, of a segment with this seed."""
+    """The seed of the power iteration of a side and head, in a segment with this seed."""
     return (seed.to(tl.int64) * STRIDE + i_head) * 2 + i_side
 
 
@@ -143,11 +142,11 @@ def load_rows(p_x, i, FMT: tl.constexpr):
 @triton.jit
 def loudest(p_x, length, FMT: tl.constexpr):
     """The largest magnitudes of X by place in a page: [T, D] fp32."""
-    found = tl.abs(load_rows(p_x, 0, FMT))
-    STAGES: tl.constexpr = 3 if found.shape[0] * found.shape[1] <= BUFFERED else 2
+    b_top = tl.abs(load_rows(p_x, 0, FMT))
+    STAGES: tl.constexpr = 3 if b_top.shape[0] * b_top.shape[1] <= BUFFERED else 2
     for i in tl.range(1, length // FMT.tokens, num_stages=STAGES):
-        found = tl.maximum(found, tl.abs(load_rows(p_x, i, FMT)))
-    return found.to(tl.float32)
+        b_top = tl.maximum(b_top, tl.abs(load_rows(p_x, i, FMT)))
+    return b_top.to(tl.float32)
 
 
 @triton.jit
@@ -172,8 +171,10 @@ def times(x, y, most):
 
 @triton.jit
 def transposed_times(x, y, most):
-    """The same of the transpose of x: as the second operand a warp has its columns, and nothing is
-    in the registers twice (Triton 3.9)."""
+    """x^T @ y, as `times`, with x as the second operand.
+
+    Then a warp has its columns, and nothing is in the registers twice (Triton 3.9).
+    """
     high, low = two_terms(tl.trans(y), most)
     return tl.trans(tl.dot(low, x, tl.dot(high, x)) * most)
 
@@ -188,32 +189,33 @@ def two_terms(y, most):
 
 @triton.jit
 def power_above(x):
-    """A power of two that is not below any number of x, nor far above the largest."""
-    return tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30))))
+    """A power of two at or above all numbers of x, and not far above the largest."""
+    top = tl.max(tl.max(tl.abs(x), 1), 0)
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(top, 1e-30))))
 
 
 @triton.jit
 def orthonormal(b, RANK: tl.constexpr):
-    """Columns that span what the columns of b [D, 16] span; a column in the others becomes 0."""
+    """Orthonormal columns that span those of b [D, 16]; a dependent column becomes 0."""
     o_r = tl.arange(0, WIDTH)[None, :]
     q = tl.zeros(b.shape, tl.float32)
     for j in range(RANK):
         x = tl.sum(tl.where(o_r == j, b, 0.0), 1)
         size = tl.sum(x * x, 0)
-        for _ in tl.static_range(
-            2
-        ):  # the second time takes away what rounding left of the first
+        # the second pass removes what rounding left of the first
+        for _ in tl.static_range(2):
             x -= tl.sum(q * tl.sum(q * x[:, None], 0)[None, :], 1)
-        left = tl.sum(x * x, 0)
-        x *= tl.where(left > size * INDEPENDENT, tl.rsqrt(tl.maximum(left, 1e-30)), 0.0)
+        rest = tl.sum(x * x, 0)
+        x *= tl.where(rest > size * INDEPENDENT, tl.rsqrt(tl.maximum(rest, 1e-30)), 0.0)
         q = tl.where(o_r == j, x[:, None], q)
     return q
 
 
 @triton.jit
 def factors(q, z, size, RANK: tl.constexpr):
-    """Q W size and Z W / size [D, 16], where z = X^T X q, and W makes the columns of X Q W
-    orthonormal; 0 where a column is in the others.
+    """Q W size and Z W / size [D, 16], where z = X^T X q, and X Q W has orthonormal columns.
+
+    A column that is a combination of the others is 0.
 
     Column by column: a thread would hold whole rows and columns of a product in fp32.
     """
@@ -221,19 +223,19 @@ def factors(q, z, size, RANK: tl.constexpr):
     gram = tl.zeros([WIDTH, WIDTH], tl.float32)
     for j in range(RANK):
         column = tl.sum(tl.where((o_r == j)[None, :], q, 0.0), 1)
-        gram = tl.where(
-            (o_r == j)[:, None], tl.sum(column[:, None] * z, 0)[None, :], gram
-        )
+        m_row = (o_r == j)[:, None]
+        gram = tl.where(m_row, tl.sum(column[:, None] * z, 0)[None, :], gram)
     floor = tl.maximum(tl.max(tl.max(gram, 1), 0) * FAINTEST, 1e-30)
     w = tl.zeros(gram.shape, tl.float32)
-    a, b = tl.zeros(q.shape, tl.float32), tl.zeros(z.shape, tl.float32)
+    a = tl.zeros(q.shape, tl.float32)
+    b = tl.zeros(z.shape, tl.float32)
     for j in range(RANK):
         x = (o_r == j).to(tl.float32)
         for _ in tl.static_range(2):
             image = tl.sum(gram * x[None, :], 1)
             x -= tl.sum(w * tl.sum(w * image[:, None], 0)[None, :], 1)
-        left = tl.sum(x * tl.sum(gram * x[None, :], 1), 0)
-        x *= tl.where(left > floor, tl.rsqrt(tl.maximum(left, floor)), 0.0)
+        rest = tl.sum(x * tl.sum(gram * x[None, :], 1), 0)
+        x *= tl.where(rest > floor, tl.rsqrt(tl.maximum(rest, floor)), 0.0)
         w = tl.where((o_r == j)[None, :], x[:, None], w)
         a = tl.where((o_r == j)[None, :], tl.sum(q * x[None, :], 1)[:, None], a)
         b = tl.where((o_r == j)[None, :], tl.sum(z * x[None, :], 1)[:, None], b)
@@ -241,7 +243,11 @@ def factors(q, z, size, RANK: tl.constexpr):
 
 
 def encode_low_rank(
-    missing: Tensor, where: Target, segments: Tensor, fmt: PageFormat, cut: Segmentation
+    missing: Tensor,
+    target: Target,
+    segments: Tensor,
+    fmt: PageFormat,
+    cut: Segmentation,
 ) -> None:
     """Write A of every page and B of every segment.
 
@@ -250,6 +256,6 @@ def encode_low_rank(
     heads, n = missing.shape[1:3]
     tokens = fmt.tokens if fmt.has_own_basis else cut.tokens
     low_rank_kernel[(triton.cdiv(n, tokens), heads, 2)](
-        missing, where.arena, where.pages, segments, n, tokens, where.unit, where.base,
+        missing, target.arena, target.pages, segments, n, tokens, target.unit, target.base,
         cut.seed, fmt, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -4,10 +4,10 @@
     |  u0  |  u1  |  u2  |     u3     |  u4  |  u5  |        a program each; and for every KV head
      pages  pages  tail   pages         pages  tail
 
-A unit is some tiles (a page, or a few exact ones) of one view of one sequence, and of one segment
-where pages share segments: so that what a segment shares is absorbed into the query once. Units of
-a run are equally long. The host, which knows all lengths, makes the table of them once for a step;
-recorded steps take tables of other lengths, in a buffer for as many as `most_units` says. Knows no
+A unit is a run of tiles (a page, or a few exact ones) of one view of one sequence, and of one
+segment where pages share segments, so that a segment's data is absorbed into the query once. Units
+of a run are equally long. The host, which knows all lengths, makes their table once per step;
+CUDA graphs replay steps with tables of other lengths, in a buffer of `most_units` rows. Knows no
 Triton.
 """
 
@@ -35,9 +35,8 @@ NVIDIA = torch.version.hip is None
 NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
 AMD_COLUMNS = 16
 TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
-NVIDIA_SHARED_BYTES = (
-    96 << 10
-)  # what consumer chips have too; data-centre chips have twice that
+# what consumer chips have too; data-centre chips have twice that
+NVIDIA_SHARED_BYTES = 96 << 10
 AMD_SHARED_BYTES = 64 << 10
 MAX_SLOTS = 2  # sparse ones of a column, beside codes and low rank
 MAX_GRID = 65_535  # programs along the last axis
@@ -50,7 +49,7 @@ Ints = NDArray[np.signedinteger]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel needs to know of the queries.
+    """How a program's queries fill the tensor cores.
 
     group:   query heads of a KV head
     columns: C, queries times heads of one program
@@ -69,11 +68,12 @@ class Shape:
 
 
 def shape_of(fmt: Format, queries: int, group: int, columns: int) -> Shape:
-    """The shape for so many queries of each sequence; columns: of the tensor core.
+    """The shape for this many queries of each sequence; columns: of the tensor core.
 
-    Where half of them are enough, each query takes two in pages of codes: both are the same for K,
-    so that no thread holds a score twice, and they carry two groups of channels of V. Of many
-    channels the sums of more queries would not fit the registers: other programs take these.
+    Where half of the columns are enough, each query takes two of them in pages of codes: both are
+    the same for K, so that no thread holds a score twice, and they carry two groups of channels of
+    V. With many channels the sums of more queries would not fit the registers: other programs take
+    these queries.
     """
     if not isinstance(fmt, PageFormat):
         return Shape(group, columns)
@@ -86,31 +86,32 @@ def shape_of(fmt: Format, queries: int, group: int, columns: int) -> Shape:
 
 
 def compile_options(fmt: LoopFormat, nvidia: bool) -> dict[str, int | bool]:
-    """What the compiler is told; fmt: of the pages that are read most.
+    """Options of the compiler; fmt: of the pages that are read most.
 
     Left alone, ptxas stops at 168 registers for some kernels and spills (Triton 3.9).
     """
     options: dict[str, int | bool] = {"num_warps": 1, "enable_fp_fusion": True}
-    return (
-        options | {"num_warps": tile_of(fmt).warps, "maxnreg": 255}
-        if nvidia
-        else options
-    )
+    if nvidia:
+        options["num_warps"] = tile_of(fmt).warps
+        options["maxnreg"] = 255
+    return options
 
 
 def warps_of(head_dim: int, banded: bool = False) -> int:
-    """Warps of a program on an NVIDIA chip: one, so that the softmax never crosses warps. Its
-    registers hold the sums of 256 channels only where K comes in bands, one after another; else
-    there are two warps: each has half of the sums, and both make all scores."""
+    """Warps of a program on an NVIDIA chip: one, so that the softmax never crosses warps.
+
+    The registers of one warp hold the sums of 256 channels only where K comes in bands, one after
+    another. Else there are two warps: each has half of the sums, and both compute all scores.
+    """
     return 1 if head_dim <= NARROW or banded else 2
 
 
 def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
-    """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one.
+    """Stages of the loop over tiles: 3 keep two tiles loaded or in flight, 2 keep one.
 
-    Raw pages beside others, of tails and of tokens kept, are few: buffers for them would keep other
-    programs from running, so they have none; but of many channels one, since loads that wait in
-    registers would spill. Of pages with low-rank bases of their own two spill.
+    Raw pages beside others, of tails and outliers, are few: buffers for them would keep other
+    programs from running, so they have none. With many channels they have one, since loads that
+    wait in registers would spill. Pages with low-rank bases of their own have one, since two spill.
     """
     if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
         return 1 if fmt.head_dim <= NARROW else 2
@@ -121,50 +122,52 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
 
 def is_supported(fmt: PageFormat) -> bool:
     """Whether the kernel attends to such pages; the reference does to any."""
-    k, v = fmt.k, fmt.v
-    if (
-        v.scale.by == "row"
-        or v.scale.shared
-        or (v.scale.by == "block" and v.scale.center)
-    ):
+    k = fmt.k
+    v = fmt.v
+    if not _has_supported_values(v):
         return False
-    if fmt.turn:
-        return (
-            fmt.tokens == 64
-            and fmt.head_dim <= 256
-            and fmt.head_dim & (fmt.head_dim - 1) == 0
-        )
+    if fmt.hadamard:
+        return fmt.tokens == 64 and fmt.head_dim <= 256 and _is_power_of_2(fmt.head_dim)
     if k.scale.by == "column" and k.fields % (k.rows // k.scale.group):
         return False
-    if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
+    if not _is_power_of_2(fmt.tokens) or fmt.head_dim % 16:
         return False
-    if (k.sparse or v.sparse) and fmt.head_dim & (fmt.head_dim - 1):
+    return all(_fits_tiles(side, fmt.head_dim) for side in (k, v))
+
+
+def _has_supported_values(v: Side) -> bool:
+    scale = v.scale
+    if scale.by == "row" or scale.shared:
         return False
-    return all(_is_turnable(side, fmt.head_dim) for side in (k, v))
+    return scale.by == "column" or not scale.center
+
+
+def _is_power_of_2(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
 def converts_float8(device: torch.device) -> bool:
-    """Whether a device has an instruction for it; an interpreter has none."""
+    """Whether a device has an instruction that converts float8; an interpreter has none."""
     if device.type != "cuda" or not NVIDIA:
         return False
     return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def check_tables(*tables: Tensor | None) -> None:
-    """Refuse what a kernel would misread."""
+    """Refuse tables that a kernel would misread."""
     for x in tables:
-        if x is not None and not (
-            x.is_contiguous() and x.dtype in (torch.float32, torch.int32)
-        ):
-            raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
+        if x is None:
+            continue
+        if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
+            raise ValueError("expected q fp32 and int32 tables, contiguous in memory")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one iteration takes of each KV head: tokens and bytes.
+    """The tokens and bytes of each KV head that one iteration reads.
 
-    counted: its tokens follow from where it is, so a window hides whole tiles
-    warps:   of a program that takes it
+    counted: the tokens are those of consecutive positions, so a window hides whole tiles
+    warps:   of a program that reads it
     """
 
     tokens: int
@@ -174,9 +177,10 @@ class Tile:
 
 
 def tile_of(fmt: Format) -> Tile:
-    """A page, or a few exact ones."""
+    """The tile of a format: a page, or a few exact ones."""
     if isinstance(fmt, ExactFormat):
-        count, warps = fmt.tile_pages, warps_of(fmt.head_dim)
+        count = fmt.tile_pages
+        warps = warps_of(fmt.head_dim)
         return Tile(fmt.tokens * count, fmt.block_bytes * count, fmt.counted, warps)
     banded = isinstance(fmt, PageFormat) and bool(fmt.bands)
     return Tile(fmt.tokens, fmt.block_bytes, warps=warps_of(fmt.head_dim, banded))
@@ -184,10 +188,12 @@ def tile_of(fmt: Format) -> Tile:
 
 @dataclass(frozen=True)
 class Span:
-    """What B sequences show of one view, to be cut for so many programs of a GPU for each KV head.
+    """The visible part of one view of B sequences, to be cut into units of work.
 
-    lo, hi: [B] - the tokens, or slots, that any query of each sequence sees; most: hi at most
-    owner:  [B, P], segments: [B, S] - as `Table` has them
+    lo, hi:   [B] - the tokens, or slots, that any query of each sequence sees
+    most:     the largest hi that the table can hold
+    owner:    [B, P] - as in `Table`
+    segments: [B, S] - as in `Table`
     """
 
     tile: Tile
@@ -199,34 +205,39 @@ class Span:
 
     @classmethod
     def of(cls, table: Table) -> "Span":
-        """What a table shows; a GPU is asked for the lengths in its own."""
-        shared = (
-            None if x is None else x.cpu().numpy()
-            for x in (table.owner, table.segments)
-        )
-        first, end = table.lo.amin(1).cpu().numpy(), table.hi.amax(1).cpu().numpy()
-        fmt, most = table.fmt, table.pages.shape[1] * table.fmt.tokens
+        """The visible part of a table; a table on a GPU waits for that GPU."""
+        owner = None if table.owner is None else table.owner.cpu().numpy()
+        segments = None if table.segments is None else table.segments.cpu().numpy()
+        first = table.lo.amin(1).cpu().numpy()
+        end = table.hi.amax(1).cpu().numpy()
+        fmt = table.fmt
+        most = table.pages.shape[1] * table.fmt.tokens
         if isinstance(fmt, ExactFormat) and fmt.side is not None:
             slots = min(most, fmt.side.slots)
-            first, end = np.zeros_like(first), np.where(end > first, slots, 0)
-        return cls(tile_of(fmt), first, end, most, *shared)
+            end = np.where(end > first, slots, 0)
+            first = np.zeros_like(first)
+        return cls(tile_of(fmt), first, end, most, owner, segments)
 
     def most_units(self, programs: int) -> int:
-        """Units of as many sequences at most, that show no more; pages sealed while decoding may be
-        of the first segment again."""
-        batch, tiles = len(self.lo), -(-self.most // self.tile.tokens)
+        """The most units of this many sequences that show no more tokens.
+
+        Pages that are sealed while decoding may belong to the first segment again.
+        """
+        batch = len(self.lo)
+        tiles = -(-self.most // self.tile.tokens)
         runs = 1 if self.segments is None else self.segments.shape[1] + 1
         return batch * runs + min(programs, batch * tiles // MIN_TILES)
 
     def units(self, programs: int) -> Ints:
         """Sequence, first and end tile and segment of each unit: [U, 4] int32."""
-        first = (
-            self.lo // self.tile.tokens if self.tile.counted else np.zeros_like(self.lo)
-        )
+        first = np.zeros_like(self.lo)
+        if self.tile.counted:
+            first = self.lo // self.tile.tokens
         end = np.where(self.hi > self.lo, -(-self.hi // self.tile.tokens), first)
         batch = np.arange(len(self.lo))
         ids = np.zeros_like(batch)
-        owner, segments = self.owner, self.segments
+        owner = self.owner
+        segments = self.segments
         if owner is not None and segments is not None:
             batch, first, end = _runs(owner, first, end)
             ids = segments[batch, owner[batch, first]]
@@ -245,25 +256,30 @@ def units_of_spans(
     spans: Sequence[Span], heads: int, device: torch.device
 ) -> tuple[Ints, Ints]:
     """The tables of `WorkPlan` over all views, int32."""
-    programs, batch = _programs(spans, heads, device), len(spans[0].lo)
-    units = np.concatenate(
-        [np.insert(x.units(programs), 0, i, 1) for i, x in enumerate(spans)]
-    )
+    programs = _programs(spans, heads, device)
+    batch = len(spans[0].lo)
+    of_views = [np.insert(x.units(programs), 0, i, 1) for i, x in enumerate(spans)]
+    units = np.concatenate(of_views)
     units = units[np.argsort(units[:, 1], kind="stable")]
     starts = np.zeros(batch + 1, dtype=np.int32)
     starts[1:] = np.cumsum(np.bincount(units[:, 1], minlength=batch))
-    return (units if len(units) else np.zeros((1, 5), dtype=np.int32)), starts
+    if not len(units):
+        units = np.zeros((1, 5), dtype=np.int32)
+    return units, starts
 
 
 def most_units(spans: Sequence[Span], heads: int, device: torch.device) -> int:
-    """Units of as many sequences at most, that show no more of each view; at most MAX_GRID."""
+    """The most units of this many sequences that show no more of each view; at most MAX_GRID."""
     programs = _programs(spans, heads, device)
     return min(MAX_GRID, sum(span.most_units(programs) for span in spans))
 
 
 def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
-    """What a device runs at once for each KV head: 8 warps are resident by registers, and programs
-    as often as there is memory for the pages of the first view."""
+    """Programs that a device runs at once for each KV head.
+
+    Registers limit them to 8 warps per processor, shared memory to as many as can buffer pages of
+    the first view.
+    """
     tile = spans[0].tile
     buffered = (_stages(tile.nbytes, True) - 1) * tile.nbytes
     resident = max(1, min(8 // tile.warps, 2 * NVIDIA_SHARED_BYTES // buffered))
@@ -271,9 +287,13 @@ def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
 
 
 def units_of(views: Sequence[View], device: torch.device) -> WorkPlan:
-    """The units of views, where nobody planned them; the host asks for all lengths."""
-    found = units_of_spans([Span.of(view) for view in views], views[0].heads, device)
-    return WorkPlan(*(torch.from_numpy(x).to(device) for x in found))
+    """A plan for views that have none; the host waits for all lengths."""
+    spans = [Span.of(view) for view in views]
+    table, starts = units_of_spans(spans, views[0].heads, device)
+    return WorkPlan(
+        table=torch.from_numpy(table).to(device),
+        starts=torch.from_numpy(starts).to(device),
+    )
 
 
 def count_processors(device: torch.device) -> int:
@@ -287,11 +307,8 @@ def _runs(owner: Ints, first: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Row, first and end page of runs of equal owners, from page first[b] to end[b] of row b."""
     page = np.arange(owner.shape[1])
     begins = np.diff(owner, prepend=-1) != 0
-    begins = (
-        (begins | (page == first[:, None]))
-        & (page >= first[:, None])
-        & (page < end[:, None])
-    )
+    begins |= page == first[:, None]
+    begins &= (page >= first[:, None]) & (page < end[:, None])
     batch, starts = np.nonzero(begins)
     follows = np.append(batch[1:] == batch[:-1], False)  # another one in the same row
     return batch, starts, np.where(follows, np.append(starts[1:], 0), end[batch])
@@ -302,21 +319,24 @@ def _stages(nbytes: int, nvidia: bool) -> int:
     return 3 if 2 * nbytes + 2048 <= shared else 2
 
 
-def _is_turnable(side: Side, head_dim: int) -> bool:
-    """Whether the rotation of a side, if it has one, stays within tiles; and ranks fit one."""
+def _fits_tiles(side: Side, head_dim: int) -> bool:
+    """Whether the sparse slots, the rank and the rotation of a side, if any, fit tiles."""
+    if side.sparse and not _is_power_of_2(head_dim):
+        return False
     if side.low_rank and (side.rotation or side.low_rank.rank > 16):
         return False
     if not side.rotation:
         return True
     within = head_dim // (4 if side.rows == head_dim else side.halves)
-    return head_dim & (head_dim - 1) == 0 and within % side.rotation.block == 0
+    return _is_power_of_2(head_dim) and within % side.rotation.block == 0
 
 
 def check_slots(fmt: PageFormat) -> None:
     """Refuse sparse slots whose loop over pages does not fit the registers of an NVIDIA GPU."""
-    slots = max(
-        (side.sparse.slots for side in (fmt.k, fmt.v) if side.sparse), default=0
-    )
+    slots = 0
+    for side in (fmt.k, fmt.v):
+        if side.sparse:
+            slots = max(slots, side.sparse.slots)
     if slots > MAX_SLOTS:
         raise ValueError(
             f"{slots} sparse slots for each column of a page; {MAX_SLOTS} fit the registers of a "
@@ -328,8 +348,6 @@ def check_tile(fmt: ExactFormat) -> None:
     """Refuse pages that fill more than a tile."""
     most = STRIP * TILE_STRIPS
     if fmt.slots > most:
-        raise ValueError(f"pages of {fmt.slots} slots; at most {most} are known")
+        raise ValueError(f"pages of {fmt.slots} slots; expected at most {most}")
     if fmt.counted and fmt.slots != fmt.strips * STRIP:
-        raise ValueError(
-            f"{fmt.slots} slots without positions; whole strips are wanted"
-        )
+        raise ValueError(f"{fmt.slots} slots without positions; expected whole strips")

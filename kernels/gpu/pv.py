@@ -29,7 +29,9 @@ def empty_sums(C: tl.constexpr, X: tl.constexpr, SIDE: tl.constexpr):
     """The sums before any page."""
     FIELDS: tl.constexpr = SIDE.fields
     W: tl.constexpr = triton.next_power_of_2(SIDE.rows // SIDE.fields)
-    o, z, y = (), (), ()
+    o = ()
+    z = ()
+    y = ()
     for _ in tl.static_range(FIELDS):
         o = o + (tl.zeros([W, C * X], tl.float32),)
     if SIDE.scale.by == "column":
@@ -43,9 +45,8 @@ def empty_sums(C: tl.constexpr, X: tl.constexpr, SIDE: tl.constexpr):
 @triton.jit
 def load_block_scale(block, SIDE: tl.constexpr):
     """The one fp32 scale of a side."""
-    return tl.load(
-        (block + SIDE.scale.scale // 2).to(tl.pointer_type(tl.float32), bitcast=True)
-    )
+    p_scale = block + SIDE.scale.scale // 2
+    return tl.load(p_scale.to(tl.pointer_type(tl.float32), bitcast=True))
 
 
 @triton.jit
@@ -61,9 +62,8 @@ def value_bias(block, bias, SIDE: tl.constexpr):
         p_delta = as_scales(block, SIDE.sparse.delta)
         more = magnitudes(p_delta, SIDE.columns * SIDE.sparse.slots)
         if SIDE.scale.by == "column" and more.shape[0] == tops.shape[0]:
-            top = tl.max(tl.maximum(tops, more), 0).to(
-                tl.float32
-            )  # across threads only once
+            # across threads only once
+            top = tl.max(tl.maximum(tops, more), 0).to(tl.float32)
         else:
             top = tl.maximum(top, tl.max(more, 0).to(tl.float32))
     above = (top.to(tl.int32, bitcast=True) >> 23) - 126  # top < 2**above
@@ -81,43 +81,75 @@ def magnitudes(p, COUNT: tl.constexpr):
 @triton.jit
 def add_values(
     block, p, decay, sums, own,
-    FMT: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr,
+    FMT: tl.constexpr, X: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
     """The sums, decayed, plus what the values of one page add.
 
-    p: [T, C] fp32; decay: [C]; own: as `sparse_rows` gives it
-    The order takes the fewest registers at once; with sparse slots it is another than without.
+    The order takes the fewest registers at once; with sparse slots it differs.
+
+    p:     [T, C] fp32
+    decay: [C]
+    own:   from `sparse_rows`
     """
     SIDE: tl.constexpr = FMT.v
-    HALVES: tl.constexpr = SIDE.halves
     FIELDS: tl.constexpr = SIDE.fields
-    U: tl.constexpr = SIDE.columns // SIDE.halves
     C: tl.constexpr = p.shape[1]
     o, z, y = sums
     decay = tl.reshape(tl.broadcast_to(decay[:, None], [C, X]), [C * X])[None, :]
-    halves = in_halves(p.to(tl.float16), SIDE.halves)
-    copies, weighted, o_new, z_new, y_new = (), (), (), (), ()
-    for j in tl.static_range(HALVES):
-        if (
-            X == 1
-        ):  # without `settle` each product would bring p through shared memory anew
-            copies = copies + (settle(halves[j]),)
-        else:
-            b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
-            copies = copies + (tl.reshape(b_x, [U, C * X]),)
+    copies = copies_of(p, X, SIDE)
+    o_new = ()
+    y_new = ()
     FACTOR: tl.constexpr = SIDE.low_rank is not None and SIDE.low_rank.shared
     if FACTOR and SIDE.sparse is not None:
         y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
     if SIDE.sparse is not None:
-        o_new = add_sparse(block, copies, o, decay, own, X, SIDE, SPELLING)
+        o_new = add_sparse(block, copies, o, decay, own, X, SIDE, UNPACK_MODE)
     else:
         for f in tl.static_range(FIELDS):
             o_new = o_new + (o[f] * decay,)
     b_words = load_codes(block, 0, 1, SIDE)
+    weighted, z_new = weigh_groups(block, p, copies, z, decay, X, SIDE)
+    o_new = add_fields(b_words, weighted, o_new, X, SIDE, UNPACK_MODE)
+    if FACTOR and SIDE.sparse is None:
+        y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
+    if SIDE.low_rank is not None and not FACTOR:
+        o_new = add_product(block, copies, o_new, SIDE, UNPACK_MODE)
+    return o_new, z_new, y_new
+
+
+@triton.jit
+def copies_of(p, X: tl.constexpr, SIDE: tl.constexpr):
+    """p [T, C] in fp16, each column X times: [U, C * X] for each half of the tokens."""
+    HALVES: tl.constexpr = SIDE.halves
+    U: tl.constexpr = SIDE.columns // SIDE.halves
+    C: tl.constexpr = p.shape[1]
+    halves = in_halves(p.to(tl.float16), SIDE.halves)
+    copies = ()
+    for j in tl.static_range(HALVES):
+        # without `settle` each product would bring p through shared memory anew
+        if X == 1:
+            copies = copies + (settle(halves[j]),)
+        else:
+            b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
+            copies = copies + (tl.reshape(b_x, [U, C * X]),)
+    return copies
+
+
+@triton.jit
+def weigh_groups(block, p, copies, z, decay, X: tl.constexpr, SIDE: tl.constexpr):
+    """Weights with scales folded in, for every X groups of channels; and the sums over zeros.
+
+    p:      [T, C] fp32
+    copies: of p, from `copies_of`
+    z:      the sums so far; decay: [1, C * X]
+    """
+    HALVES: tl.constexpr = SIDE.halves
+    C: tl.constexpr = p.shape[1]
+    weighted = ()
+    z_new = ()
     if SIDE.scale.by == "block":
-        weighted = (
-            in_halves((p * load_block_scale(block, SIDE)).to(tl.float16), SIDE.halves),
-        )
+        b_p = (p * load_block_scale(block, SIDE)).to(tl.float16)
+        weighted = (in_halves(b_p, SIDE.halves),)
     else:
         Y: tl.constexpr = groups_in_rows(X, C, SIDE)
         for g in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
@@ -127,13 +159,9 @@ def add_values(
                 b_rows = zero_rows(block, g, C * X, Y, SIDE)
             for j in tl.static_range(HALVES):
                 b_z = tl.dot(b_rows[j], b_p[j], b_z)
-            weighted, z_new = weighted + (b_p,), z_new + (b_z,)
-    o_new = add_fields(b_words, weighted, o_new, X, SIDE, SPELLING)
-    if FACTOR and SIDE.sparse is None:
-        y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
-    if SIDE.low_rank is not None and not FACTOR:
-        o_new = add_product(block, copies, o_new, SIDE, SPELLING)
-    return o_new, z_new, y_new
+            weighted = weighted + (b_p,)
+            z_new = z_new + (b_z,)
+    return weighted, z_new
 
 
 @triton.jit
@@ -147,38 +175,47 @@ def add_factor(block, x, y, SIDE: tl.constexpr):
 
 
 @triton.jit
-def add_product(block, x, o, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def add_product(block, x, o, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """The fields o [W, C] plus B A^T x; x as above, at most 2**15.
 
     Columns of A are sqrt(T) long, so A^T x is at most T * 2**15 and over T it fits fp16.
     """
     RANK: tl.constexpr = SIDE.low_rank.rank
     W: tl.constexpr = SIDE.rows // SIDE.fields
-    o_w, o_r = tl.arange(0, o[0].shape[0])[:, None], tl.arange(0, 16)[None, :]
+    o_w = tl.arange(0, o[0].shape[0])[:, None]
+    o_r = tl.arange(0, 16)[None, :]
     b_y = add_factor(block, x, tl.zeros([16, o[0].shape[1]], tl.float32), SIDE)
     b_y = (b_y * (1.0 / SIDE.columns)).to(tl.float16)
     added = ()
     for f in tl.static_range(len(o)):
         p_b = as_scales(block, SIDE.low_rank.b) + (f * W + o_w) * RANK + o_r
         b_b = tl.load(p_b, mask=(o_r < RANK) & (o_w < W), other=0.0)
-        added = added + (
-            o[f] + tl.dot(b_b, b_y) * (SIDE.columns / weight_of(f, SIDE, SPELLING)),
-        )
+        b_product = tl.dot(b_b, b_y) * (SIDE.columns / weight_of(f, SIDE, UNPACK_MODE))
+        added = added + (o[f] + b_product,)
     return added
 
 
 @triton.jit
 def add_sparse(
-    block, x, o, decay, own, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    block,
+    x,
+    o,
+    decay,
+    own,
+    X: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """The fields o, decayed, plus what sparse slots add to the columns of their groups."""
     W: tl.constexpr = SIDE.rows // SIDE.fields
     GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
-    sparse = sparse_sums(block, x, (), own[1], own[2], SIDE.fields, X, SIDE, SPELLING)
+    sparse = sparse_sums(
+        block, x, (), own[1], own[2], SIDE.fields, X, SIDE, UNPACK_MODE
+    )
     added = ()
     for f in tl.static_range(len(o)):
         b_o = o[f] * decay
-        b_sparse = sparse[f] * (1 / weight_of(f, SIDE, SPELLING))
+        b_sparse = sparse[f] * (1 / weight_of(f, SIDE, UNPACK_MODE))
         if X == 1:
             b_o += b_sparse
         else:
@@ -194,7 +231,7 @@ def add_sparse(
 
 @triton.jit
 def add_fields(
-    words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr
 ):
     """The fields o [W, C * X] plus what their codes add.
 
@@ -209,7 +246,7 @@ def add_fields(
     for f in tl.static_range(len(o)):
         b_o = o[f]
         for j in tl.static_range(HALVES):
-            b_codes = codes_of(words, f, j, SIDE, SPELLING)
+            b_codes = codes_of(words, f, j, SIDE, UNPACK_MODE)
             for g in tl.static_range(f * W // GROUP, (f * W + W - 1) // GROUP + 1):
                 if W <= GROUP and GROUP % W == 0:
                     b_o = tl.dot(b_codes, weighted[g // X][j], b_o)
@@ -227,7 +264,7 @@ def field_values(
     f: tl.constexpr,
     SIDE: tl.constexpr,
     X: tl.constexpr,
-    SPELLING: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """The sums of field f, out of code units and complete: channels f * W + w, [W, C] fp32."""
     W: tl.constexpr = SIDE.rows // SIDE.fields
@@ -236,17 +273,19 @@ def field_values(
     LAST: tl.constexpr = (f * W + W - 1) // GROUP
     o, z, y = sums
     C: tl.constexpr = o[f].shape[1] // X
-    o_w, o_x = tl.arange(0, o[f].shape[0])[:, None], tl.arange(0, X)[None, None, :]
+    o_w = tl.arange(0, o[f].shape[0])[:, None]
+    o_x = tl.arange(0, X)[None, None, :]
     b_o = tl.reshape(o[f], [o[f].shape[0], C, X])
-    b_o = tl.sum(tl.where(o_x == FIRST % X, b_o, 0.0), 2) * weight_of(f, SIDE, SPELLING)
+    b_o = tl.sum(tl.where(o_x == FIRST % X, b_o, 0.0), 2) * weight_of(
+        f, SIDE, UNPACK_MODE
+    )
     if SIDE.scale.by == "column":
         Y: tl.constexpr = groups_in_rows(X, C, SIDE)
         o_row = tl.arange(0, 16)[:, None, None]
         for g in tl.static_range(FIRST, LAST + 1):
             own = (o_row == g % Y * (16 // Y)) & (o_x == g % X)
-            b_z = tl.sum(
-                tl.sum(tl.where(own, tl.reshape(z[g // X], [16, C, X]), 0.0), 2), 0
-            )
+            b_rows = tl.reshape(z[g // X], [16, C, X])
+            b_z = tl.sum(tl.sum(tl.where(own, b_rows, 0.0), 2), 0)
             b_o += tl.where((f * W + o_w) // GROUP == g, b_z[None, :], 0.0)
     if len(y) > 0:
         RANK: tl.constexpr = SIDE.low_rank.rank
@@ -258,9 +297,8 @@ def field_values(
         BLOCK: tl.constexpr = SIDE.rotation.block
         tl.static_assert(W % BLOCK == 0, "a field of channels is whole blocks")
         o_v = tl.arange(0, o[f].shape[0])[None, :]
-        p_m = (
-            as_scales(segment, SIDE.rotation.matrix) + o_v % BLOCK * BLOCK + o_w % BLOCK
-        )
+        p_m = as_scales(segment, SIDE.rotation.matrix) + o_v % BLOCK * BLOCK
+        p_m += o_w % BLOCK
         b_m = tl.load(p_m, mask=o_w // BLOCK == o_v // BLOCK, other=0.0).to(tl.float32)
         b_o = tl.dot(b_m, b_o, input_precision="ieee")
     return b_o
@@ -269,9 +307,8 @@ def field_values(
 @triton.constexpr_function
 def groups_in_rows(x: int, columns: int, side: Side) -> int:
     """How many V groups share the rows of a product with zeros: x, or two in place of one."""
-    return (
-        2 if x == 1 and columns == 8 and side.rows // side.scale.group % 2 == 0 else x
-    )
+    groups = side.rows // side.scale.group
+    return 2 if x == 1 and columns == 8 and groups % 2 == 0 else x
 
 
 @triton.jit
@@ -283,11 +320,11 @@ def weigh(block, g, p, X: tl.constexpr, SIDE: tl.constexpr):
     HALVES: tl.constexpr = SIDE.halves
     U: tl.constexpr = SIDE.columns // SIDE.halves
     C: tl.constexpr = p[0].shape[1] // X
-    o_t, o_x = tl.arange(0, SIDE.columns)[:, None], tl.arange(0, X)[None, :]
+    o_t = tl.arange(0, SIDE.columns)[:, None]
+    o_x = tl.arange(0, X)[None, :]
     o_group = (g + o_x) * SIDE.columns
-    b_scale = in_halves(
-        tl.load(as_scales(block, SIDE.scale.scale) + o_group + o_t), HALVES
-    )
+    p_scale = as_scales(block, SIDE.scale.scale) + o_group + o_t
+    b_scale = in_halves(tl.load(p_scale), HALVES)
     weighted = ()
     for j in tl.static_range(HALVES):
         b_x = tl.broadcast_to(b_scale[j][:, None, :], [U, C, X])
@@ -309,16 +346,15 @@ def zero_rows(block, g, C: tl.constexpr, Y: tl.constexpr, SIDE: tl.constexpr):
             first = g * SIDE.columns + j * U
             rows = rows + (two_rows(block, first, SIDE.columns, U, U, SIDE),)
     else:
-        o_t, o_y = tl.arange(0, SIDE.columns)[:, None], tl.arange(0, Y)[None, :]
+        o_t = tl.arange(0, SIDE.columns)[:, None]
+        o_y = tl.arange(0, Y)[None, :]
         if SIDE.scale.zero is None:
             b_zero = tl.full([SIDE.columns, Y], SIDE.scale.center, tl.float16)
         else:
-            b_zero = tl.load(
-                as_scales(block, SIDE.scale.zero) + (g + o_y) * SIDE.columns + o_t
-            )
+            p_zero = as_scales(block, SIDE.scale.zero) + (g + o_y) * SIDE.columns + o_t
+            b_zero = tl.load(p_zero)
         for j in tl.static_range(HALVES):
             b_half = tl.trans(in_halves(b_zero, HALVES)[j])[:, None, :]
-            rows = rows + (
-                tl.reshape(tl.broadcast_to(b_half, [Y, 16 // Y, U]), [16, U]),
-            )
+            b_rows = tl.broadcast_to(b_half, [Y, 16 // Y, U])
+            rows = rows + (tl.reshape(b_rows, [16, U]),)
     return rows

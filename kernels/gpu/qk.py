@@ -1,7 +1,6 @@
-"""Scores of a page of codes: what a unit of work makes of its queries once, and then of each page.
+"""Scores of a page of codes: a unit of work prepares its queries once, then multiplies each page.
 
-A unit never leaves a segment, so whatever a segment shares is multiplied into q before its pages:
-the order of channels, a rotation, scales, a low-rank basis. Then come codes under any scale, low
+A unit never leaves a segment, so what a segment shares is multiplied into q before its pages: the order of channels, a rotation, scales, a low-rank basis. Then come codes under any scale, low
 rank, sparse slots and the mask. K in bands of columns is a product for each band, over sums of the
 same rows. formats.py says what there is.
 """
@@ -38,10 +37,11 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     """
     SIDE: tl.constexpr = FMT.k
     COUNT: tl.constexpr = len(FMT.k_sides)
-    parts, q = (), ()
+    parts = ()
+    q = ()
     for i in tl.static_range(COUNT):
         parts = parts + (load_parts(p_q, m_c, scale, segment, COPIES, i, FMT),)
-    if FMT.turn is None:
+    if FMT.hadamard is None:
         top = tl.max(tl.zeros([p_q.shape[0], 2], tl.float32), 1) + 1e-30
         for j in tl.static_range(len(parts[0])):
             top = tl.maximum(top, tl.max(tl.abs(parts[0][j]), 1))
@@ -50,10 +50,13 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
         unit = query_unit(p_q, m_c, scale, FMT.head_dim)[1]
     for i in tl.static_range(COUNT):
         q = q + (operand(parts[i], unit, COPIES),)
-    folded, low, sums = (), (), ()
+    folded = ()
+    low = ()
+    sums = ()
     if SIDE.low_rank is not None and SIDE.low_rank.shared:
         b_low, shrink = project(segment, q[0], SIDE)
-        low, unit = (b_low,), unit / shrink
+        low = (b_low,)
+        unit = unit / shrink
         q = (operand(parts[0], unit, COPIES),)
     if SIDE.scale.shared:
         folded = fold_scale(segment, 0, q[0], SIDE)
@@ -81,9 +84,8 @@ def load_parts(
     parts = ()
     for j in tl.static_range(PARTS):
         channel = channels_of(j * H + o_h, as_bytes(segment, 0), BAND, FMT)[None, :]
-        b_q = tl.load(
-            p_q[:, None] + channel, mask=m_c[:, None] & (o_h < H)[None, :], other=0.0
-        )
+        m_q = m_c[:, None] & (o_h < H)[None, :]
+        b_q = tl.load(p_q[:, None] + channel, mask=m_q, other=0.0)
         b_q = b_q.to(tl.float32) * (scale * 1.4426950408889634)
         if SIDE.rotation is not None:
             b_q = rotate_rows(b_q, segment, SIDE)
@@ -96,9 +98,8 @@ def operand(parts, unit, COPIES: tl.constexpr):
     """fp16 [H, C * COPIES] of each of the parts [C, H] of q, in a unit [C]."""
     q = ()
     for j in tl.static_range(len(parts)):
-        q = q + (
-            tl.trans(repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES)),
-        )
+        b_q = (parts[j] / unit[:, None]).to(tl.float16)
+        q = q + (tl.trans(repeat_rows(b_q, COPIES)),)
     return q
 
 
@@ -128,12 +129,11 @@ def rotate_rows(x, segment, SIDE: tl.constexpr):
     BLOCK: tl.constexpr = SIDE.rotation.block
     tl.static_assert(x.shape[1] % BLOCK == 0, "a half of the channels is whole blocks")
     o_b = tl.arange(0, BLOCK)
-    b_m = tl.load(
-        as_scales(segment, SIDE.rotation.matrix) + o_b[None, :] * BLOCK + o_b[:, None]
-    )
+    p_m = as_scales(segment, SIDE.rotation.matrix) + o_b[None, :] * BLOCK + o_b[:, None]
+    b_m = tl.load(p_m)
     rows = tl.reshape(x, [x.shape[0] * (x.shape[1] // BLOCK), BLOCK])
-    turned = tl.dot(rows, b_m.to(tl.float32), input_precision="ieee")
-    return tl.reshape(turned, [x.shape[0], x.shape[1]])
+    rotated = tl.dot(rows, b_m.to(tl.float32), input_precision="ieee")
+    return tl.reshape(rotated, [x.shape[0], x.shape[1]])
 
 
 @triton.jit
@@ -183,14 +183,15 @@ def two_rows(
 ):
     """A tensor-core operand of zeros [16, H_PAD] fp16: 8 equal rows, and 8 others that are equal.
 
-    H zeros from `first` on, and as many from `apart` behind it. Were all 16 rows equal, two moves
-    would be due for each of its registers. So two products share the operand: of one the upper
-    rows are wanted, of the other the lower, and what else comes of them is dropped.
+    H zeros from `first` on, and as many from `apart` behind it. With 16 equal rows each register
+    would take two moves. So two products share the operand: one uses the upper rows of its result,
+    the other the lower rows, and the rest is dropped.
     """
     if SIDE.scale.zero is None:
         return tl.full([16, H_PAD], SIDE.scale.center, tl.float16)
     else:
-        o_h, o_kind = tl.arange(0, H_PAD)[None, None, :], tl.arange(0, 2)[:, None, None]
+        o_h = tl.arange(0, H_PAD)[None, None, :]
+        o_kind = tl.arange(0, 2)[:, None, None]
         p_zero = as_scales(block, SIDE.scale.zero) + first + o_kind * apart + o_h
         b_zero = load_tile(p_zero, o_h < H, H == H_PAD)
         return tl.reshape(tl.broadcast_to(b_zero, [2, 8, H_PAD]), [16, H_PAD])
@@ -206,7 +207,8 @@ def project(home, q, SIDE: tl.constexpr):
     """
     RANK: tl.constexpr = SIDE.low_rank.rank
     H: tl.constexpr = SIDE.columns // len(q)
-    o_r, o_h = tl.arange(0, 16)[:, None], tl.arange(0, q[0].shape[0])[None, :]
+    o_r = tl.arange(0, 16)[:, None]
+    o_h = tl.arange(0, q[0].shape[0])[None, :]
     b_low = tl.zeros([16, q[0].shape[1]], tl.float32)
     for j in tl.static_range(len(q)):
         p_b = as_scales(home, SIDE.low_rank.b) + (j * H + o_h) * RANK + o_r
@@ -246,7 +248,8 @@ def load_codes(block, j, PARTS: tl.constexpr, SIDE: tl.constexpr):
     H: tl.constexpr = S // PARTS
     R_PAD: tl.constexpr = triton.next_power_of_2(R)
     H_PAD: tl.constexpr = triton.next_power_of_2(H)
-    o_r, o_h = tl.arange(0, R_PAD)[:, None], tl.arange(0, H_PAD)[None, :]
+    o_r = tl.arange(0, R_PAD)[:, None]
+    o_h = tl.arange(0, H_PAD)[None, :]
     WHOLE: tl.constexpr = R == R_PAD and H == H_PAD
     mask = (o_r < R) & (o_h < H)
     if SIDE.floating:
@@ -258,48 +261,60 @@ def load_codes(block, j, PARTS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def codes_of(
-    words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    words,
+    f: tl.constexpr,
+    j: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
     """The codes of one field and half as fp16, times 1 / weight_of."""
     if SIDE.floating:
-        return float8(words, SPELLING)
+        return float8(words, UNPACK_MODE)
     else:
-        return field(words, f, j, SIDE.bits, SPELLING)
+        return field(words, f, j, SIDE.bits, UNPACK_MODE)
 
 
 @triton.jit
-def weight_of(f: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def weight_of(f: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """What sums over codes_of a field are multiplied by to be sums over codes."""
     if SIDE.floating:
-        return float8_weight(SPELLING)
+        return float8_weight(UNPACK_MODE)
     else:
-        return weight(f, SIDE.bits, SPELLING)
+        return weight(f, SIDE.bits, UNPACK_MODE)
 
 
 @triton.jit
 def page_scores(
-    block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr
+    block,
+    query,
+    own,
+    COPIES: tl.constexpr,
+    FMT: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):
-    """q.k of one page: [T, C] fp32; -inf for tokens that are not there.
+    """q.k of one page: [T, C] fp32; -inf for absent tokens.
 
-    block:  int16 pointer to the page's block
-    query:  as `prepare_query` gives it; own: as `sparse_rows` does
+    block: int16 pointer to the page's block
+    query: from `prepare_query`
+    own:   from `sparse_rows`
     """
     q, folded, low, sums = query
     SIDE: tl.constexpr = FMT.k
     if SIDE.scale.by == "column":
-        s = column_scores(block, q, folded, low, COPIES, FMT, SPELLING)
+        s = column_scores(block, q, folded, low, COPIES, FMT, UNPACK_MODE)
     else:
-        s = row_scores(block, q[0], sums, COPIES, SIDE, SPELLING)
+        s = row_scores(block, q[0], sums, COPIES, SIDE, UNPACK_MODE)
         if SIDE.low_rank is not None:
             s += first_of(low_rank_scores(block, q[0], low, FMT.tokens, SIDE), COPIES)
     o_t = tl.arange(0, FMT.tokens)
     if SIDE.sparse is not None:
         if COPIES == 1:
-            s = sparse_sums(block, q[0], (s,), own[0], own[2], 1, 1, SIDE, SPELLING)[0]
+            s = sparse_sums(block, q[0], (s,), own[0], own[2], 1, 1, SIDE, UNPACK_MODE)[
+                0
+            ]
         else:
             b_parts = sparse_sums(
-                block, q[0], (), own[0], own[2], COPIES, COPIES, SIDE, SPELLING
+                block, q[0], (), own[0], own[2], COPIES, COPIES, SIDE, UNPACK_MODE
             )
             s += stack(b_parts, COPIES)
     if FMT.valid is not None:
@@ -311,10 +326,9 @@ def page_scores(
 @triton.jit
 def column_scores(
     block, q, folded, low,
-    COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr,
+    COPIES: tl.constexpr, FMT: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of all bands, with scales by column: these are in q already, or go into it here. And
-    low rank.
+    """Codes of all bands, with scales by column, which are in q or go into it here; and low rank.
 
     Low rank is added by a product that continues from s. That costs nothing more, and because it
     comes last, p reaches the tensor core as the codes of V do: behind a `join` the compiler would
@@ -322,14 +336,15 @@ def column_scores(
     """
     SIDE: tl.constexpr = FMT.k
     FIELDS: tl.constexpr = FMT.k.fields
-    fields = band_scores(block, q[0], folded, (), side_of(FMT, 0), SPELLING)
+    fields = band_scores(block, q[0], folded, (), side_of(FMT, 0), UNPACK_MODE)
     for i in tl.static_range(1, len(q)):
-        fields = band_scores(block, q[i], (), fields, side_of(FMT, i), SPELLING)
+        fields = band_scores(block, q[i], (), fields, side_of(FMT, i), UNPACK_MODE)
     s = ()
     for f in tl.static_range(FIELDS):
-        s = s + (
-            fields[f] if SIDE.low_rank is not None else first_of(fields[f], COPIES),
-        )
+        b_s = fields[f]
+        if SIDE.low_rank is None:
+            b_s = first_of(b_s, COPIES)
+        s = s + (b_s,)
     s = stack(s, SIDE.fields)
     if SIDE.low_rank is not None and SIDE.low_rank.shared:
         s = first_of(tl.dot(repeat_factor(block, SIDE, SIDE.rows), low[0], s), COPIES)
@@ -339,7 +354,7 @@ def column_scores(
 
 
 @triton.jit
-def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+def band_scores(block, q, folded, s, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """What a band adds to the scores s, [R, C * COPIES] of each field; s: () for none.
 
     A band without codes adds its means times q to all tokens of a page.
@@ -352,18 +367,16 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr)
         H: tl.constexpr = SIDE.columns // PARTS
         b_bias = tl.zeros(s[0].shape, tl.float32)
         for j in tl.static_range(PARTS):
-            b_mean = tl.load(
-                as_scales(block, SIDE.scale.scale) + j * H + tl.arange(0, H)
-            )
-            b_bias = tl.dot(
-                tl.broadcast_to(b_mean[None, :], [s[0].shape[0], H]), q[j], b_bias
-            )
+            p_mean = as_scales(block, SIDE.scale.scale) + j * H + tl.arange(0, H)
+            b_rows = tl.broadcast_to(tl.load(p_mean)[None, :], [s[0].shape[0], H])
+            b_bias = tl.dot(b_rows, q[j], b_bias)
         for f in tl.static_range(len(s)):
             added = added + (s[f] + b_bias,)
     else:
         GROUPS: tl.constexpr = SIDE.rows // SIDE.scale.group
         tl.static_assert(SIDE.fields % GROUPS == 0, "a group of rows is whole fields")
-        words, group = (load_codes(block, 0, PARTS // HALVES, SIDE),), folded
+        words = (load_codes(block, 0, PARTS // HALVES, SIDE),)
+        group = folded
         if HALVES < PARTS:
             words = (words[0], load_codes(block, 1, PARTS, SIDE))
         for f in tl.static_range(FIELDS):
@@ -372,9 +385,11 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr)
             b_q, b_bias = group
             b_s = tl.zeros(b_bias.shape, tl.float32)
             for j in tl.static_range(PARTS):
-                b_codes = codes_of(words[j % len(words)], f, j % HALVES, SIDE, SPELLING)
+                b_codes = codes_of(
+                    words[j % len(words)], f, j % HALVES, SIDE, UNPACK_MODE
+                )
                 b_s = tl.dot(b_codes, b_q[j], b_s)
-            b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
+            b_s = b_s * weight_of(f, SIDE, UNPACK_MODE) + b_bias
             if len(s) > 0:
                 b_s += s[f]
             added = added + (b_s,)
@@ -383,7 +398,7 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, SPELLING: tl.constexpr)
 
 @triton.jit
 def row_scores(
-    block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+    block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr
 ):
     """Codes with scales by row, or one for all: the sum over each group of columns is scaled."""
     HALVES: tl.constexpr = SIDE.halves
@@ -403,14 +418,14 @@ def row_scores(
             b_s = tl.zeros([R, q[0].shape[1]], tl.float32)
             for j in tl.static_range(HALVES):
                 if GROUPS == 1:
-                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), q[j], b_s)
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, UNPACK_MODE), q[j], b_s)
                 elif (
                     j * H < (g + 1) * SIDE.scale.group
                     and g * SIDE.scale.group < (j + 1) * H
                 ):
                     b_q = in_group(q[j], j, g, SIDE)
-                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q, b_s)
-            fields = fields + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING),)
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, UNPACK_MODE), b_q, b_s)
+            fields = fields + (first_of(b_s, COPIES) * weight_of(f, SIDE, UNPACK_MODE),)
         b_s = stack(fields, SIDE.fields)
         if SIDE.scale.by == "block":
             p_scale = (block + SIDE.scale.scale // 2).to(

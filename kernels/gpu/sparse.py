@@ -48,7 +48,8 @@ def count_up(lo_ptr, COUNT: tl.constexpr):
     it in shared memory otherwise, at twice the instructions (Triton 3.9, 2026-11). Hence the
     numbers from `lo`, none of which is negative; and 4 of each, as it looks through small loads.
     """
-    o_n, o_copy = tl.arange(0, COUNT)[:, None], tl.arange(0, 4)[None, :]
+    o_n = tl.arange(0, COUNT)[:, None]
+    o_copy = tl.arange(0, 4)[None, :]
     zero = tl.load(lo_ptr + (o_n + o_copy) * 0) >> 31
     pairs = tl.split(tl.reshape(o_n + zero, [COUNT, 2, 2]))[0]
     return tl.split(pairs)[0].to(tl.int16)
@@ -57,7 +58,7 @@ def count_up(lo_ptr, COUNT: tl.constexpr):
 @triton.jit
 def sparse_sums(
     block, x, sums, rows, copy,
-    PARTS: tl.constexpr, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr,
+    PARTS: tl.constexpr, COPIES: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
     """What the sparse slots of a side add to its rows: [W, C] fp32 for each of its parts.
 
@@ -73,18 +74,21 @@ def sparse_sums(
     if len(sums) == 0:
         for _ in tl.static_range(0, PARTS, COPIES):
             sums = sums + (tl.zeros([W, x[0].shape[1]], tl.float32),)
-    deltas, pairs = load_deltas(block, SIDE), load_pairs(block, SIDE)
+    deltas = load_deltas(block, SIDE)
+    pairs = load_pairs(block, SIDE)
     for j in tl.static_range(HALVES):
         for slot in tl.static_range(SLOTS):
             b_pair = in_halves(pairs[slot][:, None], HALVES)[j]
-            b_hot = equals(tl.trans(of_pairs(b_pair & (W - 1) * BOTH)), rows, SPELLING)
+            b_hot = equals(
+                tl.trans(of_pairs(b_pair & (W - 1) * BOTH)), rows, UNPACK_MODE
+            )
             b_x = x[j] * in_halves(deltas[slot][:, None], HALVES)[j]
             b_part = of_pairs(b_pair & (PARTS - 1) * W * BOTH)
             added = ()
             for f in tl.static_range(0, PARTS, COPIES):
                 b_own = b_x
                 if PARTS > 1:
-                    b_own = b_x * equals(b_part, (copy + f) * W, SPELLING)
+                    b_own = b_x * equals(b_part, (copy + f) * W, UNPACK_MODE)
                 added = added + (tl.dot(b_hot, b_own, sums[f // COPIES]),)
             sums = added
     return by_part(sums, COPIES)
@@ -153,10 +157,10 @@ def of_pairs(pairs):
 
 
 @triton.jit
-def equals(x, y, SPELLING: tl.constexpr):
+def equals(x, y, UNPACK_MODE: tl.constexpr):
     """1.0 in fp16 where int16 x and y, neither negative, are equal, else 0; broadcast."""
     x, y = tl.broadcast(x, y)
-    if SPELLING == "ptx":
+    if UNPACK_MODE == "ptx":
         return tl.inline_asm_elementwise(
             "set.eq.f16x2.f16x2 $0, $1, $2;",
             "=r,r,r",

@@ -8,19 +8,19 @@ pair that reads this KV head; the C columns of a program are padded to a power o
 import triton
 import triton.language as tl
 
-P_BIAS = tl.constexpr(
-    15.0
-)  # weights are kept times 2**15, so that fp16 holds a flat tail too
-EMPTY = tl.constexpr(
-    -1e30
-)  # the running maximum before any token; finite, so no inf - inf
+# weights are stored times 2**15, so that fp16 holds a flat tail too
+P_BIAS = tl.constexpr(15.0)
+# the running maximum before any token; finite, so no inf - inf
+EMPTY = tl.constexpr(-1e30)
 
 
 @triton.jit
 def find_unit(units_ptr, i_slot):
     """(view, sequence, first tile, end tile, page id of the segment) of a unit of work."""
     p_unit = units_ptr + i_slot * 5
-    i_b, start, end = tl.load(p_unit + 1), tl.load(p_unit + 2), tl.load(p_unit + 3)
+    i_b = tl.load(p_unit + 1)
+    start = tl.load(p_unit + 2)
+    end = tl.load(p_unit + 3)
     return tl.load(p_unit), i_b, start, end, tl.load(p_unit + 4)
 
 
@@ -31,7 +31,8 @@ def column_of(i_head, i_block, queries, SHAPE: tl.constexpr):
     Its KV head is that of grid axis 0, on which there is a program for each.
     """
     i_column = i_block * SHAPE.columns + tl.arange(0, SHAPE.columns)
-    i_m, i_g = i_column // SHAPE.group, i_column % SHAPE.group
+    i_m = i_column // SHAPE.group
+    i_g = i_column % SHAPE.group
     heads = tl.num_programs(0) * SHAPE.group
     return i_m, i_m * heads + i_head * SHAPE.group + i_g, i_m < queries
 
@@ -44,9 +45,8 @@ def query_unit(p_q, m_c, scale, D: tl.constexpr):
     returns: what q is multiplied by, and the power of two that scores are multiplied by; each [C]
     """
     o_d = tl.arange(0, triton.next_power_of_2(D))[None, :]
-    q = tl.load(p_q[:, None] + o_d, mask=m_c[:, None] & (o_d < D), other=0.0).to(
-        tl.float32
-    )
+    m_q = m_c[:, None] & (o_d < D)
+    q = tl.load(p_q[:, None] + o_d, mask=m_q, other=0.0).to(tl.float32)
     scale_log2 = scale * 1.4426950408889634
     top = tl.maximum(tl.max(tl.abs(q), 1) * tl.abs(scale_log2), 1e-30)
     unit = tl.exp2(tl.ceil(tl.log2(top)))
@@ -81,8 +81,8 @@ def softmax_step(s, unit, m, l, bias, new_bias, R: tl.constexpr, CAP: tl.constex
 @triton.jit
 def hide(s, o_t, lo, hi):
     """Scores [T, C] of tokens o_t [T]; those outside [lo, hi) of their column become -inf."""
-    seen = (o_t[:, None] >= lo[None, :]) & (o_t[:, None] < hi[None, :])
-    return tl.where(seen, s, float("-inf"))
+    m_s = (o_t[:, None] >= lo[None, :]) & (o_t[:, None] < hi[None, :])
+    return tl.where(m_s, s, float("-inf"))
 
 
 @triton.jit
@@ -122,9 +122,8 @@ def below(s0, s1):
 @triton.jit
 def upper_lower(x):
     """[2R, C] -> its upper and its lower [R, C]. Registers are renamed, nothing moves."""
-    return tl.split(
-        tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0))
-    )
+    halves = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]])
+    return tl.split(tl.permute(halves, (1, 2, 0)))
 
 
 @triton.jit
@@ -180,7 +179,7 @@ def in_halves(x, HALVES: tl.constexpr):
 
 @triton.jit
 def settle(x):
-    """x [rows, columns] in an order of its own, whatever it was computed in.
+    """x [rows, columns] in a layout of its own, however it was computed.
 
     The compiler then brings it once, before the loop, into the registers where a tensor core wants
     it; else it does so again for every page, through shared memory (Triton 3.9, 2026-11).

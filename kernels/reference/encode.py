@@ -2,7 +2,7 @@
 
 For each side, in this order, what its format has of
 
-    turn        K's channels in order, V's mixed                as the frozen segment says
+    hadamard    K's channels in order, V's rotated              as the frozen segment says
     rotate      x -> T_L with T_L T_S = x                       T_S of the segment, new or frozen
     set aside   the outliers of each column -> sparse slots     their mean takes their place
     quantise    -> codes, scales, zeros                         of the page or of the segment
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from disagg.kernels.formats import RAW_SLOTS, HadamardRotation, PageFormat, Side
-from disagg.kernels.reference import quantize
+from disagg.kernels.formats import RAW_SLOTS, HadamardRotation, PageFormat, Side, Sparse
+from disagg.kernels.reference import hadamard, quantize
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference.pages import (
     ArenaBlocks,
@@ -32,7 +32,6 @@ from disagg.kernels.reference.pages import (
     store_blocks,
 )
 from disagg.kernels.reference.quantize import finite, rounded
-from disagg.kernels.reference.turn import read_order, read_signs, turn
 from disagg.kernels.sealing import HEAD_STRIDE, NewRows, Sealing, Segmentation, Target
 
 # elements of K encoded at once: their floats stay in a core's second-level cache
@@ -51,166 +50,236 @@ def encode(
     k, v:    [H, n, D] of any float dtype - n is a multiple of fmt.tokens; NaN becomes 0, what fp16
              cannot hold saturates
     absent:  [H, n] bool - tokens that the mask of their page leaves out; the mean of their group of
-             K's scales takes their place, in K and in V. None: all are there
+             K's scales takes their place, in K and in V. None: all are present
     returns: blocks [n / tokens, H, block_bytes] u8, segments [S, H, segment_bytes] u8 if any
     """
     if absent is not None:
         group = fmt.k.scale.group
-        k, v = (quantize.with_group_means(finite(x), absent, group) for x in (k, v))
+        k = quantize.with_group_means(finite(k), absent, group)
+        v = quantize.with_group_means(finite(v), absent, group)
     heads, n, _ = k.shape
     shape = (n // fmt.tokens, heads, fmt.block_bytes)
     blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
     segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
-    if fmt.has_own_basis:
-        cut = replace(cut, tokens=fmt.tokens)
-    shared = blocks if fmt.has_own_basis else segments
-    if shared is not None and not fmt.turn:
-        count = cut.tokens // fmt.tokens
-        for i, seed in enumerate(cut.seeds(n) if n else ()):
-            part = slice(i * cut.tokens, (i + 1) * cut.tokens)
-            some = blocks[i * count : (i + 1) * count]
-            fresh = cut.frozen is None
-            _encode_segment(k[:, part], v[:, part], fmt, some, shared[i], seed, fresh)
+
+    if fmt.hadamard and segments is not None:
+        k, v = _rotated(k, v, fmt.hadamard, DenseBlocks(segments[0]))
+        _encode_pages(k, v, fmt, blocks)
+    elif fmt.has_own_basis:
+        _encode_segments(k, v, fmt, replace(cut, tokens=fmt.tokens), blocks, blocks)
+    elif segments is not None:
+        _encode_segments(k, v, fmt, cut, blocks, segments)
     else:
-        if fmt.turn and segments is not None:
-            k, v = _turned(k, v, fmt.turn, DenseBlocks(segments[0]))
-        sides = [
-            *zip(
-                k.split([side.columns for side in fmt.k_sides], 2),
-                fmt.k_sides,
-                strict=True,
-            )
-        ]
-        step = max(1, CHUNK_ELEMENTS // (heads * fmt.tokens * fmt.head_dim))
-        for start in range(0, blocks.shape[0], step):
-            part = slice(start * fmt.tokens, (start + step) * fmt.tokens)
-            pages = DenseBlocks(blocks[start : start + step])
-            for x, side in (*sides, (v, fmt.v)):
-                _encode(x[:, part], side, fmt, pages, pages)
+        _encode_pages(k, v, fmt, blocks)
     if fmt.valid is not None:
-        mask = DenseBlocks(blocks).plane(torch.uint8, fmt.valid, (1, fmt.tokens // 8))
-        mask.fill_(255)
-        if absent is not None:
-            there = (~absent).unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
-            mask.squeeze(-2).copy_(pack_bits(there))
+        _write_mask(blocks, fmt.valid, fmt.tokens, absent)
     return blocks, segments
 
 
 def append(
-    arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
+    arena: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: NewRows,
+    sealing: Sealing | None = None,
 ) -> None:
     """Write one token per row into raw pages, then the pages that they complete.
 
     k, v:    [N, H, D]
     sealing: which rows complete a page, as sealing.py draws it; None: no row does
     """
-    written, fmt = rows.pages >= 0, rows.fmt
-    pages, slots = rows.pages[written].long(), rows.slots[written].long()
-    blocks = ArenaBlocks(arena, rows.pages, rows.base, k.shape[1], fmt.block_bytes)
+    fmt = rows.fmt
+    heads = k.shape[1]
+    is_written = rows.pages >= 0
+    pages = rows.pages[is_written].long()
+    slots = rows.slots[is_written].long()
+    blocks = ArenaBlocks(arena, rows.pages, rows.base, heads, fmt.block_bytes)
     for offset, x in ((fmt.k, k), (fmt.v, v)):
-        exact = rounded(x[written], fmt)
+        exact = rounded(x[is_written], fmt)
         plane = plane_view(blocks, exact.dtype, offset, (fmt.slots, fmt.head_dim))
         plane[pages, :, slots] = exact
-    if sealing is not None:
-        for tail_k, tail_v, cut, target in completed_pages(
-            arena, k.shape[1], rows, sealing
-        ):
-            store_blocks(target, encode(tail_k, tail_v, sealing.fmt, cut)[0])
+    if sealing is None:
+        return
+    for page_k, page_v, cut, target in completed_pages(arena, heads, rows, sealing):
+        sealed, _ = encode(page_k, page_v, sealing.fmt, cut)
+        store_blocks(target, sealed)
 
 
 def completed_pages(
-    arena: Tensor, heads: int, rows: NewRows, sealing: Sealing
+    arena: Tensor,
+    heads: int,
+    rows: NewRows,
+    sealing: Sealing,
 ) -> Iterator[tuple[Tensor, Tensor, Segmentation, Target]]:
-    """Of each page that a row completes: its k and v [H, T, D], what it joins, where it belongs."""
-    tables, fmt = sealing.rows, sealing.fmt
+    """Each page that a row completes: k and v [H, T, D], the segment it joins, and its address."""
+    tables = sealing.rows
+    fmt = sealing.fmt
     for row, page in enumerate(tables.pages.tolist()):
         if page < 0:
             continue
-        one, frozen = slice(row, row + 1), None
-        k, v = gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads)
+        this_row = slice(row, row + 1)
+        k, v = gather_raw(arena, tables.tails[this_row], rows.fmt, rows.base, heads)
+        frozen = None
         if fmt.segment_bytes:
-            there = tables.segments[one], sealing.segment_base, heads, fmt.segment_bytes
-            frozen = load_blocks(arena, *there)[0]
-        cut = Segmentation(
-            fmt.tokens, sealing.seed + int(tables.stretches[row]), frozen
-        )
-        yield k[0], v[0], cut, Target(arena, tables.pages[one], sealing.base)
+            segments = load_blocks(
+                arena,
+                pages=tables.segments[this_row],
+                base=sealing.segment_base,
+                heads=heads,
+                block_bytes=fmt.segment_bytes,
+            )
+            frozen = segments[0]
+        seed = sealing.seed + int(tables.stretches[row])
+        cut = Segmentation(fmt.tokens, seed, frozen)
+        target = Target(arena, tables.pages[this_row], sealing.base)
+        yield k[0], v[0], cut, target
 
 
-def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
-    """Sums of squares of q [Hq, n, D] over the query heads of a KV head and units of 16 tokens, of
-    the first of which `begun` came before: [units, heads, D] fp64.
+def sum_squares(
+    q: Tensor,
+    heads: int,
+    begun: int,
+) -> Tensor:
+    """Sums of squares of q over the query heads of a KV head and units of 16 tokens.
 
     Each square is a multiple of 2**-20, so that sums of sums are the same in any order.
+
+    q:       [Hq, n, D]
+    begun:   tokens of the first unit that came before
+    returns: [units, heads, D] fp64
     """
-    some = q.transpose(0, 1).float()
-    some = pad(some, (0, 0, 0, 0, begun, -(begun + len(some)) % RAW_SLOTS))
-    exact = some.square().mul_(2.0**20).round_().unflatten(0, (-1, RAW_SLOTS))
-    sums = exact.sum(1, dtype=torch.float64).unflatten(1, (heads, -1)).sum(2)
+    tokens = q.transpose(0, 1).float()  # [n, Hq, D]
+    behind = -(begun + len(tokens)) % RAW_SLOTS
+    padded = pad(tokens, (0, 0, 0, 0, begun, behind))
+    squares = padded.square().mul_(2.0**20).round_()
+    units = squares.unflatten(0, (-1, RAW_SLOTS))  # [units, 16, Hq, D]
+    by_query_head = units.sum(1, dtype=torch.float64)  # [units, Hq, D]
+    sums = by_query_head.unflatten(1, (heads, -1)).sum(2)
     return sums * 2.0**-20
 
 
-def _encode_segment(
+def _rotated(
+    k: Tensor,
+    v: Tensor,
+    rotation: HadamardRotation,
+    segment: DenseBlocks,
+) -> tuple[Tensor, Tensor]:
+    """K's channels in the order of a segment, and V rotated with its signs.
+
+    What is beyond fp16 after that saturates.
+    """
+    head_dim = k.shape[2]
+    order = hadamard.read_order(segment, rotation, head_dim).unsqueeze(1)
+    signs = hadamard.read_signs(segment, rotation, head_dim).unsqueeze(1)
+    ordered_k = k.gather(2, order.expand_as(k))
+    return ordered_k, hadamard.rotate(finite(v), signs)
+
+
+def _encode_pages(
     k: Tensor,
     v: Tensor,
     fmt: PageFormat,
     blocks: Tensor,
-    segment: Tensor,
-    seed: int,
-    fresh: bool,
 ) -> None:
-    """The pages of one segment, head by head, and the segment [H, segment_bytes] u8, which is
-    the page itself where that has a basis of its own."""
-    for head in range(k.shape[0]):
-        one = slice(head, head + 1)
-        pages, shared = DenseBlocks(blocks[:, one]), DenseBlocks(segment[one])
-        for odd, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
-            start = 2 * (seed * HEAD_STRIDE + head) + odd
-            _encode(x[one], side, fmt, pages, shared, start, fresh)
+    """Write pages that need no segment, a chunk at a time."""
+    heads = k.shape[0]
+    widths = [side.columns for side in fmt.k_sides]
+    bands = k.split(widths, 2)
+    step = max(1, CHUNK_ELEMENTS // (heads * fmt.tokens * fmt.head_dim))
+    for start in range(0, blocks.shape[0], step):
+        tokens = slice(start * fmt.tokens, (start + step) * fmt.tokens)
+        pages = DenseBlocks(blocks[start : start + step])
+        for x, side in zip(bands, fmt.k_sides, strict=True):
+            _encode_side(x[:, tokens], side, fmt, pages, pages)
+        _encode_side(v[:, tokens], fmt.v, fmt, pages, pages)
 
 
-def _encode(
+def _encode_segments(
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat,
+    cut: Segmentation,
+    blocks: Tensor,
+    segments: Tensor,
+) -> None:
+    """Write segments [S, H, segment_bytes] u8 and the pages that share them, head by head.
+
+    A page that has a basis of its own is its own segment: `segments` are the blocks then.
+    """
+    heads, n, _ = k.shape
+    if not n:
+        return
+    pages_per_segment = cut.tokens // fmt.tokens
+    is_new = cut.frozen is None
+    for i, segment_seed in enumerate(cut.seeds(n)):
+        tokens = slice(i * cut.tokens, (i + 1) * cut.tokens)
+        columns = slice(i * pages_per_segment, (i + 1) * pages_per_segment)
+        for head in range(heads):
+            one = slice(head, head + 1)
+            pages = DenseBlocks(blocks[columns, one])
+            shared = DenseBlocks(segments[i, one])
+            seed = 2 * (segment_seed * HEAD_STRIDE + head)
+            _encode_side(k[one, tokens], fmt.k, fmt, pages, shared, seed, is_new)
+            _encode_side(v[one, tokens], fmt.v, fmt, pages, shared, seed + 1, is_new)
+
+
+def _write_mask(
+    blocks: Tensor,
+    offset: int,
+    tokens: int,
+    absent: Tensor | None,
+) -> None:
+    """Write which tokens of each page are present."""
+    mask = DenseBlocks(blocks).plane(torch.uint8, offset, (1, tokens // 8))
+    mask.fill_(255)
+    if absent is not None:
+        present = (~absent).unflatten(1, (-1, tokens)).transpose(0, 1)  # [P, H, T]
+        mask.squeeze(-2).copy_(pack_bits(present))
+
+
+def _encode_side(
     x: Tensor,
     side: Side,
     fmt: PageFormat,
     pages: DenseBlocks,
     shared: DenseBlocks,
     seed: int = 0,
-    fresh: bool = True,
+    is_new: bool = True,
 ) -> None:
-    """Write one side of x [H, n, D] into its pages, and into the segment that they share."""
+    """Write one side of x [H, n, D] into its pages, and into the segment that they share.
+
+    is_new: the rotation of the segment is made here; else it is there
+    """
     x = finite(x)
-    if by := side.rotation:
-        matrix = shared.plane(torch.float16, by.matrix, (by.block, by.block))
-        if fresh:
-            matrix.copy_(rotation(x, by.block))
+    if side.rotation:
+        block = side.rotation.block
+        matrix = shared.plane(torch.float16, side.rotation.matrix, (block, block))
+        if is_new:
+            matrix.copy_(rotation(x, block))
         x = finite(unrotate(x, matrix))
-    values = x.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
-    if side is fmt.v:
-        values = values.transpose(2, 3)
+    is_v = side is fmt.v
+    values = x.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)  # [P, H, T, D]
+    if is_v:
+        values = values.transpose(2, 3)  # [P, H, rows, columns]
     missing = _encode_codes(values, side, pages, shared)
-    if (low := side.low_rank) and missing is not None:
-        if side is fmt.v:
-            missing = missing.transpose(2, 3)
-        tokens = missing.transpose(0, 1).flatten(1, 2)
-        a, b = low_rank(tokens, low.rank, torch.full((1,), seed, device=x.device))
-        by_page = a.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
-        pages.plane(torch.float16, low.a, (fmt.tokens, low.rank)).copy_(by_page)
-        shared.plane(torch.float16, low.b, (fmt.head_dim, low.rank)).copy_(b)
-
-
-def _turned(
-    k: Tensor, v: Tensor, by: HadamardRotation, segment: DenseBlocks
-) -> tuple[Tensor, Tensor]:
-    """K's channels in the order, and V's turned by the signs, of a segment; what then is beyond
-    fp16 saturates."""
-    order = read_order(segment, by, k.shape[2]).unsqueeze(1).expand_as(k)
-    signs = read_signs(segment, by, k.shape[2]).unsqueeze(1)
-    return k.gather(2, order), turn(finite(v), signs)
+    if side.low_rank is None or missing is None:
+        return
+    low = side.low_rank
+    if is_v:
+        missing = missing.transpose(2, 3)
+    by_token = missing.transpose(0, 1).flatten(1, 2)  # [H, n, D]
+    seeds = torch.full((1,), seed, device=x.device)
+    a, b = low_rank(by_token, low.rank, seeds)
+    by_page = a.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)  # [P, H, T, rank]
+    pages.plane(torch.float16, low.a, (fmt.tokens, low.rank)).copy_(by_page)
+    shared.plane(torch.float16, low.b, (fmt.head_dim, low.rank)).copy_(b)
 
 
 def _encode_codes(
-    x: Tensor, side: Side, pages: DenseBlocks, shared: DenseBlocks
+    x: Tensor,
+    side: Side,
+    pages: DenseBlocks,
+    shared: DenseBlocks,
 ) -> Tensor | None:
     """Write codes, scales and slots of x [P, H, rows, columns]; what they miss of x, if needed."""
     if side.floating:
@@ -218,27 +287,39 @@ def _encode_codes(
         pages.words(side).copy_(codes)
         pages.plane(torch.float32, side.scale.scale, (1, 1)).copy_(scales)
         return None
-    plain, sparse = x, side.sparse
-    if sparse:
+    plain = x
+    if side.sparse:
         mean = quantize.column_means(x, side.scale.shared)
-        index = quantize.choose_outliers(x, mean, sparse)
-        plain = quantize.with_means(x, mean, index)
+        outliers = quantize.choose_outliers(x, mean, side.sparse)
+        plain = quantize.with_means(x, mean, outliers)
     codes, scales, zeros = quantize.quantize_side(plain, side)
     if side.bits:
         pages.words(side).copy_(pack_words(codes, side.bits))
-    there = shared if side.scale.shared else pages
-    there.plane(torch.float16, side.scale.scale, side.scale_shape).copy_(scales)
+    home = shared if side.scale.shared else pages
+    home.plane(torch.float16, side.scale.scale, side.scale_shape).copy_(scales)
     if side.scale.zero is not None:
-        there.plane(torch.float16, side.scale.zero, side.scale_shape).copy_(zeros)
-    if not sparse and not side.low_rank:
+        home.plane(torch.float16, side.scale.zero, side.scale_shape).copy_(zeros)
+    if not side.sparse and not side.low_rank:
         return None
-    scales, zeros = (quantize.expand(y.float(), side) for y in (scales, zeros))
-    missing = x - (codes + zeros).mul_(scales)
-    if sparse:
-        shape = (side.columns, sparse.slots)
-        by_column = missing.transpose(2, 3)
-        pages.plane(torch.uint8, sparse.index, shape).copy_(index)
-        delta = by_column.gather(3, index).clamp_(-quantize.LARGEST, quantize.LARGEST)
-        pages.plane(torch.float16, sparse.delta, shape).copy_(delta)
-        by_column.scatter_(3, index, 0.0)
+    steps = quantize.expand(scales.float(), side)
+    offsets = quantize.expand(zeros.float(), side)
+    missing = x - (codes + offsets).mul_(steps)
+    if side.sparse:
+        _encode_outliers(missing, outliers, side.sparse, pages)
     return missing
+
+
+def _encode_outliers(
+    missing: Tensor,
+    rows: Tensor,
+    sparse: Sparse,
+    pages: DenseBlocks,
+) -> None:
+    """Move what codes miss [P, H, rows, columns] at outliers [P, H, columns, slots] to slots."""
+    by_column = missing.transpose(2, 3)
+    delta = by_column.gather(3, rows)
+    delta = delta.clamp_(-quantize.LARGEST, quantize.LARGEST)
+    shape = (by_column.shape[2], sparse.slots)
+    pages.plane(torch.uint8, sparse.index, shape).copy_(rows)
+    pages.plane(torch.float16, sparse.delta, shape).copy_(delta)
+    by_column.scatter_(3, rows, 0.0)

@@ -1,4 +1,4 @@
-"""Attention on exact K and V in plain torch: raw pages, tails, tokens kept and not dropped."""
+"""Attention on exact K and V in plain torch: raw pages, tails, outliers and heavy hitters."""
 
 import torch
 from torch import Tensor
@@ -9,58 +9,82 @@ from disagg.kernels.reference.softmax import (
     columns_of,
     masked_softmax,
     partial_of,
-    seen_at,
-    seen_tokens,
+    visible_at,
     visible_pages,
+    visible_tokens,
 )
 from disagg.kernels.view import Partial, View
 
 
-def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
-    """Attention over slots; what each holds is as `ExactFormat` says.
+def attend(
+    q: Tensor,
+    view: View,
+    scale: float,
+    cap: float = 0.0,
+) -> Partial:
+    """Attention over slots; `ExactFormat` says which token each slot holds.
 
     q:       [B, M, Hq, D] fp32 or fp64 - query head i reads KV head i // (Hq / heads)
     scale, cap: as in `Softmax`
     returns: o [B, M, Hq, D], lse [B, M, Hq] of the dtype of q - the natural log of
              sum exp(score); a query that sees nothing has o = 0 and lse = -inf
     """
+    k, v, visible = _read_slots(view)  # [B, H, n, D] twice, [B, 1 or H, n, M]
+    queries = columns_of(q * scale, view.heads)  # [B, H, D, N]
+    scores = k.to(q.dtype) @ queries  # [B, H, n, N]
+    p, lse = masked_softmax(scores, visible, cap)
+    o = v.to(q.dtype).transpose(2, 3) @ p  # [B, H, D, N]
+    return partial_of(o, lse, q.shape[1])
+
+
+def _read_slots(view: View) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v [B, H, n, D] of the slots of a view, and whether each query sees them [B, _, n, M]."""
     fmt = view.fmt
     assert isinstance(fmt, ExactFormat)
-    first, last = (
-        visible_pages(view, fmt.tokens) if fmt.counted else (0, view.pages.shape[1])
-    )
-    k, v = gather_raw(view.arena, view.pages[:, first:last], fmt, view.base, view.heads)
     if fmt.counted:
-        seen = seen_tokens(view, first * fmt.tokens, k.shape[2])
-    elif fmt.side is not None:
-        k, v = k[:, :, : fmt.side.slots], v[:, :, : fmt.side.slots]
-        seen = _seen_of_side(view, fmt.side, k.shape[2])
-    else:
-        seen = _seen_of_pages(view, fmt)
-    p, lse = masked_softmax(
-        k.to(q.dtype) @ columns_of(q * scale, view.heads), seen, cap
-    )
-    return partial_of(v.to(q.dtype).transpose(2, 3) @ p, lse, q.shape[1])
+        first, last = visible_pages(view, fmt.tokens)
+        pages = view.pages[:, first:last]
+        k, v = gather_raw(view.arena, pages, fmt, view.base, view.heads)
+        return k, v, visible_tokens(view, first * fmt.tokens, k.shape[2])
+    k, v = gather_raw(view.arena, view.pages, fmt, view.base, view.heads)
+    if fmt.side is None:
+        return k, v, _visible_by_page_positions(view, fmt)
+    k = k[:, :, : fmt.side.slots]
+    v = v[:, :, : fmt.side.slots]
+    return k, v, _visible_by_side_record(view, fmt.side, k.shape[2])
 
 
-def _seen_of_side(view: View, side: SlotsFormat, room: int) -> Tensor:
-    """[B, H, room, M] bool: which slots of the side record each query sees."""
+def _visible_by_side_record(
+    view: View,
+    side: SlotsFormat,
+    slots: int,
+) -> Tensor:
+    """[B, H, slots, M] bool: which slots each query sees, by the positions in side records."""
     assert view.sides is not None
-    at = view.sides.unsqueeze(1), view.side_base, view.heads, side.block_bytes
-    record, shape = ArenaBlocks(view.arena, *at), (1, side.slots)
-    positions = record.plane(torch.int32, side.positions, shape)[:, :, 0, 0, :room]
-    states = record.plane(torch.uint8, side.states, shape)[:, :, 0, 0, :room]
-    return seen_at(view, positions) & (states != FREE).unsqueeze(3)
+    records = ArenaBlocks(
+        arena=view.arena,
+        ids=view.sides.unsqueeze(1),
+        base=view.side_base,
+        heads=view.heads,
+        block_bytes=side.block_bytes,
+    )
+    shape = (1, side.slots)
+    positions = records.plane(torch.int32, side.positions, shape)[:, :, 0, 0, :slots]
+    states = records.plane(torch.uint8, side.states, shape)[:, :, 0, 0, :slots]
+    is_used = states != FREE
+    return visible_at(view, positions) & is_used.unsqueeze(3)
 
 
-def _seen_of_pages(view: View, fmt: ExactFormat) -> Tensor:
+def _visible_by_page_positions(view: View, fmt: ExactFormat) -> Tensor:
     """[B, H, P * slots, M] bool: which slots each query sees, by the positions in the pages.
 
     A short row is padded with pages that it shows elsewhere, behind the tokens it covers.
     """
     assert fmt.positions is not None
     blocks = ArenaBlocks(view.arena, view.pages, view.base, view.heads, fmt.block_bytes)
-    place = blocks.plane(torch.int32, fmt.positions, (fmt.slots, 1)).flatten(2)
-    page = torch.arange(view.pages.shape[1], device=place.device) * fmt.tokens
-    covered = page.repeat_interleave(fmt.slots)[:, None] < view.hi[:, None, None]
-    return seen_at(view, place) & covered
+    by_page = blocks.plane(torch.int32, fmt.positions, (fmt.slots, 1))
+    positions = by_page.flatten(2)  # [B, H, P * slots]
+    columns = torch.arange(view.pages.shape[1], device=positions.device)
+    first_tokens = (columns * fmt.tokens).repeat_interleave(fmt.slots)  # [P * slots]
+    is_covered = first_tokens[:, None] < view.hi[:, None, None]
+    return visible_at(view, positions) & is_covered

@@ -1,13 +1,13 @@
 """Which tokens a KV head keeps, in torch on any device: outliers kept exact, and heavy hitters.
 
 Each head chooses for itself, so slot s of head 0 and of head 1 hold different tokens. A side record
-says per slot which position it holds, its score and its state:
+says for each slot which position it holds, its score and its state:
 
     FREE     nothing here yet
     POOL     one of the best so far; a better token may take its place in the pool
-    RETIRED  no longer one of the best, still kept: its place among the codes is gone
+    RETIRED  no longer one of the best, but kept: its place among the codes is gone
 
-Slots are only ever appended; a change of state is a flag. Nothing asks the host for a number.
+Slots are only appended; a change of state is a flag. Nothing asks the host for a number.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ from disagg.kernels.view import Softmax
 class KeptSlots:
     """The slots of every head, as views that can be written to.
 
-    positions, scores, states: [H, slots]; k, v: [H, room, D] - room for slots, in raw pages
+    positions, scores, states: [H, slots]
+    k, v: [H, room, D] - room for slots, in raw pages
     """
 
     positions: Tensor
@@ -36,20 +37,30 @@ class KeptSlots:
 
 
 def view_kept(
-    side: Tensor, blocks: Tensor, fmt: SlotsFormat, raw: ExactFormat
+    side: Tensor,
+    blocks: Tensor,
+    fmt: SlotsFormat,
+    raw: ExactFormat,
 ) -> KeptSlots:
     """Views of a side record [H, side bytes] u8; copies of raw pages [K, H, raw bytes] u8."""
-    planes, shape = DenseBlocks(side), (1, fmt.slots)
+    planes = DenseBlocks(side)
+    shape = (1, fmt.slots)
+    k, v = exact_tokens(blocks, raw)
     return KeptSlots(
-        planes.plane(torch.int32, fmt.positions, shape).squeeze(-2),
-        planes.plane(torch.float32, fmt.scores, shape).squeeze(-2),
-        planes.plane(torch.uint8, fmt.states, shape).squeeze(-2),
-        *exact_tokens(blocks, raw),
+        positions=planes.plane(torch.int32, fmt.positions, shape).squeeze(-2),
+        scores=planes.plane(torch.float32, fmt.scores, shape).squeeze(-2),
+        states=planes.plane(torch.uint8, fmt.states, shape).squeeze(-2),
+        k=k,
+        v=v,
     )
 
 
 def keep_outliers(
-    kept: KeptSlots, k: Tensor, v: Tensor, count: int, first: int
+    slots: KeptSlots,
+    k: Tensor,
+    v: Tensor,
+    count: int,
+    first: int,
 ) -> Tensor:
     """Let tokens first .. first+n-1 compete with the pool by |K|_1, and keep the winners.
 
@@ -57,62 +68,117 @@ def keep_outliers(
     head with too few free slots for its winners stays as it is.
 
     k, v:    [H, n, D] of the raw dtype
-    returns: [H, n] bool - the winners; they lie in free slots in order of position, and who they
-             have beaten is retired
+    returns: [H, n] bool - the winners. They take free slots in order of position; pool members
+             that they beat are retired
     """
-    scores = k.float().abs().sum(2)
-    heads, n = scores.shape
-    slots, room = kept.states.shape[1], min(kept.states.shape[1], kept.k.shape[1])
-    pool, used = kept.states == POOL, (kept.states != FREE).sum(1, keepdim=True)
+    scores = k.float().abs().sum(2)  # [H, n]
+    is_pool = slots.states == POOL  # [H, slots]
+    used = (slots.states != FREE).sum(1, keepdim=True)  # [H, 1]
+    num_slots = slots.states.shape[1]
 
-    ranked = torch.cat([kept.scores.masked_fill(~pool, torch.inf), scores], 1)
-    best = torch.zeros(heads, slots + n, dtype=torch.bool, device=scores.device)
-    best.scatter_(1, ranked.sort(dim=1, stable=True).indices[:, :count], True)
-    fits = used + best[:, slots:].sum(1, keepdim=True) <= slots
-    won = best[:, slots:] & fits
-    kept.states.masked_fill_(pool & ~best[:, :slots] & fits, RETIRED)
+    best = _best(slots.scores.masked_fill(~is_pool, torch.inf), scores, count)
+    stays_best = best[:, :num_slots]
+    is_winner = best[:, num_slots:]
+    fits = used + is_winner.sum(1, keepdim=True) <= num_slots  # [H, 1]
+    is_winner = is_winner & fits
+    slots.states.masked_fill_(is_pool & ~stays_best & fits, RETIRED)
 
-    slot = torch.where(won, used + won.long().cumsum(1) - 1, slots)  # `slots`: nowhere
-    source = slot.new_full((heads, slots + 1), -1)
-    source.scatter_(1, slot, torch.arange(n, device=slot.device).expand(heads, n))
-    source = source[:, :slots]
-    taken, token = source >= 0, source.clamp_min(0)
-    kept.positions.copy_(torch.where(taken, first + token, kept.positions))
-    kept.scores.copy_(torch.where(taken, scores.gather(1, token), kept.scores))
-    kept.states.masked_fill_(taken, POOL)
-    taken, token = (
-        taken[:, :room, None],
-        token[:, :room, None].expand(-1, -1, k.shape[2]),
-    )
-    for into, x in ((kept.k, k), (kept.v, v)):
-        into[:, :room] = torch.where(taken, x.gather(1, token), into[:, :room])
-    return won
+    token = _token_of_slot(is_winner, used, num_slots)  # [H, slots]
+    _write_winners(slots, scores, k, v, token, first)
+    return is_winner
 
 
-def weights_received(q: Tensor, k: Tensor, softmax: Softmax, total: int) -> Tensor:
+def weights_received(
+    q: Tensor,
+    k: Tensor,
+    softmax: Softmax,
+    total: int,
+) -> Tensor:
     """How much attention each of the first n tokens gets from the last W of `total`: [H, n] fp32.
 
-    q: [Hq, W, D] - queries of tokens total - W .. total - 1; k: [H, n, D]. The softmax is over
-    these n tokens, which only scales what a query gives them, as sinks would
+    The softmax is over these n tokens, which only scales what a query gives them, as sinks would.
+
+    q: [Hq, W, D] - queries of tokens total - W .. total - 1
+    k: [H, n, D]
     """
     heads, n, head_dim = k.shape
-    width, last = q.shape[0] // heads, q.shape[1]
-    rows = q.float().reshape(heads, width * last, head_dim) * softmax.scale
-    scores = capped(rows @ k.float().transpose(1, 2), softmax.cap)  # [H, width * W, n]
-    own = torch.arange(total - last, total, device=k.device).repeat(width)
-    future = torch.arange(n, device=k.device) > own[:, None]
-    return scores.masked_fill(future, -torch.inf).softmax(-1).sum(1)
+    group = q.shape[0] // heads
+    window = q.shape[1]
+    rows = q.float().reshape(heads, group * window, head_dim) * softmax.scale
+    scores = capped(rows @ k.float().transpose(1, 2), softmax.cap)  # [H, G * W, n]
+    query_positions = torch.arange(total - window, total, device=k.device)
+    key_positions = torch.arange(n, device=k.device)
+    is_future = key_positions > query_positions.repeat(group)[:, None]
+    weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+    return weights.sum(1)
 
 
-def heaviest_and_recent(weights: Tensor, count: int, recent: int) -> Tensor:
+def heaviest_and_recent(
+    weights: Tensor,
+    count: int,
+    recent: int,
+) -> Tensor:
     """Positions of the `recent` last tokens and of the heaviest others: [H, count] i64, ascending.
 
     weights: [H, n]; of equals the earlier one stays
     """
-    n = weights.shape[1]
-    old = weights[:, : n - recent]
-    chosen = old.sort(dim=1, descending=True, stable=True).indices[:, : count - recent]
-    last = torch.arange(n - recent, n, device=weights.device).expand(
-        weights.shape[0], -1
-    )
-    return torch.cat([chosen, last], 1).sort(dim=1).values
+    heads, n = weights.shape
+    first_recent = n - recent
+    by_weight = weights[:, :first_recent].sort(dim=1, descending=True, stable=True)
+    heaviest = by_weight.indices[:, : count - recent]
+    last = torch.arange(first_recent, n, device=weights.device)
+    positions = torch.cat([heaviest, last.expand(heads, -1)], 1)
+    return positions.sort(dim=1).values
+
+
+def _best(
+    pool_scores: Tensor,
+    scores: Tensor,
+    count: int,
+) -> Tensor:
+    """The `count` lowest of the scores of pool and tokens: [H, slots + n] bool."""
+    all_scores = torch.cat([pool_scores, scores], 1)
+    ranking = all_scores.sort(dim=1, stable=True).indices
+    best = torch.zeros_like(all_scores, dtype=torch.bool)
+    return best.scatter_(1, ranking[:, :count], True)
+
+
+def _token_of_slot(
+    is_winner: Tensor,
+    used: Tensor,
+    num_slots: int,
+) -> Tensor:
+    """Which of the n tokens each slot takes, -1 for none: [H, slots] i64.
+
+    is_winner: [H, n] bool
+    used:      [H, 1] - slots in use before
+    """
+    heads, n = is_winner.shape
+    rank = is_winner.long().cumsum(1) - 1
+    nowhere = num_slots  # one column more, which is cut off
+    slot_of_token = torch.where(is_winner, used + rank, nowhere)
+    token = slot_of_token.new_full((heads, num_slots + 1), -1)
+    index = torch.arange(n, device=token.device)
+    token.scatter_(1, slot_of_token, index.expand(heads, n))
+    return token[:, :num_slots]
+
+
+def _write_winners(
+    slots: KeptSlots,
+    scores: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token: Tensor,
+    first: int,
+) -> None:
+    """Write the tokens that each slot takes: position, score, state, and K and V."""
+    is_new = token >= 0  # [H, slots]
+    token = token.clamp_min(0)
+    slots.positions.copy_(torch.where(is_new, first + token, slots.positions))
+    slots.scores.copy_(torch.where(is_new, scores.gather(1, token), slots.scores))
+    slots.states.masked_fill_(is_new, POOL)
+    room = min(slots.states.shape[1], slots.k.shape[1])
+    is_new = is_new[:, :room, None]
+    token = token[:, :room, None].expand(-1, -1, k.shape[2])
+    slots.k[:, :room] = torch.where(is_new, k.gather(1, token), slots.k[:, :room])
+    slots.v[:, :room] = torch.where(is_new, v.gather(1, token), slots.v[:, :room])

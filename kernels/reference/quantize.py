@@ -40,11 +40,11 @@ ZERO_LIMIT = 1024.0  # fp16 holds every integer up to twice this
 SMALLEST_SCALE = 2.0**-24  # the least positive fp16
 LARGEST_FLOAT8 = 448.0
 SMALLEST_FLOAT8_SCALE = 2.0**-100
-SHARES = {2: 0.66, 4: 1.0}  # of the range that codes of so many bits cover
+SHARES = {2: 0.66, 4: 1.0}  # of the range that codes cover, by bits
 
 
 def finite(x: Tensor) -> Tensor:
-    """x in fp32; NaN becomes 0, what fp16 cannot hold saturates. Asks the host for nothing."""
+    """x in fp32: NaN becomes 0, and what fp16 cannot hold saturates. Never waits for a GPU."""
     return torch.nan_to_num(x.float(), nan=0.0).clamp_(-LARGEST, LARGEST)
 
 
@@ -60,41 +60,57 @@ def rounded(x: Tensor, fmt: ExactFormat) -> Tensor:
     return x.to(dtype).clamp(limits.min, limits.max)
 
 
-def quantize(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    x: Tensor,
+    group: int,
+    bits: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of groups of rows.
 
     x:       [..., rows, columns] fp32, finite
     returns: codes [..., rows, columns] fp32, scales and zeros [..., rows/group, columns] fp16
     """
     levels = (1 << bits) - 1
-    groups = x.unflatten(-2, (-1, group))
-    low, high = groups.amin(-2), groups.amax(-2)  # ten times as fast as aminmax
-    largest = torch.maximum(low.abs(), high.abs())
-    scale = torch.maximum((high - low) / levels, largest / ZERO_LIMIT)
-    scale = scale.clamp_min_(SMALLEST_SCALE).half()
-    steps = scale.float()
-    zero = (low / steps).add_(0.0).half()
-    inverse = steps.reciprocal_().unsqueeze(-2)
-    codes = torch.addcmul(-zero.float().unsqueeze(-2), groups, inverse)
-    return codes.round_().clamp_(0, levels).flatten(-3, -2), scale, zero
+    groups = x.unflatten(-2, (-1, group))  # [..., rows/group, group, columns]
+    low = groups.amin(-2)  # amin and amax: ten times as fast as aminmax
+    high = groups.amax(-2)
+    step = torch.maximum(
+        (high - low) / levels, _largest_magnitude(low, high) / ZERO_LIMIT
+    )
+    scale = step.clamp_min_(SMALLEST_SCALE).half()
+    rounded_scale = scale.float()
+    zero = (low / rounded_scale).add_(0.0).half()
+    inverse = rounded_scale.reciprocal().unsqueeze(-2)
+    minus_zero = -zero.float().unsqueeze(-2)
+    codes = torch.addcmul(minus_zero, groups, inverse)
+    codes = codes.round_().clamp_(0, levels)
+    return codes.flatten(-3, -2), scale, zero
 
 
-def quantize_fitted(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_fitted(
+    x: Tensor,
+    group: int,
+    bits: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `quantize`, with a clipped range and a stretched scale: see above."""
     levels = (1 << bits) - 1
     groups = x.unflatten(-2, (-1, group))
-    low, high = groups.amin(-2), groups.amax(-2)
+    low = groups.amin(-2)
+    high = groups.amax(-2)
     width = (high - low) * SHARES[bits]
-    step = torch.maximum(
-        width / levels, torch.maximum(low.abs(), high.abs()) / ZERO_LIMIT
-    )
+    step = torch.maximum(width / levels, _largest_magnitude(low, high) / ZERO_LIMIT)
     step = step.clamp_min_(SMALLEST_SCALE)
     start = (low + high) * 0.5 - width * 0.5
-    u = (groups - start.unsqueeze(-2)) * step.reciprocal().unsqueeze(-2)
+
+    inverse = step.reciprocal().unsqueeze(-2)
+    u = (groups - start.unsqueeze(-2)) * inverse
     codes = u.round().clamp_(0, levels)
-    sums = [_sum_rows(y) for y in (u, codes, u * u, u * codes)]
-    mean_u, mean_c = sums[0] / group, sums[1] / group
-    whole, along = sums[2] - sums[0] * mean_u, sums[3] - sums[0] * mean_c
+
+    sum_u = _sum_rows(u)
+    mean_u = sum_u / group
+    mean_c = _sum_rows(codes) / group
+    whole = _sum_rows(u * u) - sum_u * mean_u
+    along = _sum_rows(u * codes) - sum_u * mean_c
     stretch = torch.where(along > 0, (whole / along).clamp(0.5, 2.0), 1.0)
     scale = (step * stretch).clamp_min_(SMALLEST_SCALE).half()
     zero = ((start + step * mean_u) / scale.float() - mean_c).half()
@@ -107,117 +123,146 @@ def quantize_side(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     returns: codes [P, H, rows, columns] fp32; scales and zeros fp16 [P, H, *side.scale_shape], or
              [H, 1, columns] where the segment holds them
     """
-    if side.scale.shared:
+    scale = side.scale
+    if scale.shared:
         return _quantize_shared(x, side.bits)
     if not side.bits:
-        scales = to_fp16(_sum_rows(x) / side.rows).unsqueeze(-2)
-        return torch.zeros_like(x), scales, torch.ones_like(scales)
-    if side.scale.zero is None:
+        return _quantize_to_means(x, side.rows)
+    if scale.zero is None:
         return _quantize_symmetric(x, side)
-    if side.scale.fitted:
-        return quantize_fitted(x, side.scale.group, side.bits)
-    if side.scale.by == "column":
-        return quantize(x, side.scale.group, side.bits)
-    codes, scales, zeros = quantize(x.transpose(-1, -2), side.scale.group, side.bits)
+    if scale.fitted:
+        return quantize_fitted(x, scale.group, side.bits)
+    if scale.by == "column":
+        return quantize(x, scale.group, side.bits)
+    codes, scales, zeros = quantize(x.transpose(-1, -2), scale.group, side.bits)
     return codes.transpose(-1, -2), scales, zeros
 
 
 def expand(x: Tensor, side: Side) -> Tensor:
-    """Scales or zeros [..., *side.scale_shape], one for each number: [..., rows, columns], or
-    [..., 1, 1] where there is one for all."""
+    """Scales or zeros [..., *side.scale_shape], one for each number: [..., rows, columns].
+
+    [..., 1, 1] where there is one for all.
+    """
     if side.scale.by == "row":
         return x.transpose(-1, -2).repeat_interleave(side.scale.group, -1)
-    return (
-        x
-        if side.scale.by == "block"
-        else x.repeat_interleave(side.rows // x.shape[-2], -2)
-    )
+    if side.scale.by == "block":
+        return x
+    return x.repeat_interleave(side.rows // x.shape[-2], -2)
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 codes of x [..., rows, columns] fp32, and their scale [..., 1, 1] fp32."""
-    scale = x.abs().amax((-1, -2), keepdim=True) / LARGEST_FLOAT8
-    scale = scale.clamp_min(SMALLEST_FLOAT8_SCALE)
-    codes = (x / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
-    return codes, scale
+    largest = x.abs().amax((-1, -2), keepdim=True)
+    scale = (largest / LARGEST_FLOAT8).clamp_min(SMALLEST_FLOAT8_SCALE)
+    codes = (x / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return codes.to(torch.float8_e4m3fn), scale
 
 
-def choose_outliers(x: Tensor, mean: Tensor, sparse: Sparse) -> Tensor:
+def choose_outliers(
+    x: Tensor,
+    mean: Tensor,
+    sparse: Sparse,
+) -> Tensor:
     """Rows of the outliers of each column: x [..., rows, columns] -> [..., columns, slots] i64.
 
-    All rows of a column differ. Of equals the choice is torch's. mean: as `column_means` gives it
+    All rows of a column differ. Among equals the choice is torch's.
+
+    mean: from `column_means`
     """
     by_column = x.transpose(-1, -2)
     if not sparse.ends:
         return _largest((by_column - mean).abs(), sparse.slots)
-    largest = _largest(by_column, sparse.slots // 2)
-    others = (-by_column).scatter_(-1, largest, -torch.inf)
-    return torch.cat([largest, _largest(others, sparse.slots // 2)], -1)
+    count = sparse.slots // 2
+    largest = _largest(by_column, count)
+    without_largest = (-by_column).scatter_(-1, largest, -torch.inf)
+    smallest = _largest(without_largest, count)
+    return torch.cat([largest, smallest], -1)
 
 
 def column_means(x: Tensor, shared: bool) -> Tensor:
-    """Mean of each column of x [..., rows, columns], of all pages where they share their scale:
-    [..., columns, 1]."""
+    """Mean of each column of x [..., rows, columns]: [..., columns, 1].
+
+    shared: the pages share their scales, so the mean is over all of them
+    """
     by_column = x.transpose(-1, -2)
     return by_column.mean((0, -1) if shared else -1, keepdim=True)
 
 
-def with_means(x: Tensor, mean: Tensor, index: Tensor) -> Tensor:
+def with_means(
+    x: Tensor,
+    mean: Tensor,
+    index: Tensor,
+) -> Tensor:
     """x with the mean of each column in the place of its outliers, so that they widen no range."""
-    return (
-        x.transpose(-1, -2)
-        .scatter(-1, index, mean.expand(index.shape))
-        .transpose(-1, -2)
-    )
+    by_column = x.transpose(-1, -2)
+    replaced = by_column.scatter(-1, index, mean.expand(index.shape))
+    return replaced.transpose(-1, -2)
 
 
-def with_group_means(x: Tensor, absent: Tensor, group: int) -> Tensor:
+def with_group_means(
+    x: Tensor,
+    absent: Tensor,
+    group: int,
+) -> Tensor:
     """x [H, n, D] fp32 with the mean of the others of its group in the place of absent tokens."""
-    groups = x.unflatten(1, (-1, group))
-    there = (~absent).unflatten(1, (-1, group)).unsqueeze(-1)
-    mean = (groups * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(
-        1
-    )
-    return torch.where(there, groups, mean).flatten(1, 2)
+    groups = x.unflatten(1, (-1, group))  # [H, n/group, group, D]
+    present = (~absent).unflatten(1, (-1, group)).unsqueeze(-1)
+    count = present.sum(2, keepdim=True).clamp_min(1)
+    mean = (groups * present).sum(2, keepdim=True) / count
+    return torch.where(present, groups, mean).flatten(1, 2)
 
 
 def _quantize_shared(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """One group for each head and column, over all pages."""
     pages, _, rows, columns = x.shape
-    tall = x.transpose(0, 1).reshape(-1, pages * rows, columns)
+    tall = x.transpose(0, 1).reshape(
+        -1, pages * rows, columns
+    )  # [H, P * rows, columns]
     codes, scales, zeros = quantize(tall, pages * rows, bits)
-    return codes.unflatten(1, (pages, rows)).transpose(0, 1), scales, zeros
+    by_page = codes.unflatten(1, (pages, rows)).transpose(0, 1)
+    return by_page, scales, zeros
+
+
+def _quantize_to_means(x: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """No codes: the scale of a column is its mean."""
+    means = to_fp16(_sum_rows(x) / rows).unsqueeze(-2)
+    return torch.zeros_like(x), means, torch.ones_like(means)
 
 
 def _quantize_symmetric(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     """By row: groups of columns; by column: groups of rows."""
-    lying = side.scale.by == "row"
-    groups = (x.transpose(-1, -2) if lying else x).unflatten(-2, (-1, side.scale.group))
+    by_row = side.scale.by == "row"
+    if by_row:
+        x = x.transpose(-1, -2)
+    groups = x.unflatten(-2, (-1, side.scale.group))
     limit = (1 << (side.bits - 1)) - 1
-    scales = (groups.abs().amax(-2) / limit).clamp_min_(SMALLEST_SCALE).half()
+    step = groups.abs().amax(-2) / limit
+    scales = step.clamp_min_(SMALLEST_SCALE).half()
     inverse = scales.float().reciprocal_().unsqueeze(-2)
-    codes = (
-        (groups * inverse)
-        .round_()
-        .clamp_(-limit, limit)
-        .add_(limit + 1)
-        .flatten(-3, -2)
-    )
+    codes = (groups * inverse).round_().clamp_(-limit, limit)
+    codes = codes.add_(limit + 1).flatten(-3, -2)
+    if by_row:
+        codes = codes.transpose(-1, -2)
     zeros = torch.full_like(scales, float(side.scale.center))
-    return codes.transpose(-1, -2) if lying else codes, scales, zeros
+    return codes, scales, zeros
+
+
+def _largest_magnitude(low: Tensor, high: Tensor) -> Tensor:
+    """The largest magnitude of a group, from its ends."""
+    return torch.maximum(low.abs(), high.abs())
 
 
 def _sum_rows(x: Tensor) -> Tensor:
     """[..., rows, columns] -> [..., columns], row after row."""
-    total, *rest = x.unbind(-2)
-    total = total.clone()
+    first, *rest = x.unbind(-2)
+    total = first.clone()
     for row in rest:
         total += row
     return total
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest along the last axis; a single one is found without sorting."""
+    """Indices of the `count` largest along the last axis; one alone needs no sort."""
     if count == 1:
         return x.max(-1, keepdim=True).indices
     return x.topk(count, -1).indices

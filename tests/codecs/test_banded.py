@@ -24,9 +24,9 @@ from disagg.codecs.describe import describe
 from disagg.codecs.quantized import prompt_format
 from disagg.codecs.registry import CODECS
 from disagg.errors import ConfigError
+from disagg.kernels.reference.hadamard import read_order, read_signs
 from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.reference.quantize import quantize_fitted
-from disagg.kernels.reference.turn import read_order, read_signs
 from disagg.paged.compressed_kv import CompressedKV, compress
 from tests.synthetic import exact_attention, gaussian, realistic, relative_error
 
@@ -36,7 +36,7 @@ INPUTS = Path(__file__).parents[1] / "golden" / "inputs.npz"
 def order_of(segments: Tensor, codec: Banded, head_dim: int = 64) -> Tensor:
     """The order of the channels in the first of some segments: [H, D]."""
     fmt = prompt_format(codec, head_dim)
-    return read_order(DenseBlocks(segments[0]), fmt.turn, head_dim)
+    return read_order(DenseBlocks(segments[0]), fmt.hadamard, head_dim)
 
 
 def tokens(n: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +154,7 @@ def test_signs_differ_by_layer_and_head_and_nothing_else():
 
     def signs(layer: int) -> Tensor:
         encoded = codec.encode(k, v, 64, layer, Prompt(256, k), None)
-        return read_signs(DenseBlocks(encoded.segments[0]), fmt.turn, 64)
+        return read_signs(DenseBlocks(encoded.segments[0]), fmt.hadamard, 64)
 
     assert torch.equal(signs(3), signs(3))
     distinct = {tuple(row.tolist()) for layer in range(4) for row in signs(layer)}

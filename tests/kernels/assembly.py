@@ -79,8 +79,8 @@ def create_inline_asm(
     )
     assert all(kind.scalar == tl.float16 for kind in types), "which are fp16"
     packed = [np.ascontiguousarray(x.data).reshape(-1).view(np.uint32) for x in values]
-    found = execute(text, packed).view(np.float16)
-    return Call(TensorHandle(found.reshape(values[0].data.shape), tl.float16))
+    result = execute(text, packed).view(np.float16)
+    return Call(TensorHandle(result.reshape(values[0].data.shape), tl.float16))
 
 
 def assemble(monkeypatch: Any) -> None:

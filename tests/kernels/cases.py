@@ -35,14 +35,14 @@ T = 64
 class Case:
     """A ragged batch over shuffled pages; k, v [B, H, n, D] are what the pages hold.
 
-    there: [B, H, n] bool - tokens that a mask does not leave out; None: all
+    present: [B, H, n] bool - tokens that a mask does not leave out; None: all
     """
 
     q: Tensor
     view: View
     k: Tensor
     v: Tensor
-    there: Tensor | None = None
+    present: Tensor | None = None
 
     def seeing(self, **tables: Tensor) -> "Case":
         return replace(self, view=replace(self.view, **tables))
@@ -68,41 +68,91 @@ class Planes:
 
 
 def make_format(
-    head_dim=64, bits=2, k_by="column", v_by="column", group=64, v_group=0, tokens=T, zero=True,
-    k_shared=False, rank=0, own=False, slots=0, block=0, floating=False, valid=False,
-) -> PageFormat:  # fmt: skip
-    """Any format; KIVI's unless more is said."""
-    page, segment = Planes(), Planes()
+    head_dim: int = 64,
+    bits: int = 2,
+    k_by: str = "column",
+    v_by: str = "column",
+    group: int = 64,
+    v_group: int = 0,
+    tokens: int = T,
+    zero: bool = True,
+    k_shared: bool = False,
+    rank: int = 0,
+    own: bool = False,
+    slots: int = 0,
+    block: int = 0,
+    floating: bool = False,
+    valid: bool = False,
+) -> PageFormat:
+    """Any format; by default KIVI's.
+
+    v_group:  0: as group
+    k_shared: scales of K are in the segment
+    own:      low-rank bases are in the page
+    block:    channels of a rotation; 0: none
+    """
+    page = Planes()
+    segment = Planes()
     sides = []
     shapes = (
         ("k", k_by, tokens, head_dim, group),
         ("v", v_by, head_dim, tokens, v_group or group),
     )
-    for name, by, rows, columns, wanted in shapes:
-        shared = name == "k" and k_shared
-        over = {"column": rows, "row": columns, "block": 1}[by]
-        size = over if shared else min(wanted, over)
-        count = {
-            "column": over // size * columns,
-            "row": over // size * rows,
-            "block": 2,
-        }[by]
-        there = segment if shared else page
-        places = there.take(2 * count), there.take(2 * count) if zero else None
-        center = 0 if floating else -(1 << (bits - 1))
-        scale = Scale(by, size, *places, center=center, shared=shared)
-        side = Side(rows, columns, bits, page.take(rows * columns * bits // 8), scale)
-        home = page if own else segment
-        low = LowRank(
-            rank, page.take(2 * tokens * rank), home.take(2 * head_dim * rank), not own
+    for name, by, rows, columns, group_size in shapes:
+        scale = _make_scale(
+            by,
+            rows,
+            columns,
+            group_size,
+            planes=segment if name == "k" and k_shared else page,
+            has_zero=zero,
+            center=0 if floating else -(1 << (bits - 1)),
+            shared=name == "k" and k_shared,
         )
-        index, delta = page.take(columns * slots), page.take(2 * columns * slots)
-        turn = BlockRotation(block, segment.take(2 * block * block))
-        sparse = Sparse(slots, index, delta, slots % 2 == 0) if slots else None
-        parts = {"low_rank": low if rank else None, "rotation": turn if block else None}
-        sides.append(replace(side, sparse=sparse, floating=floating, **parts))
+        codes_at = page.take(rows * columns * bits // 8)
+        home = page if own else segment
+        a = page.take(2 * tokens * rank)
+        b = home.take(2 * head_dim * rank)
+        index = page.take(columns * slots)
+        delta = page.take(2 * columns * slots)
+        matrix = segment.take(2 * block * block)
+        side = Side(
+            rows,
+            columns,
+            bits,
+            codes_at,
+            scale,
+            low_rank=LowRank(rank, a, b, not own) if rank else None,
+            sparse=Sparse(slots, index, delta, slots % 2 == 0) if slots else None,
+            rotation=BlockRotation(block, matrix) if block else None,
+            floating=floating,
+        )
+        sides.append(side)
     mask = page.take(tokens // 8) if valid else None
     return PageFormat(tokens, head_dim, page.end, segment.end, sides[0], sides[1], mask)
+
+
+def _make_scale(
+    by: str,
+    rows: int,
+    columns: int,
+    group: int,
+    planes: Planes,
+    has_zero: bool,
+    center: int,
+    shared: bool,
+) -> Scale:
+    """Scales of groups, of all rows where they are shared."""
+    grouped = {"column": rows, "row": columns, "block": 1}[by]
+    size = grouped if shared else min(group, grouped)
+    count = {
+        "column": grouped // size * columns,
+        "row": grouped // size * rows,
+        "block": 2,
+    }[by]
+    scale_at = planes.take(2 * count)
+    zero_at = planes.take(2 * count) if has_zero else None
+    return Scale(by, size, scale_at, zero_at, center=center, shared=shared)
 
 
 def quant_format(bits: int, head_dim: int, k_group: int, v_group: int, tokens: int = T):
@@ -110,35 +160,43 @@ def quant_format(bits: int, head_dim: int, k_group: int, v_group: int, tokens: i
 
 
 def banded_format(bits: int, head_dim: int) -> PageFormat:
-    """K in bands of 4, 2 and 0 bits (bits=2) or of 4 and 2 (bits=3), V turned, at 2 bits."""
-    parts = ((4, 4), (2, 2), (0, 4)) if bits == 2 else ((4, 2), (2, 2))
-    widths = [(width, head_dim // part) for width, part in parts]
-    page, lined = (
-        Planes(),
-        head_dim - sum(columns for width, columns in widths if not width),
-    )
-    scale, zero = page.take(2 * head_dim), page.take(2 * lined)
-    sides, first = [], 0
-    for width, columns in widths:
-        at = page.take(T * columns * width // 8)
-        places = scale + 2 * first, zero + 2 * first if width else None
-        sides.append(
-            Side(T, columns, width, at, Scale("column", T, *places, fitted=bool(width)))
+    """K in bands of 4, 2 and 0 bits (bits=2) or of 4 and 2 (bits=3), V rotated, at 2 bits."""
+    shares = ((4, 4), (2, 2), (0, 4)) if bits == 2 else ((4, 2), (2, 2))
+    bands = [(width, head_dim // share) for width, share in shares]
+    with_zeros = sum(columns for width, columns in bands if width)
+    page = Planes()
+    scale_at = page.take(2 * head_dim)
+    zero_at = page.take(2 * with_zeros)
+    sides = []
+    first = 0
+    for width, columns in bands:
+        codes_at = page.take(T * columns * width // 8)
+        scale = Scale(
+            "column",
+            T,
+            scale_at + 2 * first,
+            zero_at + 2 * first if width else None,
+            fitted=bool(width),
         )
+        sides.append(Side(T, columns, width, codes_at, scale))
         first += columns
-    group = Scale(
-        "column", 64, *(page.take(2 * T * head_dim // 64) for _ in "sz"), fitted=True
-    )
-    v = Side(head_dim, T, 2, page.take(T * head_dim // 4), group)
-    turn = (
-        HadamardRotation(head_dim // 8, 0)
-        if head_dim % 128 == 0
-        else HadamardRotation(0, 2 * head_dim)
-    )
-    segment_bytes = 2 * head_dim + max(16, head_dim // 8)
-    k, *bands = sides
+    v_scale_at = page.take(2 * T * head_dim // 64)
+    v_zero_at = page.take(2 * T * head_dim // 64)
+    v_codes_at = page.take(T * head_dim // 4)
+    v_scale = Scale("column", 64, v_scale_at, v_zero_at, fitted=True)
+    signs_first = head_dim % 128 == 0
     return PageFormat(
-        T, head_dim, page.end, segment_bytes, k, v, bands=(*bands,), turn=turn
+        tokens=T,
+        head_dim=head_dim,
+        block_bytes=page.end,
+        segment_bytes=2 * head_dim + max(16, head_dim // 8),
+        k=sides[0],
+        v=Side(head_dim, T, 2, v_codes_at, v_scale),
+        bands=tuple(sides[1:]),
+        hadamard=HadamardRotation(
+            order=head_dim // 8 if signs_first else 0,
+            signs=0 if signs_first else 2 * head_dim,
+        ),
     )
 
 
@@ -160,16 +218,17 @@ BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256), (3, 256)]  # bits, hea
 
 def random_segment(fmt: PageFormat, heads: int, seed: int) -> Tensor:
     """[H, segment_bytes] u8 with an order of its own, and the signs that all segments have."""
-    found = torch.zeros(heads, fmt.segment_bytes, dtype=torch.uint8)
-    generator, signs = (torch.Generator().manual_seed(x) for x in (seed, 99))
+    segment = torch.zeros(heads, fmt.segment_bytes, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.Generator().manual_seed(99)
     orders = [torch.randperm(fmt.head_dim, generator=generator) for _ in range(heads)]
     bits = torch.randint(
         0, 256, (heads, fmt.head_dim // 8), generator=signs, dtype=torch.uint8
     )
     order = torch.stack(orders).short().view(torch.uint8)
-    for at, x in ((fmt.turn.order, order), (fmt.turn.signs, bits)):
-        found[:, at : at + x.shape[1]] = x
-    return found
+    for at, x in ((fmt.hadamard.order, order), (fmt.hadamard.signs, bits)):
+        segment[:, at : at + x.shape[1]] = x
+    return segment
 
 
 FORMATS = {
@@ -205,7 +264,8 @@ def raw_format(dtype: str, head_dim: int) -> ExactFormat:
 
 
 def aligned_format(head_dim: int) -> AlignedFormat:
-    whole, half = T * head_dim, T * head_dim // 2
+    whole = T * head_dim
+    half = T * head_dim // 2
     sizes = (whole, half, half, whole, half, half, head_dim, head_dim)
     offsets = [sum(sizes[:i]) for i in range(8)]
     return AlignedFormat(T, head_dim, sum(sizes), *offsets)
@@ -220,7 +280,7 @@ def make_case(
     run: int = 2,
     loud=1.0,
 ) -> Case:
-    """Sequences of `lengths` tokens whose last page is full of tokens nobody sees.
+    """Sequences of `lengths` tokens whose last page is full of tokens that no query sees.
 
     run:  pages of a segment, where the format has segments
     loud: what channel 5 of V is multiplied by in one token of 8
@@ -238,13 +298,15 @@ def make_case(
     if isinstance(fmt, PageFormat):
         return _code_case(fmt, q, view, k, v, lengths, run)
     if isinstance(fmt, AlignedFormat):
-        k, v = k.half(), v.half()
+        k = k.half()
+        v = v.half()
         blocks = torch.stack(
             [aligned.encode(a, b, fmt) for a, b in zip(k, v, strict=True)]
         )
     else:
         dtype = getattr(torch, fmt.dtype)
-        k, v = k.to(dtype), v.to(dtype)
+        k = k.to(dtype)
+        v = v.to(dtype)
         sides = [
             x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in (k, v)
         ]
@@ -257,16 +319,17 @@ def make_case(
 def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
     count = k.shape[2] // fmt.tokens
     pairs = [_encode(a, b, fmt, run) for a, b in zip(k, v, strict=True)]
-    blocks, there = torch.stack([x for x, _ in pairs]), None
+    blocks = torch.stack([x for x, _ in pairs])
+    present = None
     if fmt.valid is not None:
         generator = torch.Generator().manual_seed(3)
-        shown = torch.randint(
-            0, 2, (*blocks.shape[:3], fmt.tokens), generator=generator
-        ).bool()
-        blocks[..., fmt.valid : fmt.valid + fmt.tokens // 8] = pack_bits(shown)
-        there = shown.transpose(1, 2).flatten(2)
+        shape = (*blocks.shape[:3], fmt.tokens)
+        mask = torch.randint(0, 2, shape, generator=generator).bool()
+        blocks[..., fmt.valid : fmt.valid + fmt.tokens // 8] = pack_bits(mask)
+        present = mask.transpose(1, 2).flatten(2)
     arena, pages = place(blocks)
-    owned, shared = None, {}
+    owned = None
+    shared = {}
     if fmt.segment_bytes:
         stack = torch.stack([x for _, x in pairs])  # [B, S, H, bytes]
         arena, ids = append_records(arena, stack.flatten(0, 1), SEGMENT_BASE)
@@ -276,26 +339,27 @@ def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
         _repeat_first(owner, lengths, fmt.tokens)
     exact = [x.transpose(1, 2).flatten(2, 3) for x in codes.decode(blocks, owned, fmt)]
     _repeat_first(pages, lengths, fmt.tokens)
-    given = {"arena": arena, "pages": pages, "segment_base": SEGMENT_BASE, **shared}
-    return Case(q, view(**given), *exact, there)
+    paged = view(arena=arena, pages=pages, segment_base=SEGMENT_BASE, **shared)
+    return Case(q, paged, *exact, present)
 
 
 def _encode(
     k: Tensor, v: Tensor, fmt: PageFormat, run: int
 ) -> tuple[Tensor, Tensor | None]:
     """As `encode`; where a segment has to be given, each has an order of its own."""
-    tokens, heads = run * fmt.tokens, k.shape[0]
-    if not fmt.turn:
+    tokens = run * fmt.tokens
+    heads = k.shape[0]
+    if not fmt.hadamard:
         return encode(k, v, fmt, Segmentation(tokens))
+    blocks = []
+    segments = []
     parts = zip(k.split(tokens, 1), v.split(tokens, 1), strict=True)
-    cuts = (
-        Segmentation(tokens, 0, random_segment(fmt, heads, i))
-        for i in range(k.shape[1])
-    )
-    found = [encode(a, b, fmt, cut) for (a, b), cut in zip(parts, cuts, strict=False)]
-    blocks, segments = (
-        [x for x in some if x is not None] for some in zip(*found, strict=True)
-    )
+    for i, (part_k, part_v) in enumerate(parts):
+        cut = Segmentation(tokens, 0, random_segment(fmt, heads, i))
+        part_blocks, segment = encode(part_k, part_v, fmt, cut)
+        assert segment is not None
+        blocks.append(part_blocks)
+        segments.append(segment)
     return torch.cat(blocks), torch.cat(segments)
 
 
@@ -344,39 +408,43 @@ def exact_attention(
     case: Case, scale: float, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """o [B, M, Hq, D] and lse [B, M, Hq] in fp64 from the K and V that the pages hold."""
-    k, v = case.k.double(), case.v.double()
+    k = case.k.double()
+    v = case.v.double()
     width = case.q.shape[2] // k.shape[1]
-    k, v = k.repeat_interleave(width, 1), v.repeat_interleave(width, 1)
+    k = k.repeat_interleave(width, 1)
+    v = v.repeat_interleave(width, 1)
     scores = torch.einsum("bmhd,bhnd->bmhn", case.q.double(), k) * scale
     if cap:
         scores = cap * torch.tanh(scores / cap)
     position = torch.arange(k.shape[2])
-    seen = (position >= case.view.lo[..., None]) & (position < case.view.hi[..., None])
-    seen = seen.unsqueeze(2)
-    if case.there is not None:
-        seen = seen & case.there.repeat_interleave(width, 1).unsqueeze(1)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    lo = case.view.lo[..., None]
+    hi = case.view.hi[..., None]
+    visible = ((position >= lo) & (position < hi)).unsqueeze(2)
+    if case.present is not None:
+        visible = visible & case.present.repeat_interleave(width, 1).unsqueeze(1)
+    scores = scores.masked_fill(~visible, -torch.inf)
     p = scores.softmax(-1).nan_to_num(0.0)
     return torch.einsum("bmhn,bhnd->bmhd", p, v), scores.logsumexp(-1)
 
 
 def assert_alike(
-    found: tuple[Tensor, Tensor],
-    wanted: tuple[Tensor, Tensor],
+    answer: tuple[Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
     tolerance: float,
     near: float = 1e-5,
     rtol: float = 1e-6,
 ) -> None:
-    """An answer and its lse are the wanted ones; who sees nothing has 0 and minus infinity.
+    """An answer and its lse are as expected; a query that sees nothing has 0 and minus infinity.
 
     tolerance: of the whole answer, relative
     near, rtol: of each lse, absolute and relative
     """
-    (o, lse), (exact, exact_lse) = found, wanted
-    seen = exact_lse > -torch.inf
-    assert torch.equal(lse > -torch.inf, seen)
+    o, lse = answer
+    expected_o, expected_lse = expected
+    sees = expected_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, sees)
     assert torch.allclose(
-        lse[seen].double(), exact_lse[seen].double(), rtol=rtol, atol=near
+        lse[sees].double(), expected_lse[sees].double(), rtol=rtol, atol=near
     )
-    assert (o.double() - exact).norm() <= tolerance * exact.norm()
-    assert not o[~seen].any()
+    assert (o.double() - expected_o).norm() <= tolerance * expected_o.norm()
+    assert not o[~sees].any()

@@ -30,7 +30,7 @@ if TRITON == (3, 6):
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """The interpreter takes log2(0) where nobody is seen."""
+    """The interpreter takes log2(0) where no token is visible."""
     with np.errstate(divide="ignore"):
         yield
 

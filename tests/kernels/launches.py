@@ -4,11 +4,11 @@
 
 Tensors are torch's fake ones on a CUDA device: shapes, strides and addresses without numbers. So
 the code takes the ways it takes on a GPU, Triton binds and specialises the very arguments of every
-launch and compiles that for sm_90, or what CAPABILITY says, and whatever asks for a number raises.
+launch and compiles that for sm_90, or CAPABILITY, and any operation that needs a number raises.
 In place of the launch the arguments are held against the parameters of the compiled kernel. Prints
 a line of JSON for each scenario: what was launched, what was compiled anew for it, and the error
 that ended it, or "".
-Wants a process of its own, without TRITON_INTERPRET.
+Needs a process of its own, without TRITON_INTERPRET.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ UPLOADS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """Prompts of one layer, and steps of so many tokens each; the first seals pages."""
+    """Prompts of one layer, and steps with their numbers of tokens; the first seals pages."""
 
     spec: str
     sequences: int = 1
@@ -100,15 +100,19 @@ class FakeLauncher:
         self, x: int, y: int, z: int, stream: int, ptx: str, *rest: Any
     ) -> None:
         _packed, _metadata, _enter, _leave, *arguments = rest
-        given = list(flatten(self.types, tuple(arguments)))
+        parameters = list(flatten(self.types, tuple(arguments)))
         if "div.full" in ptx:
             self.approximate.add(self.name)
         head = ptx[ptx.index(".entry") :]
-        wanted = re.findall(r"\.param \.[a-z](\d+)", head[: head.index(")")])
-        bits = ["64" if kind[0] == "*" else kind.lstrip("ifp") for kind, _ in given]
+        expected = re.findall(r"\.param \.[a-z](\d+)", head[: head.index(")")])
+        bits = [
+            "64" if kind[0] == "*" else kind.lstrip("ifp") for kind, _ in parameters
+        ]
         scratch = ["64", "64"]
-        assert bits + scratch == wanted, f"{self.name} takes {wanted}, is given {given}"
-        for kind, value in given:
+        assert bits + scratch == expected, (
+            f"{self.name} takes {expected}, not {parameters}"
+        )
+        for kind, value in parameters:
             assert fits(kind, value), f"{self.name}: {value} is no {kind}"
         grid = x, y, z
         assert all(0 < n <= most for n, most in zip(grid, GRID, strict=True)), (
@@ -153,15 +157,15 @@ class NoHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in (*args, found):
+        result = func(*args, **(kwargs or {}))
+        for x in (*args, result):
             if (
                 isinstance(x, Tensor)
                 and x.device != DEVICE
                 and (x.dim() or func in UPLOADS)
             ):
                 raise RuntimeError(f"{func} of a tensor on {x.device}, in a layer")
-        return found
+        return result
 
 
 def flatten(types: tuple, values: tuple) -> Iterator[tuple[str, Any]]:
@@ -206,9 +210,9 @@ def pretend() -> None:
         load(kernel)
         kernel.function = kernel.asm["ptx"]
 
-    def ask_and_agree(device: torch.device, spelling: str) -> bool:
+    def ask_and_agree(device: torch.device, unpack_mode: str) -> bool:
         try:
-            return ask(device, spelling)
+            return ask(device, unpack_mode)
         except (
             DataDependentOutputException
         ):  # the one question, asked before anything is recorded
@@ -269,10 +273,10 @@ def full_tail(group: LayerGroup, n: int) -> int:
     return n
 
 
-def main(asked: list[str]) -> None:
+def main(scenarios: list[str]) -> None:
     pretend()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    for text in asked:
+    for text in scenarios:
         FakeLauncher.launched.clear()
         FakeLauncher.compiled.clear()
         FakeLauncher.approximate.clear()
@@ -280,11 +284,15 @@ def main(asked: list[str]) -> None:
         try:
             with mode:  # the same for all: what is computed once for a device stays
                 follow(Scenario(**json.loads(text)))
-        except Exception as raised:  # whatever it is, the next scenario says more
+        except Exception as raised:  # report it, and go on with the next scenario
             error = f"{type(raised).__name__}: {raised}"
-        found = {"launched": FakeLauncher.launched, "compiled": FakeLauncher.compiled}
-        found["approximate"] = sorted(FakeLauncher.approximate)
-        print(json.dumps(found | {"error": error}), flush=True)
+        report = {
+            "launched": FakeLauncher.launched,
+            "compiled": FakeLauncher.compiled,
+            "approximate": sorted(FakeLauncher.approximate),
+            "error": error,
+        }
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ from tests.synthetic import relative_error
 
 def check(case: cases.Case):
     """Against the reference, and against attention on all 16 bits."""
-    found, bits = attend(case)
-    o, lse = (x.cpu() for x in found)
+    answer, bits = attend(case)
+    o, lse = (x.cpu() for x in answer)
     expected, counted = aligned.attend(case.q, case.view, 0.2)
     cases.assert_alike((o, lse), expected, 1e-3, 2e-3, 1e-3)
-    seen = lse > -torch.inf
-    assert torch.equal(bits.k.cpu()[seen], counted.k[seen])
+    sees = lse > -torch.inf
+    assert torch.equal(bits.k.cpu()[sees], counted.k[sees])
     assert torch.allclose(bits.v.cpu(), counted.v, atol=0.05)
     assert relative_error(o, cases.exact_attention(case, 0.2)[0]) <= 2**-8
 
@@ -33,21 +33,28 @@ def test_sequences_and_heads_attend_alone_as_they_do_together(at_once, monkeypat
     )
     (o, lse), bits = aligned.attend(case.q, case.view, 0.2)
     monkeypatch.setattr(aligned, "CHUNK_ELEMENTS", at_once)
-    (o_alone, lse_alone), bits_alone = aligned.attend(case.q, case.view, 0.2)
-    assert torch.allclose(o_alone, o, atol=1e-5)
-    assert torch.allclose(lse_alone, lse, atol=1e-5)
+
+    alone, bits_alone = aligned.attend(case.q, case.view, 0.2)
+
+    assert torch.allclose(alone[0], o, atol=1e-5)
+    assert torch.allclose(alone[1], lse, atol=1e-5)
     assert torch.equal(bits_alone.k, bits.k)
     assert torch.allclose(bits_alone.v, bits.v, atol=0.01)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "lengths", "heads", "width", "m"),
-    [(64, [140, 1], 2, 3, 1), (80, [390], 1, 5, 1), (128, [200, 70, 0], 1, 2, 2)],
+    [
+        (64, [140, 1], 2, 3, 1),
+        (80, [390], 1, 5, 1),
+        (128, [200, 70, 0], 1, 2, 2),
+    ],
 )
 def test_attention_reads_the_bits_that_the_reference_reads(
     head_dim, lengths, heads, width, m
 ):
-    check(cases.make_case(cases.aligned_format(head_dim), lengths, heads, width, m))
+    fmt = cases.aligned_format(head_dim)
+    check(cases.make_case(fmt, lengths, heads, width, m))
 
 
 def test_a_window_sees_its_own_pages_and_no_others():
@@ -61,43 +68,47 @@ def test_units_of_work_far_below_the_others_add_nothing():
     k[0, 0, 5] = 8.0
     view = case.view
     ops.encode(k, v, view.fmt, target=Target(view.arena, view.pages[0], view.base))
-    check(
-        cases.Case(torch.full((1, 1, 2, 64), 4.0), view, k[None].half(), v[None].half())
-    )
+    q = torch.full((1, 1, 2, 64), 4.0)
+    check(cases.Case(q, view, k[None].half(), v[None].half()))
 
 
 def test_no_more_bits_are_read_than_are_counted():
-    """Whatever lies in planes that no query asks for changes nothing."""
+    """Planes that no query reads change nothing."""
     fmt = cases.aligned_format(64)
     case = cases.make_case(fmt, [128], 1, 1)
     (o, _), bits = attend(case)
+
     assert bits.k.mean() < 16
+
     levels = reference_levels(case)
     view = case.view
-    block = view.arena[int(view.pages[0, 0]) * 128 + view.base :][: fmt.block_bytes]
-    low = block[fmt.k_low : fmt.k_low + cases.T // 2 * 64].view(64, cases.T // 2)
+    start = int(view.pages[0, 0]) * 128 + view.base
+    block = view.arena[start : start + fmt.block_bytes]
+    size = cases.T // 2 * 64
+    low = block[fmt.k_low : fmt.k_low + size].view(64, cases.T // 2)
+    middle = block[fmt.k_middle : fmt.k_middle + size].view(64, cases.T // 2)
     low[levels > 0] ^= 0xFF
-    middle = block[fmt.k_middle : fmt.k_middle + cases.T // 2 * 64].view(
-        64, cases.T // 2
-    )
     middle[levels > 1] ^= 0xFF
+
     assert (levels > 0).any()
     assert torch.equal(attend(case)[0][0], o)
+
     low[levels == 0] ^= 0xFF
+
     assert not torch.equal(attend(case)[0][0], o)
 
 
 def attend(case: cases.Case):
     q, view = case.on(cases.DEVICE)
-    found, units = gpu.attend(q, [view], 0.2), units_of([view], q.device)
-    count = gpu_aligned.attend(q, view, 0.2, 0, units, found.o, found.lse)
-    return merge(found), count()
+    partials = gpu.attend(q, [view], 0.2)
+    units = units_of([view], q.device)
+    count = gpu_aligned.attend(q, view, 0.2, 0, units, partials.o, partials.lse)
+    return merge(partials), count()
 
 
 def reference_levels(case: cases.Case) -> torch.Tensor:
     """How many planes of each channel of K are left out: [D], for one query of one head."""
     top = case.k[0, 0].half().abs().amax(0).view(torch.int16).int() >> 10
     columns = case.q[0, 0, 0, :, None][None, None] * 0.2
-    return aligned.levels_of(aligned.k_drops(columns, top[None, None, :, None]))[
-        0, 0, :, 0
-    ]
+    drops = aligned.k_drops(columns, top[None, None, :, None])
+    return aligned.levels_of(drops)[0, 0, :, 0]

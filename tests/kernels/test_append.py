@@ -50,11 +50,11 @@ def append(request):
     def by_triton(
         arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing=None
     ) -> None:
-        there = arena.to(DEVICE, copy=True)
+        on_device = arena.to(DEVICE, copy=True)
         if sealing is not None:
             sealing = replace(sealing, rows=moved(sealing.rows))
-        gpu.append(there, k.to(DEVICE), v.to(DEVICE), moved(rows), sealing)
-        arena.copy_(there)
+        gpu.append(on_device, k.to(DEVICE), v.to(DEVICE), moved(rows), sealing)
+        arena.copy_(on_device)
 
     if request.param == "triton":
         yield by_triton
@@ -66,74 +66,87 @@ def append(request):
 
 
 def moved(tables):
-    there = {
+    """Tables on the device under test."""
+    tensors = {
         name: x.to(DEVICE) for name, x in vars(tables).items() if isinstance(x, Tensor)
     }
-    return replace(tables, **there)
+    return replace(tables, **tensors)
+
+
+def empty_arenas(nbytes: int) -> tuple[Tensor, Tensor]:
+    """One for the append under test, one for the reference."""
+    arena = torch.zeros(nbytes, dtype=torch.uint8)
+    return arena, arena.clone()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_bytes_equal_those_of_the_reference(dtype, append):
-    fmt, heads = raw_format(dtype, 80), 3
+    fmt = raw_format(dtype, 80)
+    heads = 3
     rows = torch.randn(6, heads, 3 * 80).to(getattr(torch, dtype))
-    k, v = rows[..., 80:160], rows[..., 160:]  # views, as a fused projection gives them
+    k = rows[..., 80:160]  # views, as a fused projection gives them
+    v = rows[..., 160:]
     pages = torch.tensor([600, 0, 300, NO_PAGE, 0, 300], dtype=torch.int32)
     slots = torch.tensor([15, 0, 7, 2, 1, 8], dtype=torch.int32)
-    found, expected = (torch.zeros(1000 * 128, dtype=torch.uint8) for _ in range(2))
-    for run, arena in ((append, found), (reference.append, expected)):
+    actual, expected = empty_arenas(1000 * 128)
+    for run, arena in ((append, actual), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, fmt, BASE))
-    assert torch.equal(found, expected)
+
+    assert torch.equal(actual, expected)
+
     item = getattr(torch, dtype).itemsize
+
     assert (expected != 0).sum() > 5 * heads * 2 * 80 * (item - 1)  # five of six rows
     assert (expected != 0).sum() <= 5 * heads * 2 * 80 * item
 
 
-@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("source_dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("path", library.PATHS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, given):
+def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, source_dtype):
     if path not in library.paths():
         pytest.skip(f"this machine cannot run {path}")
     x = torch.randn(2, 4, HEADS, 80) * 10.0 ** torch.randint(-8, 6, (80,))
     x[:, 0, :, :4] = torch.tensor([torch.inf, -torch.inf, -65519.9, 3.4e38])
-    k, v = x.to(given)
-    pages, slots = (
-        torch.tensor([300, 0, 300, 90]).int(),
-        torch.tensor([15, 0, 7, 2]).int(),
-    )
+    k, v = x.to(source_dtype)
+    pages = torch.tensor([300, 0, 300, 90]).int()
+    slots = torch.tensor([15, 0, 7, 2]).int()
     rows = NewRows(pages, slots, raw_format(dtype, 80), BASE)
-    found, expected = (torch.zeros(500 * 128, dtype=torch.uint8) for _ in range(2))
+    actual, expected = empty_arenas(500 * 128)
     with library.forced(path):
-        cpu.append(found, k, v, rows)
+        cpu.append(actual, k, v, rows)
     reference.append(expected, k, v, rows)
-    assert torch.equal(found, expected)
+
+    assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("source_dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_what_is_no_number_is_none_in_a_tail(dtype, given, append):
-    fmt, at = raw_format(dtype, 80), torch.zeros(1, 1).int()
-    x = torch.randn(1, HEADS, 80).to(given)
-    x[..., ::7], x[0, 1, 77] = torch.nan, -torch.nan
+def test_what_is_no_number_is_none_in_a_tail(dtype, source_dtype, append):
+    fmt = raw_format(dtype, 80)
+    at = torch.zeros(1, 1).int()
+    x = torch.randn(1, HEADS, 80).to(source_dtype)
+    x[..., ::7] = torch.nan
+    x[0, 1, 77] = -torch.nan
     arena = torch.zeros(500 * 128, dtype=torch.uint8)
     append(arena, x, x, NewRows(at[0], at[0], fmt, BASE))
-    for kept in gather_raw(arena, at, fmt, BASE, HEADS):
-        assert torch.equal(kept[0, :, 0].isnan(), x[0].isnan())
+
+    for stored in gather_raw(arena, at, fmt, BASE, HEADS):
+        assert torch.equal(stored[0, :, 0].isnan(), x[0].isnan())
 
 
 def test_scattered_channels_and_ids_are_read_where_they_are(append):
-    """How a model lays its K out, and a step its tables, is their own affair."""
+    """K and V need not be contiguous, nor the tables of a step."""
     fmt = raw_format("float32", 64)
-    found, expected = (torch.zeros(9 << 16, dtype=torch.uint8) for _ in range(2))
-    k, v = (
-        torch.randn(2, 64, 3).transpose(1, 2)[:, ::2],
-        torch.randn(2, 2, 128)[..., ::2],
-    )
+    actual, expected = empty_arenas(9 << 16)
+    k = torch.randn(2, 64, 3).transpose(1, 2)[:, ::2]
+    v = torch.randn(2, 2, 128)[..., ::2]
     pages, slots = torch.tensor([[0, 3], [600, 9]]).int().unbind(1)
-    for run, arena in ((append, found), (reference.append, expected)):
+    for run, arena in ((append, actual), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, fmt, BASE))
+
     assert expected.any()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def page_ids(fmt, raw: ExactFormat) -> tuple[int, int]:
@@ -150,46 +163,44 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
     """
     stride, page = page_ids(fmt, raw)
     segment = page + stride
-    tails = (
-        torch.randperm(8, generator=torch.Generator().manual_seed(5)).view(2, 4)
-        * stride
-    )
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(5))
+    tails = order.view(2, 4) * stride
     pages = torch.tensor([tails[0, 1], tails[1, 3] if own else 8 * stride])
     slots = torch.tensor([6, 15 if own else 0])
-    named = (
-        torch.tensor(x).int() for x in ([NO_PAGE, page], [segment, segment], [0, 12])
+    rows = SealRows(
+        pages=torch.tensor([NO_PAGE, page]).int(),
+        tails=tails.int(),
+        segments=torch.tensor([segment, segment]).int(),
+        stretches=torch.tensor([0, 12]).int(),
     )
-    sealed, segments, stretches = named
-    rows = SealRows(sealed, tails.int(), segments, stretches)
     arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
-    if fmt.turn:
+    if fmt.hadamard:
         target = Target(arena, rows.segments[:1], SEGMENT_BASE)
         store_blocks(target, random_segment(fmt, HEADS, 4)[None])
-    whole = (
-        x[0].to(getattr(torch, raw.dtype))
-        for x in random_kv([64], HEADS, raw.head_dim, 64)
-    )
-    k, v = (x.transpose(0, 1) for x in whole)  # [T, H, D]
+    dtype = getattr(torch, raw.dtype)
+    k, v = random_kv([64], HEADS, raw.head_dim, 64)
+    k = k[0].to(dtype).transpose(0, 1)  # [T, H, D]
+    v = v[0].to(dtype).transpose(0, 1)
     at = tails[1].int().repeat_interleave(16)
     slot = torch.arange(16).repeat(4).int()
     reference.append(arena, k, v, NewRows(at, slot, raw, BASE))
     if own:  # what was in its place before
         x = torch.full_like(k[-1:], 7)
         reference.append(arena, x, x, NewRows(at[-1:], slot[-1:], raw, BASE))
-    new_k, new_v = (torch.stack([x[3] + 1, x[-1] if own else x[5]]) for x in (k, v))
+    last = -1 if own else 5
+    new_k = torch.stack([k[3] + 1, k[last]])
+    new_v = torch.stack([v[3] + 1, v[last]])
     return arena, new_k, new_v, pages.int(), slots.int(), rows
 
 
 def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tensor]:
-    """What an append and the reference make of the same arena."""
+    """The arena after the append under test, and after the reference."""
     expected, k, v, pages, slots, rows = make_tail(fmt, raw, own)
-    found, sealing = (
-        expected.clone(),
-        Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20),
-    )
-    for run, arena in ((append, found), (reference.append, expected)):
+    actual = expected.clone()
+    sealing = Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20)
+    for run, arena in ((append, actual), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, raw, BASE), sealing)
-    return found, expected
+    return actual, expected
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -199,13 +210,17 @@ def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tenso
 )
 def test_completed_pages_are_those_of_the_reference(name, dtype, own, append):
     fmt = SEALED[name]
+
     assert fmt.is_sealable
+
     raw = raw_format(dtype, fmt.head_dim)
-    found, expected = append_both(append, fmt, raw, own)
-    assert torch.equal(found, expected)
-    block = load_blocks(
-        expected, torch.tensor(page_ids(fmt, raw)[1:2]), BASE, HEADS, 64
-    )
+    actual, expected = append_both(append, fmt, raw, own)
+
+    assert torch.equal(actual, expected)
+
+    page = torch.tensor(page_ids(fmt, raw)[1:2])
+    block = load_blocks(expected, page, BASE, HEADS, 64)
+
     assert not (block == 0x5A).all()
 
 
@@ -214,12 +229,16 @@ def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(
     name, append
 ):
     fmt = make_format(**FORMATS[name])
+
     assert fmt.is_sealable
-    raw, decoded = raw_format("float16", fmt.head_dim), []
+
+    raw = raw_format("float16", fmt.head_dim)
+    decoded = []
     page = torch.tensor(page_ids(fmt, raw)[1:])
     for arena in append_both(append, fmt, raw, True):
         block = load_blocks(arena, page, BASE, HEADS, fmt.block_bytes)
         decoded.append(codes.decode(block, None, fmt))
+
     for x, y in zip(*decoded, strict=True):
         assert relative_error(x, y.double()) <= 1e-3
 

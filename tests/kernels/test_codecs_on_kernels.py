@@ -27,7 +27,7 @@ PAGES = {  # how far the pages of the kernels are from those of the reference, r
     "h2o": 0.0,
     "alignedkv": 0.0,
 }
-ATTENTION = ["attend_kernel", "merge_kernel"]  # in one layer, whatever tables there are
+ATTENTION = ["attend_kernel", "merge_kernel"]  # in one layer, with any tables
 OF_PLANES = [
     "attend_kernel",
     "plane_scores_kernel",
@@ -40,7 +40,8 @@ def make_cache(
     spec: str, device: str, heads=3, head_dim=64
 ) -> tuple[CompressedKV, Tensor]:
     """A prompt and steps that seal a page; and a query [heads, head_dim]."""
-    codec, tokens = get_codec(spec), get_codec(spec).page_tokens
+    codec = get_codec(spec)
+    tokens = get_codec(spec).page_tokens
     k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, head_dim))
     prompt = tokens + 70
     q = torch.randn(heads, 9, head_dim, generator=torch.Generator().manual_seed(1)).to(
@@ -52,7 +53,7 @@ def make_cache(
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Do what ops do on a GPU, on whatever device this is; the names of what is launched."""
+    """Take the way of a GPU on any device; returns the names of kernels as they launch."""
     monkeypatch.setattr(ops, "on_gpu", lambda x: True)
     launched: list[str] = []
     kind = type(combine.merge_kernel)
@@ -72,12 +73,17 @@ def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
     expected = reference.attend(q.double())
     launched = watch(monkeypatch)
     cache, q = make_cache(spec, DEVICE)
+
     assert "append_kernel" in launched
+
     launched.clear()
-    found = cache.attend(q).cpu()
+    o = cache.attend(q).cpu()
+
     assert launched == (OF_PLANES if spec == "alignedkv" else ATTENTION)
-    assert relative_error(found, expected) <= 1e-3
+    assert relative_error(o, expected) <= 1e-3
+
     bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
+
     for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
         assert relative_error(x.cpu(), y.double()) <= bound
 
@@ -97,6 +103,7 @@ def test_what_memory_held_before_is_never_seen(spec, monkeypatch):
     clean, q = make_cache(spec, DEVICE)
     monkeypatch.setattr("disagg.paged.compressed_kv.GrowingArena", DirtyArena)
     dirty, _ = make_cache(spec, DEVICE)
+
     assert torch.equal(dirty.attend(q), clean.attend(q))
 
 
@@ -108,6 +115,7 @@ def test_wide_queries_that_share_pages_but_not_tails_are_those_of_the_reference(
     expected = reference.attend(q.double())
     watch(monkeypatch)
     cache, q = make_cache(spec, DEVICE, 8, 256)
+
     assert relative_error(cache.attend(q).cpu(), expected) <= 1e-3
 
 
@@ -120,6 +128,7 @@ def test_caps_and_sinks_are_those_of_the_reference(spec, monkeypatch):
     with library.forced(library.TORCH):
         expected = cache.attend(q, softmax)
     watch(monkeypatch)
+
     assert (
         relative_error(cache.attend(q, softmax).cpu(), expected.cpu().double()) <= 1e-3
     )
@@ -139,5 +148,6 @@ def test_the_token_that_completes_a_page_takes_one_launch_in_a_layer(spec, monke
     sealed = len(cache._state.page_ids())
     launched.clear()
     cache.append(k[:, :1], v[:, :1])
+
     assert len(cache._state.page_ids()) == sealed + 1
     assert launched == ["append_kernel"]

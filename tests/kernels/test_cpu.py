@@ -5,21 +5,24 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from disagg.kernels import ops
 from disagg.kernels.cpu import attend, library, step
 from disagg.kernels.cpu.append import append
 from disagg.kernels.cpu.attend import is_served
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
+from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.reference import codes, softmax
 from disagg.kernels.reference import encode as encoders
 from disagg.kernels.sealing import NewRows, Segmentation, in_order
-from disagg.kernels.view import Softmax
+from disagg.kernels.view import Softmax, View
 from tests.kernels.cases import (
     BANDED,
     BASE,
@@ -49,7 +52,7 @@ def path(request):
 
 
 @cache
-def known(name, lengths, run):
+def cached_case(name, lengths, run):
     """A case of FORMATS, which takes the reference longer to encode than the library to attend."""
     torch.manual_seed(3)
     return make_case(make_format(**FORMATS[name]), list(lengths), 2, 3, run=run)
@@ -57,6 +60,34 @@ def known(name, lengths, run):
 
 def answer(case):
     return attend.attend(case.q, [case.view], 0.2)
+
+
+def one_query_of(case, row, m):
+    """The case with query m of one sequence alone."""
+    view = case.view
+    sequence = slice(row, row + 1)
+    query = slice(m, m + 1)
+    alone = case.seeing(
+        pages=view.pages[sequence].contiguous(),
+        lo=view.lo[sequence, query].contiguous(),
+        hi=view.hi[sequence, query].contiguous(),
+        segments=None if view.segments is None else view.segments[sequence],
+        owner=None if view.owner is None else view.owner[sequence],
+    )
+    return replace(alone, q=case.q[sequence, query].contiguous())
+
+
+def count_calls(module, monkeypatch):
+    """The names of the functions of the C library that a module calls from now on."""
+    calls = []
+    call = module.call
+
+    def count(name, job):
+        calls.append(name)
+        call(name, job)
+
+    monkeypatch.setattr(module, "call", count)
+    return calls
 
 
 def test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler():
@@ -68,10 +99,11 @@ def test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler():
 @pytest.mark.parametrize(
     ("ci", "ends"), [("true", AssertionError), ("", pytest.skip.Exception)]
 )
-def test_a_missing_compiler_fails_ci_and_nobody_else(ci, ends, monkeypatch):
+def test_a_missing_compiler_fails_ci_alone(ci, ends, monkeypatch):
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(shutil, "which", lambda program: None)
     monkeypatch.setattr(library, "load", lambda: None)
+
     with pytest.raises((AssertionError, pytest.skip.Exception)) as ended:
         test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler()
     assert ended.type is ends
@@ -82,36 +114,40 @@ def test_a_missing_compiler_fails_ci_and_nobody_else(ci, ends, monkeypatch):
 def test_the_largest_codes_and_queries_overflow_no_sum(bits, head_dim, path):
     fmt = make_format(bits=bits, head_dim=head_dim, k_by="row", group=head_dim)
     case = make_case(fmt, [256], 1, 4)
+
     assert case.view.pages.numel() == 4
+
     for page in case.view.pages[0].tolist():  # every code is the largest there is
         for side in (fmt.k, fmt.v):
             at = page * 128 + BASE + side.codes
             case.view.arena[at : at + side.rows * side.columns * bits // 8] = 255
     case = replace(case, q=torch.full_like(case.q, 0.01))
-    wanted = codes.attend(case.q.double(), case.view, 0.2)
-    assert_alike(answer(case), wanted, library.CODE_ERRORS[path], 2e-3)
+    expected = codes.attend(case.q.double(), case.view, 0.2)
+
+    assert_alike(answer(case), expected, library.CODE_ERRORS[path], 2e-3)
 
 
-def test_what_no_query_sees_may_be_no_number(path):
+def test_what_no_query_sees_may_be_nan(path):
     lo = torch.tensor([[20, 21], [0, 1]], dtype=torch.int32)
     case = make_case(raw_format("float16", 64), [60, 40], 2, 3, m=2).seeing(lo=lo)
-    wanted, _ = answer(case)
+    expected, _ = answer(case)
     numbers = case.view.arena.view(torch.float16)
     for row, hidden in ((0, 3), (0, 19), (1, 41)):
         page, slot = divmod(hidden, 16)
         at = (int(case.view.pages[row, page]) * 128 + BASE) // 2 + slot * 64
         numbers[at : at + 64] = torch.nan
         numbers[at + 16 * 64 : at + 17 * 64] = torch.inf
-    assert torch.equal(answer(case)[0], wanted)
+
+    assert torch.equal(answer(case)[0], expected)
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_who_sees_a_key_that_is_no_number_has_no_answer(width, path):
+def test_a_query_that_sees_a_nan_key_has_no_answer(width, path):
     case = make_case(raw_format("float16", 64), [60, 40], 2, width)
-    at = (
-        int(case.view.pages[0, 1]) * 128 + BASE
-    ) // 2 + 4 * 64  # of token 20 and head 0
+    page = int(case.view.pages[0, 1])
+    at = (page * 128 + BASE) // 2 + 4 * 64  # of token 20 and head 0
     case.view.arena.view(torch.float16)[at] = torch.nan
+
     for x in answer(case):
         assert x[0, 0, :width].isnan().all()
         assert x[0, 0, width:].isfinite().all()
@@ -122,7 +158,7 @@ def test_who_sees_a_key_that_is_no_number_has_no_answer(width, path):
     "name", ["kivi", "int8", "pertoken", "gear", "decoquant", "fp8"]
 )
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_query_that_is_no_number_has_no_answer(name, width, path):
+def test_a_nan_query_has_no_answer(name, width, path):
     case = make_case(make_format(**FORMATS[name]), [130, 70], 2, width)
     case.q[0, 0, 0, 5] = torch.nan
     for x in answer(case):
@@ -138,65 +174,61 @@ def test_a_query_that_is_no_number_has_no_answer(name, width, path):
 @pytest.mark.parametrize("width", [1, 3])
 def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path):
     """Not on the batch, the threads, or the queries that come together."""
-    case = known(name, (700, 90, 333), 3) if name in FORMATS else None
+    case = cached_case(name, (700, 90, 333), 3) if name in FORMATS else None
     fmt = banded_format(2, 128) if name == "banded" else raw_format("bfloat16", 64)
     case = case or make_case(fmt, [700, 90, 333], 2, 3)
     case = replace(case, q=case.q[:, :, : 2 * width])
-    hi = case.view.hi - torch.tensor(
-        [[8, 300, 0, 5, 80]]
-    )  # queries that see less, and windows
+    # queries that see less, and windows
+    hi = case.view.hi - torch.tensor([[8, 300, 0, 5, 80]])
     lo = torch.tensor([[0, 0, 10, 65, 1]]).expand(3, 5).int().contiguous()
     q = torch.randn(3, 5, *case.q.shape[2:], generator=torch.Generator().manual_seed(5))
     case = replace(case.seeing(lo=lo, hi=hi.clamp_min(0).int().contiguous()), q=q)
-    together, view = answer(case), case.view
+    together = answer(case)
     threads = torch.get_num_threads()
+
     for count in (1, 3):
         torch.set_num_threads(count)
         again = answer(case)
         assert all(torch.equal(a, b) for a, b in zip(again, together, strict=True))
+
     torch.set_num_threads(threads)
-    for row in range(3):
-        for m in range(5):
-            one, some = slice(row, row + 1), slice(m, m + 1)
-            alone = case.seeing(
-                pages=view.pages[one].contiguous(),
-                lo=lo[one, some].contiguous(),
-                hi=view.hi[one, some].contiguous(),
-                segments=None if view.segments is None else view.segments[one],
-                owner=None if view.owner is None else view.owner[one],
-            )
-            o, lse = answer(replace(alone, q=q[one, some].contiguous()))
-            assert torch.equal(o[0, 0], together[0][row, m])
-            assert torch.equal(lse[0, 0], together[1][row, m])
+
+    for row, m in product(range(3), range(5)):
+        o, lse = answer(one_query_of(case, row, m))
+        assert torch.equal(o[0, 0], together[0][row, m])
+        assert torch.equal(lse[0, 0], together[1][row, m])
 
 
 def test_views_are_attended_in_one_call_as_if_merged(path, monkeypatch):
     pages = make_case(quant_format(4, 64, 32, 32), [130, 64], 2, 3)
     tail = make_case(raw_format("float16", 64), [40, 7], 2, 3)
-    other = make_case(
-        make_format(v_by="row"), [70, 9], 2, 3
-    )  # the library does not know it
-    called = []
-    call = attend.call
-    monkeypatch.setattr(
-        attend, "call", lambda *job: (called.append(job[0]), call(*job))
-    )
+    # the library does not support this one
+    other = make_case(make_format(v_by="row"), [70, 9], 2, 3)
+    calls = count_calls(attend, monkeypatch)
     views = [pages.view, tail.view]
+
     o = ops.attend(pages.q, views, Softmax(0.2))
-    assert called == ["disagg_attend"]
-    found = [attend.attend(pages.q, [view], 0.2) for view in views]
-    assert torch.allclose(o, softmax.merge(found), atol=1e-6)
-    found.append(codes.attend(pages.q, other.view, 0.2))
+
+    assert calls == ["disagg_attend"]
+
+    partials = [attend.attend(pages.q, [view], 0.2) for view in views]
+
+    assert torch.allclose(o, softmax.merge(partials), atol=1e-6)
+
     o = ops.attend(pages.q, [*views, other.view], Softmax(0.2))
-    assert torch.allclose(o, softmax.merge(found), atol=1e-6)
+
+    partials.append(codes.attend(pages.q, other.view, 0.2))
+
+    assert torch.allclose(o, softmax.merge(partials), atol=1e-6)
 
 
-def test_what_the_library_does_not_know_is_left_to_the_reference():
+def test_the_reference_serves_what_the_library_does_not_support():
     case = make_case(quant_format(4, 64, 32, 32), [100], 2, 3)
     with library.forced(library.TORCH):
         assert not is_served(case.view.fmt, case.q)
         o = ops.attend(case.q, [case.view], Softmax(0.2))
         assert torch.equal(o, codes.attend(case.q, case.view, 0.2)[0])
+
     assert not is_served(make_format(v_by="row"), case.q)
     assert not is_served(case.view.fmt, case.q.double())
     assert not is_served(raw_format("float16", 1024), case.q)
@@ -215,28 +247,32 @@ def hostile(head_dim, n):
     yield k.half(), v.half()
     yield k.bfloat16(), v.bfloat16()
     yield k.double(), v.half()
-    turned = [x.transpose(0, 1).contiguous().transpose(0, 1)[:, 64:] for x in (k, v)]
-    yield turned[0], turned[1]
-    k, v = k.clone(), v.clone()
-    for i, x in enumerate(
-        (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9, 6e-8, -0.0)
-    ):
-        k[0, i + 3, i], v[1, i + 9, i] = x, x
-    k[1, :, 7], v[0, 20], v[1, 64:128] = 3.25, 0.0, v[1, 64:128] * 1e4
+    k_by_token = k.transpose(0, 1).contiguous().transpose(0, 1)[:, 64:]
+    v_by_token = v.transpose(0, 1).contiguous().transpose(0, 1)[:, 64:]
+    yield k_by_token, v_by_token
+    k = k.clone()
+    v = v.clone()
+    hurtful = (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9, 6e-8, -0.0)
+    for i, x in enumerate(hurtful):
+        k[0, i + 3, i] = x
+        v[1, i + 9, i] = x
+    k[1, :, 7] = 3.25
+    v[0, 20] = 0.0
+    v[1, 64:128] *= 1e4
     k[1, :, 9] += 1000
-    k[2], v[2] = k[2] * 1e-6, v[2] * 1e-7
+    k[2] *= 1e-6
+    v[2] *= 1e-7
     yield k, v
-    yield turned[0] * 0, turned[1] * 0  # of both signs
+    yield k_by_token * 0, v_by_token * 0  # of both signs
 
 
 def test_codes_between_two_are_rounded_as_the_reference_rounds_them(path):
-    fmt = quant_format(
-        4, 128, 64, 64
-    )  # in about one of a million the product's rounding tells
-    k, v = torch.randn(
-        2, 16, 2048, 128, generator=torch.Generator().manual_seed(2)
-    ).half()
+    # in about one of a million numbers the rounding of the product matters
+    fmt = quant_format(4, 128, 64, 64)
+    generator = torch.Generator().manual_seed(2)
+    k, v = torch.randn(2, 16, 2048, 128, generator=generator).half()
     blocks, _ = encoded(k, v, fmt, 64)
+
     assert torch.equal(blocks, bytes_of(k, v, fmt)[0])
 
 
@@ -252,13 +288,16 @@ def encoded(k, v, fmt, tokens, frozen=None):
 @pytest.mark.parametrize("name", ENCODED)
 def test_bytes_of_every_kind_are_those_of_the_reference(name, path):
     fmt = ENCODED[name]
-    frozen = random_segment(fmt, 3, 0) if fmt.turn else None
+    frozen = random_segment(fmt, 3, 0) if fmt.hadamard else None
     for x in hostile(fmt.head_dim, 256):
         k, v = (y[:, : y.shape[1] // fmt.tokens * fmt.tokens] for y in x)
         blocks, segments = encoded(k, v, fmt, 128, frozen)
-        wanted, shared = bytes_of(k, v, fmt, 128, frozen)
-        assert torch.equal(blocks, wanted)
-        assert segments is None if shared is None else torch.equal(segments, shared)
+        expected, expected_segments = bytes_of(k, v, fmt, 128, frozen)
+        assert torch.equal(blocks, expected)
+        if expected_segments is None:
+            assert segments is None
+        else:
+            assert torch.equal(segments, expected_segments)
 
 
 def test_every_number_of_fp8_is_rounded_and_read_as_torch_does(path):
@@ -266,6 +305,7 @@ def test_every_number_of_fp8_is_rounded_and_read_as_torch_does(path):
     every = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16)
     every = every[every.isfinite()][: 15 * 64 * 64].view(1, -1, 64)
     blocks, _ = encoded(every, every, fmt, 64)
+
     assert torch.equal(blocks, bytes_of(every, every, fmt)[0])
 
 
@@ -286,11 +326,14 @@ def test_sums_of_squares_are_those_of_the_reference(of_tokens, dtype, path):
     ):
         sizes = torch.rand(6, count, 1) * 30 - 20  # sums below 2**33, which are exact
         q = (torch.randn(6, count, dim) * 2**sizes).to(dtype)
-        q[0, 3:4, 5], q[5, 4:5, 2] = torch.nan, -torch.inf
-        q = q.transpose(0, 1).contiguous().transpose(0, 1) if of_tokens else q
-        found, wanted = ops.sum_squares(q, 2, begun), encoders.sum_squares(q, 2, begun)
-        assert found.shape == (-(-(begun + count) // 16), 2, dim)
-        assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
+        q[0, 3:4, 5] = torch.nan
+        q[5, 4:5, 2] = -torch.inf
+        if of_tokens:
+            q = q.transpose(0, 1).contiguous().transpose(0, 1)
+        sums = ops.sum_squares(q, 2, begun)
+        expected = encoders.sum_squares(q, 2, begun)
+        assert sums.shape == (-(-(begun + count) // 16), 2, dim)
+        assert torch.equal(sums.nan_to_num(-1), expected.nan_to_num(-1))
 
 
 def test_threads_and_children_of_a_process_attend_alike():
@@ -298,13 +341,13 @@ def test_threads_and_children_of_a_process_attend_alike():
     case = make_case(fmt, [900, 400], 4, 2)
     if not is_served(fmt, case.q):
         pytest.skip("no library was built")
-    wanted, _ = answer(case)
+    expected, _ = answer(case)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     equal = []
 
     def work():
-        equal.extend(torch.equal(answer(case)[0], wanted) for _ in range(20))
+        equal.extend(torch.equal(answer(case)[0], expected) for _ in range(20))
 
     try:
         workers = [threading.Thread(target=work) for _ in range(4)]
@@ -315,7 +358,7 @@ def test_threads_and_children_of_a_process_attend_alike():
         assert equal == [True] * 80
         child = os.fork()
         if child == 0:
-            os._exit(0 if torch.equal(answer(case)[0], wanted) else 1)
+            os._exit(0 if torch.equal(answer(case)[0], expected) else 1)
         assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(threads)
@@ -335,7 +378,8 @@ def fork_while_others_attend():
     worker.start()
     try:
         for _ in range(30):
-            if (child := os.fork()) == 0:
+            child = os.fork()
+            if child == 0:
                 answer(case)
                 os._exit(len(os.listdir("/proc/self/task")))
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
@@ -354,70 +398,144 @@ def test_a_child_forked_while_others_attend_attends_alone(pytestconfig):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(
-    kind, dtype, path, monkeypatch
-):
-    """As by an append and an attention, in any layer page; what no number holds saturates."""
-    raw, heads, rank = raw_format(dtype, 64), 2, 1
-    fmt = quant_format(4, 64, 32, 32)
-    sealed = make_case(fmt, [130, 64], heads, 3).view
+@dataclass(frozen=True)
+class Step:
+    """A step of two sequences over sealed pages and tails, in the layer page of a rank.
+
+    ready:   its calls, prepared for the first layer page
+    q:       [Hq, N, D]; k, v: [H, N, D]
+    queries: q as `attend` takes it
+    """
+
+    arena: Tensor
+    rows: NewRows
+    views: list[View]
+    ready: LayerCalls
+    rank: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    queries: Tensor
+
+    def run(self, softmax, written=False):
+        return self.ready.run(self.rank, self.q, self.k, self.v, written, softmax)
+
+
+def make_step(kind, dtype):
+    """Inputs of a kind, raw pages of a dtype; two numbers of V are infinite."""
+    heads = 2
+    rank = 1
+    raw = raw_format(dtype, 64)
+    sealed = make_case(quant_format(4, 64, 32, 32), [130, 64], heads, 3).view
     tail = make_case(raw, [40, 7], heads, 3).view
-    pages, slots = (
-        torch.stack([tail.pages[0, 2], tail.pages[1, 0]]),
-        torch.tensor([8, 7]).int(),
-    )
-    arena, shift = torch.cat([sealed.arena, tail.arena]), sealed.arena.numel() // 128
+    arena = torch.cat([sealed.arena, tail.arena])
+    shift = sealed.arena.numel() // 128
+    pages = torch.stack([tail.pages[0, 2], tail.pages[1, 0]]) + shift
+    slots = torch.tensor([8, 7]).int()
+    rows = NewRows(pages, slots, raw, BASE)
     tail = replace(tail, arena=arena, pages=tail.pages + shift, hi=tail.hi + 1)
-    sealed, pages = replace(sealed, arena=arena), pages + shift
+    sealed = replace(sealed, arena=arena)
     q = torch.randn(6, 2, 64).to(kind)
     k, v = (torch.randn(heads, 2, 64).to(kind) for _ in "kv")
     v[0, 0, :2] = torch.tensor([torch.inf, -torch.inf])
-    held, largest = getattr(torch, dtype), torch.finfo(getattr(torch, dtype)).max
-    rows, views = NewRows(pages, slots, raw, BASE), [sealed, tail]
     queries = q.transpose(0, 1).float().unsqueeze(1)
-    first = [
+    first_sealed, first_tail, first_rows = (
         replace(x, base=BASE - rank * heads * x.fmt.block_bytes)
         for x in (sealed, tail, rows)
-    ]
-    ready = ops.prepare(arena, first[2], first[:2], queries)
-    calls = []
-    call = step.call
-    monkeypatch.setattr(step, "call", lambda *job: (calls.append(job[0]), call(*job)))
-    before = arena.clone()
-    found, written = ready.run(rank, q, k, v, False, Softmax(0.2)), arena.clone()
-    assert calls == ["disagg_step"]
-    assert found.dtype is kind
-    arena.copy_(before)
-    exact = (x.to(held).clamp(-largest, largest).transpose(0, 1) for x in (k, v))
-    append(arena, *exact, rows)
-    assert torch.equal(arena, written)
-    assert torch.equal(found, attend.attend(queries, views, 0.2)[0][:, 0].to(kind))
-    assert torch.equal(
-        ready.run(rank, q, k.zero_(), v.zero_(), True, Softmax(0.2)), found
     )
+    ready = ops.prepare(arena, first_rows, [first_sealed, first_tail], queries)
+    return Step(arena, rows, [sealed, tail], ready, rank, q, k, v, queries)
+
+
+def of_all_dtypes(test):
+    """A test for each dtype of the inputs (`kind`) and of raw pages."""
+    dtypes = ["float32", "bfloat16", "float16"]
+    kinds = [torch.float32, torch.bfloat16, torch.float16]
+    test = pytest.mark.parametrize("dtype", dtypes)(test)
+    return pytest.mark.parametrize("kind", kinds)(test)
+
+
+@of_all_dtypes
+def test_a_layer_of_a_step_is_appended_as_by_an_append(kind, dtype, path, monkeypatch):
+    """In any layer page; what the raw dtype cannot hold saturates."""
+    step_case = make_step(kind, dtype)
+    before = step_case.arena.clone()
+    calls = count_calls(step, monkeypatch)
+
+    step_case.run(Softmax(0.2))
+
+    assert calls == ["disagg_step"]
+
+    written = step_case.arena.clone()
+    stored = getattr(torch, dtype)
+    largest = torch.finfo(stored).max
+    step_case.arena.copy_(before)
+    k, v = (
+        x.to(stored).clamp(-largest, largest).transpose(0, 1)
+        for x in (step_case.k, step_case.v)
+    )
+    append(step_case.arena, k, v, step_case.rows)
+
+    assert torch.equal(step_case.arena, written)
+
+
+@of_all_dtypes
+def test_a_layer_of_a_step_is_attended_as_by_an_attention(kind, dtype, path):
+    step_case = make_step(kind, dtype)
+
+    o = step_case.run(Softmax(0.2))
+
+    assert o.dtype is kind
+
+    expected, _ = attend.attend(step_case.queries, step_case.views, 0.2)
+
+    assert torch.equal(o, expected[:, 0].to(kind))
+
+
+@of_all_dtypes
+def test_a_step_that_is_written_already_writes_nothing(kind, dtype, path):
+    step_case = make_step(kind, dtype)
+    o = step_case.run(Softmax(0.2))
+    written = step_case.arena.clone()
+    step_case.k.zero_()
+    step_case.v.zero_()
+
+    assert torch.equal(step_case.run(Softmax(0.2), written=True), o)
+    assert torch.equal(step_case.arena, written)
+
+
+@of_all_dtypes
+def test_a_step_with_sinks_is_attended_as_by_an_attention(kind, dtype, path):
+    step_case = make_step(kind, dtype)
+    step_case.run(Softmax(0.2))
+    written = step_case.arena.clone()
     with_sinks = Softmax(0.2, 5.0, torch.linspace(-1, 3, 6))
-    expected = ops.attend(queries, views, with_sinks)[:, 0].to(kind)
-    assert torch.equal(ready.run(rank, q, k, v, True, with_sinks), expected)
-    assert torch.equal(arena, written)
+
+    o = step_case.run(with_sinks, written=True)
+
+    expected = ops.attend(step_case.queries, step_case.views, with_sinks)
+
+    assert torch.equal(o, expected[:, 0].to(kind))
+    assert torch.equal(step_case.arena, written)
 
 
 def test_what_points_to_a_format_keeps_it():
-    view = known("kivi", (390, 70), 3).view
+    view = cached_case("kivi", (390, 70), 3).view
     rows = NewRows(
         view.pages[:, 0].clone(), torch.zeros(2).int(), raw_format("float16", 64), BASE
     )
     formats = [library.format_of(x) for x in (view.fmt, rows.fmt)]
     ready = ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64))
     library.format_of.cache_clear()
-    (of_view,), *_, of_rows = ready._held
-    assert any(x is formats[0] for x in of_view)
-    assert of_rows is formats[1]
+    owners_of_views, _, _, row_format = ready._owners
+
+    assert any(owner is formats[0] for owner in owners_of_views[0])
+    assert row_format is formats[1]
 
 
 def test_a_step_that_other_code_has_to_serve_is_not_prepared():
     raw = raw_format("float32", 64)
     view = make_case(make_format(v_by="row"), [70, 9], 2, 3).view
     rows = NewRows(view.pages[:, 0].clone(), torch.zeros(2).int(), raw, BASE)
+
     assert ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64)) is None

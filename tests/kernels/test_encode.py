@@ -14,7 +14,7 @@ from disagg.kernels.gpu.lowrank import encode_low_rank
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.codes import decode
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
-from disagg.kernels.reference.pages import store_blocks
+from disagg.kernels.reference.pages import DenseBlocks, store_blocks
 from disagg.kernels.sealing import HEAD_STRIDE, Segmentation, Target
 from tests.kernels.cases import (
     BASE,
@@ -55,72 +55,76 @@ BANDS = {
 def encode_both(
     fmt: PageFormat, k: Tensor, v: Tensor, seed: int = 0, tokens: int = 2048
 ):
-    frozen = random_segment(fmt, k.shape[0], 0) if fmt.turn else None
+    frozen = random_segment(fmt, k.shape[0], 0) if fmt.hadamard else None
     cut = Segmentation(tokens, seed, frozen)
-    there = replace(cut, frozen=None if frozen is None else frozen.to(DEVICE))
-    found = encode(k.to(DEVICE), v.to(DEVICE), fmt, there)
-    return [None if x is None else x.cpu() for x in found], reference.encode(
-        k, v, fmt, cut
-    )
+    on_device = replace(cut, frozen=None if frozen is None else frozen.to(DEVICE))
+    blocks, segments = encode(k.to(DEVICE), v.to(DEVICE), fmt, on_device)
+    encoded = (blocks.cpu(), None if segments is None else segments.cpu())
+    return encoded, reference.encode(k, v, fmt, cut)
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """All sums of these are exact in fp32, and no two of a column or row are equal."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randperm(shape[1], generator=generator)[:, None] * 7
-    return ((rows + torch.arange(shape[2]) * 11) % 509 - 254).expand(shape).to(
-        dtype
-    ) / 64
+    numbers = (rows + torch.arange(shape[2]) * 11) % 509 - 254
+    return numbers.expand(shape).to(dtype) / 64
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, torch.float16) for name in (*EXACT, *MORE, *GROUPS, *BANDS)]
-    + [(name, torch.bfloat16) for name in ("kcvt", "fp8")]
-    + [(name, torch.float32) for name in (*GROUPS, *HURT)],
-)
+CODES_AND_SCALES = [
+    *product((*EXACT, *MORE, *GROUPS, *BANDS), [torch.float16]),
+    *product(("kcvt", "fp8"), [torch.bfloat16]),
+    *product((*GROUPS, *HURT), [torch.float32]),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CODES_AND_SCALES)
 def test_codes_and_scales_are_those_of_the_reference(name, dtype):
     fmt = BANDS.get(name) or make_format(**(MORE | GROUPS | FORMATS)[name])
     k, v = (x[0].to(dtype) for x in random_kv([128], 2, fmt.head_dim, T))
-    if fmt.turn or name in HURT:
-        for place, value in enumerate(
-            (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9)
-        ):
-            k[0, place, place], v[-1, 9 + place, place] = value, value
-        k[0, 20], v[0, 30], k[-1, 64:, 2] = 0.0, -3.25, 0.25
-    k, v = (
-        x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)
-    )  # views, as of models
-    found, expected = encode_both(fmt, k, v, 4, 64)
-    assert torch.equal(found[0], expected[0])
-    assert found[1] is None or torch.equal(found[1], expected[1])
-    assert found[0].any()
+    if fmt.hadamard or name in HURT:
+        hurtful = (torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9)
+        for place, value in enumerate(hurtful):
+            k[0, place, place] = value
+            v[-1, 9 + place, place] = value
+        k[0, 20] = 0.0
+        v[0, 30] = -3.25
+        k[-1, 64:, 2] = 0.25
+    # views, as of models
+    k = k.transpose(0, 1).contiguous().transpose(0, 1)
+    v = v.transpose(0, 1).contiguous().transpose(0, 1)
+
+    (blocks, segments), expected = encode_both(fmt, k, v, 4, 64)
+
+    assert torch.equal(blocks, expected[0])
+    assert segments is None or torch.equal(segments, expected[1])
+    assert blocks.any()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_tokens_that_leave_their_page_are_masked_and_a_mean_stands_for_them(rank):
     fmt = make_format(group=32, valid=True, bits=4, rank=rank)
-    k, v = (
-        whole_numbers((2, 128, 64), torch.float16),
-        whole_numbers((2, 128, 64), torch.float16),
-    )
+    k = whole_numbers((2, 128, 64), torch.float16)
+    v = whole_numbers((2, 128, 64), torch.float16)
     absent = torch.zeros(2, 128, dtype=torch.bool)
     absent[0, [0, 9, 33, 34, 127]] = True
-    absent[1, 64:96] = True  # a group of which nobody is left
+    absent[1, 64:96] = True  # a whole group
     k[absent] = 500.0
     cut = Segmentation()
-    found, segments = encode(
-        *(x.to(DEVICE) for x in (k, v)), fmt, cut, absent.to(DEVICE)
-    )
-    expected, wanted = reference.encode(k, v, fmt, cut, absent)
-    mask = found[..., fmt.valid : fmt.valid + T // 8].cpu()
+
+    encoded = encode(k.to(DEVICE), v.to(DEVICE), fmt, cut, absent.to(DEVICE))
+
+    mask = encoded[0][..., fmt.valid : fmt.valid + T // 8].cpu()
     bits = (mask.unsqueeze(3) >> torch.arange(8)) & 1
-    assert torch.equal(
-        bits.flatten(2).transpose(0, 1).flatten(1), (~absent).to(torch.uint8)
-    )
+    present = bits.flatten(2).transpose(0, 1).flatten(1)
+
+    assert torch.equal(present, (~absent).to(torch.uint8))
+
     owner = torch.tensor([0, 0])
-    pairs = [(found.cpu(), segments), (expected, wanted)]
+    expected = reference.encode(k, v, fmt, cut, absent)
+    pairs = [(encoded[0].cpu(), encoded[1]), expected]
     decoded = [decode(x, s if s is None else s.cpu()[owner], fmt) for x, s in pairs]
+
     for x, y in zip(*decoded, strict=True):
         assert relative_error(x, y.double()) <= 1e-3
     assert decoded[0][0].abs().max() < 10  # nothing of the 500s widens a range
@@ -135,19 +139,21 @@ def test_tokens_leave_only_pages_that_can_say_so():
             ops.encode(k, k, fmt, None, absent)
     fmt = make_format(**FORMATS["ott"])
     k = torch.zeros(1, fmt.tokens, fmt.head_dim)
+
     with pytest.raises(ValueError, match="each token"):
         ops.encode(k, k, fmt, None, absent)
 
 
 def test_every_float8_is_rounded_as_torch_rounds_it():
     fmt = make_format(**FORMATS["fp8"])
-    steps = torch.arange(2 * T * 64).float() / (2 * T * 64)
-    x = (448 * 2.0 ** (-20 * steps) * (1 - 2 * (torch.arange(2 * T * 64) % 2))).view(
-        1, 2 * T, 64
-    )
+    index = torch.arange(2 * T * 64)
+    magnitudes = 448 * 2.0 ** (-20 * index.float() / len(index))
+    x = (magnitudes * (1 - 2 * (index % 2))).view(1, 2 * T, 64)
     x[:, ::T, 0] = 448.0  # so that the scale is 1
-    found, expected = encode_both(fmt, x, x.roll(1, 2))
-    assert torch.equal(found[0], expected[0])
+
+    (blocks, _), expected = encode_both(fmt, x, x.roll(1, 2))
+
+    assert torch.equal(blocks, expected[0])
 
 
 @pytest.mark.parametrize(("ends", "head_dim"), [(True, 80), (False, 80), (True, 256)])
@@ -156,8 +162,10 @@ def test_outliers_are_those_of_the_reference(ends, head_dim):
     pick = {"sparse": replace(fmt.k.sparse, ends=ends)}
     fmt = replace(fmt, k=replace(fmt.k, **pick))
     k = whole_numbers((2, 128, head_dim), torch.float16)
-    found, expected = encode_both(fmt, k, k.flip(1))
-    assert torch.equal(found[0], expected[0])
+
+    (blocks, _), expected = encode_both(fmt, k, k.flip(1))
+
+    assert torch.equal(blocks, expected[0])
 
 
 @pytest.mark.parametrize(
@@ -167,16 +175,16 @@ def test_what_low_rank_pieces_add_is_what_the_reference_adds(name):
     fmt = make_format(
         **(FORMATS | {"gear-256": FORMATS["gear"] | {"head_dim": 256}})[name]
     )
-    k, v = (
-        x[0] for x in random_kv([192], 1, fmt.head_dim, T)
-    )  # fp32: no outliers are equal
-    found, expected = encode_both(
-        fmt, k, v, (1 << 33) + 77, 128
-    )  # another seed: 1e-2 and more
+    # fp32: no outliers are equal
+    k, v = (x[0] for x in random_kv([192], 1, fmt.head_dim, T))
+
+    # another seed would be off by 1e-2 and more
+    both = encode_both(fmt, k, v, seed=(1 << 33) + 77, tokens=128)
+
     owner = torch.tensor([0, 0, 1])
-    for x, y in zip(
-        *(decode(b, s[owner], fmt) for b, s in (found, expected)), strict=True
-    ):
+    decoded = [decode(blocks, segments[owner], fmt) for blocks, segments in both]
+
+    for x, y in zip(*decoded, strict=True):
         assert relative_error(x, y.double()) <= 1e-3
 
 
@@ -188,6 +196,7 @@ def test_a_residual_of_less_than_the_rank_is_found_whole(inner):
     missing = (x @ torch.randn(2, 2, inner, 64, generator=generator)).half()
     a, b = fit(missing, fmt)
     product = a.float() @ b.float().transpose(2, 3)
+
     assert (product - missing.float()).norm() <= 2**-9 * missing.float().norm()
     assert torch.isfinite(product).all()
 
@@ -199,40 +208,40 @@ def test_the_factors_of_a_residual_with_one_loud_direction_are_a_projection():
     a, b = fit(missing.half(), fmt)
     product = a.float() @ b.float().transpose(2, 3)
     seeds = torch.arange(4).view(2, 2) % 2 * 2 + torch.arange(4).view(2, 2) // 2
-    expected = [
+    factors = [
         low_rank(x.half().float(), 4, s) for x, s in zip(missing, seeds, strict=True)
     ]
-    expected = torch.stack([x @ y.transpose(1, 2) for x, y in expected])
-    left = (
-        missing - product
-    ).norm()  # in the faint directions the reference sees rounding only
-    assert left <= (missing - expected).norm() + 2**-10 * missing.norm()
+    expected = torch.stack([x @ y.transpose(1, 2) for x, y in factors])
+    # in the faint directions the reference sees rounding only
+    error = (missing - product).norm()
+
+    assert error <= (missing - expected).norm() + 2**-10 * missing.norm()
+
     lengths = a.float().norm(dim=2) / 128**0.5
+
     assert torch.allclose(lengths, torch.ones_like(lengths), atol=2e-3)
 
 
 def fit(missing: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
     """A [2, H, n, rank] and B [2, H, D, rank] fp16 of residuals [2, H, n, D], with seed 0."""
     _, heads, n, _ = missing.shape
-    blocks = torch.zeros(
-        n // T, heads, fmt.block_bytes, dtype=torch.uint8, device=DEVICE
-    )
-    segments = torch.zeros(
-        1, heads, fmt.segment_bytes, dtype=torch.uint8, device=DEVICE
-    )
-    encode_low_rank(
-        missing.to(DEVICE), in_order(blocks), segments, fmt, Segmentation(n)
-    )
-    factors = []
+    options = {"dtype": torch.uint8, "device": DEVICE}
+    blocks = torch.zeros(n // T, heads, fmt.block_bytes, **options)
+    segments = torch.zeros(1, heads, fmt.segment_bytes, **options)
+    target = in_order(blocks)
+    encode_low_rank(missing.to(DEVICE), target, segments, fmt, Segmentation(n))
+    all_a = []
+    all_b = []
     for side in (fmt.k, fmt.v):
-        part = slice(side.low_rank.a, side.low_rank.a + 2 * T * side.low_rank.rank)
-        a = blocks[..., part].view(torch.float16).unflatten(2, (T, -1))
-        part = slice(
-            side.low_rank.b, side.low_rank.b + 2 * fmt.head_dim * side.low_rank.rank
+        low = side.low_rank
+        shape = (fmt.tokens, low.rank)
+        a = DenseBlocks(blocks).plane(torch.float16, low.a, shape)
+        b = DenseBlocks(segments[0]).plane(
+            torch.float16, low.b, (fmt.head_dim, low.rank)
         )
-        b = segments[0, :, part].view(torch.float16).unflatten(1, (fmt.head_dim, -1))
-        factors.append((a.transpose(0, 1).flatten(1, 2).cpu(), b.cpu()))
-    return torch.stack([a for a, _ in factors]), torch.stack([b for _, b in factors])
+        all_a.append(a.transpose(0, 1).flatten(1, 2).cpu())
+        all_b.append(b.cpu())
+    return torch.stack(all_a), torch.stack(all_b)
 
 
 @pytest.mark.parametrize(
@@ -249,11 +258,12 @@ def test_pages_are_written_where_they_belong_and_nowhere_else(name, run):
     blocks, segments = run(k, v, fmt, cut)
     target = arena_for(blocks)
     expected = target.arena.clone()
-    nothing, found = run(k, v, fmt, cut, target=target)
+    no_blocks, same_segments = run(k, v, fmt, cut, target=target)
     store_blocks(replace(target, arena=expected), blocks)
+
     assert torch.equal(target.arena, expected)
-    assert not nothing.numel()
-    assert segments is None or torch.equal(found, segments)
+    assert not no_blocks.numel()
+    assert segments is None or torch.equal(same_segments, segments)
 
 
 def arena_for(blocks: Tensor) -> Target:
@@ -283,9 +293,11 @@ def test_a_frozen_rotation_is_kept():
     _, segments = reference.encode(k[:, :T], v[:, :T], fmt, Segmentation())
     cut = Segmentation(frozen=segments[0])
     expected = reference.encode(k[:, T:], v[:, T:], fmt, cut)
-    found = encode(*(x.to(DEVICE) for x in (k[:, T:], v[:, T:])), fmt, cut)
-    assert torch.equal(found[0].cpu(), expected[0])
-    assert torch.equal(found[1].cpu(), segments)
+
+    blocks, same_segments = encode(k[:, T:].to(DEVICE), v[:, T:].to(DEVICE), fmt, cut)
+
+    assert torch.equal(blocks.cpu(), expected[0])
+    assert torch.equal(same_segments.cpu(), segments)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-8, 1e-5])
@@ -294,10 +306,11 @@ def test_a_rotation_of_numbers_that_are_nearly_nothing_can_be_undone(size):
     assert (unrotate(x, rotation(x, 16)).abs() <= 64 * size**0.5).all()
 
 
-def test_formats_that_the_kernels_do_not_know_are_left_to_the_reference():
+def test_formats_that_kernels_cannot_encode_are_left_to_the_reference():
     """Sides of different ranks, and outliers of a range that the segment shares."""
     fmt = make_format(rank=2)
     odd = replace(fmt, v=replace(fmt.v, low_rank=replace(fmt.v.low_rank, rank=1)))
+
     assert fmt.is_encodable
     assert make_format(**FORMATS["fp8"]).is_encodable
     assert not odd.is_encodable
@@ -311,12 +324,14 @@ def test_formats_that_the_kernels_do_not_know_are_left_to_the_reference():
 @pytest.mark.parametrize("name", ["gear-l", "gear"])
 def test_a_head_has_the_bytes_that_it_has_without_the_others(name, run):
     """Seeds that went by how many heads a call has gave each split of the heads other pages."""
-    fmt, cut = make_format(**FORMATS[name]), Segmentation(64, seed=9)
+    fmt = make_format(**FORMATS[name])
+    cut = Segmentation(64, seed=9)
     k, v = (x[0].half().to(DEVICE) for x in random_kv([128], 2, fmt.head_dim, T))
     blocks, segments = run(k, v, fmt, cut)
-    some, shared = run(k[:1], v[:1], fmt, cut)
-    assert torch.equal(some, blocks[:, :1])
-    assert torch.equal(shared, segments[:, :1])
+    head_blocks, head_segments = run(k[:1], v[:1], fmt, cut)
+
+    assert torch.equal(head_blocks, blocks[:, :1])
+    assert torch.equal(head_segments, segments[:, :1])
     assert HEAD_STRIDE > 128  # or seeds of heads and segments would meet
 
 

@@ -1,4 +1,4 @@
-"""Attention over kept tokens, and over those not dropped, in Triton, against the reference."""
+"""Attention over outliers and over heavy hitters, in Triton, against the reference."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def source(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def dropped_format(slots: int, head_dim: int, tokens: int = 64) -> ExactFormat:
+def heavy_format(slots: int, head_dim: int, tokens: int = 64) -> ExactFormat:
     size = 2 * slots * head_dim
     positions = None if slots == tokens else 2 * size
     end = 2 * size + (0 if positions is None else 4 * slots)
@@ -36,35 +36,26 @@ def dropped_format(slots: int, head_dim: int, tokens: int = 64) -> ExactFormat:
     return ExactFormat("float16", head_dim, block, 0, size, slots, tokens, positions)
 
 
-def dropped_case(
+def heavy_case(
     fmt: ExactFormat, lengths: list[int], heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(arena, pages [B, P], tokens that each sequence covers [B]); each head chose for itself."""
     counts = [n // fmt.tokens for n in lengths]
-    batch, width = len(lengths), max(counts)
+    batch = len(lengths)
+    width = max(counts)
     shape = (batch, width, heads, 2, fmt.slots, fmt.head_dim)
-    planes = (
-        torch.randn(shape, generator=source(fmt.slots))
-        .half()
-        .flatten(3)
-        .view(torch.uint8)
-    )
+    numbers = torch.randn(shape, generator=source(fmt.slots)).half()
+    planes = numbers.flatten(3).view(torch.uint8)
     blocks = torch.zeros(batch, width, heads, fmt.block_bytes, dtype=torch.uint8)
     blocks[..., : planes.shape[-1]] = planes
     if fmt.positions is not None:
         for row, count in enumerate(counts):
             for head in range(heads):
                 order = torch.randperm(count * fmt.tokens, generator=source(row + head))
-                chosen = (
-                    order[: count * fmt.slots]
-                    .sort()
-                    .values.int()
-                    .view(count, fmt.slots)
-                )
+                chosen = order[: count * fmt.slots].sort().values.int()
+                positions = chosen.view(count, fmt.slots).view(torch.uint8)
                 end = fmt.positions + 4 * fmt.slots
-                blocks[row, :count, head, fmt.positions : end] = chosen.view(
-                    torch.uint8
-                )
+                blocks[row, :count, head, fmt.positions : end] = positions
     arena, pages = place(blocks)
     for row, count in enumerate(counts):
         pages[row, count:] = pages[row, 0]
@@ -73,59 +64,57 @@ def dropped_case(
 
 def check(view: View, width: int, m: int) -> None:
     """Attention of `width` query heads for each KV head, m queries of a sequence."""
-    batch, head_dim = view.pages.shape[0], view.fmt.head_dim
+    batch = view.pages.shape[0]
+    head_dim = view.fmt.head_dim
     q = torch.randn(batch, m, view.heads * width, head_dim, generator=source(width))
-    q_there, there = Case(q, view, q, q).on(DEVICE)
-    o, lse = merge(gpu.attend(q_there, [there], 0.15))
-    wanted = exact.attend(q.double(), view, 0.15)
-    assert wanted[0].any()
-    assert_alike((o.cpu(), lse.cpu()), wanted, 1e-3, 2e-3, 1e-3)
+    q_on_device, view_on_device = Case(q, view, q, q).on(DEVICE)
+    o, lse = merge(gpu.attend(q_on_device, [view_on_device], 0.15))
+    expected = exact.attend(q.double(), view, 0.15)
+    assert expected[0].any()
+    assert_alike((o.cpu(), lse.cpu()), expected, 1e-3, 2e-3, 1e-3)
 
 
 @pytest.mark.parametrize(
     ("slots", "head_dim", "width"),
     [(32, 64, 4), (2, 64, 1), (20, 128, 3), (48, 80, 7), (64, 96, 8), (10, 256, 4)],
 )
-def test_attention_over_what_was_not_dropped_is_that_of_the_reference(
-    slots, head_dim, width
-):
-    fmt = dropped_format(slots, head_dim)
-    arena, pages, covered = dropped_case(fmt, [460, 64, 0, 200], 2)
+def test_attention_over_heavy_hitters_is_that_of_the_reference(slots, head_dim, width):
+    fmt = heavy_format(slots, head_dim)
+    arena, pages, covered = heavy_case(fmt, [460, 64, 0, 200], 2)
     hi = covered.int().unsqueeze(1)
-    check(
-        View(pages, torch.zeros_like(hi), hi, fmt, arena=arena, base=BASE, heads=2),
-        width,
-        1,
-    )
+    lo = torch.zeros_like(hi)
+    view = View(pages, lo, hi, fmt, arena=arena, base=BASE, heads=2)
+
+    check(view, width, 1)
 
 
 @pytest.mark.parametrize("slots", [16, 40, 64])
-def test_windows_and_several_queries_see_different_tokens_of_what_was_not_dropped(
-    slots,
-):
-    fmt = dropped_format(slots, 64)
-    arena, pages, covered = dropped_case(fmt, [330, 140, 64], 1)
+def test_windows_and_several_queries_see_different_heavy_hitters(slots):
+    fmt = heavy_format(slots, 64)
+    arena, pages, covered = heavy_case(fmt, [330, 140, 64], 1)
     hi = covered.int().unsqueeze(1).expand(3, 3).contiguous()
     lo = torch.tensor([[201, 202, 203], [63, 64, 65], [0, 60, 64]], dtype=torch.int32)
     check(View(pages, lo, hi, fmt, arena=arena, base=BASE, heads=1), 5, 3)
 
 
 def test_pages_that_do_not_fit_a_tile_or_do_not_say_their_positions_are_refused():
-    fmt = dropped_format(128, 64, tokens=256)
-    arena, pages, covered = dropped_case(fmt, [256], 1)
+    fmt = heavy_format(128, 64, tokens=256)
+    arena, pages, covered = heavy_case(fmt, [256], 1)
     hi = covered.int().unsqueeze(1)
     view = View(pages, 0 * hi, hi, fmt, arena=arena, base=BASE, heads=1)
+
     with pytest.raises(ValueError, match="128 slots"):
         gpu.attend(torch.zeros(1, 1, 1, 64), [view], 1.0)
     with pytest.raises(ValueError, match="without positions"):
         ExactFormat("float16", 64, 1 << 14, 0, 1 << 13, slots=40, tokens=64)
 
 
-def kept_case(
+def outlier_case(
     dtype: str, head_dim: int, used: list[int], slots: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, ExactFormat]:
-    """(arena, pages [B, K], sides [B]) of sequences that have used so many slots of each head."""
-    batch, width = len(used), -(-max(used) // 16)
+    """(arena, pages [B, K], sides [B], format); used: slots in use of each sequence."""
+    batch = len(used)
+    width = -(-max(used) // 16)
     shape = (batch, width, heads, 2 * 16 * head_dim)
     values = torch.randn(shape, generator=source(slots)).to(getattr(torch, dtype))
     arena, pages = place(values.view(torch.uint8))
@@ -146,7 +135,7 @@ def kept_case(
     return arena, pages, sides, replace(raw_format(dtype, head_dim), side=side)
 
 
-KEPT = [
+OUTLIERS = [
     ("float16", 64, 35, 4),
     ("bfloat16", 128, 100, 3),
     ("float16", 80, 6, 8),
@@ -155,23 +144,44 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "slots", "width"), KEPT)
-def test_attention_over_kept_tokens_is_that_of_the_reference(
+@pytest.mark.parametrize(("dtype", "head_dim", "slots", "width"), OUTLIERS)
+def test_attention_over_outliers_is_that_of_the_reference(
     dtype, head_dim, slots, width
 ):
     used = [min(slots, x) for x in (3, 33, 0, 90)]
-    arena, pages, sides, fmt = kept_case(dtype, head_dim, used, slots, 2)
+    arena, pages, sides, fmt = outlier_case(dtype, head_dim, used, slots, 2)
     hi = torch.tensor([[700], [350], [500], [640]], dtype=torch.int32)
-    tables = pages, torch.zeros_like(hi), hi
-    bases = {"base": BASE, "side_base": SIDE_BASE}
-    check(View(*tables, fmt, sides=sides, arena=arena, heads=2, **bases), width, 1)
+    view = View(
+        pages,
+        torch.zeros_like(hi),
+        hi,
+        fmt,
+        sides=sides,
+        arena=arena,
+        heads=2,
+        base=BASE,
+        side_base=SIDE_BASE,
+    )
+
+    check(view, width, 1)
 
 
-def test_windows_and_several_queries_see_different_kept_tokens():
-    arena, pages, sides, fmt = kept_case("float16", 64, [35, 20, 1], 35, 1)
+def test_windows_and_several_queries_see_different_outliers():
+    arena, pages, sides, fmt = outlier_case("float16", 64, [35, 20, 1], 35, 1)
     hi = torch.tensor(
         [[200, 400, 700], [0, 70, 90], [700, 700, 700]], dtype=torch.int32
     )
     lo = torch.tensor([[100, 300, 100], [0, 0, 80], [0, 699, 700]], dtype=torch.int32)
-    bases = {"base": BASE, "side_base": SIDE_BASE}
-    check(View(pages, lo, hi, fmt, sides=sides, arena=arena, heads=1, **bases), 5, 3)
+    view = View(
+        pages,
+        lo,
+        hi,
+        fmt,
+        sides=sides,
+        arena=arena,
+        heads=1,
+        base=BASE,
+        side_base=SIDE_BASE,
+    )
+
+    check(view, 5, 3)

@@ -102,13 +102,13 @@ ELSEWHERE: dict[str, dict[str, Any]] = {  # what once failed on other chips than
 def launch(
     scenarios: dict[str, dict[str, Any]], cache: Path, **chosen: str
 ) -> dict[str, dict[str, Any]]:
-    """What launches.py says of each."""
+    """The report of launches.py on each scenario."""
     chosen |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
     environment = {
         k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"
     } | chosen
-    asked = [json.dumps(scenario) for scenario in scenarios.values()]
-    command = [sys.executable, "-m", "tests.kernels.launches", *asked]
+    arguments = [json.dumps(scenario) for scenario in scenarios.values()]
+    command = [sys.executable, "-m", "tests.kernels.launches", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -117,36 +117,36 @@ def launch(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return launch(
         FEW, tmp_path_factory.mktemp("triton"), DISABLE_PTXAS_OPT="1"
     )  # half the time
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_every_launch_of_a_codec_binds_compiles_and_gets_its_parameters(name, found):
-    assert not found[name]["error"]
-    assert found[name]["launched"]
+def test_every_launch_of_a_codec_binds_compiles_and_gets_its_parameters(name, reports):
+    assert not reports[name]["error"]
+    assert reports[name]["launched"]
 
 
-def test_no_kernel_is_left_out(found):
-    assert {name for one in found.values() for name in one["launched"]} == KERNELS
+def test_no_kernel_is_left_out(reports):
+    assert {name for one in reports.values() for name in one["launched"]} == KERNELS
 
 
-def test_encoders_divide_as_their_reference_does(found):
-    approximate = {name for one in found.values() for name in one["approximate"]}
+def test_encoders_divide_as_their_reference_does(reports):
+    approximate = {name for one in reports.values() for name in one["approximate"]}
     assert "encode_side_kernel" not in approximate
 
 
-def test_longer_page_tables_and_other_batches_need_no_compiler(found):
-    for name, one in found.items():
+def test_longer_page_tables_and_other_batches_need_no_compiler(reports):
+    for name, one in reports.items():
         assert not one["compiled"] or not name.endswith((", longer", ", replayed")), (
             name
         )
 
 
-def test_every_step_attends_and_merges_in_a_launch_each(found):
-    for one in found.values():
+def test_every_step_attends_and_merges_in_a_launch_each(reports):
+    for one in reports.values():
         steps = one["launched"].count("append_kernel")
         assert one["launched"].count("attend_kernel") == steps
         assert one["launched"].count("merge_kernel") == steps
@@ -155,9 +155,12 @@ def test_every_step_attends_and_merges_in_a_launch_each(found):
 @pytest.mark.parametrize("capability", ELSEWHERE)
 def test_other_chips_take_what_compiles_and_fits_there(capability, tmp_path):
     chosen = {"CAPABILITY": capability, "DISABLE_PTXAS_OPT": "1"}
-    (found,) = launch({capability: ELSEWHERE[capability]}, tmp_path, **chosen).values()
-    assert not found["error"]
-    assert found["launched"]
+    (reports,) = launch(
+        {capability: ELSEWHERE[capability]}, tmp_path, **chosen
+    ).values()
+
+    assert not reports["error"]
+    assert reports["launched"]
 
 
 @pytest.mark.slow

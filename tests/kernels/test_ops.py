@@ -1,4 +1,4 @@
-"""What the entrance of the kernels refuses, and that it hands the rest to the right path."""
+"""What the kernels' entry points refuse, and that the rest goes to the right backend."""
 
 from dataclasses import replace
 
@@ -22,14 +22,21 @@ def attend(case, **changes):
 
 def test_attention_over_several_views_is_one_answer():
     case = cases.make_case(FMT, [100, 64], 2, 3)
-    wanted, bound = cases.exact_attention(case, 0.125)[0], CODE_ERRORS[backend()]
-    assert relative_error(attend(case), wanted) <= bound
+    expected, _ = cases.exact_attention(case, 0.125)
+    bound = CODE_ERRORS[backend()]
+
+    assert relative_error(attend(case), expected) <= bound
+
     cut = torch.tensor([[70], [3]], dtype=torch.int32)
     views = replace(case.view, hi=cut), replace(case.view, lo=cut)
-    assert relative_error(ops.attend(case.q, views, Softmax(0.125)), wanted) <= bound
+    o = ops.attend(case.q, views, Softmax(0.125))
+
+    assert relative_error(o, expected) <= bound
+
     half = ops.attend(case.q.half(), views, Softmax(0.125))
+
     assert half.dtype == torch.float16
-    assert relative_error(half, wanted) <= 2e-3
+    assert relative_error(half, expected) <= 2e-3
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,7 @@ def test_attention_refuses_what_it_would_misread(changes, error):
 
 def test_encode_refuses_parts_of_pages_and_integers():
     x = torch.zeros(2, 65, 64)
+
     with pytest.raises(ValueError, match="multiple of 64"):
         ops.encode(x, x, FMT)
     with pytest.raises(TypeError):
@@ -64,7 +72,7 @@ def test_encode_refuses_parts_of_pages_and_integers():
 
 def test_squares_are_of_whole_groups_of_heads_and_begin_within_a_unit():
     for heads, begun in ((4, 0), (3, 16), (3, -1)):
-        with pytest.raises(ValueError, match="is wanted"):
+        with pytest.raises(ValueError, match="expected"):
             ops.sum_squares(torch.zeros(6, 5, 16), heads, begun)
 
 
@@ -106,16 +114,18 @@ def test_a_format_that_does_not_divide_is_refused(options):
 )
 def test_an_append_refuses_tables_that_do_not_fit_its_rows(changes, error):
     rows = SealRows(
-        *(torch.full(shape, -1).int() for shape in ((2,), (2, 4), (2,), (2,)))
+        pages=torch.full((2,), -1).int(),
+        tails=torch.full((2, 4), -1).int(),
+        segments=torch.full((2,), -1).int(),
+        stretches=torch.full((2,), -1).int(),
     )
     fmt = changes.pop("fmt", FMT)
     sealing = Sealing(replace(rows, **changes), fmt, cases.BASE)
-    arena, x, ids = (
-        torch.zeros(1 << 16, dtype=torch.uint8),
-        torch.ones(2, 2, 64),
-        rows.pages + 1,
-    )
+    arena = torch.zeros(1 << 16, dtype=torch.uint8)
+    x = torch.ones(2, 2, 64)
+    ids = rows.pages + 1
     new = NewRows(ids, ids, cases.raw_format("float32", 64), cases.BASE)
+
     with pytest.raises(error):
         ops.append(arena, x, x, new, sealing)
     assert not arena.any()

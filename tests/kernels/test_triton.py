@@ -16,8 +16,8 @@ from disagg.kernels.gpu.bits import (
     PTX,
     float8,
     float8_weight,
-    spelling_for,
     takes_subnormals,
+    unpack_mode_for,
 )
 from disagg.kernels.gpu.combine import merge
 from disagg.kernels.gpu.plan import is_supported
@@ -51,7 +51,8 @@ def test_queries_that_overflow_fp16_with_scales_or_factors_do_not(rank):
 def test_a_flat_tail_under_a_sink_is_not_lost():
     fmt = cases.quant_format(2, 64, 64, 64)
     case = cases.make_case(fmt, [640], 1, 1)
-    k, v = torch.full((1, 640, 64), 0.01), 1 + 0.1 * case.v[0]
+    k = torch.full((1, 640, 64), 0.01)
+    v = 1 + 0.1 * case.v[0]
     k[:, 0], v[:, 0] = 4.0, 0.0  # one token takes nearly all weight and gives nothing
     check(replace(held(case, k, v), q=torch.full((1, 1, 1, 64), 0.28)))
 
@@ -64,7 +65,8 @@ def test_values_at_the_end_of_fp16_stay_finite():
 
 def held(case: cases.Case, k: torch.Tensor, v: torch.Tensor) -> cases.Case:
     """The same pages of one sequence with other k, v [H, n, D] in them."""
-    fmt, view = case.view.fmt, case.view
+    fmt = case.view.fmt
+    view = case.view
     blocks, _ = ops.encode(k, v, fmt)
     ops.store_blocks(Target(view.arena, view.pages[0], view.base), blocks)
     exact = [
@@ -81,7 +83,9 @@ def test_outliers_that_fp16_holds_only_alone_are_not_lost():
 
 def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
     case = cases.make_case(cases.make_format(rank=2, head_dim=128), [200], 1, 2, run=4)
-    view, low, large = case.view, case.view.fmt.k.low_rank, 2.0**14
+    view = case.view
+    low = case.view.fmt.k.low_rank
+    large = 2.0**14
     at = int(view.segments[0, 0]) * 128 + cases.SEGMENT_BASE + low.b
     b = view.arena[at : at + 4 * 128].view(torch.float16)
     b *= large
@@ -89,10 +93,13 @@ def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
         at = page * 128 + view.base + low.a
         view.arena[at : at + 4 * cases.T].view(torch.float16).mul_(1 / large)
     signs = b.view(128, 2)[:, 0].float().sign()
+
     assert b.isfinite().all()
     assert signs @ b.view(128, 2)[:, 0].float() > 65504
+
     case = replace(case, q=signs.expand_as(case.q).contiguous())
     o, _ = attend(case, TRITON, scale=0.05)
+
     assert relative_error(o, cases.exact_attention(case, 0.05)[0]) <= 5e-3
 
 
@@ -123,19 +130,25 @@ def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
     spell(monkeypatch, PLAIN)
     plain = merge(gpu.attend(q, [view], 0.2))
     spell(monkeypatch, PTX)
+
     with pytest.raises(interpreter.InterpreterError):
         gpu.attend(q, [view], 0.2)
+
     assemble(monkeypatch)
+
     assert takes_subnormals(torch.device(cases.DEVICE), PTX)
-    found = merge(gpu.attend(q, [view], 0.2))
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+    repeated = merge(gpu.attend(q, [view], 0.2))
+
+    assert all(torch.equal(a, b) for a, b in zip(repeated, plain, strict=True))
 
 
-def test_the_start_up_test_tells_right_from_wrong_spellings():
+def test_the_start_up_test_tells_right_from_wrong_unpack_modes():
     device = torch.device(cases.DEVICE)
+
     assert takes_subnormals(device, PLAIN)
     assert takes_subnormals(device, MAGIC)
-    assert spelling_for(device) in (PLAIN, PTX)
+    assert unpack_mode_for(device) in (PLAIN, PTX)
 
 
 @triton.jit
@@ -147,11 +160,12 @@ def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
 
 def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
     codes = torch.arange(256).to(torch.uint8)
-    found = torch.empty(256, device=cases.DEVICE)
+    decoded = torch.empty(256, device=cases.DEVICE)
     float8_kernel[(1,)](
-        codes.view(torch.int8).to(cases.DEVICE), found, PLAIN, num_warps=1
+        codes.view(torch.int8).to(cases.DEVICE), decoded, PLAIN, num_warps=1
     )
     numbers = codes & 127 != 127  # the rest are NaN
+
     assert torch.equal(
-        found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers]
+        decoded.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers]
     )
