@@ -1,8 +1,9 @@
 """Scores of a page of codes: a unit of work prepares its queries once, then multiplies each page.
 
-A unit never leaves a segment, so what a segment shares is multiplied into q before its pages: the order of channels, a rotation, scales, a low-rank basis. Then come codes under any scale, low
-rank, sparse slots and the mask. K in bands of columns is a product for each band, over sums of the
-same rows. formats.py says what there is.
+A unit never leaves a segment, so what a segment shares is multiplied into q before its pages: the
+order of channels, a rotation, scales, a low-rank basis. Then come codes under any scale, low rank,
+sparse slots and the mask. K in bands of columns is a product for each band, over sums of the same
+rows. formats.py says what there is.
 """
 
 import triton
