@@ -55,7 +55,8 @@ class Arena(Protocol):
         """The bytes at an offset: a view on a host, a copy from a device."""
 
     def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
-        """Copy bytes to their offsets, many at once; they are in place when it returns."""
+        """Copy bytes to their offsets, many at once; whoever reads later finds them there, and the
+        caller may use their memory again."""
 
     def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
         """Begin to read many (offset, nbytes); fresh: behind the kernels of this thread."""

@@ -1,10 +1,12 @@
-"""Step 3: attention of a decode step on compressed pages, beside the best that torch has at fp16.
+"""Step 3: attention of a decode step on compressed pages, beside the best that torch
+has at fp16.
 
     python -m benchmarks.gpu.attention SPEC ...     each attended once, for a profiler around it
 
-One layer of an 8B model: all that a step reads, tails included, in records that lie in no order.
-Every call is a CUDA graph that begins with a cold L2 cache; codecs and baselines run by turns.
-Kernels of fewer registers a thread, so of more warps, stand beside the one that is served.
+One layer of an 8B model: all that a step reads, tails included, in records that lie in
+no order. Every call is a CUDA graph that begins with a cold L2 cache; codecs and
+baselines run by turns. Kernels of fewer registers a thread, so of more warps, stand
+beside the one that is served.
 """
 
 import csv
@@ -54,16 +56,22 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Fp16:
-    """The same tokens uncompressed: q [B, Hq, D], k and v [B, H, n, D], fp16 on the device."""
+    """The same tokens uncompressed: q [B, Hq, D], k and v [B, H, n, D], fp16 on the
+    device.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
 
     def calls(self) -> dict[str, Call]:
-        """What torch has that runs here, by name; flex apart, for it takes long to compile."""
+        """What torch has that runs here, by name; flex apart, for it takes long to
+        compile.
+        """
         heads = self.k.shape[1]
-        by_group = self.q.unflatten(1, (heads, -1)).contiguous()  # queries of a head as its rows
+        by_group = self.q.unflatten(
+            1, (heads, -1)
+        ).contiguous()  # queries of a head as its rows
         by_head = self.q.unsqueeze(2).contiguous()
         flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
         calls: dict[str, Call] = {
@@ -89,7 +97,9 @@ class Fp16:
 
 
 def _runs(call: Call) -> bool:
-    """Whether a call is possible here; one refuses this shape or chip, or lacks its compiler."""
+    """Whether a call is possible here; one refuses this shape or chip, or lacks its
+    compiler.
+    """
     with suppress(RuntimeError, ImportError, ValueError, OSError):
         call()
         return True
@@ -98,9 +108,11 @@ def _runs(call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Attending:
-    """A codec at a shape, ready to attend: one more token of every sequence is appended.
+    """A codec at a shape, ready to attend: one more token of every sequence is
+    appended.
 
-    error: relative, of the first sequence, against fp64 attention on what its pages stand for
+    error: relative, of the first sequence, against fp64 attention on what its pages
+           stand for
     """
 
     call: Call
@@ -108,15 +120,22 @@ class Attending:
     error: float
 
 
-def prepare(case: Case, arena: DirtyArena, made: tuple[Tensor, Tensor, Tensor]) -> Attending:
-    """Write the prompts of a case and plan its next step; made: k, v [H, n, D] and q [Hq, _, D]."""
+def prepare(
+    case: Case, arena: DirtyArena, made: tuple[Tensor, Tensor, Tensor]
+) -> Attending:
+    """Write the prompts of a case and plan its next step; made: k, v [H, n, D] and q
+    [Hq, _, D].
+    """
     arena.clear()
     layer, (k, v, q) = Layer(case, arena), made
     layer.scatter()
+    assert max(layer.n) <= k.shape[1], (case, layer.n)
     for n in layer.n:
         layer.write_prompt(k[:, :n], v[:, :n], q)
     step = layer.plan(1)
-    new_k, new_v = (x[:, :1].expand(-1, case.sequences, -1).transpose(0, 1) for x in (k, v))
+    new_k, new_v = (
+        x[:, :1].expand(-1, case.sequences, -1).transpose(0, 1) for x in (k, v)
+    )
     layer.append(step, new_k, new_v)
     new_q = queries_of(q, case.sequences)
     call = partial(layer.attend, step, new_q)
@@ -133,16 +152,20 @@ def _exact(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
 
 
 def queries_of(q: Tensor, sequences: int) -> Tensor:
-    """A query of each sequence [B, Hq, D], from the last ones of a prompt [Hq, W, D]."""
+    """A query of each sequence [B, Hq, D], from the last ones of a prompt [Hq, W,
+    D].
+    """
     rows = torch.arange(sequences, device=q.device) % q.shape[1]
     return q[:, rows].transpose(0, 1).contiguous()
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """A row for every codec, shape and number of registers; then flex, then what a profiler saw.
+    """A row for every codec, shape and number of registers; then flex, then what a
+    profiler saw.
 
-    microseconds: medians · gb_per_s: of all bytes that the step reads · of_copy: share of what a
-    copy moves · ratio: how many times faster than the best baseline that ran beside it
+    microseconds: medians · gb_per_s: of all bytes that the step reads · of_copy: share
+    of what a copy moves · ratio: how many times faster than the best baseline that ran
+    beside it
     """
     with interpreted() if setting.rehearsal else nullcontext():
         yield from _compare(setting)
@@ -156,7 +179,8 @@ def _compare(setting: Setting) -> Iterator[Row]:
     for sequences, tokens in TINY_SHAPES if setting.rehearsal else SHAPES:
         made = _made(tokens + 512, setting.rehearsal, device)
         k, v = (
-            x[:, :tokens].expand(sequences, -1, -1, -1).contiguous() for x in (made[0], made[1])
+            x[:, :tokens].expand(sequences, -1, -1, -1).contiguous()
+            for x in (made[0], made[1])
         )
         fp16 = Fp16(queries_of(made[2], sequences), k, v)
         baselines = {name: _captured(call, kind) for name, call in fp16.calls().items()}
@@ -179,7 +203,9 @@ def _arena(kind: str) -> DirtyArena:
     return DirtyArena(tensor, nbytes - 128)  # page 0 stays free
 
 
-def _made(tokens: int, rehearsal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _made(
+    tokens: int, rehearsal: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     heads, per_head, dim = (1, 2, 64) if rehearsal else (8, 4, 128)
     made = make_prompt(tokens, heads, dim, per_head)
     return made.k.to(device), made.v.to(device), made.q.to(device)
@@ -263,12 +289,23 @@ def profile(setting: Setting) -> Iterator[Row]:
         return
     if shutil.which("ncu") is None or setting.seconds_left < 10:
         return
-    ncu = ["ncu", "--csv", "--clock-control", "none", "--kernel-name", "regex:attend_kernel"]
+    ncu = [
+        "ncu",
+        "--csv",
+        "--clock-control",
+        "none",
+        "--kernel-name",
+        "regex:attend_kernel",
+    ]
     ncu += ["--metrics", ",".join(METRICS.values())]
     seconds = min(PROFILE_S, setting.seconds_left)
     try:
         done = subprocess.run(
-            [*ncu, *command], capture_output=True, text=True, timeout=seconds, env=os.environ
+            [*ncu, *command],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=os.environ,
         )
     except subprocess.TimeoutExpired:
         yield {"profiled": "ncu", "reason": f"not done after {seconds:.0f} s"}
@@ -288,7 +325,9 @@ def attend_once(specs: Sequence[str], rehearsal: bool = False) -> None:
 
 
 def read_profile(text: str, specs: Sequence[str]) -> Iterator[Row]:
-    """A row for each launch of attention that ncu lists as CSV, in the order of codecs."""
+    """A row for each launch of attention that ncu lists as CSV, in the order of
+    codecs.
+    """
     start = re.search(r'^"ID"', text, re.MULTILINE)
     if start is None:
         yield {"profiled": "ncu", "reason": "no table in what it printed"}
@@ -306,18 +345,29 @@ def read_profile(text: str, specs: Sequence[str]) -> Iterator[Row]:
 
 
 def headline(rows: list[Row]) -> list[str]:
-    """The served codecs that gain most and least, the registers that win, shares of the peaks."""
+    """The served codecs that gain most and least, the registers that win, shares of the
+    peaks.
+    """
     timed = [row for row in rows if "ratio" in row]
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in timed):
-        served = [x for x in timed if x["shape"] == shape and x["registers"] == "as served"]
+        served = [
+            x for x in timed if x["shape"] == shape and x["registers"] == "as served"
+        ]
         some = sorted(served, key=lambda row: -row["ratio"])
-        told = [f"{x['codec']} {x['ratio']:.2f}x {x['of_copy']:.0%}" for x in (*some[:3], *some[-1:])]
-        lines.append(f"{shape}: {', '.join(told)} of {some[0]['baseline']}, share of a copy")
+        told = [
+            f"{x['codec']} {x['ratio']:.2f}x {x['of_copy']:.0%}"
+            for x in (*some[:3], *some[-1:])
+        ]
+        lines.append(
+            f"{shape}: {', '.join(told)} of {some[0]['baseline']}, share of a copy"
+        )
     for row in timed:
         if row["registers"] != "as served":
-            lines.append(f"{row['shape']} {row['codec']} maxnreg {row['registers']}: "
-                         f"{row['microseconds']:.0f} us")
+            lines.append(
+                f"{row['shape']} {row['codec']} maxnreg {row['registers']}: "
+                f"{row['microseconds']:.0f} us"
+            )
     lines += [str(row) for row in rows if "profiled" in row]
     return lines[:14]
 

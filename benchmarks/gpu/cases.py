@@ -1,8 +1,8 @@
 """The layers that the steps run: a codec, the heads of a model, and a softmax.
 
-Kernels are compiled for formats, dtypes and numbers of query heads, not for lengths: decode steps
-of an 8B model, attention by itself and the checks of equality share theirs. So one list says what
-is compiled before a GPU is there.
+Kernels are compiled for formats, dtypes and numbers of query heads, not for lengths:
+decode steps of an 8B model, attention by itself and the checks of equality share
+theirs. So one list says what is compiled before a GPU is there.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,17 @@ from dataclasses import dataclass, replace
 
 from disagg.bench.kernels import SPECS
 
-KIVI, BANDED, RAW, INT8 = "kivi:bits=4,group=64", "banded:bits=3", "raw:dtype=fp16", "int8"
+KIVI, BANDED, RAW, INT8 = (
+    "kivi:bits=4,group=64",
+    "banded:bits=3",
+    "raw:dtype=fp16",
+    "int8",
+)
 LOW_RANK = "gear-l:bits=2,backbone=kivi,group=64"
-REGISTERS = (168, 208)  # a thread at most: 12 and 9 warps share a processor, where 255 make 8
+REGISTERS = (
+    168,
+    208,
+)  # a thread at most: 12 and 9 warps share a processor, where 255 make 8
 REGISTER_SPECS = (KIVI, "kivi:bits=2,group=64", BANDED, RAW)
 
 
@@ -24,7 +32,8 @@ class Case:
     window:   tokens that a query sees, itself included; None: all
     cap:      of scores, 0: none; sinks: whether the softmax has them
     pages:    of the first prompt, about; each further one has `spread` more
-    block:    tokens that every sequence appends in the second step; the first appends one
+    block:    tokens that every sequence appends in the second step; the first appends
+              one
     """
 
     spec: str
@@ -80,9 +89,26 @@ def softmaxes() -> list[Case]:
     ]
 
 
+def models() -> list[Case]:
+    """The packaged model and small ones of served families, in fp32, as they answer in
+    tests.
+    """
+    tested = ("kivi:bits=4", "kivi", "kivi:bits=2", INT8, "alignedkv")
+    small = Case("raw", 2, 2, 32, "float32")
+    return [
+        Case("raw", 2, 2, 64, "float32"),
+        small,
+        Case("raw", 4, 1, 16, "float32"),
+        replace(small, cap=2.0),
+        replace(small, sinks=True),
+        Case("kivi:bits=4", 2, 2, 32, "float32"),
+        *(Case(spec, 2, 2, 64, "float32") for spec in tested),
+    ]
+
+
 def equality() -> list[Case]:
     """What is held against the reference, the most served first."""
-    return [*served(), *softmaxes(), *shapes()]
+    return [*served(), *softmaxes(), *shapes(), *models()]
 
 
 def tiny(cases: Sequence[Case]) -> list[Case]:

@@ -1,11 +1,13 @@
-"""Every kernel that the steps launch, compiled without a GPU: what it needs, and a cache to carry.
+"""Every kernel that the steps launch, compiled without a GPU: what it needs, and a
+cache to carry.
 
     python -m benchmarks.gpu.compiling --cache DIR --out kernels.json --pack cache.tar.xz
 
-Launches of all cases are noted on tensors without numbers and compiled, each case in a process of
-its own, since compilers abort. What Triton finds in its cache it does not compile again, so a run
-that was interrupted goes on. On the machine with the GPU the same call, over a cache that was
-carried there, compiles what is left on all cores: it says how much that was.
+Launches of all cases are noted on tensors without numbers and compiled, each case in a
+process of its own, since compilers abort. What Triton finds in its cache it does not
+compile again, so a run that was interrupted goes on. On the machine with the GPU the
+same call, over a cache that was carried there, compiles what is left on all cores: it
+says how much that was.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import signal
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
@@ -34,6 +36,7 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.layer import DirtyArena, Layer, registers
 from disagg.bench.machine_code import META, TARGETS, Launch, noted, read_cubin
 from disagg.bench.result import Row, describe_machine, write
+from disagg.kernels.gpu import bits
 
 ARENA_BYTES, ROOM_BYTES = 1 << 36, 1 << 34
 LIMIT_S = 900.0  # for the launches of one case
@@ -59,15 +62,20 @@ class Job:
 
 def all_jobs() -> list[Job]:
     """What the steps launch, the most served first."""
-    more = [Job(Case(x), most) for x in cases.REGISTER_SPECS for most in cases.REGISTERS]
-    served, others = (map(Job, x) for x in (cases.served(), cases.equality()))
-    return list(dict.fromkeys([*served, *more, *others]))
+    more = [
+        Job(Case(x), most) for x in cases.REGISTER_SPECS for most in cases.REGISTERS
+    ]
+    first, others = (
+        map(Job, x) for x in ([*cases.served(), *cases.models()], cases.equality())
+    )
+    return list(dict.fromkeys([*first, *more, *others]))
 
 
 def launches_of(job: Job, target: str) -> Iterator[Launch]:
     """Every launch of a job, in order; some are alike."""
     case, chip = job.case, TARGETS[target]
     with noted(chip) as notes, registers(job.most):
+        _ask_chip()
         layer = Layer(case, DirtyArena(torch.empty(ARENA_BYTES, **_META), ROOM_BYTES))
         for n in layer.n:
             k, v, q = (x.transpose(0, 1) for x in _tokens(case, n))
@@ -81,6 +89,12 @@ def launches_of(job: Job, target: str) -> Iterator[Launch]:
     for launch in notes:
         if job.most is None or launch.kernel.__name__ == "attend_kernel":
             yield launch
+
+
+def _ask_chip() -> None:
+    """The one launch that is asked for its result: how codes are read."""
+    with suppress(RuntimeError, NotImplementedError):  # there is none
+        bits.takes_subnormals(META, bits.PTX)
 
 
 _META: dict[str, Any] = {"dtype": torch.uint8, "device": META}
@@ -119,7 +133,9 @@ class Compiles:
 
 
 def compile_job(job: Job, target: str, measured: bool) -> Iterator[Row]:
-    """A row for each kernel of a job that no launch before had; measured: with its machine code."""
+    """A row for each kernel of a job that no launch before had; measured: with its
+    machine code.
+    """
     hashes = set[str]()
     for launch in launches_of(job, target):
         compiles = Compiles()
@@ -150,11 +166,14 @@ def _needs(kernel: CompiledKernel, target: str) -> Row:
 
 
 def _build_launcher(kernel: CompiledKernel) -> None:
-    """What Triton has a C compiler make of a signature, where there is a driver to link."""
+    """What Triton has a C compiler make of a signature, where there is a driver to
+    link.
+    """
     if torch.version.cuda and torch.cuda.is_available():
         from triton.backends.nvidia.driver import CudaLauncher  # links the driver
 
-        CudaLauncher(kernel.src, kernel.metadata)
+        with suppress(Exception):  # the first launch says why
+            CudaLauncher(kernel.src, kernel.metadata)
 
 
 # -- in processes
@@ -170,7 +189,11 @@ class Running:
 
 
 def compile_jobs(
-    jobs: Sequence[Job], target: str, processes: int, measured: bool, seconds: float = 1e9
+    jobs: Sequence[Job],
+    target: str,
+    processes: int,
+    measured: bool,
+    seconds: float = 1e9,
 ) -> Iterator[Row]:
     """Rows of `compile_job` as they come, and one with a `reason` where a job failed.
 
@@ -182,7 +205,9 @@ def compile_jobs(
         while left and len(running) < processes and time.monotonic() < ends:
             job = left.pop(0)
             ours, theirs = context.Pipe(False)
-            process = context.Process(target=_work, args=(job, target, measured, theirs))
+            process = context.Process(
+                target=_work, args=(job, target, measured, theirs)
+            )
             process.start()
             theirs.close()
             until = min(ends, time.monotonic() + LIMIT_S)
@@ -208,7 +233,9 @@ def _work(job: Job, target: str, measured: bool, pipe: Connection) -> None:
         for row in compile_job(job, target, measured):
             pipe.send(row)
     except Exception as error:
-        pipe.send({"case": job.name, "reason": f"{type(error).__name__}: {error}"[:500]})
+        pipe.send(
+            {"case": job.name, "reason": f"{type(error).__name__}: {error}"[:500]}
+        )
     pipe.send({"case": job.name, "done": True})
 
 
@@ -230,7 +257,9 @@ def pack(cache: Path, archive: Path, hashes: Iterable[str] = ()) -> int:
     names = {_folder_of(x) for x in hashes}
     with tarfile.open(archive, "w:xz", preset=6) as tar:
         for file in sorted(cache.glob("*/*")):
-            carried = file.suffix in CARRIED and (not names or file.parent.name in names)
+            carried = file.suffix in CARRIED and (
+                not names or file.parent.name in names
+            )
             if carried:
                 tar.add(file, file.relative_to(cache))
     return archive.stat().st_size
@@ -238,7 +267,9 @@ def pack(cache: Path, archive: Path, hashes: Iterable[str] = ()) -> int:
 
 def _folder_of(key: str) -> str:
     """The folder of a kernel in the cache of Triton."""
-    from triton.runtime.cache import _base32  # not public; the layout is checked by a test
+    from triton.runtime.cache import (
+        _base32,
+    )  # not public; the layout is checked by a test
 
     return str(_base32(key))
 
@@ -254,7 +285,9 @@ def unpack(archive: Path, cache: Path) -> None:
 
 
 def table(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """One row for every kernel, with the first case that launches it; and what failed."""
+    """One row for every kernel, with the first case that launches it; and what
+    failed.
+    """
     kernels, failed = dict[str, Row](), list[Row]()
     for row in rows:
         if "reason" in row:
@@ -263,7 +296,8 @@ def table(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
             first = kernels.setdefault(row["hash"], row)
             first["seconds"] = max(first["seconds"], row["seconds"])
     shown = [
-        {k: v for k, v in row.items() if k not in ("hash", "compiled")} for row in kernels.values()
+        {k: v for k, v in row.items() if k not in ("hash", "compiled")}
+        for row in kernels.values()
     ]
     return shown, failed
 
@@ -287,12 +321,18 @@ def result_of(rows: Sequence[Row], target: str) -> Row:
 def main() -> None:
     """Compile, write the table, pack the cache."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, required=True, help="a cache folder of Triton")
+    parser.add_argument(
+        "--cache", type=Path, required=True, help="a cache folder of Triton"
+    )
     parser.add_argument("--out", type=Path, help="where the table is written, as JSON")
-    parser.add_argument("--pack", type=Path, help="where the cache is packed, as .tar.xz")
+    parser.add_argument(
+        "--pack", type=Path, help="where the cache is packed, as .tar.xz"
+    )
     parser.add_argument("--target", choices=SHARED_BYTES, default="sm_90")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--match", default="", help="only jobs whose names contain this")
+    parser.add_argument(
+        "--match", default="", help="only jobs whose names contain this"
+    )
     given = parser.parse_args()
     os.environ["TRITON_CACHE_DIR"] = str(given.cache.resolve())
     log = given.cache / "rows.jsonl"

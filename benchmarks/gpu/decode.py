@@ -1,8 +1,8 @@
 """Step 5: decode steps of an 8B model with random weights, under CUDA graphs, by codec.
 
-A step is plan, forward pass and greedy choice, for all streams. Beside every codec stand raw pages,
-and transformers' static cache with `torch.compile`. Weights are fp16, as K and V are, so that the
-kernels are those that the other steps compiled.
+A step is plan, forward pass and greedy choice, for all streams. Beside every codec
+stand raw pages, and transformers' static cache with `torch.compile`. Weights are fp16,
+as K and V are, so that the kernels are those that the other steps compiled.
 """
 
 import gc
@@ -21,13 +21,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from benchmarks.gpu import cases
 from benchmarks.gpu.compiling import Compiles
 from benchmarks.gpu.setting import Setting
-from disagg.bench.decode import MODELS, RAW, WARM_UP, Decoding, _random_model
+from disagg.bench.decode import (
+    MODELS,
+    RAW,
+    SPARE_RECORDS,
+    WARM_UP,
+    Decoding,
+    _random_model,
+)
+from disagg.bench.inputs import slabs_for
 from disagg.bench.result import Row
 from disagg.codecs.planning import parse_plan
+from disagg.engine.arena import slab_bytes_for
 from disagg.model.runner import Runner
+from disagg.plan import Plan
 
 CODECS = (RAW, cases.KIVI, cases.BANDED, "kivi:bits=2,group=64", "int8")
-SIZES = ((8, 8192), (32, 2048), (1, 32768), (32, 8192), (0, 8192), (1, 2048), (8, 32768))
+SIZES = (
+    (8, 8192),
+    (32, 2048),
+    (1, 32768),
+    (32, 8192),
+    (0, 8192),
+    (1, 2048),
+    (8, 32768),
+)
 SIZES += ((0, 2048), (0, 32768), (1, 8192), (8, 2048), (32, 32768))
 TINY_CODECS, TINY_SIZES = (RAW, cases.KIVI), ((2, 48),)
 STATIC_SIZES = ((8, 8192), (8, 2048))
@@ -53,8 +71,10 @@ class Size:
 def rows(setting: Setting) -> Iterator[Row]:
     """A row for every size and codec, then those of the static cache.
 
-    step_ms, plan_ms: medians; plan: of it on the host · ratio: to raw pages of the same size
-    resident_bytes: pages and tails of all streams · most: whether these are all that fit
+    step_ms, plan_ms: medians; plan: of it on the host · ratio: to raw pages of the same
+    size
+    resident_bytes: pages and tails of all streams · most: whether these are all that
+    fit
     """
     model = "small" if setting.rehearsal else "8b"
     with torch.inference_mode():
@@ -69,15 +89,19 @@ def _paged(setting: Setting, model: str) -> Iterator[Row]:
     device = setting.device.type
     runner = _random_model(model, device, "float32" if setting.rehearsal else "float16")
     spare = 0.0 if setting.rehearsal else STATIC_S
-    codecs, sizes = (
-        (TINY_CODECS, TINY_SIZES) if setting.rehearsal else (CODECS, SIZES)
-    )
+    codecs, sizes = (TINY_CODECS, TINY_SIZES) if setting.rehearsal else (CODECS, SIZES)
     for streams, tokens in sizes:
         raw_ms: dict[str, float] = {}
         for spec in codecs:
             if setting.seconds_left < spare + ROW_S:
                 return
-            row = _row(runner, spec, streams, tokens, TINY_STEPS if setting.rehearsal else STEPS)
+            row = _row(
+                runner,
+                spec,
+                streams,
+                tokens,
+                TINY_STEPS if setting.rehearsal else STEPS,
+            )
             if spec == RAW and "step_ms" in row:
                 raw_ms[row["size"]] = row["step_ms"]
             if row.get("size") in raw_ms:
@@ -88,7 +112,7 @@ def _paged(setting: Setting, model: str) -> Iterator[Row]:
 def _row(runner: Runner, spec: str, streams: int, tokens: int, steps: int) -> Row:
     """One size and codec; streams 0: as many as fit."""
     plan = parse_plan(spec, runner.shape)
-    fitting = _fitting(runner, plan.nbytes(tokens + WARM_UP + steps))
+    fitting = _fitting(runner, _arena_bytes(runner, plan, tokens + WARM_UP + steps))
     size = Size(streams or min(fitting, MOST_STREAMS), tokens)
     row: Row = {"codec": spec, "size": size.name, "most": not streams}
     if size.streams > fitting:
@@ -120,6 +144,13 @@ def _time(runner: Runner, spec: str, size: Size, steps: int) -> Row:
     }
 
 
+def _arena_bytes(runner: Runner, plan: Plan, tokens: int) -> int:
+    """What a stream takes of an arena, room to grow included."""
+    shape, streams = runner.shape, 8
+    slab = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
+    return slab * slabs_for(plan, tokens, slab, streams, SPARE_RECORDS) // streams
+
+
 def _fitting(runner: Runner, nbytes: int) -> int:
     """Streams of so many bytes each that fit beside the model."""
     if runner.device.type != "cuda":
@@ -145,11 +176,16 @@ def static_rows(setting: Setting, model: str) -> Iterator[Row]:
     """The same model on a static cache, compiled; sizes that there is time for."""
     device = setting.device
     sizes = TINY_SIZES if setting.rehearsal else STATIC_SIZES
-    compiled: Row = {"disable": True} if setting.rehearsal else {"mode": "reduce-overhead"}
+    compiled: Row = (
+        {"disable": True} if setting.rehearsal else {"mode": "reduce-overhead"}
+    )
     try:
         plain = _plain_model(model, device)
     except Exception as error:
-        yield {"codec": "static cache", "reason": f"{type(error).__name__}: {error}"[:300]}
+        yield {
+            "codec": "static cache",
+            "reason": f"{type(error).__name__}: {error}"[:300],
+        }
         return
     for streams, tokens in sizes:
         size = Size(streams, tokens)
@@ -157,7 +193,9 @@ def static_rows(setting: Setting, model: str) -> Iterator[Row]:
         if setting.seconds_left < ROW_S:
             return
         try:
-            step_ms = _static_ms(plain, size, compiled, TINY_STEPS if setting.rehearsal else STEPS)
+            step_ms = _static_ms(
+                plain, size, compiled, TINY_STEPS if setting.rehearsal else STEPS
+            )
         except Exception as error:  # a baseline that does not run is no failure of ours
             yield row | {"reason": f"{type(error).__name__}: {error}"[:300]}
             continue
@@ -170,14 +208,14 @@ def _plain_model(model: str, device: torch.device) -> torch.nn.Module:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        made = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
     return made.eval().requires_grad_(False)
 
 
 @torch.inference_mode()
-def _static_ms(
-    model: torch.nn.Module, size: Size, compiled: Row, steps: int
-) -> float:
+def _static_ms(model: torch.nn.Module, size: Size, compiled: Row, steps: int) -> float:
     """Median milliseconds of a step; the cache is as full as it says, of no numbers."""
     device = next(model.parameters()).device
     most = size.tokens + WARM_UP + steps

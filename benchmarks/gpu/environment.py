@@ -1,4 +1,6 @@
-"""Step 1: what there is. Device, clocks, versions, tools, and how fast memory is copied."""
+"""Step 1: what there is. Device, clocks, versions, tools, and how fast memory is
+copied.
+"""
 
 import os
 import shutil
@@ -16,14 +18,20 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}  # more than any L2 cache
 HOST_BYTES = {"cuda": 256 << 20, "cpu": 1 << 22}
 RUNS = {"cuda": 10, "cpu": 2}
 TOOLS = ("nvcc", "ncu", "compute-sanitizer", "gcc", "nvidia-smi")
-QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
+QUERY = (
+    "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
+)
 QUERY += ",temperature.gpu,memory.total"
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Device, software, bandwidth: a row each."""
     yield {"what": "software", "versions": {x: version_of(x) for x in PACKAGES}}
-    yield {"what": "host", **describe_machine(), "tools": {x: shutil.which(x) for x in TOOLS}}
+    yield {
+        "what": "host",
+        **describe_machine(),
+        "tools": {x: shutil.which(x) for x in TOOLS},
+    }
     yield {"what": "device", **describe_device(setting.device)}
     yield {"what": "bandwidth", **bandwidth(setting.device)}
 
@@ -52,7 +60,9 @@ def describe_device(device: torch.device) -> Row:
 
 
 def bandwidth(device: torch.device) -> Row:
-    """GB/s, 1e9 bytes: of a copy within the device, read and written; to and from the host."""
+    """GB/s, 1e9 bytes: of a copy within the device, read and written; to and from the
+    host.
+    """
     kind = device.type
     timer = time_cuda if kind == "cuda" else time_cpu
     source = torch.zeros(COPY_BYTES[kind], dtype=torch.uint8, device=device)
@@ -61,7 +71,10 @@ def bandwidth(device: torch.device) -> Row:
     nbytes = HOST_BYTES[kind]
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=kind == "cuda")
     part = target[:nbytes]
-    calls = [lambda: part.copy_(host, non_blocking=True), lambda: host.copy_(part, non_blocking=True)]
+    calls = [
+        lambda: part.copy_(host, non_blocking=True),
+        lambda: host.copy_(part, non_blocking=True),
+    ]
     to_device, from_device = timer(calls, RUNS[kind])
     return {
         "copy_gb_per_s": 2e-3 * source.numel() / copied,

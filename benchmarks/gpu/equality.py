@@ -1,9 +1,10 @@
 """Step 2: does every kernel compute what the torch reference says?
 
-Prompts are encoded, a step of one token seals a page of every sequence and attends, a step of a few
-tokens attends again: on the device in a dirty arena, whose page ids lie far beyond 2**31 bytes, and
-on a CPU by the reference. The attention is also run over the largest table of units that a recorded
-step can have, and its answer must not change.
+Prompts are encoded, a step of one token seals a page of every sequence and attends, a
+step of a few
+tokens attends again: on the device in a dirty arena, whose page ids lie far beyond
+2**31 bytes, and on a CPU by the reference. The attention is also run over the largest
+table of units that a recorded step can have, and its answer must not change.
 """
 
 import time
@@ -38,16 +39,22 @@ CPU = torch.device("cpu")
 ARENA_BYTES, ROOM_BYTES = 60 << 30, 1 << 29
 SPARE_BYTES = 12 << 30  # for all that is not the arena
 TINY_ROOM, TINY_GRID = 4 << 20, 12
-OUTPUT = {"float16": 0.0, "bfloat16": 6e-3, "float32": 0.0}  # what rounding the answer adds
+OUTPUT = {
+    "float16": 0.0,
+    "bfloat16": 6e-3,
+    "float32": 0.0,
+}  # what rounding the answer adds
 
 
 @dataclass(frozen=True)
 class Answers:
     """What came of a layer, on the host.
 
-    encoded: K and V that pages stand for after the prompt, and appended: after both steps, of each
-             sequence [2, H, n, D] fp64; present: [H, n] bool, what codecs did not drop
-    o:       attention of each step [N, Hq, D] fp64; grid: that of the first, over more units
+    encoded: K and V that pages stand for after the prompt, and appended: after both
+             steps, of each sequence [2, H, n, D] fp64; present: [H, n] bool, what
+             codecs did not drop
+    o:       attention of each step [N, Hq, D] fp64; grid: that of the first, over more
+             units
     ms:      of the first call of each kernel, with its compilation
     """
 
@@ -60,7 +67,9 @@ class Answers:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """A row for every case: relative errors beside their bounds, and what was compiled for it."""
+    """A row for every case: relative errors beside their bounds, and what was compiled
+    for it.
+    """
     if setting.rehearsal:
         arena = DirtyArena(torch.empty(TINY_ROOM, dtype=torch.uint8), TINY_ROOM)
         with interpreted():
@@ -75,12 +84,18 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def rehearsed() -> list[Case]:
-    """A few cases at a size for the interpreter: with all that a softmax may have, and without."""
-    return cases.tiny([Case(cases.KIVI, window=70, cap=2.0, sinks=True), Case(cases.RAW)])
+    """A few cases at a size for the interpreter: with all that a softmax may have, and
+    without.
+    """
+    return cases.tiny(
+        [Case(cases.KIVI, window=70, cap=2.0, sinks=True), Case(cases.RAW)]
+    )
 
 
 def check(case: Case, arena: DirtyArena, grid: int) -> Row:
-    """Run a case on the device of an arena and by the reference; grid: units at most."""
+    """Run a case on the device of an arena and by the reference; grid: units at
+    most.
+    """
     compiles = Compiles()
     row: Row = {"case": case.name, "codec": case.spec}
     try:
@@ -111,7 +126,10 @@ def run(case: Case, arena: GrowingArena, grid: int) -> Answers:
     encoded = [_numbers(layer, row) for row in range(case.sequences)]
     o, widest = [], torch.empty(0)
     for number, m in enumerate((1, layer.block())):
-        new = [tokens_of(case, m, 100 * (number + 1) + row) for row in range(case.sequences)]
+        new = [
+            tokens_of(case, m, 100 * (number + 1) + row)
+            for row in range(case.sequences)
+        ]
         step = layer.plan(m)
         k, v, q = rows_of(new, device)
         with clock("append", number == 0):
@@ -122,7 +140,9 @@ def run(case: Case, arena: GrowingArena, grid: int) -> Answers:
         if not number and step.units is not None:
             units = Units(_extended(step.units.table, grid), step.units.starts)
             with clock("grid", True):
-                answer = layer.attend(replace(step, units=units), q, sinks_of(case, device))
+                answer = layer.attend(
+                    replace(step, units=units), q, sinks_of(case, device)
+                )
             widest = answer.cpu().double()
     appended = [_numbers(layer, row) for row in range(case.sequences)]
     present = [layer.cache(row).present().cpu() for row in range(case.sequences)]
@@ -171,7 +191,12 @@ def _errors(case: Case, found: Answers, wanted: Answers) -> Row:
         "block": _error(found.o[1], exact[1]),
         "grid": _error(found.grid, found.o[0]),
     }
-    bounds = {"encode": GPU_BYTES, "append": GPU_BYTES, "attend": attend, "block": attend}
+    bounds = {
+        "encode": GPU_BYTES,
+        "append": GPU_BYTES,
+        "attend": attend,
+        "block": attend,
+    }
     return {"errors": errors, "bounds": bounds | {"grid": GPU_ATTEND}}
 
 
@@ -202,11 +227,15 @@ def exact_answers(case: Case, found: Answers) -> list[Tensor]:
 
 
 def exact_attention(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
-    """Attention of q [Hq, W, D], of the last W tokens, over kv [2, H, n, D]: [Hq, W, D] fp64."""
+    """Attention of q [Hq, W, D], of the last W tokens, over kv [2, H, n, D]: [Hq, W, D]
+    fp64.
+    """
     (width, dim), (heads, n) = q.shape[1:], present.shape
     ages = torch.arange(n - width, n)[:, None] - torch.arange(n)
     seen = (ages >= 0) & (ages < (case.window or n))
-    scores = torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
+    scores = (
+        torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
+    )
     if case.cap:
         scores = case.cap * torch.tanh(scores / case.cap)
     scores = scores.masked_fill(~(seen & present[:, None, None]), -torch.inf)
@@ -224,7 +253,9 @@ def headline(rows: list[Row]) -> list[str]:
     lines = [f"{len(sound)} of {len(rows)} cases sound"]
     if sound:
         worst = max(sound, key=lambda row: row["errors"]["attend"])
-        lines[0] += f"; attention off by {worst['errors']['attend']:.1e} at most ({worst['codec']})"
+        lines[0] += (
+            f"; attention off by {worst['errors']['attend']:.1e} at most ({worst['codec']})"
+        )
         count = sum(row["compiled"] for row in sound)
         seconds = sum(row["compile_s"] for row in sound)
         lines.append(f"{count} kernels compiled here, {seconds:.0f} s")

@@ -1,4 +1,6 @@
-"""Triton's interpreter where a release of it is wrong: for rehearsals, and for tests of kernels."""
+"""Triton's interpreter where a release of it is wrong: for rehearsals, and for tests of
+kernels.
+"""
 
 from typing import Any
 
@@ -18,8 +20,8 @@ def mend() -> None:
 
 
 def _index_tensors() -> None:
-    """The interpreter of Triton 3.6 takes int() of arrays with one item, which numpy 2.4 refuses:
-    without this no kernel with a loop runs (2026-11)."""
+    """The interpreter of Triton 3.6 takes int() of arrays with one item, which numpy
+    2.4 refuses: without this no kernel with a loop runs (2026-11)."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
@@ -30,8 +32,8 @@ def _index_tensors() -> None:
 
 
 def _round_once(self: Any, *numbers: Any) -> Any:
-    """As an fma does: products of fp32 are exact in fp64. That of Triton 3.6 and 3.7 multiplies,
-    rounds, adds and rounds again (2026-11)."""
+    """As an fma does: products of fp32 are exact in fp64. That of Triton 3.6 and 3.7
+    multiplies, rounds, adds and rounds again (2026-11)."""
     x, y, z = (number.data.astype(np.float64) for number in numbers)
     dtype = numbers[2].data.dtype
     return interpreter.TensorHandle((x * y + z).astype(dtype), numbers[2].dtype.scalar)

@@ -1,7 +1,9 @@
-"""One layer of sequences in a dirty arena: prompts are written, then steps append and attend.
+"""One layer of sequences in a dirty arena: prompts are written, then steps append and
+attend.
 
-The code is that of a decode step, kernel for kernel. On a GPU it runs; on tensors without numbers
-its launches are noted, and compiled elsewhere; on a CPU it is the reference, or the interpreter.
+The code is that of a decode step, kernel for kernel. On a GPU it runs; on tensors
+without numbers its launches are noted, and compiled elsewhere; on a CPU it is the
+reference, or the interpreter.
 
     arena   │ dirty, never touched ...             │ records │      page ids beyond 2^31 bytes
 """
@@ -9,7 +11,7 @@ its launches are noted, and compiled elsewhere; on a CPU it is the reference, or
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -54,6 +56,14 @@ class DirtyArena(GrowingArena):
         self._end, self._free, self._sizes = self._first, {}, {}
         self.bytes[self._first :].fill_(DIRT)
 
+    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+        """As there, but pages are cleared all at once: there are thousands."""
+        pages = super().allocate(replace(shape, zeroed=False), count)
+        if shape.zeroed and pages:
+            starts = [page * ARENA_UNIT for page in pages]
+            torch._foreach_zero_([self.bytes[x : x + shape.nbytes] for x in starts])
+        return pages
+
     def _extend(self, nbytes: int) -> int:
         start, self._end = self._end, self._end + nbytes
         if self._end > self.bytes.numel():
@@ -86,7 +96,9 @@ class Layer:
         return n
 
     def scatter(self) -> None:
-        """Let records of prompts lie in no order, as in a service that has run for a while."""
+        """Let records of prompts lie in no order, as in a service that has run for a
+        while.
+        """
         ids = [x for n in self.n for x in self._allocate(n).ids()]
         random.Random(0).shuffle(ids)
         self.arena.release(ids)
@@ -107,7 +119,9 @@ class Layer:
         write_prompt(self.codec, self.group, at, LAYER, arena, k, v, 0, n, queries)
 
     def block(self) -> int:
-        """Tokens that all sequences may append in one step, as many as the case wants."""
+        """Tokens that all sequences may append in one step, as many as the case
+        wants.
+        """
         return min(block_size(self.group, n, self.case.block) for n in self.n)
 
     def plan(self, m: int) -> GroupStep:
@@ -132,7 +146,9 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """What attention of one step reads: pages, segments and side records of all sequences."""
+        """What attention of one step reads: pages, segments and side records of all
+        sequences.
+        """
         group, total = self.group, 0
         for state in self.states:
             total += (len(state.tail) + len(state.kept)) * group.layer_bytes(group.raw)
@@ -175,14 +191,18 @@ def rows_of(inputs: Sequence[Inputs], device: torch.device) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A GPU of so few processors that the interpreter gets through its units of work."""
+    """A GPU of so few processors that the interpreter gets through its units of
+    work.
+    """
 
     processors: int = 1
 
 
 @contextmanager
 def interpreted(gpu: StandIn | None = None) -> Iterator[None]:
-    """Tensors of a CPU go the ways of a GPU; wants TRITON_INTERPRET before Triton is imported."""
+    """Tensors of a CPU go the ways of a GPU; wants TRITON_INTERPRET before Triton is
+    imported.
+    """
     count = (gpu or StandIn()).processors
     with (
         patch.object(ops, "on_gpu", lambda _: True),
@@ -194,16 +214,23 @@ def interpreted(gpu: StandIn | None = None) -> Iterator[None]:
 @contextmanager
 def by_reference() -> Iterator[None]:
     """Tensors of a CPU are computed by torch, whatever else would serve them."""
-    with patch.object(ops, "on_gpu", lambda x: x.is_cuda), library.forced(library.TORCH):
+    with (
+        patch.object(ops, "on_gpu", lambda x: x.is_cuda),
+        library.forced(library.TORCH),
+    ):
         yield
 
 
 @contextmanager
 def registers(most: int | None) -> Iterator[None]:
-    """Attention compiled for at most so many registers a thread; None: as it is served."""
+    """Attention compiled for at most so many registers a thread; None: as it is
+    served.
+    """
     options = attend.compile_options
     if most is None:
         yield
         return
-    with patch.object(attend, "compile_options", lambda *x: options(*x) | {"maxnreg": most}):
+    with patch.object(
+        attend, "compile_options", lambda *x: options(*x) | {"maxnreg": most}
+    ):
         yield

@@ -1,8 +1,9 @@
-"""Steps in processes of their own, each with its share of the time, and what is said of them.
+"""Steps in processes of their own, each with its share of the time, and what is said of
+them.
 
-A step is forked from a process that has imported everything and has touched no GPU. Its rows are on
-disk as soon as they are there, so one that hangs or dies loses none. Whatever happens, the next one
-goes on.
+A step is forked from a process that has imported everything and has touched no GPU. Its
+rows are on disk as soon as they are there, so one that hangs or dies loses none.
+Whatever happens, the next one goes on.
 
     OUT/gpu.json     rows of all steps, written anew when one ends
     OUT/gpu.log      what they printed, one after another
@@ -48,12 +49,18 @@ class Result:
     @property
     def failures(self) -> list[str]:
         """What was wrong, in words."""
-        of_rows = [f"{_name(row)}: {row['failure']}" for row in self.rows if "failure" in row]
+        of_rows = [
+            f"{_name(row)}: {row['failure']}" for row in self.rows if "failure" in row
+        ]
         return of_rows if self.ended == "done" else [self.ended, *of_rows]
 
     def as_row(self) -> Row:
         """For the file."""
-        about = {"ended": self.ended, "seconds": round(self.seconds, 1), "limit_s": self.limit_s}
+        about = {
+            "ended": self.ended,
+            "seconds": round(self.seconds, 1),
+            "limit_s": self.limit_s,
+        }
         return about | {"failures": self.failures, "rows": self.rows}
 
 
@@ -65,7 +72,9 @@ def _name(row: Row) -> str:
 def run_steps(
     steps: Sequence[Step], rehearsal: bool, out: Path, scratch: Path, budget: float
 ) -> list[Result]:
-    """Run steps one after another; what one leaves of the budget the next ones share."""
+    """Run steps one after another; what one leaves of the budget the next ones
+    share.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.log").write_text("")
     results, ends = list[Result](), time.monotonic() + budget
@@ -83,7 +92,9 @@ def run_step(step: Step, rehearsal: bool, folder: Path, limit_s: float) -> Resul
     """Run one in a process of its own."""
     began = time.monotonic()
     setting = Setting(rehearsal, folder, began + limit_s)
-    process = multiprocessing.get_context("fork").Process(target=_work, args=(step, setting))
+    process = multiprocessing.get_context("fork").Process(
+        target=_work, args=(step, setting)
+    )
     process.start()
     process.join(limit_s + GRACE_S)
     ended = "done"
@@ -109,12 +120,15 @@ def _end_group(pid: int) -> None:
 
 def _work(step: Step, setting: Setting) -> None:
     os.setsid()
-    log = os.open(setting.scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = (setting.scratch / "log").open("a", buffering=1)
     for stream in (1, 2):
-        os.dup2(log, stream)
+        os.dup2(log.fileno(), stream)
+    sys.stdout = sys.stderr = log
     if setting.rehearsal:
         torch.set_num_threads(1)
-        np.seterr(divide="ignore")  # the interpreter takes log2(0) where nothing is seen
+        np.seterr(
+            divide="ignore"
+        )  # the interpreter takes log2(0) where nothing is seen
         mend()
     rows = list[Row]()
     try:
@@ -147,14 +161,18 @@ def keep(results: Sequence[Result], out: Path) -> None:
     write(found | {"machine": describe_machine(), "steps": steps}, out / "gpu.json")
     last = results[-1]
     with (out / "gpu.log").open("a") as file:
-        file.write(f"== {last.step.name}: {last.ended}, {last.seconds:.1f} s\n{last.log}\n")
+        file.write(
+            f"== {last.step.name}: {last.ended}, {last.seconds:.1f} s\n{last.log}\n"
+        )
 
 
 # -- what people read
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """At most LINES lines: failures first, with the ends of logs, then a few lines of each step."""
+    """At most LINES lines: failures first, with the ends of logs, then a few lines of
+    each step.
+    """
     told = [line for x in results for line in _told(x)]
     failed = [x for x in results if x.failures]
     room = max(0, LINES - len(told))
@@ -174,7 +192,9 @@ def _failed(result: Result) -> list[str]:
 
 def _told(result: Result) -> list[str]:
     state = "FAILED" if result.failures else "ok"
-    head = f"{state:6} {result.step.name}, {result.seconds:.0f} of {result.limit_s:.0f} s"
+    head = (
+        f"{state:6} {result.step.name}, {result.seconds:.0f} of {result.limit_s:.0f} s"
+    )
     try:
         lines = result.step.headline(result.rows)
     except Exception as error:  # of rows that are not all there

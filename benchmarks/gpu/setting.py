@@ -1,4 +1,6 @@
-"""What a step is given, and what it gives back: rows, which are written as they come."""
+"""What a step is given, and what it gives back: rows, which are written as they
+come.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +17,8 @@ class Setting:
     """Where and how a step runs.
 
     rehearsal: at tiny sizes; without a GPU, on the interpreter and on stand-ins
-    scratch:   a folder of its own; until: on the monotonic clock, no row begins after it
+    scratch:   a folder of its own; until: on the monotonic clock, no row begins after
+               it
     """
 
     rehearsal: bool

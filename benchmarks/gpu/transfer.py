@@ -1,9 +1,10 @@
 """Step 6: how fast codecs encode, and KV from one device to another through frames.
 
-Encoding is that of one layer, in place, beside a copy of as many bytes. A hand-off is between two
-processes that have an arena on the device each: layers are encoded, copied to pinned memory on a
-stream of their own, framed, sent over loopback, verified and copied into the other arena. Paced, it
-is a link of so many Gb/s. Both ends say what they waited for.
+Encoding is that of one layer, in place, beside a copy of as many bytes. A hand-off is
+between two processes that have an arena on the device each: layers are encoded, copied
+to pinned memory on a stream of their own, framed, sent over loopback, verified and
+copied into the other arena. Paced, it is a link of so many Gb/s. Both ends say what
+they waited for.
 
     sender     encode ─► stage (waits for the copy) ─► frames ══╗
     receiver   arena ◄─ write (seconds on its loop) ◄─ verify ◄═╝
@@ -78,7 +79,9 @@ def encode_rows(setting: Setting) -> Iterator[Row]:
     """A row for every codec: gb_per_s of fp16 input, and copies in that time."""
     device, tokens = setting.device, TINY_TOKENS if setting.rehearsal else TOKENS
     nbytes = ENCODE_ROOM[device.type]
-    arena = DirtyArena(torch.empty(nbytes, dtype=torch.uint8, device=device), nbytes - 128)
+    arena = DirtyArena(
+        torch.empty(nbytes, dtype=torch.uint8, device=device), nbytes - 128
+    )
     made = _made(tokens + 512, setting.rehearsal, device)
     for spec in TINY_SPECS if setting.rehearsal else SPECS:
         row: Row = {"what": "encode", "codec": spec, "tokens": tokens}
@@ -114,7 +117,11 @@ def _encode(
     runs = TINY_RUNS if rehearsal else RUNS
     copied, us = time_cpu([partial(_finish, call, k.device) for call in calls], runs)
     nbytes = 2 * k.numel() * k.element_size()
-    return {"milliseconds": us / 1e3, "gb_per_s": nbytes / us / 1e3, "copies": us / copied}
+    return {
+        "milliseconds": us / 1e3,
+        "gb_per_s": nbytes / us / 1e3,
+        "copies": us / copied,
+    }
 
 
 def _finish(call: Callable[[], object], device: torch.device) -> None:
@@ -168,7 +175,9 @@ def sum_of(tensor: Tensor) -> int:
 class Sink(ReceivingEnd):
     """A decode worker whose arena is on a device."""
 
-    async def open_on(self, device: str, plans: Mapping[str, Plan], nbytes: int) -> None:
+    async def open_on(
+        self, device: str, plans: Mapping[str, Plan], nbytes: int
+    ) -> None:
         """As `open`."""
         self._pool, self._arena, self._tensor = pool_on(device, nbytes)
         self._terms = Terms(MODEL, plans.__getitem__, EPOCH, share=False)
@@ -195,12 +204,15 @@ class Source(SendingEnd):
         states = [allocate_group(group, tokens, pool) for group in plan.groups]
         checklist = Checklist(plan, tokens)
         self._prompts[spec] = PromptRecords(checklist, pool.arena, tensor, states)
-        await asyncio.to_thread(self._encode_layers, self._prompts[spec], lambda _: None)
+        await asyncio.to_thread(
+            self._encode_layers, self._prompts[spec], lambda _: None
+        )
 
     async def hand_over(self, spec: str, way: Way) -> Row:
         """Encode a prompt and send it, layer by layer: seconds of each part.
 
-        seconds: all · encode_s: until the last layer was started · stage_s: waits for copies
+        seconds: all · encode_s: until the last layer was started · stage_s: waits for
+                 copies
         """
         prompt, channel = self._prompts[spec], self._channel(way)
         if channel.report is None:
@@ -234,7 +246,12 @@ class Source(SendingEnd):
         seconds = time.monotonic() - began
         nbytes = prompt.checklist.total_bytes
         waits = {"encode_s": encoded, "stage_s": self._arena.stage_s}
-        return {"seconds": seconds, **waits, "nbytes": nbytes, "wire_bytes": stats.wire_bytes}
+        return {
+            "seconds": seconds,
+            **waits,
+            "nbytes": nbytes,
+            "wire_bytes": stats.wire_bytes,
+        }
 
     async def checksum(self, spec: str) -> int:
         """Of all bytes of a prompt's records, and what lies between: zeros."""
@@ -247,7 +264,9 @@ class Source(SendingEnd):
         for layer, index in enumerate(checklist.plan.group_of):
             group = checklist.plan.groups[index]
             at = upload(Places.of(prompt.states[index]), arena.device)
-            made = make_prompt(checklist.tokens, group.heads, group.head_dim)  # once for all
+            made = make_prompt(
+                checklist.tokens, group.heads, group.head_dim
+            )  # once for all
             k, v = (x.to(arena.device, torch.float16) for x in (made.k, made.v))
             codec, tokens = codec_of(group), checklist.tokens
             for x in write_prompt(codec, group, at, layer, arena, k, v, 0, tokens):
@@ -257,13 +276,17 @@ class Source(SendingEnd):
 def hand_off_rows(setting: Setting) -> Iterator[Row]:
     """A row for every codec and link: medians in milliseconds, GB/s of records.
 
-    encode_ms: until the sender's last kernel was started; stage_ms: its waits for copies to the
-    host; write_ms: of the receiver's loop in its arena · alike: both arenas have the same bytes
+    encode_ms: until the sender's last kernel was started; stage_ms: its waits for
+    copies to the host; write_ms: of the receiver's loop in its arena · alike: both
+    arenas have the same bytes
     """
     shape = TINY_SHAPE if setting.rehearsal else shape_of()
     specs = TINY_SPECS if setting.rehearsal else HANDED
     tokens = TINY_TOKENS if setting.rehearsal else TOKENS
-    device, plans = setting.device.type, {spec: parse_plan(spec, shape) for spec in specs}
+    device, plans = (
+        setting.device.type,
+        {spec: parse_plan(spec, shape) for spec in specs},
+    )
     nbytes = max(slabs_for(plan, tokens) for plan in plans.values()) * SLAB_BYTES
     for spec, plan in plans.items():
         if setting.seconds_left < 0:
@@ -298,7 +321,10 @@ def _hand_off(spec: str, gbps: float, found: Sequence[Row]) -> Row:
     }
     seconds = median(x["seconds"] for x in found)
     row = {"what": "hand-off", "codec": spec, "link_gbps": gbps or None}
-    row |= {"milliseconds": 1e3 * seconds, "gb_per_s": found[0]["nbytes"] / seconds / 1e9}
+    row |= {
+        "milliseconds": 1e3 * seconds,
+        "gb_per_s": found[0]["nbytes"] / seconds / 1e9,
+    }
     row |= times | {"nbytes": found[0]["nbytes"], "wire_bytes": found[0]["wire_bytes"]}
     if not all(x["alike"] for x in found):
         row["failure"] = "the arenas differ"
@@ -314,8 +340,8 @@ def headline(rows: list[Row]) -> list[str]:
     for row in handed:
         link = f"{row['link_gbps']:g} Gb/s" if row["link_gbps"] else "loopback"
         lines.append(
-            f"{row['codec']} over {link}: {row['milliseconds']:.0f} ms, {row['gb_per_s']:.2f} GB/s, "
-            f"encode {row['encode_ms']:.0f}, stage {row['stage_ms']:.0f}, "
+            f"{row['codec']} over {link}: {row['milliseconds']:.0f} ms, "
+            f"{row['gb_per_s']:.2f} GB/s, encode {row['encode_ms']:.0f}, stage {row['stage_ms']:.0f}, "
             f"write {row['write_ms']:.0f} ms"
         )
     return lines[:12]

@@ -1,4 +1,6 @@
-"""Before the steps: the cache that travelled is unpacked, and what is left is compiled at once."""
+"""Before the steps: the cache that travelled is unpacked, and what is left is compiled
+at once.
+"""
 
 import os
 import shutil
@@ -15,7 +17,9 @@ ARCHIVE = "DISAGG_KERNEL_CACHE"  # of the environment: the archive, where one tr
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """What was compiled, and how long that took; failures are of the steps that want the kernel."""
+    """What was compiled, and how long that took; failures are of the steps that want
+    the kernel.
+    """
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     began = time.monotonic()
     archive = os.environ.get(ARCHIVE)
@@ -28,7 +32,9 @@ def rows(setting: Setting) -> Iterator[Row]:
         return
     began, compiled, failed = time.monotonic(), 0, list[Row]()
     processes = os.cpu_count() or 1
-    for row in compile_jobs(all_jobs(), _target(), processes, False, setting.seconds_left):
+    for row in compile_jobs(
+        all_jobs(), _target(), processes, False, setting.seconds_left
+    ):
         compiled += row.get("compiled", 0)
         failed += [row] if "reason" in row else []
     yield {"compiled": compiled, "compile_s": time.monotonic() - began}
@@ -36,7 +42,9 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def _target() -> str:
-    """The chip of this machine, asked without CUDA: processes are still to be forked."""
+    """The chip of this machine, asked without CUDA: processes are still to be
+    forked.
+    """
     if shutil.which("nvidia-smi") is None:
         return "sm_90"
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

@@ -1,6 +1,7 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -18,6 +19,7 @@ from disagg.pool import DEFAULT_SLAB_BYTES, Copies, HostArena, Pool
 
 CPU_ARENA_BYTES = 256 << 20
 SPARE = 20  # one part of so many of a GPU is left to activations, whoever else has memory there
+WRITES = 8  # under way at most; each holds a frame in pinned memory
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
 
@@ -26,7 +28,8 @@ class DeviceArena:
 
     Bytes leave and arrive on streams of their own, beside the kernels: one gather and one copy for
     all that is staged, one copy and one scatter for all that is written, through pinned memory.
-    Fresh bytes wait for the kernels that write them, so all others leave on another stream.
+    Fresh bytes wait for the kernels that write them, so all others leave on another stream. Nobody
+    waits for bytes that arrive but the device: kernels and copies that are started later.
     """
 
     on_host = False
@@ -34,6 +37,7 @@ class DeviceArena:
     def __init__(self, tensor: Tensor):
         self._tensor = tensor
         self._fresh, self._lasting, self._arriving = (SideStream(tensor.device) for _ in range(3))
+        self._under_way: deque[Callable[[], None]] = deque()  # writes; each call waits for one
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +53,8 @@ class DeviceArena:
         sizes = [nbytes for _, nbytes in spans]
         host = self._host_bytes(sum(sizes))
         stream = self._fresh if fresh else self._lasting
+        if not fresh:
+            stream.behind(self._arriving)
         with stream.after_the_kernels() if fresh else stream.beside_the_kernels():
             parts = [self._tensor[start : start + nbytes] for start, nbytes in spans]
             host.copy_(torch.cat(parts), non_blocking=True)
@@ -61,6 +67,7 @@ class DeviceArena:
         return wait
 
     def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        """The caller waits for no copy but one of long ago: its loop serves others meanwhile."""
         if not places:  # of which torch copies no list
             return
         sizes = [len(data) for _, data in places]
@@ -72,7 +79,10 @@ class DeviceArena:
             there = host.to(self._tensor.device, non_blocking=True).split(sizes)
             pages = [self._tensor[start : start + len(data)] for start, data in places]
             torch._foreach_copy_(pages, there)
-            self._arriving.mark()()
+            self._under_way.append(self._arriving.mark())
+        self._arriving.before_the_kernels()
+        if len(self._under_way) > WRITES:
+            self._under_way.popleft()()
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
         """Before whatever is written there later; kernels that are started later see it."""
@@ -87,7 +97,10 @@ class DeviceArena:
 
 
 class SideStream:
-    """Work of a device beside the kernels of an engine. On a CPU everything is in order anyway."""
+    """Work of a device beside the kernels of an engine. On a CPU everything is in order anyway.
+
+    The kernels of all threads are in one stream, the device's own.
+    """
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -101,6 +114,11 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return self.beside_the_kernels()
+
+    def behind(self, other: "SideStream") -> None:
+        """What is started here later waits for what is in another stream now."""
+        if self._stream is not None and other._stream is not None:
+            self._stream.wait_stream(other._stream)
 
     def before_the_kernels(self) -> None:
         """Kernels that this thread starts later wait for what is in this stream now."""
