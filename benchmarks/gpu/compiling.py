@@ -33,12 +33,14 @@ from triton.compiler import CompiledKernel
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.layer import DirtyArena, Layer, registers
+from benchmarks.gpu.layer import DirtyArena, Layer, registers, widened
 from disagg.bench.machine_code import META, TARGETS, Launch, noted, read_cubin
 from disagg.bench.result import Row, describe_machine, write
 from disagg.kernels.gpu import bits
+from disagg.kernels.gpu.plan import MAX_GRID
 
 ARENA_BYTES, ROOM_BYTES = 1 << 36, 1 << 34
+CORES = 16  # of a host with a GPU
 LIMIT_S = 900.0  # for the launches of one case
 SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # of a block
 CARRIED = (".cubin", ".json")  # what Triton reads of its cache to launch a kernel
@@ -60,15 +62,26 @@ class Job:
         return self.case.name + (f" maxnreg {self.most}" if self.most else "")
 
 
+def jobs_of_steps() -> dict[str, list[Job]]:
+    """What each step launches."""
+    registers = [Job(Case(x), y) for x in cases.REGISTER_SPECS for y in cases.REGISTERS]
+    served = [Job(x) for x in cases.served()]
+    models = [Job(x) for x in cases.models()]
+    return {
+        "equality": [Job(x) for x in cases.equality()],
+        "attention": [*served, *registers],
+        "truth": models,
+        "decode": [Job(Case(spec)) for spec in cases.DECODED],
+        "transfer": served,
+        "suite": models,
+    }
+
+
 def all_jobs() -> list[Job]:
     """What the steps launch, the most served first."""
-    more = [
-        Job(Case(x), most) for x in cases.REGISTER_SPECS for most in cases.REGISTERS
-    ]
-    first, others = (
-        map(Job, x) for x in ([*cases.served(), *cases.models()], cases.equality())
-    )
-    return list(dict.fromkeys([*first, *more, *others]))
+    steps = jobs_of_steps()
+    order = ("transfer", "truth", "attention", "equality")
+    return list(dict.fromkeys(job for step in order for job in steps[step]))
 
 
 def launches_of(job: Job, target: str) -> Iterator[Launch]:
@@ -85,7 +98,8 @@ def launches_of(job: Job, target: str) -> Iterator[Launch]:
             k, v, q = _tokens(case, len(step.rows))
             layer.append(step, k, v)
             sinks = torch.empty(q.shape[1], **_META | {"dtype": q.dtype})
-            layer.attend(step, q, sinks if case.sinks else None)
+            for one in (step, widened(step, MAX_GRID)):
+                layer.attend(one, q, sinks if case.sinks else None)
     for launch in notes:
         if job.most is None or launch.kernel.__name__ == "attend_kernel":
             yield launch
@@ -315,7 +329,31 @@ def result_of(rows: Sequence[Row], target: str) -> Row:
     versions = {x: version(x) for x in ("torch", "triton")}
     machine = describe_machine()
     about = {"notes": NOTES, "target": target, "versions": versions, "machine": machine}
-    return about | {"summary": summary, "failed": failed, "rows": kernels}
+    about |= {"summary": summary, "steps": estimates(rows), "failed": failed}
+    return about | {"rows": kernels}
+
+
+def estimates(rows: Sequence[Row]) -> Row:
+    """What each step would compile that came first to a machine without a cache.
+
+    kernels: of the step · core_s: seconds of compiling on one core, as measured here
+    cold_s:  on CORES of them; with the cache that travels it is 0
+    """
+    found: Row = {}
+    seconds = dict[str, float]()
+    for row in rows:
+        if "hash" in row:
+            key = row["hash"]
+            seconds[key] = max(seconds.get(key, 0.0), row["seconds"])
+    for step, jobs in jobs_of_steps().items():
+        names = {job.name for job in jobs}
+        own = {x["hash"] for x in rows if "hash" in x and x["case"] in names}
+        total = sum(seconds[x] for x in own)
+        longest = max((seconds[x] for x in own), default=0.0)
+        cold = max(longest, total / CORES)
+        found[step] = {"kernels": len(own), "core_s": round(total)}
+        found[step]["cold_s"] = round(cold)
+    return found
 
 
 def main() -> None:

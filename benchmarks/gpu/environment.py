@@ -52,7 +52,7 @@ def describe_device(device: torch.device) -> Row:
         "name": about.name,
         "capability": f"{about.major}.{about.minor}",
         "processors": about.multi_processor_count,
-        "l2_bytes": about.L2_cache_size,
+        "l2_bytes": getattr(about, "L2_cache_size", 0),
         "memory_bytes": total,
         "free_bytes": free,
         "driver": driver,

@@ -9,7 +9,7 @@ table of units that a recorded step can have, and its answer must not change.
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from benchmarks.gpu.layer import (
     rows_of,
     sinks_of,
     tokens_of,
+    widened,
 )
 from benchmarks.gpu.setting import Setting
 from disagg.bench.result import Row
@@ -33,7 +34,6 @@ from disagg.codecs import get_codec
 from disagg.codecs.cache import GrowingArena
 from disagg.codecs.doctor import GPU_ATTEND, GPU_BYTES
 from disagg.kernels.gpu.plan import MAX_GRID
-from disagg.kernels.view import Units
 
 CPU = torch.device("cpu")
 ARENA_BYTES, ROOM_BYTES = 60 << 30, 1 << 29
@@ -138,11 +138,9 @@ def run(case: Case, arena: GrowingArena, grid: int) -> Answers:
             answer = layer.attend(step, q, sinks_of(case, device))
         o.append(answer.cpu().double())
         if not number and step.units is not None:
-            units = Units(_extended(step.units.table, grid), step.units.starts)
+            wide = widened(step, grid)
             with clock("grid", True):
-                answer = layer.attend(
-                    replace(step, units=units), q, sinks_of(case, device)
-                )
+                answer = layer.attend(wide, q, sinks_of(case, device))
             widest = answer.cpu().double()
     appended = [_numbers(layer, row) for row in range(case.sequences)]
     present = [layer.cache(row).present().cpu() for row in range(case.sequences)]
@@ -172,12 +170,6 @@ class _Clock:
 def _numbers(layer: Layer, row: int) -> Tensor:
     """K and V that attention sees: [2, H, n, D]."""
     return torch.stack(layer.cache(row).reconstruct()).cpu().double()
-
-
-def _extended(table: Tensor, rows: int) -> Tensor:
-    """Units of work and, behind them, some without any."""
-    more = max(0, rows - len(table))
-    return torch.cat([table, table.new_zeros(more, table.shape[1])])
 
 
 def _errors(case: Case, found: Answers, wanted: Answers) -> Row:
@@ -231,7 +223,8 @@ def exact_attention(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tenso
     fp64.
     """
     (width, dim), (heads, n) = q.shape[1:], present.shape
-    ages = torch.arange(n - width, n)[:, None] - torch.arange(n)
+    places = torch.arange(n, device=kv.device)
+    ages = places[n - width :, None] - places
     seen = (ages >= 0) & (ages < (case.window or n))
     scores = (
         torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
@@ -239,7 +232,7 @@ def exact_attention(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tenso
     if case.cap:
         scores = case.cap * torch.tanh(scores / case.cap)
     scores = scores.masked_fill(~(seen & present[:, None, None]), -torch.inf)
-    sinks = sinks_of(case, CPU)
+    sinks = sinks_of(case, kv.device)
     if sinks is not None:
         extra = sinks.double().view(heads, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, extra], 3)

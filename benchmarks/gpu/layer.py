@@ -23,12 +23,12 @@ from disagg.codecs import get_codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.contract import Queries
 from disagg.codecs.layer import attend_step, write_prompt, write_step
-from disagg.codecs.seals import Growth, Places, segment_layout, take_records
+from disagg.codecs.seals import Fresh, Growth, Places, segment_layout, take_records
 from disagg.codecs.tables import GroupStep, block_size, plan_step, upload
 from disagg.kernels import ops
 from disagg.kernels.cpu import library
 from disagg.kernels.gpu import attend, plan
-from disagg.kernels.view import Softmax
+from disagg.kernels.view import Softmax, Units
 from disagg.page import ARENA_UNIT
 from disagg.plan import RecordShape
 from disagg.state import GroupState, allocate_group
@@ -126,14 +126,18 @@ class Layer:
 
     def plan(self, m: int) -> GroupStep:
         """The step in which every sequence appends m tokens, on the device."""
+        growths, fresh = self.grow(m)
+        planned = plan_step(self.codec, self.group, growths, fresh, self._plans)
+        return upload(planned, self.arena.bytes.device)
+
+    def grow(self, m: int) -> tuple[list[Growth], Fresh]:
+        """Take the records for m tokens more of every sequence."""
         growths = [
             Growth(state, n, m, row * m)
             for row, (state, n) in enumerate(zip(self.states, self.n, strict=True))
         ]
-        fresh = take_records(self.group, growths, self.arena)
-        planned = plan_step(self.codec, self.group, growths, fresh, self._plans)
         self.n = [n + m for n in self.n]
-        return upload(planned, self.arena.bytes.device)
+        return growths, take_records(self.group, growths, self.arena)
 
     def append(self, step: GroupStep, k: Tensor, v: Tensor) -> None:
         """Write the new tokens of all sequences: k, v [N, H, D]."""
@@ -163,6 +167,15 @@ class Layer:
         cache = CompressedKV(self.codec, self.group, self.states[row], self.arena)
         cache.num_tokens = self.n[row]
         return cache
+
+
+def widened(step: GroupStep, rows: int) -> GroupStep:
+    """The same step over a table of so many units, of which the last have no work."""
+    assert step.units is not None
+    table = step.units.table
+    idle = table.new_zeros(max(0, rows - len(table)), table.shape[1])
+    units = Units(torch.cat([table, idle]), step.units.starts)
+    return replace(step, units=units)
 
 
 def sinks_of(case: Case, device: torch.device) -> Tensor | None:

@@ -341,7 +341,7 @@ def headline(rows: list[Row]) -> list[str]:
         link = f"{row['link_gbps']:g} Gb/s" if row["link_gbps"] else "loopback"
         lines.append(
             f"{row['codec']} over {link}: {row['milliseconds']:.0f} ms, "
-            f"{row['gb_per_s']:.2f} GB/s, encode {row['encode_ms']:.0f}, stage {row['stage_ms']:.0f}, "
-            f"write {row['write_ms']:.0f} ms"
+            f"{row['gb_per_s']:.2f} GB/s; encode {row['encode_ms']:.0f}, "
+            f"stage {row['stage_ms']:.0f}, write {row['write_ms']:.0f} ms"
         )
     return lines[:12]

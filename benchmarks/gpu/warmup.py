@@ -23,7 +23,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     began = time.monotonic()
     archive = os.environ.get(ARCHIVE)
-    if archive:
+    if archive and Path(archive).exists():
         unpack(Path(archive), cache)
     carried = len(list(cache.glob("*/*.cubin")))
     yield {"carried": carried, "unpack_s": time.monotonic() - began}
