@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -22,6 +23,7 @@ torch.set_num_threads(1)  # the suite shares its cores
 settings.register_profile("untimed", deadline=None, derandomize=False)
 settings.load_profile("untimed")
 
+GPU = re.compile(r"^@pytest\.mark\.gpu$", re.MULTILINE)
 SERIAL = {  # never beside each other: what starts Ray, makes namespaces or builds in the checkout
     "tests/bench/test_crew.py",
     "tests/bench/test_child.py",
@@ -50,7 +52,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     alone = collection_path.is_file()
     files = [collection_path] if alone else collection_path.rglob("test_*.py")
-    return None if any("@pytest.mark.gpu" in x.read_text() for x in files) else True
+    marked = any(GPU.search(x.read_text()) for x in files)
+    return None if marked else True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,10 +17,9 @@ KIVI, BANDED, RAW, INT8 = (
     "int8",
 )
 LOW_RANK = "gear-l:bits=2,backbone=kivi,group=64"
-REGISTERS = (
-    168,
-    208,
-)  # a thread at most: 12 and 9 warps share a processor, where 255 make 8
+DECODED = ("raw", KIVI, BANDED, "kivi:bits=2,group=64", INT8)  # in whole models
+# a thread at most: 12 and 9 warps share a processor, where 255 make 8
+REGISTERS = (168, 208)
 REGISTER_SPECS = (KIVI, "kivi:bits=2,group=64", BANDED, RAW)
 
 
@@ -62,7 +61,7 @@ class Case:
 
 def served() -> list[Case]:
     """Every codec, in the layers of an 8B model."""
-    return [Case(spec) for spec in SPECS]
+    return [Case(spec) for spec in dict.fromkeys([*SPECS, *DECODED])]
 
 
 def shapes() -> list[Case]:

@@ -36,7 +36,7 @@ from disagg.engine.arena import slab_bytes_for
 from disagg.model.runner import Runner
 from disagg.plan import Plan
 
-CODECS = (RAW, cases.KIVI, cases.BANDED, "kivi:bits=2,group=64", "int8")
+CODECS = cases.DECODED
 SIZES = (
     (8, 8192),
     (32, 2048),

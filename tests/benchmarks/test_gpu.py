@@ -14,6 +14,7 @@ from benchmarks.gpu import attention, compiling, running
 from benchmarks.gpu.__main__ import NAMES, parse
 from benchmarks.gpu.setting import Setting, Step
 from disagg.bench.result import Row
+from tests.conftest import GPU
 
 ROOT = Path(__file__).parents[2]
 ABSENT = (
@@ -96,9 +97,7 @@ def test_a_rehearsal_attends_encodes_and_decodes(rehearsed):
 def test_the_tests_of_a_gpu_are_collected_where_much_is_missing(rehearsed):
     (row,) = json.loads((rehearsed / "gpu.json").read_text())["steps"]["suite"]["rows"]
     marked = [
-        x
-        for x in (ROOT / "tests").rglob("test_*.py")
-        if "@pytest.mark.gpu" in x.read_text()
+        x for x in (ROOT / "tests").rglob("test_*.py") if GPU.search(x.read_text())
     ]
     assert row["files"] == sorted(str(x.relative_to(ROOT)) for x in marked)
     assert row["collected"] >= 11
