@@ -40,6 +40,7 @@ from disagg.bench.result import Row
 SHAPES = ((32, 8192), (1, 131072), (8, 2048))  # sequences x tokens
 TINY_SHAPES = ((1, 64),)
 TINY_SPECS = (cases.RAW,)
+SERVED = "as served"  # registers
 PROFILED = (cases.KIVI, cases.BANDED, cases.RAW)
 ARENA_BYTES = {"cuda": 3 << 30, "cpu": 8 << 20}
 RUNS = {"cuda": 15, "cpu": 1}
@@ -237,7 +238,7 @@ def _measure(
     baselines: dict[str, Call],
     copied: float,
 ) -> Row:
-    row: Row = {"codec": case.spec, "shape": shape, "registers": most or "as served"}
+    row: Row = {"codec": case.spec, "shape": shape, "registers": most or SERVED}
     kind, compiles = arena.bytes.device.type, Compiles()
     try:
         with compiles.counting():
@@ -345,31 +346,25 @@ def read_profile(text: str, specs: Sequence[str]) -> Iterator[Row]:
 
 
 def headline(rows: list[Row]) -> list[str]:
-    """The served codecs that gain most and least, the registers that win, shares of the
-    peaks.
-    """
+    """The codecs that gain most and least, what other registers do, shares of peaks."""
     timed = [row for row in rows if "ratio" in row]
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in timed):
-        served = [
-            x for x in timed if x["shape"] == shape and x["registers"] == "as served"
-        ]
-        some = sorted(served, key=lambda row: -row["ratio"])
-        told = [
-            f"{x['codec']} {x['ratio']:.2f}x {x['of_copy']:.0%}"
-            for x in (*some[:3], *some[-1:])
-        ]
-        lines.append(
-            f"{shape}: {', '.join(told)} of {some[0]['baseline']}, share of a copy"
-        )
-    for row in timed:
-        if row["registers"] != "as served":
-            lines.append(
-                f"{row['shape']} {row['codec']} maxnreg {row['registers']}: "
-                f"{row['microseconds']:.0f} us"
-            )
-    lines += [str(row) for row in rows if "profiled" in row]
-    return lines[:14]
+        some = [x for x in timed if (x["shape"], x["registers"]) == (shape, SERVED)]
+        some.sort(key=lambda row: -row["ratio"])
+        shown = dict.fromkeys(map(_gain, (*some[:3], *some[-1:])))
+        lines.append(f"{shape}: {', '.join(shown)} (times a baseline, share of a copy)")
+    first = [row for row in timed if row["shape"] == timed[0]["shape"]]
+    others = [row["codec"] for row in first if row["registers"] != SERVED]
+    for spec in dict.fromkeys(others):
+        some = [row for row in first if row["codec"] == spec]
+        told = [f"{row['registers']} {row['microseconds']:.0f}" for row in some]
+        lines.append(f"{spec}, us by registers: {', '.join(told)}")
+    return lines + [str(row) for row in rows if "profiled" in row]
+
+
+def _gain(row: Row) -> str:
+    return f"{row['codec']} {row['ratio']:.2f}x {row['of_copy']:.0%}"
 
 
 if __name__ == "__main__":

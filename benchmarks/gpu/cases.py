@@ -112,5 +112,6 @@ def equality() -> list[Case]:
 
 def tiny(cases: Sequence[Case]) -> list[Case]:
     """The same codecs and softmaxes in layers that an interpreter gets through."""
-    small = {"heads": 1, "per_head": 2, "head_dim": 64, "dtype": "float16"}
-    return [replace(x, **small, sequences=2, pages=1, spread=0, block=2) for x in cases]
+    few = (replace(x, sequences=2, pages=1, spread=0, block=2) for x in cases)
+    small = (replace(x, heads=1, per_head=2, head_dim=64) for x in few)
+    return [replace(x, dtype="float16") for x in small]

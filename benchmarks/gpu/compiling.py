@@ -328,7 +328,12 @@ def result_of(rows: Sequence[Row], target: str) -> Row:
     }
     versions = {x: version(x) for x in ("torch", "triton")}
     machine = describe_machine()
-    about = {"notes": NOTES, "target": target, "versions": versions, "machine": machine}
+    about: Row = {
+        "notes": NOTES,
+        "target": target,
+        "versions": versions,
+        "machine": machine,
+    }
     about |= {"summary": summary, "steps": estimates(rows), "failed": failed}
     return about | {"rows": kernels}
 

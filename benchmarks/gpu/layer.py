@@ -239,7 +239,7 @@ def registers(most: int | None) -> Iterator[None]:
     """Attention compiled for at most so many registers a thread; None: as it is
     served.
     """
-    options = attend.compile_options
+    options = plan.compile_options
     if most is None:
         yield
         return

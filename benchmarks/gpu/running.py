@@ -29,6 +29,7 @@ from disagg.bench.result import Row, describe_machine, result_of, write
 
 GRACE_S = 5.0  # for a step to finish its row when its time is over
 LINES, LOG_LINES = 60, 20  # of the summary, and of the log of a step that failed
+STEP_LINES, SHORT_LINES = 10, 3  # of each step; where another one failed
 NOTES = "steps in order of value; milliseconds and GB/s (1e9 bytes) unless a name says otherwise"
 
 
@@ -173,8 +174,9 @@ def summary(results: Sequence[Result]) -> list[str]:
     """At most LINES lines: failures first, with the ends of logs, then a few lines of
     each step.
     """
-    told = [line for x in results for line in _told(x)]
     failed = [x for x in results if x.failures]
+    most = SHORT_LINES if failed else STEP_LINES
+    told = [line for x in results for line in _told(x, most)]
     room = max(0, LINES - len(told))
     lines = list[str]()
     for number, result in enumerate(failed):
@@ -190,7 +192,7 @@ def _failed(result: Result) -> list[str]:
     return [head, *(f"  {x}" for x in faults[:5]), *(f"  | {x}" for x in tail)]
 
 
-def _told(result: Result) -> list[str]:
+def _told(result: Result, most: int) -> list[str]:
     state = "FAILED" if result.failures else "ok"
     head = (
         f"{state:6} {result.step.name}, {result.seconds:.0f} of {result.limit_s:.0f} s"
@@ -199,7 +201,7 @@ def _told(result: Result) -> list[str]:
         lines = result.step.headline(result.rows)
     except Exception as error:  # of rows that are not all there
         lines = [f"no headline: {type(error).__name__}: {error}"]
-    return [head, *(f"       {line}" for line in lines[:6])]
+    return [head, *(f"       {line}" for line in lines[:most])]
 
 
 def _short(line: str, most: int = 160) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import cases
-from benchmarks.gpu.attention import _made
+from benchmarks.gpu.attention import Call, _made
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.compiling import Compiles
 from benchmarks.gpu.layer import DirtyArena, Layer, interpreted
@@ -113,7 +113,7 @@ def _encode(
         target[0].copy_(k)
         target[1].copy_(v)
 
-    calls = [copy, partial(layer.encode, 0, k, v, q)]
+    calls: list[Call] = [copy, partial(layer.encode, 0, k, v, q)]
     runs = TINY_RUNS if rehearsal else RUNS
     copied, us = time_cpu([partial(_finish, call, k.device) for call in calls], runs)
     nbytes = 2 * k.numel() * k.element_size()
@@ -124,7 +124,7 @@ def _encode(
     }
 
 
-def _finish(call: Callable[[], object], device: torch.device) -> None:
+def _finish(call: Call, device: torch.device) -> None:
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
