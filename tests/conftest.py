@@ -1,6 +1,7 @@
 """Shared by all tests: which files run side by side, one torch thread, Triton, a model."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ torch.set_num_threads(1)  # the suite shares its cores
 settings.register_profile("untimed", deadline=None, derandomize=False)
 settings.load_profile("untimed")
 
+GPU = re.compile(r"^@pytest\.mark\.gpu$", re.MULTILINE)
 # files that never run side by side: they start Ray, create namespaces or build in the checkout
 SERIAL = {
     "tests/bench/test_child.py",
@@ -43,6 +45,16 @@ def scope_of(nodeid: str) -> str:
     """One process runs all tests of a scope: a file, with its fixtures and caches, or SERIAL."""
     file = nodeid.partition("::")[0]
     return "serial" if file in SERIAL else file
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m gpu` looks at no other files: a machine with a GPU may have no Ray and no web server."""
+    if config.option.markexpr != "gpu":
+        return None
+    alone = collection_path.is_file()
+    files = [collection_path] if alone else collection_path.rglob("test_*.py")
+    marked = any(GPU.search(x.read_text()) for x in files)
+    return None if marked else True
 
 
 @pytest.hookimpl(tryfirst=True)

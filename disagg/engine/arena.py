@@ -1,6 +1,7 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from disagg.model.runner import Runner
 
 CPU_ARENA_BYTES = 256 << 20
 SPARE_PART = 20  # one part in this many of a GPU's memory is left to activations
+MAX_WRITES = 8  # in flight; each holds a frame in pinned memory
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
 
@@ -27,7 +29,7 @@ class DeviceArena:
     Bytes leave and arrive on streams of their own, beside the kernels, through pinned memory: one
     gather and one copy for all spans of a call to `stage`, one copy and one scatter for all of a
     call to `write`. Fresh bytes wait for the kernels that write them, so others leave on a stream
-    of their own.
+    of their own. Only the device waits for bytes that arrive: kernels and copies started later.
     """
 
     on_host = False
@@ -37,6 +39,9 @@ class DeviceArena:
         self._fresh = SideStream(tensor.device)
         self._lasting = SideStream(tensor.device)
         self._arriving = SideStream(tensor.device)
+        self._writes: deque[Callable[[], None]] = (
+            deque()
+        )  # in flight; a call waits for one
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +61,7 @@ class DeviceArena:
             running = stream.after_the_kernels()
         else:
             stream = self._lasting
+            stream.after(self._arriving)
             running = stream.beside_the_kernels()
         with running:
             parts = [self._tensor[start : start + nbytes] for start, nbytes in spans]
@@ -69,6 +75,8 @@ class DeviceArena:
         return wait
 
     def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        """Start the copies. The caller waits only where MAX_WRITES are in flight, for the oldest:
+        its event loop serves others meanwhile."""
         if not places:  # torch refuses empty lists
             return
         sizes = [len(data) for _, data in places]
@@ -83,8 +91,11 @@ class DeviceArena:
             parts = host.to(self._tensor.device, non_blocking=True).split(sizes)
             pages = [self._tensor[start : start + len(data)] for start, data in places]
             torch._foreach_copy_(pages, parts)
-            wait = self._arriving.mark()
-            wait()
+            self._writes.append(self._arriving.mark())
+        self._arriving.before_the_kernels()
+        if len(self._writes) > MAX_WRITES:
+            wait_for_oldest = self._writes.popleft()
+            wait_for_oldest()
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fill spans with zeros, before later writes to them and kernels started later."""
@@ -100,7 +111,10 @@ class DeviceArena:
 
 
 class SideStream:
-    """A stream of a device beside the kernels of an engine; on a CPU there is none."""
+    """A stream of a device beside the kernels of an engine; on a CPU there is none.
+
+    The kernels of all threads are in one stream, the device's default stream.
+    """
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -114,6 +128,11 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return self.beside_the_kernels()
+
+    def after(self, other: "SideStream") -> None:
+        """Work started here later waits for the work in another stream now."""
+        if self._stream is not None and other._stream is not None:
+            self._stream.wait_stream(other._stream)
 
     def before_the_kernels(self) -> None:
         """Kernels that this thread starts later wait for the work in this stream now."""

@@ -25,7 +25,8 @@ class Arena(Protocol):
         """The bytes at an offset: a view on a host, a copy from a device."""
 
     def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
-        """Copy bytes to their offsets, many at once; they are in place when it returns."""
+        """Copy bytes to their offsets, many at once. Later readers find them there, and the caller
+        may reuse its memory."""
 
     def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
         """Start reading many spans (offset, nbytes).

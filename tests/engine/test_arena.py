@@ -8,6 +8,7 @@ import torch
 from disagg.codecs.planning import KVShape
 from disagg.config import EngineConfig
 from disagg.engine.arena import (
+    WRITES,
     DeviceArena,
     SideStream,
     make_pool,
@@ -69,7 +70,28 @@ def test_scrub_and_resend_wait_for_no_kernels(monkeypatch):
     assert source.read(prompt.manifest.items) == sent
     assert not desk.scrub()
     assert len(started) == 2
-    assert not any(stream.waited for stream in started)
+    assert not any(decode in stream.waited for stream in started)
+
+
+def test_who_writes_waits_for_no_copy_but_kernels_and_later_reads_do(monkeypatch):
+    """The loop that takes frames in stood still for every one of them."""
+    decode, started = StandInStream(CUDA), list[StandInStream]()
+    monkeypatch.setattr("torch.cuda.Stream", StandInStream)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: decode)
+    monkeypatch.setattr("torch.cuda.stream", lambda x: nullcontext(started.append(x)))
+    monkeypatch.setattr("disagg.engine.arena.SideStream", lambda _: SideStream(CUDA))
+    arena = DeviceArena(torch.zeros(1 << 12, dtype=torch.uint8))
+    for _ in range(WRITES):
+        arena.write([(128, b"abc")])
+    arriving = started[0]
+    wait = arriving.record_event().synchronize
+    assert not wait.called
+    assert decode.waited == WRITES * [arriving]
+    arena.write([(128, b"abc")])
+    assert wait.call_count == 1  # for the first of them: memory of the host is bounded
+    started.clear()
+    arena.read(128, 3)
+    assert started[0].waited == [arriving]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Everything that a GPU must tell us, in one call.
+
+    python -m benchmarks.gpu --out DIR                       all steps, on a GPU
+    python -m benchmarks.gpu --out DIR --rehearse            the same at tiny sizes, on a CPU
+
+See benchmarks/README.md.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+NAMES = ("environment", "equality", "attention", "truth", "decode", "transfer", "suite")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--out", type=Path, required=True, help="where gpu.json and gpu.log go"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU")
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=NAMES, metavar="STEP"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=480.0, help="seconds, for all steps"
+    )
+    parser.add_argument(
+        "--cache", type=Path, help="kernels compiled before, as .tar.xz"
+    )
+    return parser.parse_args(arguments)
+
+
+def prepare(given: argparse.Namespace, scratch: Path) -> None:
+    """The environment of all steps, before Triton and torch are imported."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # steps are forked before CUDA begins
+    )
+    os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
+    if given.rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if given.cache:
+        os.environ["DISAGG_KERNEL_CACHE"] = str(given.cache.resolve())
+
+
+def main(arguments: list[str]) -> int:
+    """Run the steps and print the summary; 1 if one failed."""
+    given = parse(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        prepare(given, scratch)
+        from benchmarks.gpu.running import (
+            run_steps,
+            summary,
+        )  # torch, so behind `prepare`
+        from benchmarks.gpu.steps import STEPS
+
+        steps = [
+            STEPS["warmup"],
+            *(STEPS[name] for name in NAMES if name in given.only),
+        ]
+        results = run_steps(steps, given.rehearse, given.out, scratch, given.budget)
+        print("\n".join(summary(results)))
+        return int(any(x.failures for x in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
