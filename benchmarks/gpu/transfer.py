@@ -183,7 +183,7 @@ class Sink(ReceivingEnd):
     ) -> None:
         """As `open`."""
         self._pool, self._arena, self._tensor = pool_on(device, nbytes)
-        self._terms = ReceiverPolicy(MODEL, plans.__getitem__, EPOCH, share=False)
+        self._policy = ReceiverPolicy(MODEL, plans.__getitem__, EPOCH, share=False)
 
     async def waited(self) -> float:
         """Seconds that its loop spent in writes since the last time."""

@@ -8,7 +8,7 @@ import torch
 from disagg.codecs.planning import KVShape
 from disagg.config import EngineConfig
 from disagg.engine.arena import (
-    WRITES,
+    MAX_WRITES,
     DeviceArena,
     SideStream,
     make_pool,
@@ -81,12 +81,12 @@ def test_who_writes_waits_for_no_copy_but_kernels_and_later_reads_do(monkeypatch
     monkeypatch.setattr("torch.cuda.stream", lambda x: nullcontext(started.append(x)))
     monkeypatch.setattr("disagg.engine.arena.SideStream", lambda _: SideStream(CUDA))
     arena = DeviceArena(torch.zeros(1 << 12, dtype=torch.uint8))
-    for _ in range(WRITES):
+    for _ in range(MAX_WRITES):
         arena.write([(128, b"abc")])
     arriving = started[0]
     wait = arriving.record_event().synchronize
     assert not wait.called
-    assert decode.waited == WRITES * [arriving]
+    assert decode.waited == MAX_WRITES * [arriving]
     arena.write([(128, b"abc")])
     assert wait.call_count == 1  # for the first of them: memory of the host is bounded
     started.clear()
