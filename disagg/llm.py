@@ -142,7 +142,7 @@ class LLM:
         params: SamplingParams,
         codec: str,
         n: int,
-    ) -> list["_Answer"]:
+    ) -> list["_PendingAnswer"]:
         """The answers to begin: `n` for each prompt."""
         try:
             texts = [prompts] if isinstance(prompts, str) else [*prompts]
@@ -160,12 +160,12 @@ class LLM:
 
     def _prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, codec: str
-    ) -> "_Answer":
+    ) -> "_PendingAnswer":
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         rid = str(next(self._rids))
-        return _Answer(Request(rid, tuple(map(index, tokens)), params, codec))
+        return _PendingAnswer(Request(rid, tuple(map(index, tokens)), params, codec))
 
-    def _start(self, waiting: deque["_Answer"]) -> None:
+    def _start(self, waiting: deque["_PendingAnswer"]) -> None:
         """Prefill prompts, in order, while the decode engine has room for them."""
         while waiting:
             answer = waiting[0]
@@ -178,7 +178,7 @@ class LLM:
             waiting.popleft()
             self._prefill.submit(Prefill(answer.request, answer.handoff))
 
-    def _step(self, answers: dict[str, "_Answer"]) -> None:
+    def _step(self, answers: dict[str, "_PendingAnswer"]) -> None:
         """One step of each engine, with the hand-offs between them; answers: by request."""
         prefill_output = self._prefill.step()
         for prefilled in prefill_output.prefilled:
@@ -202,7 +202,7 @@ class LLM:
     def _drop_from_decode(self, rid: str, attempt: int, reason: str) -> None:
         self._decode.submit(Abort(rid))
 
-    def _abandon(self, answers: Sequence["_Answer"]) -> None:
+    def _abandon(self, answers: Sequence["_PendingAnswer"]) -> None:
         """Free everything of a call that failed."""
         for answer in answers:
             rid = answer.request.rid
@@ -229,7 +229,7 @@ def _codec_name(codec: object) -> str:
 
 
 @dataclass
-class _Answer:
+class _PendingAnswer:
     """A prompt and its answer so far."""
 
     request: Request

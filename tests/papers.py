@@ -12,14 +12,13 @@ def make_papers(folder: Path) -> Path:
     ca, ca.key, foreign, foreign.key, peer, peer.key: PEM
     """
     for name in ("ca", "foreign"):
-        made = f"-keyout {name}.key -out {name}"
-        openssl(folder, f"req -x509 -nodes -days 2 -subj /CN=test {NEW} {made}")
-    openssl(
-        folder, f"req -nodes -subj /CN=127.0.0.1 {NEW} -keyout peer.key -out peer.csr"
-    )
+        files = f"-keyout {name}.key -out {name}"
+        openssl(folder, f"req -x509 -nodes -days 2 -subj /CN=test {NEW} {files}")
+    files = "-keyout peer.key -out peer.csr"
+    openssl(folder, f"req -nodes -subj /CN=127.0.0.1 {NEW} {files}")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    signed = "-CA ca -CAkey ca.key -CAcreateserial -extfile names"
-    openssl(folder, f"x509 -req -days 2 -in peer.csr {signed} -out peer")
+    authority = "-CA ca -CAkey ca.key -CAcreateserial -extfile names"
+    openssl(folder, f"x509 -req -days 2 -in peer.csr {authority} -out peer")
     return folder
 
 

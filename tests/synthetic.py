@@ -6,6 +6,9 @@ On plain Gaussian tensors the premises of the papers vanish: never rank codecs o
 import torch
 from torch import Tensor
 
+from disagg.codecs.contract import Codec
+from disagg.paged.compressed_kv import CompressedKV, compress
+
 
 def gaussian(*shape: int, seed: int) -> Tensor:
     """Standard normal numbers, fp32: queries, mostly."""
@@ -13,9 +16,13 @@ def gaussian(*shape: int, seed: int) -> Tensor:
 
 
 def realistic(
-    heads: int, n: int, head_dim: int, seed: int = 0
+    heads: int,
+    n: int,
+    head_dim: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """k, v [H, n, D] fp32: a few large K channels, sink tokens, low-rank structure plus noise."""
+    """k, v [H, n, D]: a few large K channels, sink tokens, low-rank structure plus noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -32,7 +39,21 @@ def realistic(
     if n:
         k[:, 0] *= 0.06
         v[:, 0] *= 0.05
-    return k, v
+    return k.to(dtype), v.to(dtype)
+
+
+def prompt_and_decode(
+    codec: Codec | str,
+    k: Tensor,
+    v: Tensor,
+    prompt: int,
+    layer: int = 0,
+    q: Tensor | None = None,
+) -> CompressedKV:
+    """The first `prompt` tokens compressed as a prompt, the others appended."""
+    cache = compress(codec, k[:, :prompt], v[:, :prompt], layer, q)
+    cache.append(k[:, prompt:], v[:, prompt:])
+    return cache
 
 
 def exact_attention(

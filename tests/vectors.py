@@ -70,17 +70,24 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         chunk = PromptChunk(k, v, total=n, queries=Queries.of(q, heads, n))
         write_prompt(codec, LayerRecords(group, layer, arena), at, chunk)
         cache = compress(codec, k, v, layer, q)
-        here_k, here_v = (x[:, positions] for x in cache.reconstruct())
+        new_k, new_v = cache.reconstruct()
         output = cache.attend(queries.double())
-        layers.append({"k": array(here_k), "v": array(here_v), "output": array(output)})
+        meaning = {
+            "k": array(new_k[:, positions]),
+            "v": array(new_v[:, positions]),
+            "output": array(output),
+        }
+        layers.append(meaning)
     checklist = Manifest(plan, n)
     source = ArenaSource(pool.arena, checklist, [state])
     prompt = Prompt(plan, (1,) * n, pool, [state], checklist, source)
     ticket = Ticket(nonce=1, epoch=2, gen=1)
     frames = [*prompt.frames(ticket), prompt.commit(ticket)]
-    given = asdict(vector) | {"codec": group.codec, "plan": plan.fingerprint}
-    given |= {"frames": [encoded(b"".join(pack(frame))) for frame in frames]}
-    return given | {
+    return {
+        **asdict(vector),
+        "codec": group.codec,
+        "plan": plan.fingerprint,
+        "frames": [encoded(b"".join(pack(frame))) for frame in frames],
         "queries": array(queries),
         "positions": positions,
         "meaning": layers,
@@ -88,8 +95,8 @@ def make_vector(vector: Vector) -> dict[str, Any]:
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> torch.Tensor:
-    """Bell-shaped, of a spread for each channel; the same on every machine: thousandths of wholes,
-    times powers of two."""
+    """Bell-shaped numbers, with a spread for each channel; the same on every machine, since they
+    are thousandths times powers of two."""
     bell = rng.integers(-1000, 1001, (3, *shape)).sum(0) / 1000
     spread = 2.0 ** (rng.permutation(shape[-1]) % 5 - 3)
     return torch.from_numpy((bell * spread).astype(np.float32))

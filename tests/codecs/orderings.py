@@ -27,24 +27,24 @@ from tests.synthetic import relative_error
 
 LAYER = 2  # the first layer that OTT does not treat specially
 TAIL_AND_PAGE = 192  # no codec keeps more than a tail and an unfinished page
-SPECS = ("pertoken:bits=2,group=32", "kivi:bits=2,group=32,residual=0")
-SPECS += ("kivi:bits=2,group=64,residual=0", "gear-l:bits=2,backbone=kivi,group=64")
-SPECS += (
+SPECS = (
+    "pertoken:bits=2,group=32",
+    "kivi:bits=2,group=32,residual=0",
+    "kivi:bits=2,group=64,residual=0",
+    "gear-l:bits=2,backbone=kivi,group=64",
     "gear:bits=2,backbone=kivi,group=64",
     "kcvt:bits=4",
     "gear-l:bits=4,backbone=kcvt",
-)
-SPECS += ("gear:bits=4,backbone=kcvt", "ott:group=128,outliers=0,aux=0,residual=0")
-SPECS += (
+    "gear:bits=4,backbone=kcvt",
+    "ott:group=128,outliers=0,aux=0,residual=0",
     "ott:group=128,outliers=1,aux=0,residual=0",
     "ott:group=128,outliers=8,aux=0,residual=0",
-)
-SPECS += (
     "pertoken:bits=4,group=64",
     "decoquant:bits=4,block=16",
     "decoquant:bits=4,block=64",
+    "int8",
+    "fp8",
 )
-SPECS += ("int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,22 @@ class Source:
 def compare(source: Source, specs: Sequence[str]) -> dict[str, Errors]:
     k, v = source.k.half(), source.v.half()
     n = max(128, (k.shape[1] - TAIL_AND_PAGE) // 128 * 128)
-    found = {}
+    exact_k, exact_v = k[:, :n].float(), v[:, :n].float()
+    errors = {}
     for spec in specs:
-        seen = compress(get_codec(spec), k, v, LAYER).reconstruct()
-        seen_k, seen_v = (x[:, :n] for x in seen)
-        exact_k, exact_v = k[:, :n].float(), v[:, :n].float()
+        cache = compress(get_codec(spec), k, v, LAYER)
+        new_k, new_v = (x[:, :n] for x in cache.reconstruct())
         output = None
         if source.q is not None:
             exact = outputs(source.q, exact_k, exact_v)
-            output = relative_error(outputs(source.q, seen_k, seen_v), exact)
-        errors = relative_error(seen_k, exact_k), relative_error(seen_v, exact_v)
-        found[spec] = Errors(spec, *errors, output)
-    return found
+            output = relative_error(outputs(source.q, new_k, new_v), exact)
+        errors[spec] = Errors(
+            spec=spec,
+            k=relative_error(new_k, exact_k),
+            v=relative_error(new_v, exact_v),
+            output=output,
+        )
+    return errors
 
 
 def outputs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,29 +96,31 @@ def outputs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v
 
 
-def made(name: str, seed: int, sink: float, outliers: int, n: int = 1216) -> Source:
+def make_source(
+    name: str, seed: int, sink: float, outliers: int, n: int = 1216
+) -> Source:
     knobs = Knobs(n=n, num_queries=32, sink=sink, outliers=outliers)
     layer = generate(seed, knobs)
     return Source(name, layer.q, layer.k, layer.v)
 
 
-def prefilled(text: str, tokens: int, layers: Sequence[int]) -> Iterator[Source]:
+def prefill_sources(text: str, tokens: int, layers: Sequence[int]) -> Iterator[Source]:
     """Layers of the default model, prefilled over a text."""
     runner = Runner.load()
     ids = Tokenizer.load(runner.info.path).encode(text)[:tokens]
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    kv: dict[int, tuple[Tensor, Tensor]] = {}
 
     def sink(layer: int, k: Tensor, v: Tensor, _: Chunk) -> None:
-        found[layer] = (k.clone(), v.clone())
+        kv[layer] = (k.clone(), v.clone())
 
     chunk = Chunk(0, len(ids), 0, runner.workspace(len(ids)), sink)
     arena = torch.zeros(128, dtype=torch.uint8)
     runner.forward(Batch(ids, range(len(ids)), [len(ids) - 1], arena, (chunk,)))
     for layer in layers:
-        yield Source(f"default model, layer {layer}", None, *found[layer])
+        yield Source(f"default model, layer {layer}", None, *kv[layer])
 
 
-def stored(path: Path) -> Iterator[Source]:
+def load_sources(path: Path) -> Iterator[Source]:
     arrays = load_file(path)
     for name in sorted(x for x in arrays if x.startswith("k.")):
         layer = name.removeprefix("k.")
@@ -132,11 +138,14 @@ def main() -> None:
     parser.add_argument("--kv", type=Path, help="a safetensors file of k.L and v.L")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    sources = [made("content heads", 0, 0.5, 2), made("sink heads", 0, 1.0, 8)]
+    sources = [
+        make_source("content heads", 0, 0.5, 2),
+        make_source("sink heads", 0, 1.0, 8),
+    ]
     if options.text:
-        sources += prefilled(options.text.read_text(), 1500, (0, 2, 5))
+        sources += prefill_sources(options.text.read_text(), 1500, (0, 2, 5))
     if options.kv:
-        sources += stored(options.kv)
+        sources += load_sources(options.kv)
     results = [(source.name, compare(source, SPECS)) for source in sources]
     if options.json:
         print(

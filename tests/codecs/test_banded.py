@@ -58,7 +58,13 @@ def assert_ranked(weights: Tensor, order: Tensor) -> None:
     assert (after <= before * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize(("bits", "most"), [(2, 2.5), (3, 3.05)])
+@pytest.mark.parametrize(
+    ("bits", "most"),
+    [
+        (2, 2.5),
+        (3, 3.05),
+    ],
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_bits_a_number_with_scales_zeros_and_order(bits, most, head_dim):
     row = describe(f"banded:bits={bits}", 4, head_dim, 4096)
@@ -73,12 +79,14 @@ def test_channels_are_ordered_by_squares_of_q_times_ranges_of_k(n):
 
     end = min(n, 576)
     squares = by_kv_head(q[:, 64:end]).mean((1, 2))
-    pages = k[:, 64 : end - end % 64].double().unflatten(1, (-1, 64))
+    whole_pages = k[:, 64 : end - end % 64].double()
+    pages = whole_pages.unflatten(1, (-1, 64))
     ranges = pages.amax(2) - pages.amin(2)
     weights = squares * ranges.square().mean(1)
     for run in cache.runs():
         order = order_of(run.segments, codec)
-        assert sorted(order[0].tolist()) == list(range(64))
+        channels = order[0].tolist()
+        assert sorted(channels) == list(range(64))
         assert_ranked(weights, order)
 
 
@@ -86,13 +94,15 @@ def test_tokens_outside_the_lead_order_nothing():
     codec = Banded()
     k, v, q = tokens(1400)
     cache = compress(codec, k, v, q=q)
-    order = order_of(cache.runs()[0].segments, codec)
+    first_run = cache.runs()[0]
+    order = order_of(first_run.segments, codec)
 
     for x in (k, q):
         x[:, :64] *= 7
         x[:, 576:] = torch.randn_like(x[:, 576:])
     cache = compress(codec, k, v, q=q)
-    assert torch.equal(order_of(cache.runs()[-1].segments, codec), order)
+    last_run = cache.runs()[-1]
+    assert torch.equal(order_of(last_run.segments, codec), order)
 
 
 @pytest.mark.parametrize("n", [0, 30, 100, 191])
@@ -117,17 +127,23 @@ def test_decoded_pages_keep_the_order_of_the_first_segment():
     codec = Banded()
     k, v, q = tokens(1500)
     cache = compress(codec, k[:, :1200], v[:, :1200], q=q[:, :1200])
-    order = order_of(cache.runs()[0].segments, codec)
+    first_run = cache.runs()[0]
+    order = order_of(first_run.segments, codec)
 
     cache.append(k[:, 1200:], v[:, 1200:])
     runs = cache.runs()
-    assert [run.blocks.shape[0] for run in runs] == [8, 8, 5]
+    num_pages = [run.blocks.shape[0] for run in runs]
+    assert num_pages == [8, 8, 5]
     for run in runs:
         assert torch.equal(order_of(run.segments, codec), order)
 
 
 @given(
-    chunks=st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    chunks=st.lists(
+        st.integers(1, 300),
+        min_size=1,
+        max_size=8,
+    ),
     seed=st.integers(0, 5),
 )
 def test_sums_of_squares_are_the_same_in_any_chunks(chunks, seed):
@@ -143,7 +159,8 @@ def test_sums_of_squares_are_the_same_in_any_chunks(chunks, seed):
     sums = sum_lead(parts, total)
     assert torch.equal(sums, Queries.of(q, 1, total).squares)
     first, end = lead_of(total)
-    expected = q[:, first:end].double().square().sum((0, 1))
+    lead = q[:, first:end].double()
+    expected = lead.square().sum((0, 1))
     assert torch.allclose(sums, expected, rtol=1e-4)
 
 
@@ -153,26 +170,31 @@ def test_signs_differ_by_layer_and_head_and_nothing_else():
     fmt = prompt_format(codec, 64)
 
     def signs(layer: int) -> Tensor:
-        encoded = codec.encode(k, v, 64, layer, Prompt(256, k), None)
-        return read_signs(DenseBlocks(encoded.segments[0]), fmt.hadamard, 64)
+        prompt = Prompt(256, k)
+        encoded = codec.encode(k, v, 64, layer, prompt, None)
+        segment = DenseBlocks(encoded.segments[0])
+        return read_signs(segment, fmt.hadamard, 64)
 
     assert torch.equal(signs(3), signs(3))
-    distinct = {tuple(row.tolist()) for layer in range(4) for row in signs(layer)}
-    assert len(distinct) == 8
+    first_layers = torch.cat([signs(layer) for layer in range(4)])
+    assert len(first_layers.unique(dim=0)) == 8
     many = torch.cat([signs(layer) for layer in range(30)])
-    assert abs(float(many.mean())) < 0.1
+    assert many.mean().abs() < 0.1
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("factor", [1.0, 3000.0, 1e-4])
 def test_no_code_is_further_off_than_the_docstring_says(bits, factor):
-    k, v = (x.unflatten(1, (-1, 64)).flatten(0, 1) for x in realistic(2, 2048, 64))
-    x = (torch.cat([k, v]) * factor).half().float()
+    kv = torch.cat(realistic(2, 2048, 64))
+    pages = kv.unflatten(1, (-1, 64)).flatten(0, 1)
+    x = (pages * factor).half().float()
 
     codes, scale, zero = (y.float() for y in quantize_fitted(x, 64, bits))
-    off = ((codes + zero) * scale - x).abs()
+    decoded = (codes + zero) * scale
+    off = (decoded - x).abs()
     largest = x.abs().amax(1, keepdim=True)
-    assert (off <= 2 ** (bits + 1) * scale + 2**-10 * largest).all()
+    bound = 2 ** (bits + 1) * scale + 2**-10 * largest
+    assert (off <= bound).all()
 
 
 @pytest.mark.parametrize(
@@ -185,8 +207,10 @@ def test_no_code_is_further_off_than_the_docstring_says(bits, factor):
 def test_the_bytes_of_a_page_and_a_segment_are_what_they_were(bits, digest):
     with np.load(INPUTS) as arrays:
         k, v = (torch.from_numpy(arrays[name])[0, :, :256] for name in "kv")
-    prompt = Prompt(320, torch.cat([k, k], 1)[:, :320])
-    encoded = Banded(bits=bits).encode(k, v, 64, 1, prompt, None)
+    keys = torch.cat([k, k], 1)[:, :320]
+    prompt = Prompt(320, keys)
+    codec = Banded(bits=bits)
+    encoded = codec.encode(k, v, 64, 1, prompt, None)
 
     blake = blake2b(encoded.blocks.numpy().tobytes(), digest_size=8)
     blake.update(encoded.segments.numpy().tobytes())
@@ -199,8 +223,9 @@ SINKING = ["kivi", "banded", "gear", "gear-l", "kcvt", "pertoken", "int8"]
 @pytest.mark.parametrize("name", SINKING)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 127, 128, 200, 700])
 def test_the_first_tokens_stay_exact_in_front_of_the_pages(name, n):
-    k, v = (x.half() for x in realistic(2, n + 70, 64))
-    cache = compress(get_codec(f"{name}:sink=64"), k[:, :n], v[:, :n])
+    k, v = realistic(2, n + 70, 64, dtype=torch.float16)
+    codec = get_codec(f"{name}:sink=64")
+    cache = compress(codec, k[:, :n], v[:, :n])
     for more in (0, 1, 69):
         done = cache.num_tokens + more
         new = slice(cache.num_tokens, done)
@@ -218,15 +243,23 @@ def page_bytes(cache: CompressedKV) -> bytes:
 @pytest.mark.parametrize("name", [name for name in SINKING if name != "banded"])
 def test_behind_a_sink_pages_are_those_of_a_prompt_that_begins_there(name):
     k, v = realistic(2, 700, 64)
-    whole = page_bytes(compress(get_codec(f"{name}:sink=64"), k, v))
-    behind = page_bytes(compress(get_codec(name), k[:, 64:], v[:, 64:]))
+    cache = compress(f"{name}:sink=64", k, v)
+    whole = page_bytes(cache)
+    cache = compress(name, k[:, 64:], v[:, 64:])
+    behind = page_bytes(cache)
 
     assert len(whole) == len(behind) > 0
     if "gear" not in name:  # its power iterations start at a seed of the position
         assert whole == behind
 
 
-@pytest.mark.parametrize(("window", "sink"), [(None, 64), (300, 0)])
+@pytest.mark.parametrize(
+    ("window", "sink"),
+    [
+        (None, 64),
+        (300, 0),
+    ],
+)
 def test_layers_with_a_window_have_no_sink(window, sink):
     group = get_codec("banded").layer_group((0,), 1, 64, "float16", window)
     assert group.sink == sink

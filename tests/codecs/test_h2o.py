@@ -11,7 +11,7 @@ from disagg.codecs.contract import Queries
 from disagg.errors import RequestError
 from disagg.kernels.view import Softmax
 from disagg.paged.compressed_kv import compress
-from tests.synthetic import gaussian, realistic
+from tests.synthetic import gaussian, prompt_and_decode, realistic
 
 
 def random_kv(heads: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,8 @@ def random_kv(heads: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def queries_for(k: Tensor, tokens: list[int]) -> Tensor:
     """For each KV head, queries that give nearly all their attention to one token each."""
-    return 40 * torch.nn.functional.normalize(k[:, tokens].float(), dim=2)
+    keys = k[:, tokens].float()
+    return 40 * torch.nn.functional.normalize(keys, dim=2)
 
 
 def test_tokens_that_the_last_queries_attend_to_are_present() -> None:
@@ -43,7 +44,8 @@ def test_tokens_that_the_last_queries_attend_to_are_present() -> None:
 
 def test_query_heads_of_a_kv_head_choose_together() -> None:
     k, v = random_kv(heads=1, n=128, seed=1)
-    q = torch.cat([queries_for(k, [9]), queries_for(k, [33])])
+    first, second = queries_for(k, [9]), queries_for(k, [33])
+    q = torch.cat([first, second])
 
     present = compress(get_codec("h2o:keep=0.25"), k, v, q=q).present()
     assert present[0, [9, 33]].all()
@@ -76,8 +78,7 @@ def test_tokens_are_weighed_with_the_softmax_of_the_model(softmax, factor) -> No
 def test_decoded_tokens_are_all_present() -> None:
     k, v = realistic(2, 400, 64)
     q = torch.randn(2, 8, 64)
-    cache = compress(get_codec("h2o"), k[:, :200], v[:, :200], q=q)
-    cache.append(k[:, 200:], v[:, 200:])
+    cache = prompt_and_decode("h2o", k, v, prompt=200, q=q)
 
     present = cache.present()
     assert present[:, 192:].all()
@@ -90,7 +91,14 @@ def test_without_queries_it_says_what_it_needs() -> None:
         compress(get_codec("h2o"), k, v)
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 64), (2, 129, 64)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 8, 64),
+        (2, 129, 64),
+    ],
+    ids=["heads", "tokens"],
+)
 def test_queries_of_other_heads_or_tokens_are_refused(shape: tuple[int, ...]) -> None:
     k, v = realistic(2, 128, 64)
     with pytest.raises(RequestError, match="a multiple of 2, at most 128"):

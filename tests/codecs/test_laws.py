@@ -114,7 +114,7 @@ def compress_prompt(codec: Codec, k: Tensor, v: Tensor) -> CompressedKV:
     return compress(codec, k, v, q=queries[:, :n].to(k.dtype))
 
 
-def prompt_and_decode(codec: Codec, k: Tensor, v: Tensor, prompt: int) -> CompressedKV:
+def prefill_and_decode(codec: Codec, k: Tensor, v: Tensor, prompt: int) -> CompressedKV:
     """The first `prompt` tokens compressed as a prompt, the others appended."""
     cache = compress_prompt(codec, k[:, :prompt], v[:, :prompt])
     cache.append(k[:, prompt:], v[:, prompt:])
@@ -149,7 +149,7 @@ def test_attention_on_bytes_is_attention_on_what_they_rebuild(
         return
     k, v = realistic(2, n + more, head_dim)
     q = gaussian(2 * per_head, head_dim, seed=1)
-    cache = prompt_and_decode(codec, k, v, prompt=n)
+    cache = prefill_and_decode(codec, k, v, prompt=n)
 
     new_k, new_v = cache.reconstruct()
     assert new_k.shape == new_v.shape == k.shape
@@ -163,7 +163,7 @@ def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec):
     AlignedKV reads only part of the bits: no identity, so the bound that it states holds instead.
     """
     k, v = realistic(2, 2300 + 150, 64)
-    cache = prompt_and_decode(codec, k, v, prompt=2300)
+    cache = prefill_and_decode(codec, k, v, prompt=2300)
     assert cache.runs()
     source = torch.Generator().manual_seed(4)
     q = torch.randn(6, 64, dtype=torch.float64, generator=source)
@@ -352,7 +352,7 @@ def test_pages_are_finite_where_the_tail_is_bfloat16(codec):
 def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec):
     k, v = (1e6 * x for x in realistic(2, 420, 64))
     for n in (5, 170, 400):  # a tail alone, and pages with a tail
-        cache = prompt_and_decode(codec, k[:, : n + 20], v[:, : n + 20], prompt=n)
+        cache = prefill_and_decode(codec, k[:, : n + 20], v[:, : n + 20], prompt=n)
         q = gaussian(4, 64, seed=n)
         assert torch.isfinite(cache.attend(q)).all()
         assert torch.isfinite(torch.stack(cache.reconstruct())).all()
@@ -360,8 +360,8 @@ def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec):
 
 def test_infinity_in_v_that_no_query_sees_leaves_no_trace(codec):
     """K and V in the dtype of the tail are rounded too: 0 times infinity would be NaN."""
-    k, v = (x.half() for x in realistic(2, 420, 64))
+    k, v = realistic(2, 420, 64, dtype=torch.float16)
     v[:, [5, 300, 415]] = torch.inf
-    cache = prompt_and_decode(codec, k, v, prompt=400)
+    cache = prefill_and_decode(codec, k, v, prompt=400)
     cache.group = replace(cache.group, window=4)
     assert torch.isfinite(cache.attend(torch.randn(4, 64))).all()

@@ -54,8 +54,8 @@ def test_layers_may_have_codecs_of_their_own(spec, layers, group_of):
 def test_layers_with_another_window_form_another_group():
     shape = KVShape(4, 2, 64, "float32", (None, 512, None, 512))
     plan = parse_plan("kivi", shape)
-    found = [(group.layers, group.window) for group in plan.groups]
-    assert found == [((0, 2), None), ((1, 3), 512)]
+    groups = [(group.layers, group.window) for group in plan.groups]
+    assert groups == [((0, 2), None), ((1, 3), 512)]
 
 
 def test_raw_follows_the_dtype_of_the_model():

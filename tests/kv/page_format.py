@@ -17,7 +17,6 @@ from xxhash import xxh3_64_intdigest
 RAW_TOKENS = 16
 SIZES = {"uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "float32": 4}
 BANDS = {3: ((4, 2), (2, 2)), 2: ((4, 1), (2, 2), (0, 1))}  # bits, quarters of D
-KINDS = ("segment", "page", "side", "raw")
 
 Array = np.ndarray
 
@@ -44,19 +43,22 @@ class Layout:
     def of(
         cls, spec: str, kind: str, tokens: int, planes: list[tuple[str, str, Any]]
     ) -> "Layout":
-        placed, end = {}, 0
+        laid_out = {}
+        end = 0
         for name, dtype, shape in planes:
-            placed[name] = dtype, shape, align(end)
-            end = align(end) + SIZES[dtype] * shape[0] * shape[1]
-        return cls(spec, kind, tokens, placed, align(end))
+            offset = align(end)
+            laid_out[name] = (dtype, shape, offset)
+            end = offset + SIZES[dtype] * shape[0] * shape[1]
+        return cls(spec, kind, tokens, laid_out, align(end))
 
     @property
     def fingerprint(self) -> str:
-        told = tuple(
+        planes = tuple(
             f"Plane(name={name!r}, dtype={dtype!r}, shape={shape}, offset={offset})"
             for name, (dtype, shape, offset) in self.planes.items()
         )
-        return fingerprint((1, self.spec, self.kind, self.tokens, self.nbytes, told))
+        identity = (1, self.spec, self.kind, self.tokens, self.nbytes, planes)
+        return fingerprint(identity)
 
     def read(self, block: bytes, name: str) -> Array:
         dtype, shape, offset = self.planes[name]
@@ -76,9 +78,11 @@ def read_plane(
 
 def raw_layout(dtype: str, head_dim: int) -> Layout:
     shape = (RAW_TOKENS, head_dim)
-    return Layout.of(
-        f"raw:dtype={dtype}", "raw", 16, [("k", dtype, shape), ("v", dtype, shape)]
-    )
+    planes = [
+        ("k", dtype, shape),
+        ("v", dtype, shape),
+    ]
+    return Layout.of(f"raw:dtype={dtype}", "raw", RAW_TOKENS, planes)
 
 
 @dataclass(frozen=True)
@@ -100,67 +104,98 @@ class Format:
     def counts(self, n: int) -> dict[str, int]:
         """Records of each kind, in the order of items."""
         sealed = self.sealed(n)
-        segments = -(-sealed // self.segment.tokens) if self.segment else 0
-        side = int(self.side is not None and not sealed)
-        raws = -(-(n - sealed) // RAW_TOKENS)
-        return dict(
-            zip(KINDS, (segments, sealed // self.page.tokens, side, raws), strict=True)
-        )
+        return {
+            "segment": -(-sealed // self.segment.tokens) if self.segment else 0,
+            "page": sealed // self.page.tokens,
+            "side": 1 if self.side is not None and not sealed else 0,
+            "raw": -(-(n - sealed) // RAW_TOKENS),
+        }
 
     def layouts(self) -> dict[str, Layout]:
-        found = {
+        layouts = {
             "page": self.page,
             "raw": self.raw,
             "segment": self.segment,
             "side": self.side,
         }
-        return {kind: layout for kind, layout in found.items() if layout}
+        return {kind: layout for kind, layout in layouts.items() if layout}
 
 
 def format_of(spec: str, head_dim: int, dtype: str) -> Format:
     name, _, rest = spec.partition(":")
     options = dict(item.split("=") for item in rest.split(","))
     if name == "raw":
-        named = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[
-            options["dtype"]
-        ]
-        raw = raw_layout(named, head_dim)
-        return Format(name, options, head_dim, raw, raw)
-    raw = raw_layout(dtype if dtype in ("float16", "bfloat16") else "float16", head_dim)
+        dtypes = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+        raw = raw_layout(dtypes[options["dtype"]], head_dim)
+        return Format(name, options, head_dim, page=raw, raw=raw)
+    tail_dtype = dtype if dtype in ("float16", "bfloat16") else "float16"
+    raw = raw_layout(tail_dtype, head_dim)
     if name == "kivi":
-        bits, group = int(options["bits"]), int(options["group"])
-        halves = 4 // bits
-        k, v = (64 // group, head_dim), (head_dim // group, 64)
-        planes: list[tuple[str, str, Any]] = [
-            ("k_codes", "int16", (16, head_dim // halves)),
-            ("v_codes", "int16", (head_dim // 4, 64 // halves)),
-            *((f"k_{x}", "float16", k) for x in ("scale", "zero")),
-            *((f"v_{x}", "float16", v) for x in ("scale", "zero")),
-        ]
-        sink, residual = int(options.get("sink", 0)), int(options["residual"])
-        page = Layout.of(spec, "page", 64, planes)
-        return Format(name, options, head_dim, page, raw, sink, residual)
-    columns = [
-        (bits, quarters * head_dim // 4)
-        for bits, quarters in BANDS[int(options["bits"])]
+        return Format(
+            name,
+            options,
+            head_dim,
+            page=kivi_page(spec, options, head_dim),
+            raw=raw,
+            sink=int(options.get("sink", 0)),
+            residual=int(options["residual"]),
+        )
+    return Format(
+        name,
+        options,
+        head_dim,
+        page=banded_page(spec, options, head_dim),
+        raw=raw,
+        sink=int(options.get("sink", 64)),
+        residual=64,
+        segment=banded_segment(spec, head_dim),
+        side=Layout.of(spec, "side", 0, [("squares", "float32", (1, head_dim))]),
+    )
+
+
+def kivi_page(spec: str, options: Mapping[str, str], head_dim: int) -> Layout:
+    bits = int(options["bits"])
+    group = int(options["group"])
+    halves = 4 // bits
+    k = (64 // group, head_dim)
+    v = (head_dim // group, 64)
+    planes = [
+        ("k_codes", "int16", (16, head_dim // halves)),
+        ("v_codes", "int16", (head_dim // 4, 64 // halves)),
+        ("k_scale", "float16", k),
+        ("k_zero", "float16", k),
+        ("v_scale", "float16", v),
+        ("v_zero", "float16", v),
     ]
+    return Layout.of(spec, "page", 64, planes)
+
+
+def banded_page(spec: str, options: Mapping[str, str], head_dim: int) -> Layout:
+    planes: list[tuple[str, str, Any]] = []
+    coded = 0  # channels that have codes
+    for bits, quarters in BANDS[int(options["bits"])]:
+        channels = quarters * head_dim // 4
+        if bits:
+            shape = (16, channels * bits // 4)
+            planes.append((f"k_codes{bits}", "int16", shape))
+            coded += channels
     groups = (head_dim // 64, 64)
-    planes = [(f"k_codes{b}", "int16", (16, c * b // 4)) for b, c in columns if b]
     planes += [
         ("v_codes", "int16", (head_dim // 4, 32)),
         ("k_scale", "float16", (1, head_dim)),
-        ("k_zero", "float16", (1, sum(c for b, c in columns if b))),
+        ("k_zero", "float16", (1, coded)),
         ("v_scale", "float16", groups),
         ("v_zero", "float16", groups),
     ]
-    shared = [("order", "int16", (1, head_dim)), ("signs", "uint8", (1, head_dim // 8))]
-    page, segment = (
-        Layout.of(spec, "page", 64, planes),
-        Layout.of(spec, "segment", 512, shared),
-    )
-    side = Layout.of(spec, "side", 0, [("squares", "float32", (1, head_dim))])
-    sink = int(options.get("sink", 64))
-    return Format(name, options, head_dim, page, raw, sink, 64, segment, side)
+    return Layout.of(spec, "page", 64, planes)
+
+
+def banded_segment(spec: str, head_dim: int) -> Layout:
+    planes = [
+        ("order", "int16", (1, head_dim)),
+        ("signs", "uint8", (1, head_dim // 8)),
+    ]
+    return Layout.of(spec, "segment", 512, planes)
 
 
 def plan_fingerprint(fmt: Format, layers: int, heads: int) -> str:
@@ -172,11 +207,12 @@ def plan_fingerprint(fmt: Format, layers: int, heads: int) -> str:
 # -- frames
 def read_frame(frame: bytes) -> tuple[int, dict[str, Any], list[bytes]]:
     """Type, header and payload in its parts; every byte checked."""
-    *known, kind, header_bytes, payload_bytes, checksum = struct.unpack_from(
-        "<4sHHQQQ", frame
-    )
-    assert known == [b"dgKV", 4]
-    packed, payload = frame[32 : 32 + header_bytes], frame[32 + header_bytes :]
+    fields = struct.unpack_from("<4sHHQQQ", frame)
+    magic, version, kind, header_bytes, payload_bytes, checksum = fields
+    assert magic == b"dgKV"
+    assert version == 4
+    packed = frame[32 : 32 + header_bytes]
+    payload = frame[32 + header_bytes :]
     assert len(payload) == payload_bytes
     assert xxh3_64_intdigest(frame[:24] + packed) == checksum
     header = msgpack.unpackb(packed)
@@ -204,16 +240,16 @@ def read_handoff(
         if kind == 2:
             commit = msgpack.unpackb(payload[0])
         else:
-            parts |= zip(header["places"], payload, strict=True)
-    wanted = [
+            parts.update(zip(header["places"], payload, strict=True))
+    keys = [
         (kind, layer, record)
         for layer in range(layers)
         for kind, count in fmt.counts(commit["tokens"]).items()
         for record in range(count)
     ]
-    found = [parts[place] for place in range(len(parts))]
-    assert [*map(xxh3_64_intdigest, found)] == digests_of(commit["digests"])
-    return dict(zip(wanted, found, strict=True)), commit
+    items = [parts[place] for place in range(len(parts))]
+    assert [*map(xxh3_64_intdigest, items)] == digests_of(commit["digests"])
+    return dict(zip(keys, items, strict=True)), commit
 
 
 # -- what they mean
@@ -237,38 +273,52 @@ def scaled(codes: Array, scale: Array, zero: Array) -> Array:
 
 def read_page(fmt: Format, block: bytes, segment: bytes) -> tuple[Array, Array]:
     """K and V [T][D] of one block."""
-    plane = {name: fmt.page.read(block, name) for name in fmt.page.planes}
+    planes = {name: fmt.page.read(block, name) for name in fmt.page.planes}
     if fmt.name == "raw":
-        return plane["k"].astype(np.float64), plane["v"].astype(np.float64)
+        return planes["k"].astype(np.float64), planes["v"].astype(np.float64)
     if fmt.name == "kivi":
         bits = int(fmt.options["bits"])
-        k = scaled(unpack(plane["k_codes"], bits), plane["k_scale"], plane["k_zero"])
-        return k, scaled(
-            unpack(plane["v_codes"], bits), plane["v_scale"], plane["v_zero"]
-        ).T
-    parts, first = [], 0
+        k = scaled(unpack(planes["k_codes"], bits), planes["k_scale"], planes["k_zero"])
+        v = scaled(unpack(planes["v_codes"], bits), planes["v_scale"], planes["v_zero"])
+        return k, v.T
+    return banded_k(fmt, planes, segment), banded_v(fmt, planes, segment)
+
+
+def banded_k(fmt: Format, planes: Mapping[str, Array], segment: bytes) -> Array:
+    """K [T][D]: bands side by side, then the channels in their places."""
+    bands = []
+    first = 0
     for bits, quarters in BANDS[int(fmt.options["bits"])]:
-        some = slice(first, first := first + quarters * fmt.head_dim // 4)
-        scale = plane["k_scale"][:, some].astype(np.float64)
+        end = first + quarters * fmt.head_dim // 4
+        scale = planes["k_scale"][:, first:end].astype(np.float64)
         if bits:
-            codes = unpack(plane[f"k_codes{bits}"], bits)
-            parts.append(scaled(codes, scale, plane["k_zero"][:, some]))
+            codes = unpack(planes[f"k_codes{bits}"], bits)
+            zero = planes["k_zero"][:, first:end]
+            bands.append(scaled(codes, scale, zero))
         else:
-            parts.append(np.repeat(scale, 64, 0))
+            bands.append(np.repeat(scale, 64, 0))
+        first = end
     k = np.zeros((64, fmt.head_dim))
-    k[:, fmt.segment.read(segment, "order")[0]] = np.concatenate(parts, 1)
-    bits_of = np.unpackbits(fmt.segment.read(segment, "signs")[0], bitorder="little")
-    signs = 1.0 - 2.0 * bits_of
-    turned = scaled(unpack(plane["v_codes"], 2), plane["v_scale"], plane["v_zero"])
+    order = fmt.segment.read(segment, "order")[0]
+    k[:, order] = np.concatenate(bands, 1)
+    return k
+
+
+def banded_v(fmt: Format, planes: Mapping[str, Array], segment: bytes) -> Array:
+    """V [T][D]: a Hadamard matrix turns groups of 64 channels back, then signs."""
+    codes = unpack(planes["v_codes"], 2)
+    rotated = scaled(codes, planes["v_scale"], planes["v_zero"])
     odd = [[(i & j).bit_count() % 2 for j in range(64)] for i in range(64)]
     hadamard = 1.0 - 2.0 * np.array(odd)
-    v = (
-        np.einsum("ij,bjt->bit", hadamard, turned.reshape(-1, 64, 64)).reshape(
-            fmt.head_dim, 64
-        )
-        / 8
-    )
-    return k, (signs[:, None] * v).T
+    groups = rotated.reshape(-1, 64, 64)
+    v = np.einsum("ij,bjt->bit", hadamard, groups) / 8
+    words = fmt.segment.read(segment, "signs")[0]
+    signs = 1.0 - 2.0 * np.unpackbits(words, bitorder="little")
+    return (signs[:, None] * v.reshape(fmt.head_dim, 64)).T
+
+
+def block_of(data: bytes, layout: Layout, head: int) -> bytes:
+    return data[head * layout.nbytes : (head + 1) * layout.nbytes]
 
 
 def read_layer(
@@ -280,32 +330,44 @@ def read_layer(
 ) -> tuple[Array, Array]:
     """K and V [H][n][D] of one layer, in the order of tokens."""
     k, v = np.zeros((2, heads, n, fmt.head_dim))
-    counts, sealed = fmt.counts(n), fmt.sealed(n)
+    counts = fmt.counts(n)
     tokens = fmt.page.tokens
-
-    def block(data: bytes, layout: Layout | None, head: int) -> bytes:
-        return (
-            data[head * layout.nbytes : (head + 1) * layout.nbytes] if layout else b""
-        )
-
     for head in range(heads):
         for page in range(counts["page"]):
-            at = slice(fmt.sink + page * tokens, fmt.sink + (page + 1) * tokens)
-            owner = page * tokens // fmt.segment.tokens if fmt.segment else 0
-            shared = block(items.get(("segment", layer, owner), b""), fmt.segment, head)
-            data = block(items["page", layer, page], fmt.page, head)
-            k[head, at], v[head, at] = read_page(fmt, data, shared)
+            first = fmt.sink + page * tokens
+            segment = b""
+            if fmt.segment:
+                owner = page * tokens // fmt.segment.tokens
+                record = items["segment", layer, owner]
+                segment = block_of(record, fmt.segment, head)
+            block = block_of(items["page", layer, page], fmt.page, head)
+            page_k, page_v = read_page(fmt, block, segment)
+            k[head, first : first + tokens] = page_k
+            v[head, first : first + tokens] = page_v
         for record in range(counts["raw"]):
-            first = record * RAW_TOKENS
-            rows = min(RAW_TOKENS, n - sealed - first)
             data = items["raw", layer, record]
-            size = len(data) // (2 * heads)
-            dtype = fmt.raw.planes["k"][0]
-            at = first if first < fmt.sink else first + sealed
-            for x, place in ((k, 2 * head), (v, 2 * head + 1)):
-                plane = read_plane(data, dtype, (rows, fmt.head_dim), place * size)
-                x[head, at : at + rows] = plane
+            plane_bytes = len(data) // (2 * heads)  # K and V of each head
+            first_plane = data[2 * head * plane_bytes :]
+            read_raw_page(fmt, first_plane, plane_bytes, record, k[head], v[head])
     return k, v
+
+
+def read_raw_page(
+    fmt: Format, data: bytes, plane_bytes: int, record: int, k: Array, v: Array
+) -> None:
+    """Put the tokens of one raw page into K and V [n][D] of a head.
+
+    data: from the planes of this head on; planes end with the last token
+    """
+    n = len(k)
+    sealed = fmt.sealed(n)
+    first = record * RAW_TOKENS
+    rows = min(RAW_TOKENS, n - sealed - first)
+    position = first if first < fmt.sink else first + sealed
+    dtype = fmt.raw.planes["k"][0]
+    shape = (rows, fmt.head_dim)
+    k[position : position + rows] = read_plane(data, dtype, shape, 0)
+    v[position : position + rows] = read_plane(data, dtype, shape, plane_bytes)
 
 
 def attend(q: Array, k: Array, v: Array) -> Array:

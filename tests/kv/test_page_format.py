@@ -29,26 +29,29 @@ def vector_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_alone_says_what_a_handoff_means(name):
-    told = vector_of(name)
-    layers, heads, dim, n = (told[x] for x in ("layers", "heads", "head_dim", "tokens"))
-    fmt = format_of(told["codec"], dim, told["dtype"])
-    frames = [base64.b64decode(frame) for frame in told["frames"]]
+    vector = vector_of(name)
+    layers, heads, n = vector["layers"], vector["heads"], vector["tokens"]
+    dim = vector["head_dim"]
+    fmt = format_of(vector["codec"], dim, vector["dtype"])
+    frames = [base64.b64decode(frame) for frame in vector["frames"]]
+
     items, commit = read_handoff(fmt, frames, layers)
     assert commit["tokens"] == n
-    assert commit["plan"] == told["plan"] == plan_fingerprint(fmt, layers, heads)
-    queries = array(told["queries"], -1, dim)
-    for layer, meant in enumerate(told["meaning"]):
+    assert commit["plan"] == vector["plan"] == plan_fingerprint(fmt, layers, heads)
+
+    queries = array(vector["queries"], -1, dim)
+    positions = vector["positions"]
+    for layer, meaning in enumerate(vector["meaning"]):
         k, v = read_layer(fmt, items, layer, heads, n)
-        for x, name in ((k, "k"), (v, "v")):
-            expected = array(meant[name], heads, -1, dim)
-            assert (
-                np.abs(x[:, told["positions"]] - expected).max()
-                <= 1e-6 * np.abs(expected).max()
-            )
-        output = array(meant["output"], -1, dim)
-        assert (
-            np.abs(attend(queries, k, v) - output).max() <= 1e-5 * np.abs(output).max()
-        )
+        assert_near(k[:, positions], array(meaning["k"], heads, -1, dim), 1e-6)
+        assert_near(v[:, positions], array(meaning["v"], heads, -1, dim), 1e-6)
+        output = array(meaning["output"], -1, dim)
+        assert_near(attend(queries, k, v), output, 1e-5)
+
+
+def assert_near(x: np.ndarray, expected: np.ndarray, bound: float) -> None:
+    """No number is off by more than this part of the largest."""
+    assert np.abs(x - expected).max() <= bound * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,19 +67,28 @@ def test_one_flipped_bit_of_a_frame_is_seen(name):
 
 @pytest.mark.parametrize("vector", VECTORS, ids=NAMES)
 def test_the_package_still_writes_these_bytes(vector):
-    made, told = make_vector(vector), vector_of(vector.name)
-    assert made.keys() == told.keys()
+    new = make_vector(vector)
+    stored = vector_of(vector.name)
+    assert new.keys() == stored.keys()
     for key in ("plan", "codec", "positions", "frames"):
-        assert made[key] == told[key]
+        assert new[key] == stored[key]
 
 
 def test_the_decoder_knows_nothing_of_the_package():
     tree = ast.parse(Path(page_format.__file__).read_text())
-    modules = [
-        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-    ]
-    modules += [
-        x.name for n in ast.walk(tree) if isinstance(n, ast.Import) for x in n.names
-    ]
-    known = {"base64", "struct", "collections.abc", "dataclasses", "hashlib", "typing"}
-    assert {*modules} <= known | {"msgpack", "numpy", "xxhash"}
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+        elif isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+
+    standard = {
+        "base64",
+        "struct",
+        "collections.abc",
+        "dataclasses",
+        "hashlib",
+        "typing",
+    }
+    assert modules <= standard | {"msgpack", "numpy", "xxhash"}
