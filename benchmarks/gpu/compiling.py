@@ -214,10 +214,10 @@ def compile_jobs(
     seconds: for all of them together; jobs that have not begun then are left out
     """
     context, ends = multiprocessing.get_context("fork"), time.monotonic() + seconds
-    left, running = list(jobs), dict[Connection, Running]()
-    while left or running:
-        while left and len(running) < processes and time.monotonic() < ends:
-            job = left.pop(0)
+    waiting, running = list(jobs), dict[Connection, Running]()
+    while waiting or running:
+        while waiting and len(running) < processes and time.monotonic() < ends:
+            job = waiting.pop(0)
             ours, theirs = context.Pipe(False)
             process = context.Process(
                 target=_work, args=(job, target, measured, theirs)
@@ -344,7 +344,7 @@ def estimates(rows: Sequence[Row]) -> Row:
     kernels: of the step · core_s: seconds of compiling on one core, as measured here
     cold_s:  on CORES of them; with the cache that travels it is 0
     """
-    found: Row = {}
+    estimates: Row = {}
     seconds = dict[str, float]()
     for row in rows:
         if "hash" in row:
@@ -356,9 +356,9 @@ def estimates(rows: Sequence[Row]) -> Row:
         total = sum(seconds[x] for x in own)
         longest = max((seconds[x] for x in own), default=0.0)
         cold = max(longest, total / CORES)
-        found[step] = {"kernels": len(own), "core_s": round(total)}
-        found[step]["cold_s"] = round(cold)
-    return found
+        estimates[step] = {"kernels": len(own), "core_s": round(total)}
+        estimates[step]["cold_s"] = round(cold)
+    return estimates
 
 
 def main() -> None:
@@ -376,23 +376,23 @@ def main() -> None:
     parser.add_argument(
         "--match", default="", help="only jobs whose names contain this"
     )
-    given = parser.parse_args()
-    os.environ["TRITON_CACHE_DIR"] = str(given.cache.resolve())
-    log = given.cache / "rows.jsonl"
+    options = parser.parse_args()
+    os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
+    log = options.cache / "rows.jsonl"
     rows = read_log(log)
     done = {x["case"] for x in rows if "done" in x}
-    jobs = [x for x in all_jobs() if x.name not in done and given.match in x.name]
-    given.cache.mkdir(parents=True, exist_ok=True)
+    jobs = [x for x in all_jobs() if x.name not in done and options.match in x.name]
+    options.cache.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
-        for row in compile_jobs(jobs, given.target, given.processes, measured=True):
+        for row in compile_jobs(jobs, options.target, options.processes, measured=True):
             rows.append(row)
             print(json.dumps(row), file=file, flush=True)
             print(row, flush=True)
-    if given.out:
-        write(result_of(rows, given.target), given.out)
-    if given.pack:
+    if options.out:
+        write(result_of(rows, options.target), options.out)
+    if options.pack:
         keys = [x["hash"] for x in rows if "hash" in x]
-        print(f"{pack(given.cache, given.pack, keys):,} bytes in {given.pack}")
+        print(f"{pack(options.cache, options.pack, keys):,} bytes in {options.pack}")
 
 
 def read_log(log: Path) -> list[Row]:
