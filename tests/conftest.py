@@ -33,6 +33,7 @@ SERIAL = {  # never beside each other: what starts Ray, makes namespaces or buil
     "tests/test_packaging.py",
 }
 LONG = {  # begun early, so that no process is left alone with one at the end
+    "tests/benchmarks/test_gpu.py",
     "tests/bench/test_machine_code.py",
     "tests/engine/test_all_codecs.py",
     "tests/engine/test_engine.py",

@@ -17,7 +17,7 @@ import os
 import signal
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -146,9 +146,10 @@ class Compiles:
             triton.knobs.compilation.listener = before
 
 
-def compile_job(job: Job, target: str, measured: bool) -> Iterator[Row]:
-    """A row for each kernel of a job that no launch before had; measured: with its
-    machine code.
+def compile_job(job: Job, target: str, known: Set[str] | None) -> Iterator[Row]:
+    """A row for each kernel of a job, with what it needs unless its hash is known.
+
+    known: None: nobody asks what kernels need, and their launchers are built
     """
     hashes = set[str]()
     for launch in launches_of(job, target):
@@ -160,10 +161,10 @@ def compile_job(job: Job, target: str, measured: bool) -> Iterator[Row]:
         hashes.add(kernel.hash)
         row = {"kernel": kernel.metadata.name, "case": job.name, "hash": kernel.hash}
         row |= {"compiled": compiles.count, "seconds": round(compiles.seconds, 1)}
-        if measured:
-            row |= _needs(kernel, target)
-        else:
+        if known is None:
             _build_launcher(kernel)
+        elif kernel.hash not in known:
+            row |= _needs(kernel, target)
         yield row
 
 
@@ -206,11 +207,12 @@ def compile_jobs(
     jobs: Sequence[Job],
     target: str,
     processes: int,
-    measured: bool,
+    known: set[str] | None = None,
     seconds: float = 1e9,
 ) -> Iterator[Row]:
     """Rows of `compile_job` as they come, and one with a `reason` where a job failed.
 
+    known:   hashes of kernels whose needs are known; those of new ones are added
     seconds: for all of them together; jobs that have not begun then are left out
     """
     context, ends = multiprocessing.get_context("fork"), time.monotonic() + seconds
@@ -219,9 +221,7 @@ def compile_jobs(
         while left and len(running) < processes and time.monotonic() < ends:
             job = left.pop(0)
             ours, theirs = context.Pipe(False)
-            process = context.Process(
-                target=_work, args=(job, target, measured, theirs)
-            )
+            process = context.Process(target=_work, args=(job, target, known, theirs))
             process.start()
             theirs.close()
             until = min(ends, time.monotonic() + LIMIT_S)
@@ -231,26 +231,30 @@ def compile_jobs(
         for pipe in wait(list(running), 1.0):
             assert isinstance(pipe, Connection)
             try:
-                yield pipe.recv()
+                row = pipe.recv()
             except EOFError:
                 yield from _end(running.pop(pipe))
+                continue
+            if known is not None and "registers" in row:
+                known.add(row["hash"])
+            yield row
         for pipe, one in list(running.items()):
             if time.monotonic() > one.until:
                 one.process.kill()
                 yield from _end(running.pop(pipe), "its time was over")
 
 
-def _work(job: Job, target: str, measured: bool, pipe: Connection) -> None:
+def _work(job: Job, target: str, known: Set[str] | None, pipe: Connection) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        for row in compile_job(job, target, measured):
+        for row in compile_job(job, target, known):
             pipe.send(row)
+        pipe.send({"case": job.name, "done": True})
     except Exception as error:
         pipe.send(
             {"case": job.name, "reason": f"{type(error).__name__}: {error}"[:500]}
         )
-    pipe.send({"case": job.name, "done": True})
 
 
 def _end(running: Running, reason: str = "") -> Iterator[Row]:
@@ -302,24 +306,29 @@ def table(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """One row for every kernel, with the first case that launches it; and what
     failed.
     """
-    kernels, failed = dict[str, Row](), list[Row]()
+    kernels, failed = dict[str, Row](), dict[str, Row]()
     for row in rows:
+        case = row["case"]
         if "reason" in row:
-            failed.append(row)
-        elif "hash" in row:
-            first = kernels.setdefault(row["hash"], row)
+            failed[case] = row
+        elif "done" in row:  # now; an earlier run was interrupted
+            failed.pop(case, None)
+        elif "registers" in row or row["hash"] in kernels:
+            first = kernels.setdefault(row["hash"], dict(row))
             first["seconds"] = max(first["seconds"], row["seconds"])
+    hidden = ("hash", "compiled")
     shown = [
-        {k: v for k, v in row.items() if k not in ("hash", "compiled")}
-        for row in kernels.values()
+        {k: v for k, v in row.items() if k not in hidden} for row in kernels.values()
     ]
-    return shown, failed
+    return shown, list(failed.values())
 
 
 def result_of(rows: Sequence[Row], target: str) -> Row:
     """The table as a JSON object."""
     kernels, failed = table(rows)
+    done = sum("done" in row for row in rows)
     summary = {
+        "jobs": f"{done} of {len(all_jobs())}",
         "kernels": len(kernels),
         "seconds": round(sum(x["seconds"] for x in kernels)),
         "spilling": sum(x["spill_bytes"] > 0 for x in kernels),
@@ -373,6 +382,7 @@ def main() -> None:
     )
     parser.add_argument("--target", choices=SHARED_BYTES, default="sm_90")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9, help="go on another time")
     parser.add_argument(
         "--match", default="", help="only jobs whose names contain this"
     )
@@ -384,7 +394,9 @@ def main() -> None:
     jobs = [x for x in all_jobs() if x.name not in done and given.match in x.name]
     given.cache.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
-        for row in compile_jobs(jobs, given.target, given.processes, measured=True):
+        known = {x["hash"] for x in rows if "registers" in x}
+        limits = given.processes, known, given.seconds
+        for row in compile_jobs(jobs, given.target, *limits):
             rows.append(row)
             print(json.dumps(row), file=file, flush=True)
             print(row, flush=True)
