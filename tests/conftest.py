@@ -34,6 +34,7 @@ SERIAL = {
 }
 # files that start early, so that no process is left alone with one at the end
 LONG = {
+    "tests/benchmarks/test_gpu.py",
     "tests/benchmarks/test_machine_code.py",
     "tests/engine/test_all_codecs.py",
     "tests/engine/test_engine.py",

@@ -33,7 +33,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     began, compiled, failed = time.monotonic(), 0, list[Row]()
     processes = os.cpu_count() or 1
     for row in compile_jobs(
-        all_jobs(), _target(), processes, False, setting.seconds_left
+        all_jobs(), _target(), processes, None, setting.seconds_left
     ):
         compiled += row.get("compiled", 0)
         failed += [row] if "reason" in row else []

@@ -231,6 +231,18 @@ def test_a_packed_cache_has_what_launches_read_and_no_more(tmp_path):
     assert found == {"A/x.cubin", "A/x.json", "B/__grp__y.json"}
 
 
+def test_a_table_has_each_kernel_once_and_forgets_what_failed_before_it_was_done():
+    needs = {"registers": 9, "spill_bytes": 0, "shared_bytes": 1, "shared_limit": 2}
+    one = {"kernel": "k", "case": "a", "hash": "x", "compiled": 1, "seconds": 2.0}
+    again = one | {"case": "b", "compiled": 0, "seconds": 0.0}
+    rows = [{"case": "a", "reason": "killed"}, one | needs, again]
+    rows += [{"case": "a", "done": True}, {"case": "b", "reason": "no memory"}]
+    kernels, failed = compiling.table(rows)
+    assert kernels == [{"kernel": "k", "case": "a", "seconds": 2.0, **needs}]
+    assert failed == [{"case": "b", "reason": "no memory"}]
+    assert compiling.result_of(rows, "sm_90")["summary"]["over_limit"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_was_compiled_ahead_is_all_that_a_gpu_launches(tmp_path):
