@@ -212,8 +212,8 @@ def compile_jobs(
 ) -> Iterator[Row]:
     """Rows of `compile_job` as they come, and one with a `reason` where a job failed.
 
-    known:   hashes of kernels whose needs are known; those of new ones are added
-    seconds: for all of them together; jobs that have not begun then are left out
+    measured: hashes of kernels that were measured before; new ones are added
+    seconds:  for all jobs together; jobs that have not started by then are skipped
     """
     deadline = time.monotonic() + seconds
     waiting = list(jobs)
@@ -224,9 +224,9 @@ def compile_jobs(
             running[pipe] = process
         if not running:
             return
-        for pipe in wait(list(running), 1.0):
-            assert isinstance(pipe, Connection)
-            yield from _receive(pipe, running, measured)
+        for ready in wait(list(running), 1.0):
+            assert isinstance(ready, Connection)
+            yield from _receive(ready, running, measured)
         for pipe, process in list(running.items()):
             if time.monotonic() > process.until:
                 process.process.kill()
@@ -403,6 +403,16 @@ def main() -> None:
     )
     options = parser.parse_args()
     os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
+    rows = compile_rest(options)
+    if options.out:
+        write(result_of(rows, options.target), options.out)
+    if options.pack:
+        keys = [x["hash"] for x in rows if "hash" in x]
+        print(f"{pack(options.cache, options.pack, keys):,} bytes in {options.pack}")
+
+
+def compile_rest(options: argparse.Namespace) -> list[Row]:
+    """Compile the jobs that earlier runs have not finished; the rows of all runs."""
     log = options.cache / "rows.jsonl"
     rows = read_log(log)
     done = {x["case"] for x in rows if "done" in x}
@@ -416,11 +426,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), file=file, flush=True)
             print(row, flush=True)
-    if options.out:
-        write(result_of(rows, options.target), options.out)
-    if options.pack:
-        keys = [x["hash"] for x in rows if "hash" in x]
-        print(f"{pack(options.cache, options.pack, keys):,} bytes in {options.pack}")
+    return rows
 
 
 def read_log(log: Path) -> list[Row]:
