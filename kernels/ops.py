@@ -397,7 +397,7 @@ def _check_absent(
     is_like_k = absent.shape == k.shape[:2] and absent.device == k.device
     if absent.dtype != torch.bool or not is_like_k:
         raise ValueError(
-            f"absent is {tuple(absent.shape)} {absent.dtype}; expected a bool per token"
+            f"absent is {tuple(absent.shape)} {absent.dtype}; expected a bool for each token"
         )
     if isinstance(fmt, PageFormat) and fmt.valid is not None:
         scale = fmt.k.scale
