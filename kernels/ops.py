@@ -286,7 +286,9 @@ def on_gpu(x: Tensor) -> bool:
 
 @cache
 def _gpu(name: str) -> ModuleType:
-    """The Triton module called `name`."""
+    """The Triton module called `name`; `plan` knows no Triton."""
+    if name != "plan":
+        import_module("disagg.kernels.gpu.keys").settle()
     return import_module(f"disagg.kernels.gpu.{name}")
 
 
