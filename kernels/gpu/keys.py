@@ -9,7 +9,7 @@ Here all keys are made in one order, before anything is launched.
 from functools import cache
 from importlib import import_module
 
-MODULES = ("bits", "encode", "append", "attend", "reduce", "lowrank", "aligned")
+MODULES = ("bits", "encode", "append", "attend", "combine", "lowrank", "aligned")
 
 
 @cache
