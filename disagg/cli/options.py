@@ -61,7 +61,7 @@ def refuse_idle(idle: object, where: str, **values: object) -> None:
     """ConfigError for an option that would have no effect."""
     for name, value in values.items():
         if idle and value:
-            raise ConfigError(f"--{name.replace('_', '-')} means nothing {where}")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect {where}")
 
 
 def writable(path: Path | None) -> Path | None:

@@ -58,7 +58,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a rehearsal of all steps leaves."""
     out = tmp_path_factory.mktemp("gpu")
     done = call(RUN, "--rehearse", "--out", str(out))
-    (out / "said").write_text(done.stdout)
+    (out / "output").write_text(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -74,10 +74,10 @@ def test_a_rehearsal_runs_every_step_where_much_is_missing(rehearsed):
 
 
 def test_a_rehearsal_leaves_few_files_and_says_little(rehearsed):
-    said = (rehearsed / "said").read_text().splitlines()
-    assert 2 * len(NAMES) <= len(said) <= running.LINES
-    assert all(any(f" {name}," in line for line in said) for name in NAMES)
-    assert {x.name for x in rehearsed.iterdir()} == {"gpu.json", "gpu.log", "said"}
+    output = (rehearsed / "output").read_text().splitlines()
+    assert 2 * len(NAMES) <= len(output) <= running.LINES
+    assert all(any(f" {name}," in line for line in output) for name in NAMES)
+    assert {x.name for x in rehearsed.iterdir()} == {"gpu.json", "gpu.log", "output"}
 
 
 def test_a_rehearsal_attends_encodes_and_decodes(rehearsed):
@@ -224,11 +224,11 @@ def test_a_packed_cache_has_what_launches_read_and_no_more(tmp_path):
         (tmp_path / "cache" / folder / name).write_text(name)
     compiling.pack(tmp_path / "cache", tmp_path / "it.tar.xz")
     compiling.unpack(tmp_path / "it.tar.xz", tmp_path / "there")
-    found = {
+    result = {
         str(x.relative_to(tmp_path / "there"))
         for x in (tmp_path / "there").rglob("*.*")
     }
-    assert found == {"A/x.cubin", "A/x.json", "B/__grp__y.json"}
+    assert result == {"A/x.cubin", "A/x.json", "B/__grp__y.json"}
 
 
 def test_a_table_has_each_kernel_once_and_forgets_what_failed_before_it_was_done():

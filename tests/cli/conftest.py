@@ -103,7 +103,7 @@ def state_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def known(running: Running, state_file: Path) -> Running:
+def announced_service(running: Running, state_file: Path) -> Running:
     """The service, announced in a state file under the id of this process."""
     write_state(
         state_file, RunningService(running.url, os.getpid(), "secret", ready=True)

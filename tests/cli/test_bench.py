@@ -77,9 +77,9 @@ def test_what_cannot_be_measured_is_refused_before_it_begins(
     pytest.importorskip("matplotlib")
     for started in ((child.Child, "__init__"), (Runner, "random")):
         monkeypatch.setattr(*started, lambda *_: pytest.fail("started for nothing"))
-    said = disagg(command, code=2)
-    assert word in said.err
-    assert not said.out
+    output = disagg(command, code=2)
+    assert word in output.err
+    assert not output.out
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_streams_longer_than_the_context_never_begin(
         child.Child, "__init__", lambda *_: pytest.fail("started for nothing")
     )
     model = save_tiny("llama", tmp_path, max_position_embeddings=tokens - 1)
-    said = disagg("bench streams --part", part, "--model", model, code=4).err
-    assert f"{tokens:,} tokens of a prompt and its answer" in said
-    assert f"at most {tokens - 1:,}" in said
+    output = disagg("bench streams --part", part, "--model", model, code=4).err
+    assert f"{tokens:,} tokens of a prompt and its answer" in output
+    assert f"at most {tokens - 1:,}" in output
 
 
 @pytest.mark.parametrize(

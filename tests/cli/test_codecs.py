@@ -26,11 +26,11 @@ def test_codecs_lists_every_codec_with_its_size(disagg):
     size = ["--heads", "8", "--head-dim", "128", "--tokens", "2048"]
     rows = look(disagg, "codecs", *size)
     assert all(row.keys() >= COLUMNS | {"fp16_pct"} for row in rows)
-    found = {row["name"]: row for row in rows}
-    assert found["raw"]["page_tokens"] == 16
-    assert found["kivi"]["fp16_pct"] < 30
-    told = disagg("codecs", *size).out
-    assert all(row["spec"] in told for row in rows)
+    result = {row["name"]: row for row in rows}
+    assert result["raw"]["page_tokens"] == 16
+    assert result["kivi"]["fp16_pct"] < 30
+    message = disagg("codecs", *size).out
+    assert all(row["spec"] in message for row in rows)
 
 
 def test_codecs_lists_those_that_hold_the_head_dim(disagg):
@@ -61,14 +61,14 @@ def test_codecs_tell_what_was_measured_of_them(disagg, monkeypatch):
         (25.3, 0.2506),
         (None, None),
     ]
-    told = disagg("codecs kivi").out
-    assert "measured on smollm2" in told
-    assert {"+25.30", "0.2506"} <= set(told.split())
+    message = disagg("codecs kivi").out
+    assert "measured on smollm2" in message
+    assert {"+25.30", "0.2506"} <= set(message.split())
 
 
 def test_the_planes_of_a_page_lie_one_behind_the_other(disagg):
-    found = look(disagg, "page", "kivi:bits=2,group=64,residual=64")
-    (group,) = found["groups"]
+    result = look(disagg, "page", "kivi:bits=2,group=64,residual=64")
+    (group,) = result["groups"]
     page, raw = group["layouts"]
     names = ["k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"]
     assert [plane["name"] for plane in page["planes"]] == names

@@ -14,27 +14,27 @@ KIVI = "kivi:bits=2,group=64,residual=16"
 
 
 def test_sound_kernels_are_told_by_codec_and_backend(disagg):
-    found = json.loads(disagg(DOCTOR, KIVI, "raw", "--json").out)
-    assert (found["device"], found["name"], found["sound"]) == (
+    result = json.loads(disagg(DOCTOR, KIVI, "raw", "--json").out)
+    assert (result["device"], result["name"], result["sound"]) == (
         "cpu",
         library.backend(),
         True,
     )
-    assert [row["kernel"] for row in found["rows"]] == 2 * [
+    assert [row["kernel"] for row in result["rows"]] == 2 * [
         "encode",
         "append",
         "attend",
         "replay",
     ]
-    assert {row["codec"] for row in found["rows"]} == {KIVI, "raw:dtype=model"}
+    assert {row["codec"] for row in result["rows"]} == {KIVI, "raw:dtype=model"}
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
     true = room.examine
 
-    def examine(*given):
-        *others, last = true(*given)
+    def examine(*values):
+        *others, last = true(*values)
         return [*others, replace(last, error=1.0)]
 
     monkeypatch.setattr(room, "examine", examine)
@@ -43,15 +43,17 @@ def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
 
 
 def test_groups_and_codecs_are_those_of_the_head_dim(disagg, monkeypatch):
-    found = json.loads(disagg("doctor --device cpu --head-dim 96 kivi --json").out)
-    assert {row["codec"] for row in found["rows"]} == {
+    result = json.loads(disagg("doctor --device cpu --head-dim 96 kivi --json").out)
+    assert {row["codec"] for row in result["rows"]} == {
         "kivi:bits=2,group=32,residual=128"
     }
-    asked = []
-    monkeypatch.setattr(room, "examine", lambda spec, *_: asked.append(spec) or [])
+    request_body = []
+    monkeypatch.setattr(
+        room, "examine", lambda spec, *_: request_body.append(spec) or []
+    )
     disagg("doctor --device cpu --head-dim 96")
-    assert {"kivi", "raw"} <= set(asked)
-    assert "banded" not in asked
+    assert {"kivi", "raw"} <= set(request_body)
+    assert "banded" not in request_body
 
 
 def test_without_the_library_the_reference_serves_and_that_is_said(disagg, monkeypatch):

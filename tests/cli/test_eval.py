@@ -47,7 +47,7 @@ def test_a_file_of_another_run_is_not_gone_on_with(disagg, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "output"),
     [
         (["--codec", "zip"], 2, "zip"),
         (["--prompt", "3000"], 2, "do not fit"),
@@ -64,7 +64,7 @@ def test_a_file_of_another_run_is_not_gone_on_with(disagg, tmp_path):
     ],
 )
 def test_what_cannot_be_judged_says_why_before_a_model_is_loaded(
-    arguments, code, said, disagg, tmp_path, monkeypatch
+    arguments, code, output, disagg, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -74,4 +74,4 @@ def test_what_cannot_be_judged_says_why_before_a_model_is_loaded(
     monkeypatch.setattr(
         Runner, "load", lambda *_: pytest.fail("a model was loaded for nothing")
     )
-    assert said in disagg(SHORT, *arguments, code=code).err
+    assert output in disagg(SHORT, *arguments, code=code).err

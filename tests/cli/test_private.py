@@ -44,12 +44,12 @@ class Home:
         Path(self.tmp.name, "profile.py").write_text(
             "raise SystemExit('of somebody else')"
         )
-        here = dict.fromkeys(("HOME", "XDG_RUNTIME_DIR"), str(self.folder))
-        here["TMPDIR"] = self.tmp.name
+        environment = dict.fromkeys(("HOME", "XDG_RUNTIME_DIR"), str(self.folder))
+        environment["TMPDIR"] = self.tmp.name
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-P", "-m", "disagg", *arguments]
         process = subprocess.Popen(
-            command, cwd=self.tmp.name, env=os.environ | here, **pipes
+            command, cwd=self.tmp.name, env=os.environ | environment, **pipes
         )
         self.begun.append(process)
         return process
@@ -68,12 +68,12 @@ class Home:
 
     def processes(self) -> dict[int, str]:
         """Whoever has this home, or a file of a session folder open, and its command."""
-        found = {}
+        result = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if self.started(entry):
-                    found[int(entry.name)] = (entry / "cmdline").read_text()
-        return found
+                    result[int(entry.name)] = (entry / "cmdline").read_text()
+        return result
 
     def started(self, entry: Path) -> bool:
         opened = [os.readlink(link) for link in (entry / "fd").iterdir()]
@@ -85,10 +85,12 @@ class Home:
         """The processes of a program that were started with this home."""
         commands = self.processes().items()
         return [
-            pid for pid, said in commands if Path(said.partition("\0")[0]).name == name
+            pid
+            for pid, output in commands
+            if Path(output.partition("\0")[0]).name == name
         ]
 
-    def left(self) -> list[object]:
+    def first_operand(self) -> list[object]:
         """Processes, session folders, files at home."""
         return [*self.processes().values(), *self.sessions(), *self.folder.iterdir()]
 
@@ -102,14 +104,14 @@ class Home:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
-    found = Home(tmp_path)
-    yield found
+    result = Home(tmp_path)
+    yield result
     try:
-        found.empties()
+        result.empties()
     finally:
         for (
             process
-        ) in found.begun:  # of a test that failed: all of it ends with its process
+        ) in result.begun:  # of a test that failed: all of it ends with its process
             process.kill()
             if not process.stderr.closed:
                 print(process.stderr.read())  # shown where the test failed
@@ -144,22 +146,22 @@ def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_
     home,
 ):
     process = home.start("serve", "--port", "0")
-    state, asked = home.service(), ASKED | {"max_tokens": 200}
+    state, request_body = home.service(), ASKED | {"max_tokens": 200}
     (folder,) = home.sessions()
     assert folder.stat().st_mode & 0o077 == 0  # Ray opens what is below to everybody
     (pid,) = home.pids("raylet")
     assert (
         "--node_ip_address=127.0.0.1\0" in home.processes()[pid]
     )  # others may go away
-    whole = complete(state, asked, lambda piece: None)
+    whole = complete(state, request_body, lambda piece: None)
 
-    kill_after_pieces(state, asked, whole.text, "decode")
-    kill_after_pieces(state, asked, whole.text, "prefill")
+    kill_after_pieces(state, request_body, whole.text, "decode")
+    kill_after_pieces(state, request_body, whole.text, "prefill")
     wait_for(lambda: idle(state), describe=lambda: get(state, "/status"))
 
     (pid,) = home.pids("raylet")
     os.kill(pid, signal.SIGKILL)
-    assert complete(state, asked, lambda piece: None).text == whole.text
+    assert complete(state, request_body, lambda piece: None).text == whole.text
     wait_for(lambda: home.pids("raylet") not in ([], [pid]))
     wait_for(lambda: len([worker for worker in workers(state) if "pid" in worker]) == 2)
 
@@ -189,7 +191,7 @@ def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
 
 
 def kill_after_pieces(
-    state: RunningService, asked: dict[str, Any], expected: str, role: str
+    state: RunningService, request_body: dict[str, Any], expected: str, role: str
 ) -> None:
     """kill -9 of a worker in mid-answer: the text is the same, no piece lost or doubled."""
 
@@ -197,7 +199,7 @@ def kill_after_pieces(
         (victim,) = [w for w in workers(state) if w["role"] == role]
         os.kill(victim["pid"], signal.SIGKILL)
 
-    answer = complete(state, asked, at_piece(20, kill))
+    answer = complete(state, request_body, at_piece(20, kill))
     assert answer.text == expected
     assert answer.completion_tokens == 200
     wait_for(

@@ -24,17 +24,19 @@ WORKER = {"name": "d", "role": "decode", "address": "h:1", "epoch": 7, "gauges":
 WORKER |= {"node": "host", "backend": "avx2", "tokens_fit": 12345}
 
 
-def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, disagg):
+def test_scale_and_drain_ask_the_service_with_its_key(
+    announced_service, state_file, disagg
+):
     where = "--state-file", state_file
-    said = disagg("scale prefill=2 decode=3 --json", *where).out
-    assert json.loads(said) == {"prefill": 2, "decode": 3}
+    output = disagg("scale prefill=2 decode=3 --json", *where).out
+    assert json.loads(output) == {"prefill": 2, "decode": 3}
     disagg("scale decode=1", *where)
     disagg("drain d", *where)
-    assert known.staff.asked == [(2, 3), (None, 1), "d"]
+    assert announced_service.staff.asked == [(2, 3), (None, 1), "d"]
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
         (["scale", "decoders=3"], "'decoders=3' is no prefill=NUMBER or decode=NUMBER"),
         (["scale", "decode=many"], "'decode=many' is no"),
@@ -45,19 +47,29 @@ def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, disagg)
         (["drain", ""], "unknown worker ''; known: d"),
     ],
 )
-def test_what_cannot_be_is_said(known, state_file, disagg, command, told):
-    assert told in disagg(*command, "--state-file", state_file, code=2).err
-    assert not known.staff.asked
+def test_what_cannot_be_is_said(
+    announced_service, state_file, disagg, command, message
+):
+    assert message in disagg(*command, "--state-file", state_file, code=2).err
+    assert not announced_service.staff.asked
 
 
-def test_nobody_scales_without_the_key_or_by_nonsense(known):
+def test_nobody_scales_without_the_key_or_by_nonsense(announced_service):
     with pytest.raises(AuthError):
-        post(RunningService(known.url, 0, "wrong"), "/scale", {"decode": 2})
+        post(RunningService(announced_service.url, 0, "wrong"), "/scale", {"decode": 2})
     with pytest.raises(RequestError, match="decode is 'two'"):
-        post(RunningService(known.url, 0, "secret"), "/scale", {"decode": "two"})
+        post(
+            RunningService(announced_service.url, 0, "secret"),
+            "/scale",
+            {"decode": "two"},
+        )
     with pytest.raises(RequestError, match="decoders is 2"):
-        post(RunningService(known.url, 0, "secret"), "/scale", {"decoders": 2})
-    assert not known.staff.asked
+        post(
+            RunningService(announced_service.url, 0, "secret"),
+            "/scale",
+            {"decoders": 2},
+        )
+    assert not announced_service.staff.asked
 
 
 def test_status_is_one_screen(capsys):
@@ -68,13 +80,13 @@ def test_status_is_one_screen(capsys):
         "m · raw · 3 requests · 2 queued · 1 moved · 1,000 bytes sent, 25 % of fp16"
         in out
     )
-    for told in ("host", "25", "12,345", "avx2", "h:2", "it is gone"):
-        assert told in out
+    for message in ("host", "25", "12,345", "avx2", "h:2", "it is gone"):
+        assert message in out
 
 
-def test_watching_looks_again_and_again(known, monkeypatch):
+def test_watching_looks_again_and_again(announced_service, monkeypatch):
     monkeypatch.setattr(workers, "PAUSE_S", 0.0)
-    service = RunningService(known.url, 0, "")
+    service = RunningService(announced_service.url, 0, "")
 
     reports = list(islice(workers.reports(service, repeat=True), 3))
 

@@ -21,7 +21,7 @@ print(*(kernel.cache_key for kernel in kernels))
 @pytest.mark.timeout(300)
 def test_keys_do_not_depend_on_what_is_launched_first():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    found = {
+    result = {
         subprocess.run(
             [sys.executable, "-c", KEYS, first],
             env=environment,
@@ -31,4 +31,4 @@ def test_keys_do_not_depend_on_what_is_launched_first():
         ).stdout
         for first in ("0", "1")
     }
-    assert len(found) == 1
+    assert len(result) == 1

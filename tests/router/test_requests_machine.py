@@ -290,18 +290,25 @@ class Interleavings(RuleBasedStateMachine):
         worker.role = Role.NONE
         self.act(self.table.update_load(name, worker.load, self.now))
 
-        for reserve in [x for x in self.asked if x.job.moved or x.worker == name]:
-            if reserve in self.asked:
-                self.reply(reserve)
+        self.reply_to_all_of(name)
         if then in ("moves", "ends"):
-            for start in [x for x in self.moves if x.worker == name]:
-                if start in self.moves:
-                    self.move(start)
+            self.move_all_of(name)
 
         if then == "is silent":
             self.a_silent_worker_comes_back(name)
         elif then == "ends" and not self.has_work(name):
             self.end_without_a_retry(name)
+
+    def reply_to_all_of(self, name: str) -> None:
+        """Answer what is reserved for moves, and at a worker."""
+        for reserve in [x for x in self.asked if x.job.moved or x.worker == name]:
+            if reserve in self.asked:
+                self.reply(reserve)
+
+    def move_all_of(self, name: str) -> None:
+        for start in [x for x in self.moves if x.worker == name]:
+            if start in self.moves:
+                self.move(start)
 
     def say_once_each(self, name: str) -> None:
         """Each sequence of a worker says its next token or its end."""
