@@ -32,7 +32,7 @@ class FakeStaff:
     """Writes down what it was asked; has one worker, "d"."""
 
     def __init__(self) -> None:
-        self.wanted = {"prefill": 1, "decode": 2}
+        self.target_counts = {"prefill": 1, "decode": 2}
         self.asked: list[object] = []
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
