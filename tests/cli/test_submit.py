@@ -328,6 +328,14 @@ def test_a_client_imports_nothing_heavy(arguments, running):
         ("eval --resume", "error: --resume goes on"),
         ("bench compare --model no/such", "error: no model 'no/such'"),
         (
+            "bench auto --tokens 4095",
+            "error: 4,097 tokens of a prompt and its answer are too",
+        ),
+        (
+            "bench latency --tokens 4096",
+            "error: 4,097 tokens of a prompt and its answer are too",
+        ),
+        (
             "bench compare --tokens 4081",
             "error: 4,097 tokens of a prompt and its answer are too",
         ),
