@@ -69,19 +69,20 @@ def draw_quality() -> Figure:
         color = ORANGE if row["codec"].startswith("banded") else BLUE
         loss = max(row["ppl_pct"], 0.01)
         axis.plot(row["bits"], loss, "o", color=color, markersize=7)
-        sink = " and sink" if "sink=" in row["spec"] else ""
+        sink = " with sink" if "sink=" in row["spec"] else ""
         axis.annotate(
             short_name(row["codec"]) + sink,
             (row["bits"], loss),
             textcoords="offset points",
-            xytext=(7, 4),
+            xytext=(7, -8 if sink else 4),
             fontsize=8,
         )
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g} %"))
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlim(2, 9)
-    axis.set_xlabel("bits a number, scales included")
+    axis.set_ylim(0.006, 50)
+    axis.set_xlabel("bits per number, scales included")
     axis.set_ylabel("perplexity above exact KV (at least 0.01 %)")
     return figure
 
@@ -104,7 +105,7 @@ def draw_link() -> Figure:
         scale.set_major_formatter(StrMethodFormatter("{x:g}"))
         scale.set_minor_formatter(NullFormatter())
     axis.set_xlabel("link, Gb/s")
-    axis.set_ylabel("seconds for 2,048 tokens of an 8B")
+    axis.set_ylabel("seconds for 2,048 tokens")
     axis.legend(frameon=False, fontsize=8)
     return figure
 
@@ -131,7 +132,7 @@ def draw_attention() -> Figure:
         [index + 0.2 for index in range(len(names))], names, rotation=40, ha="right"
     )
     axis.tick_params(axis="x", labelsize=8)
-    axis.set_ylabel("times as fast as torch's best")
+    axis.set_ylabel("speed, torch's best = 1")
     axis.legend(frameon=False, fontsize=8)
     return figure
 
@@ -156,7 +157,7 @@ def draw_vllm() -> Figure:
     ):
         draw_vllm_host(axis, load(file)["rows"])
         axis.set_title(host, fontsize=9)
-    axes[0].set_ylabel("output tokens a second, vLLM = 1")
+    axes[0].set_ylabel("output tokens per second, vLLM = 1")
     axes[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -181,6 +182,7 @@ def draw_vllm_host(axis: Axes, rows: Sequence[Row]) -> None:
         places = [index + 0.4 * offset for index in range(len(cases))]
         axis.bar(places, ratios, width=0.38, color=color, label=name)
     axis.axhline(1, color=INK, linewidth=0.9)
+    axis.set_ylim(0, 2)
     axis.set_xticks([index + 0.2 for index in range(len(cases))], labels, fontsize=7)
 
 
@@ -213,10 +215,10 @@ def draw_capacity() -> Figure:
         speeds,
         width=0.38,
         color=ORANGE,
-        label="tokens a second",
+        label="tokens per second",
     )
     axis.set_xticks(list(places), names)
-    axis.set_ylabel("times fp16")
+    axis.set_ylabel("relative to fp16")
     axis.legend(frameon=False, fontsize=8)
     return figure
 

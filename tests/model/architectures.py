@@ -59,13 +59,14 @@ VERSION = transformers.__version__
 PROMPTS = ", ".join(map(str, LENGTHS))
 HEAD = f"""# Models
 
-`disagg models check NAME` says whether a model is served, and with `--memory 24GiB` how many tokens
-fit. It reads the config alone; what a config cannot say is found out by a probe when the weights
-load.
+`disagg models check NAME` shows whether a model can be served and, with `--memory 24GiB`, how many
+tokens fit. It reads only the config. A few properties can be probed only when the weights load, so
+a model that passes may still be refused then.
 
-Each architecture below was tried as a small random model with transformers {VERSION}: exact pages
-(`raw`) against transformers' own `generate`, prompts of {PROMPTS} tokens, {ANSWER} generated.
-`python -m tests.model.architectures --out docs/models.md` writes this page.
+Each architecture below was tested as a small random model with transformers {VERSION}: greedy
+tokens on exact pages (codec `raw`) against transformers' own `generate`, for prompts of {PROMPTS}
+tokens with {ANSWER} generated tokens each. This page is written by
+`python -m tests.model.architectures --out docs/models.md`.
 
 ## Not served
 
@@ -75,8 +76,7 @@ Each architecture below was tried as a small random model with transformers {VER
 MIDDLE = """
 ## Served
 
-These give the tokens of `generate`, with mixtures of experts and sliding windows where they have
-them.
+These give exactly the tokens of `generate`, including mixtures of experts and sliding windows.
 
 | family | architectures (`model_type`) |
 |---|---|
@@ -86,11 +86,11 @@ FOOT = """
 
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
-- `gpt_oss` was tried in fp32. The experts of its real checkpoints are in mxfp4: on a GPU of
-  capability 7.5 or more with the package `kernels`, transformers computes in mxfp4; otherwise it
-  unpacks them to bf16 while loading, at 2 bytes a parameter. Neither was tried here.
-- The context of LongRoPE models (Phi-3, Phi-4-mini) ends at the length of the original training,
-  where the frequencies would switch.
+- `gpt_oss` was tested in fp32. Its real checkpoints have experts in mxfp4. On a GPU of compute
+  capability 7.5 or higher, with the package `kernels`, transformers computes in mxfp4; otherwise it
+  unpacks them to bf16 while loading, at 2 bytes per parameter. Neither was tested.
+- For LongRoPE models (Phi-3, Phi-4-mini) the context ends at the original training length, where
+  their frequencies would switch.
 """
 
 
