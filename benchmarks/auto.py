@@ -11,29 +11,25 @@ link is that of `disagg bench compare`: its rate is a multiple of the KV that pr
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import mean
+from typing import TYPE_CHECKING
 
 from typer import Option
 
 from benchmarks import command
 from disagg.bench.child import Child
-from disagg.bench.compare import (
-    CODECS,
-    Speed,
-    config_of,
-    kv_figures,
-    measure_speed,
-    texts_of,
-)
 from disagg.bench.result import Row, progress, result_of
 from disagg.bench.tables import table
-from disagg.bench.workers import Prompt, routed, started_workers, visit
 from disagg.cli.bench import Codecs, Out, show, without_none
 from disagg.cli.checks import check_codecs
 from disagg.cli.options import Json, Model
 from disagg.config import AUTO, RouterConfig
 from disagg.transfer.messages import Role, WorkerInfo
+
+if TYPE_CHECKING:  # imports torch: the arguments are checked before
+    from disagg.bench.compare import Speed
+    from disagg.bench.workers import Prompt
 
 PHASES = (4.0, 1 / 8, 4.0)  # rates of the link, times the KV that prefill makes
 ANSWER_TOKENS = 2
@@ -42,6 +38,13 @@ NOTES = (
     "percent of requests that met the deadline, the budget, both; a request has the error of the "
     "last sampled prompt under its codec; phases: the codecs of each"
 )
+
+
+def default_codecs() -> Sequence[str]:
+    """Those of `disagg bench compare`."""
+    from disagg.bench.compare import CODECS
+
+    return CODECS
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class AutoOptions:
     """
 
     model: str | None = None
-    codecs: Sequence[str] = CODECS
+    codecs: Sequence[str] = field(default_factory=default_codecs)
     requests: int = 50
     tokens: int = 512
     times: float = 4.0
@@ -63,6 +66,9 @@ class AutoOptions:
 
 def measure_auto(options: AutoOptions) -> Row:
     """A row for each codec, and one for the choice among them."""
+    from disagg.bench.compare import config_of, texts_of
+    from disagg.bench.workers import started_workers
+
     num_prompts = options.requests * len(PHASES)
     prompts = texts_of(options.model, options.tokens, num_prompts)
     config = config_of(options.model, options.codecs)
@@ -83,10 +89,12 @@ def measure_auto(options: AutoOptions) -> Row:
 
 async def _measure(
     options: AutoOptions,
-    prompts: Sequence[Prompt],
+    prompts: "Sequence[Prompt]",
     prefill: Child,
     workers: Sequence[WorkerInfo],
-) -> tuple[Speed, list[Row]]:
+) -> "tuple[Speed, list[Row]]":
+    from disagg.bench.compare import measure_speed
+
     speed = await measure_speed(workers, options.model, options.tokens)
     errors = dict[str, float]()  # of the last sampled prompt, by codec
     rows = []
@@ -108,14 +116,17 @@ class ServedRequest:
 
 async def _serve(
     options: AutoOptions,
-    prompts: Sequence[Prompt],
+    prompts: "Sequence[Prompt]",
     prefill: Child,
     workers: Sequence[WorkerInfo],
-    speed: Speed,
+    speed: "Speed",
     codec: str,
     errors: dict[str, float],
 ) -> list[ServedRequest]:
     """All phases under one codec; `errors` is brought up to date with every sampled prompt."""
+    from disagg.bench.compare import kv_figures
+    from disagg.bench.workers import routed, visit
+
     config = RouterConfig(
         error_budget=options.budget, first_decode_s=options.times * speed.prefill_s
     )
@@ -136,7 +147,7 @@ async def _serve(
 
 
 def _row(
-    options: AutoOptions, speed: Speed, codec: str, served: Sequence[ServedRequest]
+    options: AutoOptions, speed: "Speed", codec: str, served: Sequence[ServedRequest]
 ) -> Row:
     deadline_s = options.times * speed.prefill_s
     timely = [x.seconds <= deadline_s for x in served]

@@ -13,21 +13,22 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING
 
 from typer import Option
 
 from benchmarks import command
-from benchmarks.recorded_worker import RecordedEnd
 from disagg.bench.child import Child
-from disagg.bench.handoff import SendingEnd, Sent, Way
 from disagg.bench.result import Row, p99, progress, result_of
 from disagg.bench.tables import table
-from disagg.bench.workers import started_workers
 from disagg.cli.bench import Out, Rounds, show, without_none
 from disagg.cli.checks import check_codecs
 from disagg.cli.options import Json
 from disagg.config import DEFAULT_CODEC, Config
 from disagg.transfer.messages import Role
+
+if TYPE_CHECKING:  # imports torch: the arguments are checked before
+    from disagg.bench.handoff import Sent, Way
 
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
 
@@ -55,6 +56,10 @@ def measure_latency(options: LatencyOptions) -> Row:
     admit_ms:        of these, from the commit at the decode worker to the inbox of its engine
     decoding:        between the tokens of an answer, alone and while `received_gbps` arrive
     """
+    from benchmarks.recorded_worker import RecordedEnd
+    from disagg.bench.handoff import SendingEnd, Way
+    from disagg.bench.workers import started_workers
+
     with (
         started_workers(Config(), Role.BOTH, process=RecordedEnd) as (workers, infos),
         Child(SendingEnd) as source,
@@ -90,8 +95,8 @@ def measure_latency(options: LatencyOptions) -> Row:
 
 
 def _send_alone(
-    options: LatencyOptions, worker: Child, source: Child, way: Way
-) -> tuple[list[Sent], list[float]]:
+    options: LatencyOptions, worker: Child, source: Child, way: "Way"
+) -> "tuple[list[Sent], list[float]]":
     """Every hand-off, and the milliseconds until its prompt ran."""
     all_sent: list[Sent] = []
     running_ms: list[float] = []
@@ -104,7 +109,7 @@ def _send_alone(
 
 
 def _decode(
-    options: LatencyOptions, worker: Child, source: Child, rid: str, way: Way | None
+    options: LatencyOptions, worker: Child, source: Child, rid: str, way: "Way | None"
 ) -> Row:
     """Decode one answer, while prompts arrive if there is a way for them."""
     worker.ask("answer", rid, options.answer)

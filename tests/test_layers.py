@@ -1,4 +1,4 @@
-"""The map of the house: imports point down, and packages stay in their rooms.
+"""The layers of the package: imports point down, and third-party packages stay in their rooms.
 
 A module imports only from floors below its own; lazy imports count too.
 """
@@ -52,10 +52,10 @@ TORCH_FREE = {"errors", "config", "kv", "wire", "transfer", "cli"}
 
 
 def sources() -> list[Path]:
-    found = [*(ROOT / "disagg").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    paths = [*(ROOT / "disagg").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     links = (ROOT / "disagg" / "kernels", ROOT / "disagg" / "protos")
     return [
-        path for path in found if not any(path.is_relative_to(link) for link in links)
+        path for path in paths if not any(path.is_relative_to(link) for link in links)
     ]
 
 
@@ -77,22 +77,31 @@ def module(path: Path) -> str:
 
 
 def imports(path: Path, for_types: bool = True) -> Iterator[str]:
-    """Modules, and what is taken from them, which may be modules too."""
-    blocks = (x for x in nodes(path) if isinstance(x, ast.If) and not for_types)
-    typing = {
-        x for y in blocks if ast.unparse(y.test) == "TYPE_CHECKING" for x in y.body
-    }
-    for node in (x for x in nodes(path) if x not in typing):
+    """The imported modules, and the imported names of modules, which may be modules too.
+
+    for_types: those under `if TYPE_CHECKING` as well
+    """
+    ignored = set() if for_types else type_checking_nodes(path)
+    for node in nodes(path):
+        if node in ignored:
+            continue
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, (
-                f"{path}: relative import; here the whole address is written"
-            )
-            yield from (
-                f"{node.module}",
-                *(f"{node.module}.{x.name}" for x in node.names),
-            )
+            assert node.level == 0, f"{path}: relative import; write the whole address"
+            yield f"{node.module}"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.name
+
+
+def type_checking_nodes(path: Path) -> set[ast.AST]:
+    """The statements directly under `if TYPE_CHECKING`."""
+    statements = set()
+    for node in nodes(path):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            statements.update(node.body)
+    return statements
 
 
 def imported_rooms(path: Path) -> Iterator[str]:
@@ -103,22 +112,24 @@ def imported_rooms(path: Path) -> Iterator[str]:
 
 
 def test_imports_point_down():
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {there}"
-        for path in sources()
-        if (here := room(path)) in FLOOR
-        for there in imported_rooms(path)
-        if there in FLOOR and there != here and FLOOR[there] >= FLOOR[here]
-    ]
+    wrong = []
+    for path in sources():
+        importer = room(path)
+        if importer not in FLOOR:
+            continue
+        for imported in imported_rooms(path):
+            if imported == importer or imported not in FLOOR:
+                continue
+            if FLOOR[imported] >= FLOOR[importer]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {imported}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """Inside a room too; what is imported for types alone is not there when it runs."""
-    found = {module(path): {*imports(path, for_types=False)} for path in sources()}
-    TopologicalSorter(
-        {name: names & found.keys() for name, names in found.items()}
-    ).prepare()
+    """Inside a room too. Imports for types alone do not run, so they may go round."""
+    imported = {module(path): {*imports(path, for_types=False)} for path in sources()}
+    graph = {name: names & imported.keys() for name, names in imported.items()}
+    TopologicalSorter(graph).prepare()
 
 
 def test_every_room_has_a_floor():
@@ -126,14 +137,14 @@ def test_every_room_has_a_floor():
 
 
 def test_third_party_packages_stay_in_their_rooms():
-    wrong = [
-        f"{where} imports {module}"
-        for path in sources()
-        if (where := str(path.relative_to(ROOT)))
-        for module in imports(path)
-        if (rooms := THIRD_PARTY.get(module.split(".")[0]))
-        and not any(where.startswith(allowed) for allowed in rooms)
-    ]
+    wrong = []
+    for path in sources():
+        file = str(path.relative_to(ROOT))
+        for module in imports(path):
+            package = module.split(".")[0]
+            rooms = THIRD_PARTY.get(package)
+            if rooms and not file.startswith(tuple(rooms)):
+                wrong.append(f"{file} imports {module}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -159,8 +170,8 @@ def test_the_kernels_folder_never_hides_the_package_of_that_name(start, tmp_path
 
 def written(*folders: str) -> list[Path]:
     """Every *.py of these folders that a person wrote."""
-    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return [path for path in found if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return [path for path in paths if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

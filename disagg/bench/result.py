@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from disagg.errors import ConfigError
-from disagg.kernels.cpu.library import describe_backend
 
 PACKAGES = ("torch", "transformers", "triton", "grpcio", "xxhash", "numpy")
 
@@ -105,6 +104,9 @@ def version_of(package: str) -> str:
 
 def describe_machine() -> Row:
     """The host; `load` counts the processes that wanted a core during the last minute."""
+    # imports torch: a benchmark checks its arguments before it pays for that
+    from disagg.kernels.cpu.library import describe_backend
+
     return {
         "system": platform.platform(),
         "cores": os.cpu_count() or 1,
