@@ -73,7 +73,7 @@ class RecordedEnd(WorkerEnd):
 
     async def answer(self, rid: str, tokens: int) -> None:
         """Begin to decode an answer."""
-        worker = self._worker.started
+        worker = self._worker.info
         sampling = {"max_tokens": tokens, "ignore_eos": True}
         job = Job(rid, 0, (1,) * 64, sampling=sampling)
         link = connect(worker.address)

@@ -64,7 +64,7 @@ class ModelConfig(Bounded):
 
     name:   a folder or a Hugging Face name; None: the model that ships in the package
     dtype:  "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
-    device: "auto" (a GPU for each worker where there are some), "cpu" or "cuda"
+    device: "auto" (one GPU per worker if the host has GPUs), "cpu" or "cuda"
     """
 
     name: str | None = None
@@ -76,16 +76,17 @@ class ModelConfig(Bounded):
 class EngineConfig(Bounded):
     """How one worker computes.
 
-    max_batch_tokens: tokens of one step, including those of prompts. Longer prompts are computed in
-                      chunks; a shorter prompt, or a decode on the same worker, waits for one chunk
-    max_sequences:    rows of a decode batch
-    arena_bytes:      size of the arena that holds the pages; None: by memory_share
-    workspace_bytes:  limit for the exact KV of prompts during prefill; None: by memory_share
-    memory_share:     of an accelerator, for weights, arena and workspaces; on a CPU the arena has
-                      256 MiB, and workspaces this share of an eighth of the memory
-    watermark:        share of the arena that stays free for sequences that grow
-    prefix_cache:     the prefix that a prompt shares with earlier ones is not computed again
-    torch_threads:    None: the cores of the host, divided among its workers
+    max_batch_tokens: maximum tokens per step, prompt tokens included. Longer prompts are computed
+                      in chunks; shorter prompts and decoding on the same worker wait for one chunk
+    max_sequences:    maximum sequences per decode step
+    arena_bytes:      memory for KV pages; None: derived from memory_share
+    workspace_bytes:  limit for the exact KV of prompts during prefill; None: derived from
+                      memory_share
+    memory_share:     share of GPU memory for weights, arena and workspaces. On a CPU the arena has
+                      256 MiB, and workspaces get this share of one eighth of the host's memory
+    watermark:        share of the arena that is kept free for running sequences to grow
+    prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
+    torch_threads:    threads per worker; None: the host's cores divided by its workers
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
@@ -104,16 +105,16 @@ class EngineConfig(Bounded):
 class TransferConfig(Bounded):
     """How a prompt is handed off.
 
-    lease_s:     a reservation ends this long after its sender's last sign of life
+    lease_s:     a reservation of pages ends this long after the last message of its sender
     frame_bytes: maximum size of a frame; use smaller frames on slow links
-    link_mbps:   pace of the sender in megabits per second; None: as fast as it can
-    burst_bytes: what a paced sender may send at once
-    overlap:     pages leave while later layers compute; False, for comparison: only afterwards
-    dedup:       pages that the decode worker has from other prompts are not sent again
-    min_disagg_tokens: shorter prompts are computed on the decode worker; None: those whose hand-off
-                 would be no smaller than their KV in fp16. If a plan, such as raw, is never
-                 smaller, all its prompts are handed off
-    channel:     frames over "grpc", or "direct" over a socket that gRPC negotiated
+    link_mbps:   rate limit of the sender in megabits per second; None: no limit
+    burst_bytes: bytes that a rate-limited sender may send at once
+    overlap:     send pages while later layers compute; False, for comparison: send them afterwards
+    dedup:       do not send pages that the decode worker already has from other prompts
+    min_disagg_tokens: shorter prompts are computed on the decode worker, without a hand-off. None:
+                 prompts whose hand-off would be no smaller than their KV in fp16. With a codec that
+                 is never smaller, such as raw, every prompt is handed off
+    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates
     """
 
     lease_s: float = at_least(0.001, default=10.0)
@@ -130,14 +131,14 @@ class TransferConfig(Bounded):
 
 @dataclass(frozen=True)
 class RouterConfig(Bounded):
-    """How requests are kept alive.
+    """Queueing, retries and deadlines.
 
-    deadline_s:   a request that produces no token for this long fails
-    max_attempts: workers that may die while they run a request before it fails
+    deadline_s:   a request that gets no token for this long fails
+    max_attempts: a request fails after this many workers died while running it
     silence_s:    a worker that does not answer for this long counts as dead
-    max_queue:    requests that may wait for workers; more are refused
-    error_budget: for codec auto: the relative error of attention outputs that is acceptable
-    first_decode_s: for codec auto: the target time to the second token, the first one decoded
+    max_queue:    maximum requests waiting for a worker; more are refused with 429
+    error_budget: for codec auto: acceptable relative error of the attention output
+    first_decode_s: for codec auto: target time to the second token, the first one decoded
     """
 
     deadline_s: float = at_least(0.001, default=300.0)
@@ -152,19 +153,22 @@ class RouterConfig(Bounded):
 class ClusterConfig(Bounded):
     """Where the workers run.
 
-    address: "local" starts a private Ray; "host:port" joins a cluster; "auto" joins the one that
-             Ray itself would choose, by RAY_ADDRESS or on this host
-    name:    of the service among others on a cluster: Ray's namespace
-    prefill, decode: how many workers of each role
-    colocated: `prefill` workers that do both, and no others: nothing is handed off
-    pools:   workers run only on nodes with a Ray resource named after their role, one per unit;
-             they wait for such nodes, and an autoscaler starts them
-    gpus:    of each worker; None: those that Ray has at the start, divided equally
-    ports:   where workers listen, [first, last], on every host; None: on any free ports
-    runtime_env: of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
+    address: "local" starts a private Ray; "host:port" joins a cluster; "auto" joins the cluster
+             that Ray itself would choose: RAY_ADDRESS, or one on this host
+    name:    name of this service on a cluster; also its Ray namespace
+    prefill, decode: number of workers of this role
+    colocated: start only `prefill` workers, which prefill and decode; nothing is handed off
+    pools:   place each worker on a node with a Ray resource named after its role (prefill or
+             decode), one worker per unit; without such a node it waits, and an autoscaler may
+             start one
+    gpus:    GPUs per worker, may be a fraction; None: the GPUs that Ray has at start, divided
+             equally
+    ports:   port range of the workers on every host, [first, last]; None: any free ports
+    runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
-    grace_s:  how long a stopping worker may finish its requests
-    detach:   a service that ends leaves its workers on a cluster to the next, for orphan_s
+    grace_s:  time for running requests to finish when the service or a worker stops
+    detach:   on a cluster, keep the workers for orphan_s after the service ends, so that the next
+              service can use them
     """
 
     address: str = "local"
@@ -209,20 +213,22 @@ def _is_port_range(ports: Any) -> bool:
 
 @dataclass(frozen=True)
 class ServerConfig(Bounded):
-    """Where clients find the service, and what they may send.
+    """The HTTP server: address, limits, keys, TLS and log.
 
-    port:              0: any free one
-    pd_ports:          the first of a range with one port per worker, for vLLM's routers; 0: any
-                       free ones
-    state_file:        tells other commands where the service is; None: in a folder of this user
-    served_model_name: what clients call the model; None: its name, or that of its folder
-    max_body_bytes:    longer requests are refused while they arrive
-    silence_s:         a connection is closed if nothing arrives for this long, within a request or
-                       after one; while its client waits for a response it stays open
-    api_key:           that clients have to send, as "Authorization: Bearer KEY"
-    api_key_file:      a file with more keys, one per line; it is read at the start
-    tls_certificate, tls_key: PEM files; together: HTTPS
-    allowed_origins:   of pages that may send requests, ["https://chat.example"]; ["*"]: all
+    host:              address to listen on; 0.0.0.0: every IPv4 address of this host
+    port:              port to listen on; 0: any free port
+    pd_ports:          first port of a range with one port per worker, for vLLM's routers; 0: any
+                       free ports
+    state_file:        file in which other commands find the service; None: one in a folder of this
+                       user
+    served_model_name: model name in the API; None: the model's name, or that of its folder
+    max_body_bytes:    larger request bodies are refused while they arrive
+    silence_s:         a connection is closed if the client sends nothing for this long inside a
+                       request or between two; it stays open while the client waits for a response
+    api_key:           key that clients must send as "Authorization: Bearer KEY"
+    api_key_file:      file with more keys, one per line; read at start
+    tls_certificate, tls_key: PEM files; both together turn on HTTPS
+    allowed_origins:   web origins allowed by CORS, ["https://chat.example"]; ["*"]: all
     log_level:         "info", "debug", "warning" or "error"
     log_format:        "text", or "json": one object per line
     """
@@ -245,13 +251,14 @@ class ServerConfig(Bounded):
 
 @dataclass(frozen=True)
 class SecurityConfig(Bounded):
-    """Authentication and TLS between workers. Files are read on each host by its processes.
+    """Authentication and TLS between workers. Every host reads its own copy of the files.
 
-    plane:       the minimum on a cluster, created by the service where no files configure it: "tls"
-                 with a token, or "token" without encryption
-    token_file:  the shared secret that every call carries
-    certificate: PEM of this host, with its `key`; `ca` is the common authority. Together: TLS in
-                 which both sides present their certificates
+    plane:       minimum on a cluster: "tls" with a token, or "token" without encryption. The
+                 service creates what the files below do not provide
+    token_file:  file with the secret that every call between workers carries
+    ca:          PEM file of the authority that signed the certificates of all hosts
+    certificate: PEM file of this host's certificate. With ca and key: mutual TLS
+    key:         PEM file of the private key of certificate
     """
 
     plane: str = one_of("tls", "token")
@@ -263,12 +270,13 @@ class SecurityConfig(Bounded):
 
 @dataclass(frozen=True)
 class Config:
-    """All settings.
+    """How the KV cache is compressed.
 
-    codec:  a spec for every layer, a plan "0-1:kivi:bits=4;2-:kivi:bits=2", or "auto": the service
-            chooses for each request among `codecs`
-    codecs: others that requests may name on a GPU, where workers compile them at their start; and
-            those that "auto" chooses from
+    codec:  a codec spec for all layers; or a plan with one for each range of layers,
+            "0-1:kivi:bits=4;2-:kivi:bits=2"; or "auto": the service chooses one of `codecs` for
+            each request
+    codecs: the codecs that "auto" chooses from. On a GPU also the only ones, besides codec, that
+            requests may name, because workers compile them at start
     """
 
     codec: str = DEFAULT_CODEC

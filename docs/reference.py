@@ -23,7 +23,8 @@ SETTINGS_HEAD = """# Settings
 Every setting with its default, from `disagg/config.py`. A YAML file
 (`disagg serve --config service.yaml`) overrides defaults, and flags
 (`--set engine.max_sequences=8`) override the file. `disagg serve --show-config` prints the
-values in force. An unknown key is an error that lists the known ones.
+values in force. An unknown key is an error that lists the known ones. The words are those of the
+[glossary](architecture.md#glossary).
 
 ```yaml
 # service.yaml
@@ -73,10 +74,15 @@ def section(
         shown = "null" if default is None else str(default).lower()
         if isinstance(default, str):
             shown = default
-        text = texts.get(field.name, "").replace("|", "\\|")
+        text = as_yaml(texts.get(field.name, "")).replace("|", "\\|")
         escaped = shown.replace("|", "\\|")
         lines.append(f"| `{prefix}{field.name}` | `{escaped}` | {text} |")
     return [*lines, ""]
+
+
+def as_yaml(text: str) -> str:
+    """A text about Python values in the words of YAML."""
+    return re.sub(r"\bNone\b", "null", re.sub(r"\bFalse\b", "false", text))
 
 
 def entries(docstring: str) -> Iterator[tuple[str, str]]:

@@ -286,7 +286,9 @@ def on_gpu(x: Tensor) -> bool:
 
 @cache
 def _gpu(name: str) -> ModuleType:
-    """The Triton module called `name`."""
+    """The Triton module called `name`; `plan` knows no Triton."""
+    if name != "plan":
+        import_module("disagg.kernels.gpu.keys").settle()
     return import_module(f"disagg.kernels.gpu.{name}")
 
 
@@ -397,7 +399,7 @@ def _check_absent(
     is_like_k = absent.shape == k.shape[:2] and absent.device == k.device
     if absent.dtype != torch.bool or not is_like_k:
         raise ValueError(
-            f"absent is {tuple(absent.shape)} {absent.dtype}; expected a bool per token"
+            f"absent is {tuple(absent.shape)} {absent.dtype}; expected a bool for each token"
         )
     if isinstance(fmt, PageFormat) and fmt.valid is not None:
         scale = fmt.k.scale

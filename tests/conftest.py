@@ -1,9 +1,10 @@
 """Shared by all tests: which files run side by side, one torch thread, Triton, a model."""
 
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ SERIAL = {
 }
 # files that start early, so that no process is left alone with one at the end
 LONG = {
+    "tests/benchmarks/test_gpu.py",
     "tests/benchmarks/test_machine_code.py",
     "tests/engine/test_all_codecs.py",
     "tests/engine/test_engine.py",
@@ -87,6 +89,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A folder for state files, so that no test meets a service that the user runs."""
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(autouse=True)
+def quiet_logging() -> Iterator[None]:
+    """The loggers as before: `disagg serve` sets them up for its process."""
+    root = logging.getLogger()
+    package = logging.getLogger("disagg")
+    handlers, level, package_level = root.handlers[:], root.level, package.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+    package.setLevel(package_level)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The layers of the package: imports point down, and third-party packages stay in their rooms.
+"""The map of the house: imports point down, and packages stay in their rooms.
 
 A module imports only from floors below its own; lazy imports count too.
 """
@@ -77,31 +77,27 @@ def module(path: Path) -> str:
 
 
 def imports(path: Path, for_types: bool = True) -> Iterator[str]:
-    """The imported modules, and the imported names of modules, which may be modules too.
-
-    for_types: those under `if TYPE_CHECKING` as well
-    """
-    ignored = set() if for_types else type_checking_nodes(path)
+    """Modules, and what is taken from them, which may be modules too."""
+    typing_only = set() if for_types else imports_for_types(path)
     for node in nodes(path):
-        if node in ignored:
+        if node in typing_only:
             continue
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write the whole address"
-            yield f"{node.module}"
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
+            yield from (alias.name for alias in node.names)
 
 
-def type_checking_nodes(path: Path) -> set[ast.AST]:
-    """The statements directly under `if TYPE_CHECKING`."""
-    statements = set()
-    for node in nodes(path):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            statements.update(node.body)
-    return statements
+def imports_for_types(path: Path) -> set[ast.AST]:
+    """What stands below `if TYPE_CHECKING`."""
+    blocks = [
+        node
+        for node in nodes(path)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {statement for block in blocks for statement in block.body}
 
 
 def imported_rooms(path: Path) -> Iterator[str]:
@@ -115,10 +111,9 @@ def test_imports_point_down():
     wrong = []
     for path in sources():
         importer = room(path)
-        if importer not in FLOOR:
-            continue
         for imported in imported_rooms(path):
-            if imported == importer or imported not in FLOOR:
+            has_floors = importer in FLOOR and imported in FLOOR
+            if not has_floors or imported == importer:
                 continue
             if FLOOR[imported] >= FLOOR[importer]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {imported}")
@@ -126,7 +121,7 @@ def test_imports_point_down():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """Inside a room too. Imports for types alone do not run, so they may go round."""
+    """Inside a room too. Imports for types alone are not executed."""
     imported = {module(path): {*imports(path, for_types=False)} for path in sources()}
     graph = {name: names & imported.keys() for name, names in imported.items()}
     TopologicalSorter(graph).prepare()
@@ -141,8 +136,7 @@ def test_third_party_packages_stay_in_their_rooms():
     for path in sources():
         file = str(path.relative_to(ROOT))
         for module in imports(path):
-            package = module.split(".")[0]
-            rooms = THIRD_PARTY.get(package)
+            rooms = THIRD_PARTY.get(module.split(".")[0])
             if rooms and not file.startswith(tuple(rooms)):
                 wrong.append(f"{file} imports {module}")
     assert not wrong, "\n".join(wrong)

@@ -70,10 +70,10 @@ def test_it_runs_from_any_folder_with_its_library(
 
 def test_the_console_script_runs_from_elsewhere(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("disagg")
-    said = subprocess.check_output(
+    output = subprocess.check_output(
         [script, "codecs", "--json"], cwd=tmp_path, text=True
     )
-    assert '"kivi"' in said
+    assert '"kivi"' in output
 
 
 def test_an_editable_install_of_a_clone_runs_from_the_folder_that_holds_it(

@@ -37,7 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def prepare(given: argparse.Namespace, scratch: Path) -> None:
+def prepare(options: argparse.Namespace, scratch: Path) -> None:
     """The environment of all steps, before Triton and torch are imported."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
@@ -45,19 +45,19 @@ def prepare(given: argparse.Namespace, scratch: Path) -> None:
     )
     os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
-    if given.rehearse:
+    if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if given.cache:
-        os.environ["DISAGG_KERNEL_CACHE"] = str(given.cache.resolve())
+    if options.cache:
+        os.environ["DISAGG_KERNEL_CACHE"] = str(options.cache.resolve())
 
 
 def main(arguments: list[str]) -> int:
     """Run the steps and print the summary; 1 if one failed."""
-    given = parse(arguments)
+    options = parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        prepare(given, scratch)
+        prepare(options, scratch)
         from benchmarks.gpu.running import (
             run_steps,
             summary,
@@ -66,9 +66,11 @@ def main(arguments: list[str]) -> int:
 
         steps = [
             STEPS["warmup"],
-            *(STEPS[name] for name in NAMES if name in given.only),
+            *(STEPS[name] for name in NAMES if name in options.only),
         ]
-        results = run_steps(steps, given.rehearse, given.out, scratch, given.budget)
+        results = run_steps(
+            steps, options.rehearse, options.out, scratch, options.budget
+        )
         print("\n".join(summary(results)))
         return int(any(x.failures for x in results))
 

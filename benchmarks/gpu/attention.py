@@ -122,13 +122,13 @@ class Attending:
 
 
 def prepare(
-    case: Case, arena: DirtyArena, made: tuple[Tensor, Tensor, Tensor]
+    case: Case, arena: DirtyArena, kvq: tuple[Tensor, Tensor, Tensor]
 ) -> Attending:
-    """Write the prompts of a case and plan its next step; made: k, v [H, n, D] and q
+    """Write the prompts of a case and plan its next step; kvq: k, v [H, n, D] and q
     [Hq, _, D].
     """
     arena.clear()
-    layer, (k, v, q) = Layer(case, arena), made
+    layer, (k, v, q) = Layer(case, arena), kvq
     layer.scatter()
     assert max(layer.n) <= k.shape[1], (case, layer.n)
     for n in layer.n:
@@ -140,11 +140,11 @@ def prepare(
     layer.append(step, new_k, new_v)
     new_q = queries_of(q, case.sequences)
     call = partial(layer.attend, step, new_q)
-    found = call()[0].cpu().double()
+    output = call()[0].cpu().double()
     kv = torch.stack(layer.cache(0).reconstruct()).double()
     present = layer.cache(0).present()
     exact = _exact(case, new_q[0], kv, present).cpu()
-    return Attending(call, layer.nbytes, float((found - exact).norm() / exact.norm()))
+    return Attending(call, layer.nbytes, float((output - exact).norm() / exact.norm()))
 
 
 def _exact(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
@@ -178,12 +178,12 @@ def _compare(setting: Setting) -> Iterator[Row]:
     arena = _arena(kind)
     copied, late = copy_speed(device), list[tuple[str, Fp16]]()
     for sequences, tokens in TINY_SHAPES if setting.rehearsal else SHAPES:
-        made = _made(tokens + 512, setting.rehearsal, device)
+        kvq = make_inputs(tokens + 512, setting.rehearsal, device)
         k, v = (
             x[:, :tokens].expand(sequences, -1, -1, -1).contiguous()
-            for x in (made[0], made[1])
+            for x in (kvq[0], kvq[1])
         )
-        fp16 = Fp16(queries_of(made[2], sequences), k, v)
+        fp16 = Fp16(queries_of(kvq[2], sequences), k, v)
         baselines = {name: _captured(call, kind) for name, call in fp16.calls().items()}
         shape = f"{sequences}x{tokens}"
         for spec, most in _variants(setting.rehearsal):
@@ -191,7 +191,7 @@ def _compare(setting: Setting) -> Iterator[Row]:
                 return
             case = _case(spec, sequences, tokens, setting.rehearsal)
             with registers(most):
-                yield _measure(case, most, shape, arena, made, baselines, copied)
+                yield _measure(case, most, shape, arena, kvq, baselines, copied)
         late.append((shape, fp16))
     for shape, one in late:
         if setting.seconds_left > 0 and kind == "cuda":
@@ -204,12 +204,12 @@ def _arena(kind: str) -> DirtyArena:
     return DirtyArena(tensor, nbytes - 128)  # page 0 stays free
 
 
-def _made(
+def make_inputs(
     tokens: int, rehearsal: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, per_head, dim = (1, 2, 64) if rehearsal else (8, 4, 128)
-    made = make_prompt(tokens, heads, dim, per_head)
-    return made.k.to(device), made.v.to(device), made.q.to(device)
+    prompt = make_prompt(tokens, heads, dim, per_head)
+    return prompt.k.to(device), prompt.v.to(device), prompt.q.to(device)
 
 
 def _case(spec: str, sequences: int, tokens: int, rehearsal: bool) -> Case:
@@ -234,7 +234,7 @@ def _measure(
     most: int | None,
     shape: str,
     arena: DirtyArena,
-    made: tuple[Tensor, Tensor, Tensor],
+    kvq: tuple[Tensor, Tensor, Tensor],
     baselines: dict[str, Call],
     copied: float,
 ) -> Row:
@@ -242,7 +242,7 @@ def _measure(
     kind, compiles = arena.bytes.device.type, Compiles()
     try:
         with compiles.counting():
-            ready = prepare(case, arena, made)
+            ready = prepare(case, arena, kvq)
         call = _captured(ready.call, kind)
         timer = time_cuda if kind == "cuda" else time_cpu
         ours, *times = timer([call, *baselines.values()], RUNS[kind])
@@ -272,10 +272,10 @@ def _flex(shape: str, fp16: Fp16) -> Row:
     try:
         call = fp16.flex()
         call()
-        (found,) = time_cuda([_captured(call, "cuda")], RUNS["cuda"])
+        (microseconds,) = time_cuda([_captured(call, "cuda")], RUNS["cuda"])
     except Exception as error:  # a baseline that this torch has not: no failure of ours
         return row | {"reason": f"{type(error).__name__}: {error}"[:200]}
-    return row | {"microseconds": found}
+    return row | {"microseconds": microseconds}
 
 
 # -- with a profiler
@@ -320,9 +320,9 @@ def attend_once(specs: Sequence[str], rehearsal: bool = False) -> None:
     device = torch.device("cpu") if rehearsal else CUDA
     arena = _arena(device.type)
     sequences, tokens = (TINY_SHAPES if rehearsal else SHAPES)[0]
-    made = _made(tokens + 512, rehearsal, device)
+    kvq = make_inputs(tokens + 512, rehearsal, device)
     for spec in specs:
-        prepare(_case(spec, sequences, tokens, rehearsal), arena, made)
+        prepare(_case(spec, sequences, tokens, rehearsal), arena, kvq)
 
 
 def read_profile(text: str, specs: Sequence[str]) -> Iterator[Row]:
@@ -333,34 +333,50 @@ def read_profile(text: str, specs: Sequence[str]) -> Iterator[Row]:
     if start is None:
         yield {"profiled": "ncu", "reason": "no table in what it printed"}
         return
-    found: dict[str, Row] = {}
+    launches: dict[str, Row] = {}
     for line in csv.DictReader(text[start.start() :].splitlines()):
-        row = found.setdefault(line["ID"], {})
+        row = launches.setdefault(line["ID"], {})
         for name, metric in METRICS.items():
             if line["Metric Name"] == metric:
                 row[name] = float(line["Metric Value"].replace(",", ""))
                 if name == "microseconds" and line["Metric Unit"] in ("nsecond", "ns"):
                     row[name] /= 1e3
-    for spec, row in zip(specs, found.values(), strict=False):
+    for spec, row in zip(specs, launches.values(), strict=False):
         yield {"profiled": spec, **row}
 
 
 def headline(rows: list[Row]) -> list[str]:
     """The codecs that gain most and least, what other registers do, shares of peaks."""
     timed = [row for row in rows if "ratio" in row]
-    lines = []
-    for shape in dict.fromkeys(row["shape"] for row in timed):
-        some = [x for x in timed if (x["shape"], x["registers"]) == (shape, SERVED)]
-        some.sort(key=lambda row: -row["ratio"])
-        shown = dict.fromkeys(map(_gain, (*some[:3], *some[-1:])))
-        lines.append(f"{shape}: {', '.join(shown)} (times a baseline, share of a copy)")
-    first = [row for row in timed if row["shape"] == timed[0]["shape"]]
-    others = [row["codec"] for row in first if row["registers"] != SERVED]
-    for spec in dict.fromkeys(others):
-        some = [row for row in first if row["codec"] == spec]
-        told = [f"{row['registers']} {row['microseconds']:.0f}" for row in some]
-        lines.append(f"{spec}, us by registers: {', '.join(told)}")
+    shapes = list(dict.fromkeys(row["shape"] for row in timed))
+    lines = [_gains_at(shape, timed) for shape in shapes]
+    if shapes:
+        lines += _register_lines([row for row in timed if row["shape"] == shapes[0]])
     return lines + [str(row) for row in rows if "profiled" in row]
+
+
+def _gains_at(shape: str, timed: list[Row]) -> str:
+    """The three best codecs at a shape, and the worst."""
+    served = [
+        row for row in timed if row["shape"] == shape and row["registers"] == SERVED
+    ]
+    served.sort(key=lambda row: -row["ratio"])
+    gains = dict.fromkeys(map(_gain, [*served[:3], *served[-1:]]))
+    return f"{shape}: {', '.join(gains)} (times a baseline, share of a copy)"
+
+
+def _register_lines(timed: list[Row]) -> list[str]:
+    """Microseconds of each codec that ran with other numbers of registers."""
+    specs = [row["codec"] for row in timed if row["registers"] != SERVED]
+    lines = []
+    for spec in dict.fromkeys(specs):
+        times = [
+            f"{row['registers']} {row['microseconds']:.0f}"
+            for row in timed
+            if row["codec"] == spec
+        ]
+        lines.append(f"{spec}, us by registers: {', '.join(times)}")
+    return lines
 
 
 def _gain(row: Row) -> str:

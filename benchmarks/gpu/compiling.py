@@ -17,7 +17,7 @@ import os
 import signal
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -146,9 +146,10 @@ class Compiles:
             triton.knobs.compilation.listener = before
 
 
-def compile_job(job: Job, target: str, measured: bool) -> Iterator[Row]:
-    """A row for each kernel of a job that no launch before had; measured: with its
-    machine code.
+def compile_job(job: Job, target: str, measured: Set[str] | None) -> Iterator[Row]:
+    """A row for each kernel of a job, with what it needs unless its hash is known.
+
+    known: None: nobody asks what kernels need, and their launchers are built
     """
     hashes = set[str]()
     for launch in launches_of(job, target):
@@ -160,10 +161,10 @@ def compile_job(job: Job, target: str, measured: bool) -> Iterator[Row]:
         hashes.add(kernel.hash)
         row = {"kernel": kernel.metadata.name, "case": job.name, "hash": kernel.hash}
         row |= {"compiled": compiles.count, "seconds": round(compiles.seconds, 1)}
-        if measured:
-            row |= _needs(kernel, target)
-        else:
+        if measured is None:
             _build_launcher(kernel)
+        elif kernel.hash not in measured:
+            row |= _needs(kernel, target)
         yield row
 
 
@@ -206,51 +207,69 @@ def compile_jobs(
     jobs: Sequence[Job],
     target: str,
     processes: int,
-    measured: bool,
+    measured: set[str] | None = None,
     seconds: float = 1e9,
 ) -> Iterator[Row]:
     """Rows of `compile_job` as they come, and one with a `reason` where a job failed.
 
-    seconds: for all of them together; jobs that have not begun then are left out
+    measured: hashes of kernels that were measured before; new ones are added
+    seconds:  for all jobs together; jobs that have not started by then are skipped
     """
-    context, ends = multiprocessing.get_context("fork"), time.monotonic() + seconds
-    left, running = list(jobs), dict[Connection, Running]()
-    while left or running:
-        while left and len(running) < processes and time.monotonic() < ends:
-            job = left.pop(0)
-            ours, theirs = context.Pipe(False)
-            process = context.Process(
-                target=_work, args=(job, target, measured, theirs)
-            )
-            process.start()
-            theirs.close()
-            until = min(ends, time.monotonic() + LIMIT_S)
-            running[ours] = Running(job, process, until)
+    deadline = time.monotonic() + seconds
+    waiting = list(jobs)
+    running: dict[Connection, Running] = {}
+    while waiting or running:
+        while waiting and len(running) < processes and time.monotonic() < deadline:
+            pipe, process = _start(waiting.pop(0), target, measured, deadline)
+            running[pipe] = process
         if not running:
             return
-        for pipe in wait(list(running), 1.0):
-            assert isinstance(pipe, Connection)
-            try:
-                yield pipe.recv()
-            except EOFError:
-                yield from _end(running.pop(pipe))
-        for pipe, one in list(running.items()):
-            if time.monotonic() > one.until:
-                one.process.kill()
+        for ready in wait(list(running), 1.0):
+            assert isinstance(ready, Connection)
+            yield from _receive(ready, running, measured)
+        for pipe, process in list(running.items()):
+            if time.monotonic() > process.until:
+                process.process.kill()
                 yield from _end(running.pop(pipe), "its time was over")
 
 
-def _work(job: Job, target: str, measured: bool, pipe: Connection) -> None:
+def _start(
+    job: Job, target: str, measured: Set[str] | None, deadline: float
+) -> tuple[Connection, Running]:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(False)
+    process = context.Process(target=_work, args=(job, target, measured, theirs))
+    process.start()
+    theirs.close()
+    until = min(deadline, time.monotonic() + LIMIT_S)
+    return ours, Running(job, process, until)
+
+
+def _receive(
+    pipe: Connection, running: dict[Connection, Running], measured: set[str] | None
+) -> Iterator[Row]:
+    """The next row of a process; its end, if it has sent all."""
+    try:
+        row = pipe.recv()
+    except EOFError:
+        yield from _end(running.pop(pipe))
+        return
+    if measured is not None and "registers" in row:
+        measured.add(row["hash"])
+    yield row
+
+
+def _work(job: Job, target: str, measured: Set[str] | None, pipe: Connection) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         for row in compile_job(job, target, measured):
             pipe.send(row)
+        pipe.send({"case": job.name, "done": True})
     except Exception as error:
         pipe.send(
             {"case": job.name, "reason": f"{type(error).__name__}: {error}"[:500]}
         )
-    pipe.send({"case": job.name, "done": True})
 
 
 def _end(running: Running, reason: str = "") -> Iterator[Row]:
@@ -302,24 +321,29 @@ def table(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """One row for every kernel, with the first case that launches it; and what
     failed.
     """
-    kernels, failed = dict[str, Row](), list[Row]()
+    kernels, failed = dict[str, Row](), dict[str, Row]()
     for row in rows:
+        case = row["case"]
         if "reason" in row:
-            failed.append(row)
-        elif "hash" in row:
-            first = kernels.setdefault(row["hash"], row)
+            failed[case] = row
+        elif "done" in row:  # now; an earlier run was interrupted
+            failed.pop(case, None)
+        elif "registers" in row or row["hash"] in kernels:
+            first = kernels.setdefault(row["hash"], dict(row))
             first["seconds"] = max(first["seconds"], row["seconds"])
+    hidden = ("hash", "compiled")
     shown = [
-        {k: v for k, v in row.items() if k not in ("hash", "compiled")}
-        for row in kernels.values()
+        {k: v for k, v in row.items() if k not in hidden} for row in kernels.values()
     ]
-    return shown, failed
+    return shown, list(failed.values())
 
 
 def result_of(rows: Sequence[Row], target: str) -> Row:
     """The table as a JSON object."""
     kernels, failed = table(rows)
+    done = sum("done" in row for row in rows)
     summary = {
+        "jobs": f"{done} of {len(all_jobs())}",
         "kernels": len(kernels),
         "seconds": round(sum(x["seconds"] for x in kernels)),
         "spilling": sum(x["spill_bytes"] > 0 for x in kernels),
@@ -344,7 +368,7 @@ def estimates(rows: Sequence[Row]) -> Row:
     kernels: of the step · core_s: seconds of compiling on one core, as measured here
     cold_s:  on CORES of them; with the cache that travels it is 0
     """
-    found: Row = {}
+    estimates: Row = {}
     seconds = dict[str, float]()
     for row in rows:
         if "hash" in row:
@@ -356,9 +380,9 @@ def estimates(rows: Sequence[Row]) -> Row:
         total = sum(seconds[x] for x in own)
         longest = max((seconds[x] for x in own), default=0.0)
         cold = max(longest, total / CORES)
-        found[step] = {"kernels": len(own), "core_s": round(total)}
-        found[step]["cold_s"] = round(cold)
-    return found
+        estimates[step] = {"kernels": len(own), "core_s": round(total)}
+        estimates[step]["cold_s"] = round(cold)
+    return estimates
 
 
 def main() -> None:
@@ -373,26 +397,36 @@ def main() -> None:
     )
     parser.add_argument("--target", choices=SHARED_BYTES, default="sm_90")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9, help="go on another time")
     parser.add_argument(
         "--match", default="", help="only jobs whose names contain this"
     )
-    given = parser.parse_args()
-    os.environ["TRITON_CACHE_DIR"] = str(given.cache.resolve())
-    log = given.cache / "rows.jsonl"
+    options = parser.parse_args()
+    os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
+    rows = compile_rest(options)
+    if options.out:
+        write(result_of(rows, options.target), options.out)
+    if options.pack:
+        keys = [x["hash"] for x in rows if "hash" in x]
+        print(f"{pack(options.cache, options.pack, keys):,} bytes in {options.pack}")
+
+
+def compile_rest(options: argparse.Namespace) -> list[Row]:
+    """Compile the jobs that earlier runs have not finished; the rows of all runs."""
+    log = options.cache / "rows.jsonl"
     rows = read_log(log)
     done = {x["case"] for x in rows if "done" in x}
-    jobs = [x for x in all_jobs() if x.name not in done and given.match in x.name]
-    given.cache.mkdir(parents=True, exist_ok=True)
+    jobs = [x for x in all_jobs() if x.name not in done and options.match in x.name]
+    options.cache.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
-        for row in compile_jobs(jobs, given.target, given.processes, measured=True):
+        measured = {row["hash"] for row in rows if "registers" in row}
+        for row in compile_jobs(
+            jobs, options.target, options.processes, measured, options.seconds
+        ):
             rows.append(row)
             print(json.dumps(row), file=file, flush=True)
             print(row, flush=True)
-    if given.out:
-        write(result_of(rows, given.target), given.out)
-    if given.pack:
-        keys = [x["hash"] for x in rows if "hash" in x]
-        print(f"{pack(given.cache, given.pack, keys):,} bytes in {given.pack}")
+    return rows
 
 
 def read_log(log: Path) -> list[Row]:

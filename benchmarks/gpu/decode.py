@@ -116,11 +116,11 @@ def _row(runner: Runner, spec: str, streams: int, tokens: int, steps: int) -> Ro
         with compiles.counting():
             times = _time(runner, spec, size, steps)
     except Exception as error:
-        found = row | {"failure": f"{type(error).__name__}: {error}"[:300]}
+        result = row | {"failure": f"{type(error).__name__}: {error}"[:300]}
     else:
-        found = row | times | {"resident_bytes": size.streams * plan.nbytes(tokens)}
+        result = row | times | {"resident_bytes": size.streams * plan.nbytes(tokens)}
     _forget(runner)
-    return found | {"compiled": compiles.count, "took_s": time.monotonic() - began}
+    return result | {"compiled": compiles.count, "took_s": time.monotonic() - began}
 
 
 def _time(runner: Runner, spec: str, size: Size, steps: int) -> Row:
@@ -202,10 +202,10 @@ def _plain_model(model: str, device: torch.device) -> torch.nn.Module:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(
+        module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
         )
-    return made.eval().requires_grad_(False)
+    return module.eval().requires_grad_(False)
 
 
 @torch.inference_mode()
@@ -248,7 +248,7 @@ def headline(rows: list[Row]) -> list[str]:
     timed = [row for row in rows if "step_ms" in row]
     lines = []
     for size in dict.fromkeys(row["size"] for row in timed):
-        some = [row for row in timed if row["size"] == size]
-        told = [f"{row['codec']} {row['tokens_per_s']:,.0f}" for row in some]
-        lines.append(f"{size}, tokens/s: {', '.join(told)}")
+        rows_of_size = [row for row in timed if row["size"] == size]
+        speeds = [f"{row['codec']} {row['tokens_per_s']:,.0f}" for row in rows_of_size]
+        lines.append(f"{size}, tokens/s: {', '.join(speeds)}")
     return lines[:14]

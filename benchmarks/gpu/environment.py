@@ -42,12 +42,14 @@ def describe_device(device: torch.device) -> Row:
         return {"name": "stand-in", "processors": os.cpu_count()}
     about = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    said = subprocess.run(
+    output = subprocess.run(
         ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"],
         capture_output=True,
         text=True,
     )
-    driver = dict(zip(QUERY.split(","), said.stdout.strip().split(", "), strict=False))
+    driver = dict(
+        zip(QUERY.split(","), output.stdout.strip().split(", "), strict=False)
+    )
     return {
         "name": about.name,
         "capability": f"{about.major}.{about.minor}",
@@ -90,11 +92,11 @@ def copy_speed(device: torch.device) -> float:
 
 def headline(rows: list[Row]) -> list[str]:
     """The device, and what it copies."""
-    found = {row["what"]: row for row in rows if "what" in row}
+    by_name = {row["what"]: row for row in rows if "what" in row}
     lines = []
-    if device := found.get("device"):
+    if device := by_name.get("device"):
         lines.append(f"{device['name']}, {device['processors']} processors")
-    if speed := found.get("bandwidth"):
+    if speed := by_name.get("bandwidth"):
         lines.append(
             "copy {copy_gb_per_s:,.0f} GB/s, to the device {to_device_gb_per_s:,.0f}, "
             "from it {from_device_gb_per_s:,.0f}".format_map(speed)

@@ -100,13 +100,13 @@ def check(case: Case, arena: DirtyArena, grid: int) -> Row:
     row: Row = {"case": case.name, "codec": case.spec}
     try:
         with compiles.counting():
-            found = run(case, arena, grid)
+            answers = run(case, arena, grid)
         with by_reference():
-            wanted = run(case, GrowingArena(CPU), 0)
+            expected = run(case, GrowingArena(CPU), 0)
     except Exception as error:  # of a compiler, say: the next case may do
         return row | {"failure": f"{type(error).__name__}: {error}"[:300]}
-    row |= _errors(case, found, wanted)
-    row |= {"compiled": compiles.count, "compile_s": compiles.seconds, "ms": found.ms}
+    row |= _errors(case, answers, expected)
+    row |= {"compiled": compiles.count, "compile_s": compiles.seconds, "ms": answers.ms}
     wrong = [x for x, bound in row["bounds"].items() if not row["errors"][x] <= bound]
     if wrong:
         row["failure"] = f"{', '.join(wrong)} above the bound"
@@ -172,16 +172,18 @@ def _numbers(layer: Layer, row: int) -> Tensor:
     return torch.stack(layer.cache(row).reconstruct()).cpu().double()
 
 
-def _errors(case: Case, found: Answers, wanted: Answers) -> Row:
+def _errors(case: Case, answers: Answers, expected: Answers) -> Row:
     """Relative errors, and what they may be."""
-    exact = exact_answers(case, found)
+    exact = exact_answers(case, answers)
     attend = max(_attend_bound(case), GPU_ATTEND) + OUTPUT[case.dtype]
     errors = {
-        "encode": _error(torch.cat(found.encoded, 2), torch.cat(wanted.encoded, 2)),
-        "append": _error(torch.cat(found.appended, 2), torch.cat(wanted.appended, 2)),
-        "attend": _error(found.o[0], exact[0]),
-        "block": _error(found.o[1], exact[1]),
-        "grid": _error(found.grid, found.o[0]),
+        "encode": _error(torch.cat(answers.encoded, 2), torch.cat(expected.encoded, 2)),
+        "append": _error(
+            torch.cat(answers.appended, 2), torch.cat(expected.appended, 2)
+        ),
+        "attend": _error(answers.o[0], exact[0]),
+        "block": _error(answers.o[1], exact[1]),
+        "grid": _error(answers.grid, answers.o[0]),
     }
     bounds = {
         "encode": GPU_BYTES,
@@ -196,26 +198,26 @@ def _attend_bound(case: Case) -> float:
     return float(get_codec(case.spec, case.head_dim).attend_error)
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    if found.shape != wanted.shape:
+def _error(values: Tensor, expected: Tensor) -> float:
+    if values.shape != expected.shape:
         return torch.inf
-    return float((found - wanted).norm() / wanted.norm())
+    return float((values - expected).norm() / expected.norm())
 
 
-def exact_answers(case: Case, found: Answers) -> list[Tensor]:
-    """What attention over the found pages should be: of each step [N, Hq, D] fp64."""
+def exact_answers(case: Case, answers: Answers) -> list[Tensor]:
+    """What attention over the pages of `answers` should be: of each step [N, Hq, D] fp64."""
     layer = Layer(case, GrowingArena(torch.device("meta")))
-    answers = []
+    exact = []
     for number, m in enumerate((1, layer.block())):
         parts = []
         for row in range(case.sequences):
-            kv, present = found.appended[row], found.present[row]
+            kv, present = answers.appended[row], answers.present[row]
             q = tokens_of(case, m, 100 * (number + 1) + row)[2].double()
             end = kv.shape[2] - (layer.block() if not number else 0)
             parts.append(exact_attention(case, q, kv[:, :, :end], present[:, :end]))
         layer.n = [n + m for n in layer.n]
-        answers.append(torch.cat(parts, 1).transpose(0, 1))
-    return answers
+        exact.append(torch.cat(parts, 1).transpose(0, 1))
+    return exact
 
 
 def exact_attention(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
@@ -225,13 +227,13 @@ def exact_attention(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tenso
     (width, dim), (heads, n) = q.shape[1:], present.shape
     places = torch.arange(n, device=kv.device)
     ages = places[n - width :, None] - places
-    seen = (ages >= 0) & (ages < (case.window or n))
+    visible = (ages >= 0) & (ages < (case.window or n))
     scores = (
         torch.einsum("hgwd,hnd->hgwn", q.unflatten(0, (heads, -1)), kv[0]) * dim**-0.5
     )
     if case.cap:
         scores = case.cap * torch.tanh(scores / case.cap)
-    scores = scores.masked_fill(~(seen & present[:, None, None]), -torch.inf)
+    scores = scores.masked_fill(~(visible & present[:, None, None]), -torch.inf)
     sinks = sinks_of(case, kv.device)
     if sinks is not None:
         extra = sinks.double().view(heads, -1, 1, 1).expand(*scores.shape[:3], 1)

@@ -207,8 +207,10 @@ def tokens_of(case: Case, n: int, seed: int) -> Inputs:
     heads, rows = case.heads, case.heads * case.per_head
     sizes = [(heads, n), (heads, n), (rows, n)]
     dtype = getattr(torch, case.dtype)
-    made = [torch.randn(*x, case.head_dim, generator=source).to(dtype) for x in sizes]
-    return made[0], made[1], made[2]
+    tensors = [
+        torch.randn(*x, case.head_dim, generator=source).to(dtype) for x in sizes
+    ]
+    return tensors[0], tensors[1], tensors[2]
 
 
 def rows_of(inputs: Sequence[Inputs], device: torch.device) -> list[Tensor]:

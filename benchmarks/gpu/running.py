@@ -80,11 +80,11 @@ def run_steps(
     (out / "gpu.log").write_text("")
     results, ends = list[Result](), time.monotonic() + budget
     for number, step in enumerate(steps):
-        left = max(0.0, ends - time.monotonic())
+        seconds_left = max(0.0, ends - time.monotonic())
         share = step.seconds / sum(x.seconds for x in steps[number:])
         folder = scratch / step.name
         folder.mkdir(parents=True)
-        results.append(run_step(step, rehearsal, folder, share * left))
+        results.append(run_step(step, rehearsal, folder, share * seconds_left))
         keep(results, out)
     return results
 
@@ -157,9 +157,9 @@ def _write(rows: Sequence[Row], file: Path) -> None:
 def keep(results: Sequence[Result], out: Path) -> None:
     """Write all results so far, and the log of the last one behind the others."""
     steps = {x.step.name: x.as_row() for x in results}
-    found = result_of([], NOTES)
-    del found["rows"]
-    write(found | {"machine": describe_machine(), "steps": steps}, out / "gpu.json")
+    summary = result_of([], NOTES)
+    del summary["rows"]
+    write(summary | {"machine": describe_machine(), "steps": steps}, out / "gpu.json")
     last = results[-1]
     with (out / "gpu.log").open("a") as file:
         file.write(
@@ -176,13 +176,13 @@ def summary(results: Sequence[Result]) -> list[str]:
     """
     failed = [x for x in results if x.failures]
     most = SHORT_LINES if failed else STEP_LINES
-    told = [line for x in results for line in _told(x, most)]
-    room = max(0, LINES - len(told))
+    failure_lines = [line for x in results for line in _lines_of_failure(x, most)]
+    room = max(0, LINES - len(failure_lines))
     lines = list[str]()
     for number, result in enumerate(failed):
         share = (room - len(lines)) // (len(failed) - number)
         lines += _failed(result)[:share]
-    return [_short(line) for line in [*lines, *told][:LINES]]
+    return [_short(line) for line in [*lines, *failure_lines][:LINES]]
 
 
 def _failed(result: Result) -> list[str]:
@@ -192,7 +192,7 @@ def _failed(result: Result) -> list[str]:
     return [head, *(f"  {x}" for x in faults[:5]), *(f"  | {x}" for x in tail)]
 
 
-def _told(result: Result, most: int) -> list[str]:
+def _lines_of_failure(result: Result, most: int) -> list[str]:
     state = "FAILED" if result.failures else "ok"
     head = (
         f"{state:6} {result.step.name}, {result.seconds:.0f} of {result.limit_s:.0f} s"

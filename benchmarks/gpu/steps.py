@@ -13,7 +13,7 @@ from benchmarks.gpu import (
 from benchmarks.gpu.setting import Step
 
 STEPS = {
-    "warmup": Step("warmup", 40.0, warmup.rows, warmup.headline),
+    "warmup": Step("warmup", 150.0, warmup.rows, warmup.headline),
     "environment": Step("environment", 15.0, environment.rows, environment.headline),
     "equality": Step("equality", 90.0, equality.rows, equality.headline),
     "attention": Step("attention", 90.0, attention.rows, attention.headline),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import cases
-from benchmarks.gpu.attention import Call, _made
+from benchmarks.gpu.attention import Call, make_inputs
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.compiling import Compiles
 from benchmarks.gpu.layer import DirtyArena, Layer, interpreted
@@ -85,13 +85,13 @@ def encode_rows(setting: Setting) -> Iterator[Row]:
     arena = DirtyArena(
         torch.empty(nbytes, dtype=torch.uint8, device=device), nbytes - 128
     )
-    made = _made(tokens + 512, setting.rehearsal, device)
+    kvq = make_inputs(tokens + 512, setting.rehearsal, device)
     for spec in TINY_SPECS if setting.rehearsal else SPECS:
         row: Row = {"what": "encode", "codec": spec, "tokens": tokens}
         compiles = Compiles()
         try:
             with compiles.counting():
-                row |= _encode(spec, tokens, arena, made, setting.rehearsal)
+                row |= _encode(spec, tokens, arena, kvq, setting.rehearsal)
         except Exception as error:
             row["failure"] = f"{type(error).__name__}: {error}"[:300]
         yield row | {"compiled": compiles.count}
@@ -101,13 +101,13 @@ def _encode(
     spec: str,
     tokens: int,
     arena: DirtyArena,
-    made: tuple[Tensor, Tensor, Tensor],
+    kvq: tuple[Tensor, Tensor, Tensor],
     rehearsal: bool,
 ) -> Row:
     arena.clear()
     case = Case(spec, sequences=1)
     layer = Layer(cases.tiny([case])[0] if rehearsal else case, arena)
-    k, v, q = made
+    k, v, q = kvq
     k, v = k[:, :tokens], v[:, :tokens]
     layer.write_prompt(k, v, q)
     target = torch.empty_like(k), torch.empty_like(v)
@@ -151,9 +151,9 @@ class TimedArena(DeviceArena):
 
         def wait() -> list[memoryview]:
             began = time.perf_counter()
-            found = copies()
+            measured = copies()
             self.stage_s += time.perf_counter() - began
-            return found
+            return measured
 
         return wait
 
@@ -312,28 +312,31 @@ def _links(setting: Setting, spec: str, source: Child, sink: Child) -> Iterator[
     target = sink.ask("listen", LOOPBACK)
     for gbps in GBPS:
         way = Way(target, direct=True, bytes_per_s=1e9 * gbps / 8 or None)
-        found: list[Row] = []
+        measured: list[Row] = []
         for _ in range(TINY_ROUNDS if setting.rehearsal else ROUNDS):
             one = source.ask("hand_over", spec, way)
             alike = source.ask("checksum", spec) == sink.ask("checksum")
             assert sink.ask("settle") == 1
-            found.append(one | {"write_s": sink.ask("waited"), "alike": alike})
-        yield _hand_off(spec, gbps, found[1:])  # the first opened the connection
+            measured.append(one | {"write_s": sink.ask("waited"), "alike": alike})
+        yield _hand_off(spec, gbps, measured[1:])  # the first opened the connection
 
 
-def _hand_off(spec: str, gbps: float, found: Sequence[Row]) -> Row:
+def _hand_off(spec: str, gbps: float, measured: Sequence[Row]) -> Row:
     times = {
-        f"{name}_ms": 1e3 * median(x[f"{name}_s"] for x in found)
+        f"{name}_ms": 1e3 * median(x[f"{name}_s"] for x in measured)
         for name in ("encode", "stage", "write")
     }
-    seconds = median(x["seconds"] for x in found)
+    seconds = median(x["seconds"] for x in measured)
     row = {"what": "hand-off", "codec": spec, "link_gbps": gbps or None}
     row |= {
         "milliseconds": 1e3 * seconds,
-        "gb_per_s": found[0]["nbytes"] / seconds / 1e9,
+        "gb_per_s": measured[0]["nbytes"] / seconds / 1e9,
     }
-    row |= times | {"nbytes": found[0]["nbytes"], "wire_bytes": found[0]["wire_bytes"]}
-    if not all(x["alike"] for x in found):
+    row |= times | {
+        "nbytes": measured[0]["nbytes"],
+        "wire_bytes": measured[0]["wire_bytes"],
+    }
+    if not all(x["alike"] for x in measured):
         row["failure"] = "the arenas differ"
     return row
 

@@ -89,14 +89,28 @@ def _compare(name: str, folder: Path, device: torch.device) -> Row:
     model = _reference(path, device)
     expected = [generate(model, prompt) for prompt in prompts]
     row: Row = {"tokens": len(prompts) * ANSWER, **_count(graphs)}
-    row["ties"] = sum(x != y for x, (y, _) in zip(recorded[0], expected, strict=True))
-    wrong = [_differs(x, *y) for x, y in zip(recorded[0], expected, strict=True)]
-    faults = [f"raw is not generate: {x}" for x in wrong if x]
+    row["ties"], faults = _faults_of(recorded[0], expected)
     if recorded[0] != eager[0]:
         faults.append("recorded steps choose other tokens than eager ones")
     if recorded[1:] != eager[1:]:  # a rounding of a code may tip
         row["kivi_differs"] = True
-    return row | ({"failure": "; ".join(faults)} if faults else {})
+    if faults:
+        row["failure"] = "; ".join(faults)
+    return row
+
+
+def _faults_of(
+    answers: Sequence[Answer], expected: Sequence[tuple[Answer, list[float]]]
+) -> tuple[int, list[str]]:
+    """How many answers differ from the expected ones, and those that do without a tie."""
+    differing = 0
+    faults = []
+    for answer, (right, margins) in zip(answers, expected, strict=True):
+        differing += answer != right
+        fault = _differs(answer, right, margins)
+        if fault:
+            faults.append(f"raw is not generate: {fault}")
+    return differing, faults
 
 
 def _save(name: str, folder: Path) -> str:
@@ -113,10 +127,10 @@ def _prompts(runner: Runner) -> list[list[int]]:
 
 def _count(graphs: DecodeGraphs | None) -> Row:
     """Steps that were recorded, and those that could not be."""
-    found = [] if graphs is None else list(graphs._recorded.values())
+    steps = [] if graphs is None else list(graphs._recorded.values())
     return {
-        "recorded": sum(x is not None for x in found),
-        "unrecorded": found.count(None),
+        "recorded": sum(step is not None for step in steps),
+        "unrecorded": steps.count(None),
     }
 
 
@@ -155,17 +169,17 @@ def generate(
     how |= {"pad_token_id": 0, "do_sample": False, "output_logits": True}
     mask = torch.ones_like(ids)
     with torch.inference_mode():
-        found = model.generate(
+        result = model.generate(
             ids, attention_mask=mask, return_dict_in_generate=True, **how
         )
-    best = torch.cat(found.logits).float().topk(2).values
-    answer = tuple(found.sequences[0, len(prompt) :].tolist())
+    best = torch.cat(result.logits).float().topk(2).values
+    answer = tuple(result.sequences[0, len(prompt) :].tolist())
     return answer, (best[:, 0] - best[:, 1]).tolist()
 
 
-def _differs(found: Answer, expected: Answer, margins: Sequence[float]) -> str:
+def _differs(answer: Answer, expected: Answer, margins: Sequence[float]) -> str:
     """Where an answer leaves the expected one without a tie; "" if it does not."""
-    pairs = enumerate(zip(found, expected, strict=True))
+    pairs = enumerate(zip(answer, expected, strict=True))
     first = next((i for i, (x, y) in pairs if x != y), None)
     if first is None or margins[first] < TIE:
         return ""
@@ -175,13 +189,19 @@ def _differs(found: Answer, expected: Answer, margins: Sequence[float]) -> str:
 def headline(rows: list[Row]) -> list[str]:
     """How many models answer alike, and which steps could not be recorded."""
     alike = [row for row in rows if "tokens" in row and "failure" not in row]
+    exceptions = {
+        "steps that cannot be recorded": [x["model"] for x in alike if x["unrecorded"]],
+        "kivi differs between recorded and eager steps": _models_with(
+            "kivi_differs", alike
+        ),
+        "refused": _models_with("refused", rows),
+    }
     lines = [f"{len(alike)} of {len(rows)} models answer as generate does"]
-    if eager := [row["model"] for row in alike if row["unrecorded"]]:
-        lines.append(f"steps that cannot be recorded: {', '.join(eager)}")
-    if differs := [row["model"] for row in alike if "kivi_differs" in row]:
-        lines.append(
-            f"kivi differs between recorded and eager steps: {', '.join(differs)}"
-        )
-    if refused := [row["model"] for row in rows if "refused" in row]:
-        lines.append(f"refused: {', '.join(refused)}")
+    for what, models in exceptions.items():
+        if models:
+            lines.append(f"{what}: {', '.join(models)}")
     return lines
+
+
+def _models_with(key: str, rows: list[Row]) -> list[str]:
+    return [row["model"] for row in rows if key in row]

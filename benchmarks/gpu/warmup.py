@@ -33,7 +33,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     began, compiled, failed = time.monotonic(), 0, list[Row]()
     processes = os.cpu_count() or 1
     for row in compile_jobs(
-        all_jobs(), _target(), processes, False, setting.seconds_left
+        all_jobs(), _target(), processes, None, setting.seconds_left
     ):
         compiled += row.get("compiled", 0)
         failed += [row] if "reason" in row else []
@@ -48,18 +48,18 @@ def _target() -> str:
     if shutil.which("nvidia-smi") is None:
         return "sm_90"
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    said = subprocess.run(query, capture_output=True, text=True).stdout
-    target = "sm_" + said.partition("\n")[0].strip().replace(".", "")
+    output = subprocess.run(query, capture_output=True, text=True).stdout
+    target = "sm_" + output.partition("\n")[0].strip().replace(".", "")
     return target if target in SHARED_BYTES else "sm_90"
 
 
 def headline(rows: list[Row]) -> list[str]:
     """What travelled and what was left."""
-    found: Row = {}
+    summary: Row = {}
     for row in rows:
-        found |= row
+        summary |= row
     reasons = sum("reason" in row for row in rows)
     return [
-        f"{found.get('carried', 0)} kernels carried, {found.get('compiled', 0)} compiled in "
-        f"{found.get('compile_s', 0.0):.0f} s, {reasons} jobs failed"
+        f"{summary.get('carried', 0)} kernels carried, {summary.get('compiled', 0)} compiled in "
+        f"{summary.get('compile_s', 0.0):.0f} s, {reasons} jobs failed"
     ]

@@ -41,11 +41,11 @@ class WorkerEnd:
     async def assume(self, role: Role) -> WorkerInfo:
         """Change its role."""
         self._worker.assume(role)
-        return replace(self._worker.started, role=role)
+        return replace(self._worker.info, role=role)
 
     async def pace(self, bytes_per_s: float) -> None:
         """Change the rate of its paced link."""
-        pace = self._worker.prefill.context.peers.options.pace
+        pace = self._worker.service.prefill.context.peers.options.pace
         assert pace is not None, "the config of the worker paces no link"
         pace.bytes_per_s = bytes_per_s
 

@@ -61,7 +61,7 @@ Version = Annotated[
 
 @app.callback()
 def disagg(version: Version = False) -> None:
-    """Prefill here, decode there: language models served with compressed KV in between."""
+    """Serve language models with separate prefill and decode workers."""
 
 
 def run(arguments: Sequence[str]) -> int:

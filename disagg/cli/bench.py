@@ -20,38 +20,46 @@ from disagg.cli.checks import check_codecs
 from disagg.cli.output import print_json
 from disagg.errors import ConfigError
 
-app = typer.Typer(help="Measure.", no_args_is_help=True)
+app = typer.Typer(
+    help="Benchmarks of this machine or of a running server.", no_args_is_help=True
+)
 app.command()(bench_serve.serve)
 
 ANSWER_TOKENS = 16  # behind the prompts of `compare`
 ALIASES = ("overlap", "load", "latency", "streams", "chaos", "moves", "auto")
-Device = Annotated[Literal["cpu", "cuda"], Option(help="Where it runs.")]
+Device = Annotated[Literal["cpu", "cuda"], Option(help="Device to measure.")]
 RandomModel = Annotated[
-    Literal["small", "wide", "135m", "8b"], Option(help="Of random weights.")
+    Literal["small", "wide", "135m", "8b"],
+    Option(help="Model shape; the weights are random."),
 ]
-Runs = Annotated[int, Option(min=1, help="Medians are of this many.")]
-Rounds = Annotated[int | None, Option(min=1, help="Medians are of this many.")]
+Runs = Annotated[int, Option(min=1, help="Runs per median.")]
+Rounds = Annotated[int | None, Option(min=1, help="Runs per median.")]
 Codecs = Annotated[
     list[str] | None, Option("--codec", help="Codec spec; may be repeated.")
 ]
-Size = Annotated[int, Option(min=1, help="Of the KV; the defaults are Llama 3.1 8B.")]
+Size = Annotated[int, Option(min=1, help="Shape of the KV; default: Llama 3.1 8B.")]
 Out = Annotated[
-    Path | None, Option(callback=options.writable, help="Also write it here.")
+    Path | None,
+    Option(callback=options.writable, help="Also write the result to this JSON file."),
 ]
 
 
 @app.command()
 def kernels(
     machine_code: bool = Option(
-        False, "--machine-code", help="Now `python -m benchmarks.machine_code`."
+        False, "--machine-code", help="Moved to `python -m benchmarks.machine_code`."
     ),
-    device: Literal["cpu", "cuda"] | None = Option(None, help="Where it runs; cpu."),
-    target: list[str] | None = Option(None, "--target", help="Of machine code: sm_90."),
+    device: Literal["cpu", "cuda"] | None = Option(
+        None, help="Device to measure; default: cpu."
+    ),
+    target: list[str] | None = Option(
+        None, "--target", help="GPU for --machine-code: sm_90."
+    ),
     runs: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """What attention and encoding cost, timed on this CPU or GPU."""
+    """Time attention and encoding kernels on this CPU or GPU."""
     if machine_code:
         options.refuse_idle(
             machine_code,
@@ -73,14 +81,16 @@ def kernels(
 def decode(
     device: Device = "cpu",
     model: RandomModel = "small",
-    dtype: str | None = Option(None, help="Of weights: float32, bfloat16."),
-    threads: int | None = Option(None, min=1, max=1024, help="Of torch, on a CPU."),
+    dtype: str | None = Option(None, help="Of the weights: float32 or bfloat16."),
+    threads: int | None = Option(None, min=1, max=1024, help="Torch threads on a CPU."),
     codec: Codecs = None,
-    size: list[str] | None = Option(None, help="4x2048; may be repeated."),
+    size: list[str] | None = Option(
+        None, help="Sequences x tokens, 4x2048; may be repeated."
+    ),
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Steps of a whole model of random weights, by codec."""
+    """Time decode steps of a whole model, for each codec."""
     from disagg.bench.decode import DecodeOptions, run
 
     fields = without_none(codecs=codec, sizes=size, dtype=dtype, threads=threads)
@@ -91,13 +101,15 @@ def decode(
 def capacity(
     device: Device = "cpu",
     model: RandomModel = "small",
-    memory_mb: float = Option(16, min=1, max=1e9, help="For KV, of what is measured."),
-    tokens: int = Option(2048, min=1, help="Of each sequence."),
+    memory_mb: float = Option(
+        16, min=1, max=1e9, help="Memory for KV in the measurement."
+    ),
+    tokens: int = Option(2048, min=1, help="Tokens of each sequence."),
     codec: Codecs = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Sequences that fit in a memory, and their speed: measured here, modelled for GPUs."""
+    """Count the sequences that fit in memory, and time decoding them."""
     from disagg.bench.capacity import CapacityOptions, measure_capacity
 
     fields = without_none(codecs=codec)
@@ -109,14 +121,14 @@ def capacity(
 def compare(
     model: options.Model = None,
     codec: Codecs = None,
-    cached: bool = Option(False, "--cached", help="Prefill knows the prompts."),
-    prompts: int = Option(3, min=1, help="Of each cell."),
-    tokens: int = Option(512, min=1, help="Of a prompt."),
+    cached: bool = Option(False, "--cached", help="Prompts that prefill has cached."),
+    prompts: int = Option(3, min=1, help="Prompts per cell."),
+    tokens: int = Option(512, min=1, help="Tokens per prompt."),
     plot: options.Plot = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Co-located against disaggregated, codecs against raw, on links that are paced."""
+    """Compare co-located with disaggregated serving on several links."""
     check_codecs(model, codec or (), tokens=tokens + ANSWER_TOKENS)
     from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
 
@@ -135,30 +147,38 @@ def compare(
 def transfer(
     codec: Codecs = None,
     tokens: list[int] | None = Option(
-        None, "--tokens", min=1, help="2048; may be repeated."
+        None, "--tokens", min=1, help="Prompt length; default: 2048; may be repeated."
     ),
     gbps: list[float] | None = Option(
-        None, "--gbps", min=1e-3, max=1e3, help="Of the link; 1; may be repeated."
+        None,
+        "--gbps",
+        min=1e-3,
+        max=1e3,
+        help="Link rate; default: 1; may be repeated.",
     ),
     rounds: Rounds = None,
-    threads: int | None = Option(None, min=1, max=1024, help="Of the encoder; 1."),
+    threads: int | None = Option(
+        None, min=1, max=1024, help="Encoder threads; default: 1."
+    ),
     layers: Size = 32,
     heads: Size = 8,
     head_dim: Size = 128,
     channel: Literal["grpc", "direct"] | None = Option(
-        None, help="How frames go; grpc."
+        None, help="Transport of frames; default: grpc."
     ),
     netns: bool | None = Option(
         None,
         "--netns/--no-netns",
-        help="Links of the kernel, as root; --plane where it may.",
+        help="Links between network namespaces, as root; default: with --plane, if possible.",
     ),
-    plane: bool = Option(False, "--plane", help="Every channel beside a TCP socket."),
+    plane: bool = Option(
+        False, "--plane", help="Compare every channel with a TCP socket."
+    ),
     plot: options.Plot = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """What compression is worth on a link, in a minute; with --plane, channels beside a socket."""
+    """Measure what compression saves on a network link. Takes about a minute."""
     from disagg.bench.inputs import shape_of
 
     fields = without_none(

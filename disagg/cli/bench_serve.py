@@ -18,51 +18,56 @@ if TYPE_CHECKING:
     from disagg.model.tokenizer import Tokenizer
 
 Backend = Annotated[
-    Literal["openai", "openai-chat"], Option(help="Completions or chat.")
+    Literal["openai", "openai-chat"],
+    Option(help="Use completions or chat completions."),
 ]
-BaseUrl = Annotated[str, Option(help="Of the server, without the path.")]
-Endpoint = Annotated[str | None, Option(help="The path, if not that of the backend.")]
-Model = Annotated[str | None, Option(help="As the server calls it; its first one.")]
+BaseUrl = Annotated[str, Option(help="URL of the server, without the path.")]
+Endpoint = Annotated[str | None, Option(help="Path; default: that of the backend.")]
+Model = Annotated[str | None, Option(help="Model name; default: the server's first.")]
 TokenizerName = Annotated[
-    str | None, Option(help="Folder or name; what the server says.")
+    str | None, Option(help="Folder or name; default: the server's model.")
 ]
 Dataset = Annotated[
     Literal["random", "sharegpt", "azure", "mooncake"],
-    Option(help="Where prompts are from."),
+    Option(help="Source of the prompts."),
 ]
-DatasetPath = Annotated[Path | None, Option(help="The file of all others but random.")]
-NumPrompts = Annotated[int, Option(min=1, help="Requests.")]
+DatasetPath = Annotated[
+    Path | None, Option(help="File of the data set; not for random.")
+]
+NumPrompts = Annotated[int, Option(min=1, help="Number of requests.")]
 Length = Annotated[
-    int | None, Option(min=1, help="Tokens of each request; 1024 and 128.")
+    int | None, Option(min=1, help="Tokens per request; default: 1024 in, 128 out.")
 ]
 RangeRatio = Annotated[
     float | None,
-    Option(min=0, max=0.99, help="Lengths differ by up to this share; 0."),
+    Option(min=0, max=0.99, help="Vary lengths by up to this share; default: 0."),
 ]
 PrefixLength = Annotated[
-    int | None, Option(min=0, help="Tokens that all begin with; 0.")
+    int | None, Option(min=0, help="Tokens of a shared prefix; default: 0.")
 ]
-Concurrency = Annotated[int | None, Option(min=1, help="Requests on the way at once.")]
-Rate = Annotated[float, Option(min=1e-6, help="Requests a second.")]
-Burstiness = Annotated[float, Option(min=1e-6, help="1: Poisson; less: in bursts.")]
-SelfTimed = Annotated[bool, Option(help="Requests leave at the times of the trace.")]
+Concurrency = Annotated[int | None, Option(min=1, help="Maximum concurrent requests.")]
+Rate = Annotated[float, Option(min=1e-6, help="Requests per second.")]
+Burstiness = Annotated[
+    float, Option(min=1e-6, help="1: Poisson arrivals; below 1: bursts.")
+]
+SelfTimed = Annotated[bool, Option(help="Send requests at the times of the trace.")]
 IgnoreEos = Annotated[
-    bool, Option("--ignore-eos", help="Go on behind the end of the text.")
+    bool, Option("--ignore-eos", help="Continue past the end-of-text token.")
 ]
-Temperature = Annotated[float | None, Option(min=0, help="Else the server's.")]
+Temperature = Annotated[float | None, Option(min=0, help="Default: the server's.")]
 Goodput = Annotated[
     list[str] | None,
     Option(help='Limits in ms, "ttft:500 tpot:50"; may be repeated.'),
 ]
-Metrics = Annotated[str, Option(help="Of ttft, tpot, itl and e2el.")]
-Percentiles = Annotated[str, Option(help="25,50,99.")]
-Seed = Annotated[int, Option(min=0)]
+Metrics = Annotated[str, Option(help="Any of ttft, tpot, itl, e2el.")]
+Percentiles = Annotated[str, Option(help="Percentiles to report: 25,50,99.")]
+Seed = Annotated[int, Option(min=0, help="Seed of prompts and arrivals.")]
 SaveResult = Annotated[bool, Option("--save-result", help="Write a JSON file.")]
 SaveDetailed = Annotated[
-    bool, Option("--save-detailed", help="With every request in it.")
+    bool, Option("--save-detailed", help="Include every request in the file.")
 ]
-ResultDir = Annotated[Path, Option(help="Where it is written.")]
-ResultFilename = Annotated[str | None, Option(help="Its name.")]
+ResultDir = Annotated[Path, Option(help="Folder of the file.")]
+ResultFilename = Annotated[str | None, Option(help="Name of the file.")]
 MAX_ERRORS = 10  # that are printed
 
 
@@ -95,7 +100,7 @@ def serve(
     result_filename: ResultFilename = None,
     as_json: options.Json = False,
 ) -> None:
-    """Load on any OpenAI server: the flags, table and JSON of `vllm bench serve`."""
+    """Load any OpenAI-compatible server, like `vllm bench serve`."""
     check_rate(request_rate, burstiness, self_timed)
     lengths = named_lengths(
         random_input_len, random_output_len, random_range_ratio, random_prefix_len

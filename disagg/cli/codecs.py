@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from disagg.kv.page import Layout
     from disagg.kv.plan import LayerGroup
 
-HeadDim = Annotated[int, Option(min=1, help="Channels of a head.")]
+HeadDim = Annotated[int, Option(min=1, help="Head dimension.")]
 Specs = Annotated[
     list[str] | None, Argument(help="Codec specs; by default every codec.")
 ]
@@ -21,12 +21,12 @@ Spec = Annotated[str, Argument(help='Codec spec, "kivi:bits=2", or a plan.')]
 
 def codecs(
     specs: Specs = None,
-    heads: int = Option(8, min=1, help="KV heads."),
+    heads: int = Option(8, min=1, help="Number of KV heads."),
     head_dim: HeadDim = 128,
-    tokens: int = Option(2048, min=1, help="Length of the prompt."),
+    tokens: int = Option(2048, min=1, help="Prompt length."),
     as_json: options.Json = False,
 ) -> None:
-    """List codecs: options, page, and size relative to fp16."""
+    """List codecs: options, page size, and size relative to fp16."""
     from disagg.codecs.describe import describe, describe_all, measured_costs
     from disagg.codecs.registry import codec_names
 
@@ -68,7 +68,7 @@ def codecs(
 def page(
     spec: Spec, model: options.Model = None, as_json: options.Json = False
 ) -> None:
-    """Show where the bytes of a model's KV are under a codec."""
+    """Show the byte layout of a codec's pages for a model."""
     layouts = layouts_of(spec, model)
     if as_json:
         print_json(layouts)

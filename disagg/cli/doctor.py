@@ -32,7 +32,7 @@ def doctor(
     head_dim: HeadDim = 128,
     as_json: options.Json = False,
 ) -> None:
-    """Compare every kernel with its reference."""
+    """Check every kernel of this machine against its reference."""
     with stages() as report:
         report("loading torch and the codecs")
         from disagg.codecs.registry import codec_names, get_codec

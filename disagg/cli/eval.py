@@ -25,35 +25,35 @@ def evaluate(
         None, "--codec", help="Spec or plan; may be repeated."
     ),
     text: list[str] | None = Option(
-        None, "--text", help='A file, or "python"; may be repeated.'
+        None, "--text", help='Text file, or "python"; may be repeated.'
     ),
-    rows: int = Option(4, min=1, help="Rows of each text."),
-    prompt: int = Option(1152, min=1, help="Tokens that are compressed."),
-    score: int = Option(384, min=2, help="Tokens that follow and are scored."),
-    free: int = Option(0, min=0, help="Greedy tokens compared with those of exact KV."),
+    rows: int = Option(4, min=1, help="Samples per text."),
+    prompt: int = Option(1152, min=1, help="Tokens to compress."),
+    score: int = Option(384, min=2, help="Tokens to score after them."),
+    free: int = Option(0, min=0, help="Greedy tokens to compare with exact KV."),
     passkey: list[int] | None = Option(
         None,
         "--passkey",
-        help="Hide pass keys in prompts of this many tokens; may be repeated.",
+        help="Prompt length for pass-key retrieval; may be repeated.",
     ),
     keys: int | None = Option(
-        None, min=1, help="Pass keys for each length and depth; 5."
+        None, min=1, help="Pass keys per length and depth; default: 5."
     ),
     streaming: bool = Option(
-        False, "--streaming", help="Seal pages while tokens are fed, as in service."
+        False, "--streaming", help="Compress the scored tokens too, as a service does."
     ),
-    threads: int = Option(1, min=1, max=1024, help="Threads of torch."),
+    threads: int = Option(1, min=1, max=1024, help="Torch threads."),
     out: Path | None = Option(
-        None, callback=options.writable, help="Write rows to this file."
+        None, callback=options.writable, help="Write results to this JSON file."
     ),
     plot: options.Plot = None,
-    resume: bool = Option(False, "--resume", help="Continue the rows in --out."),
+    resume: bool = Option(False, "--resume", help="Continue the run in --out."),
     save_costs: bool = Option(
         False, "--save-costs", help="Store perplexity and KL for `disagg codecs`."
     ),
     as_json: options.Json = False,
 ) -> None:
-    """Measure what codecs cost in quality."""
+    """Measure how codecs change a model's answers."""
     from disagg.eval.texts import PYTHON
 
     texts = tuple(text or (PYTHON,))

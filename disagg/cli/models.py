@@ -27,11 +27,12 @@ UNITS = {
 }
 
 Ref = Annotated[
-    str | None, Argument(help="As for --model; by default the packaged model.")
+    str | None,
+    Argument(help="Folder or Hugging Face name; default: the packaged model."),
 ]
 Memory = Annotated[str | None, Option(help="Memory of one accelerator: 80GB, 24GiB.")]
 Dtype = Annotated[
-    str, Option(help="Of weights and activations; by default that of the checkpoint.")
+    str, Option(help="Dtype of the model; default: that of the checkpoint.")
 ]
 
 
@@ -42,7 +43,7 @@ def check(
     dtype: Dtype = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Say whether a model is served, or why not, and how many tokens fit. Reads no weights."""
+    """Check whether a model can be served, and how many tokens fit."""
     from disagg.model.capacity import check_model
 
     room = None if memory is None else parse_bytes(memory)

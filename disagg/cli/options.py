@@ -21,23 +21,26 @@ Model = Annotated[
         help='Folder, Hugging Face name or "smollm2"; by default the packaged model.'
     ),
 ]
-Codec = Annotated[str | None, Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
+Codec = Annotated[
+    str | None, Option(help=f'Codec spec or plan, such as "{DEFAULT_CODEC}".')
+]
 ConfigFile = Annotated[
-    Path | None, Option("--config", help="YAML file; see --show-config for its keys.")
+    Path | None,
+    Option("--config", help="YAML file of settings; `serve --show-config` lists them."),
 ]
 Set = Annotated[
-    list[str] | None, Option("--set", help="Any setting: engine.max_sequences=8.")
+    list[str] | None, Option("--set", help="Set any setting: engine.max_sequences=8.")
 ]
 ShowConfig = Annotated[
     bool, Option("--show-config", help="Print the settings in force, and exit.")
 ]
 ApiKey = Annotated[
     str | None,
-    Option(envvar="DISAGG_API_KEY", help="The key that the service at --url asks for."),
+    Option(envvar="DISAGG_API_KEY", help="API key of the service at --url."),
 ]
 StateFile = Annotated[
     Path | None,
-    Option("--state-file", help="File in which a running service announces itself."),
+    Option("--state-file", help="State file of the service."),
 ]
 
 
@@ -61,7 +64,7 @@ def refuse_idle(idle: object, where: str, **values: object) -> None:
     """ConfigError for an option that would have no effect."""
     for name, value in values.items():
         if idle and value:
-            raise ConfigError(f"--{name.replace('_', '-')} means nothing {where}")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect {where}")
 
 
 def writable(path: Path | None) -> Path | None:

@@ -40,48 +40,50 @@ PRIVATE = {  # a service for one prompt listens on this host, for one client
     "pd_ports": None,
 }
 ModelArgument = Annotated[
-    str | None, Argument(metavar="[MODEL]", help="The same as --model.")
+    str | None, Argument(metavar="[MODEL]", help="Same as --model.")
 ]
 
 
 def serve(
     model_argument: ModelArgument = None,
     model: options.Model = None,
-    served_model_name: str | None = Option(
-        None, help="The name that clients use for the model."
-    ),
+    served_model_name: str | None = Option(None, help="Model name in the API."),
     dtype: str | None = Option(
-        None, help="Of weights and activations: auto, float32, bfloat16, float16."
+        None, help="Dtype of the model: auto, float32, bfloat16 or float16."
     ),
     codec: options.Codec = None,
     codecs: str | None = Option(
         None,
-        help='What --codec auto chooses from; on a GPU, all that requests may name: "fp8,int8".',
+        help='Codecs for --codec auto; on a GPU, for requests too: "fp8,int8".',
     ),
     error_budget: float | None = Option(
-        None, min=0, help="With --codec auto: allowed relative error of attention."
+        None, min=0, help="Relative attention error allowed for --codec auto."
     ),
-    prefill: int | None = Option(None, min=1, help="Prefill workers; 1."),
-    decode: int | None = Option(None, min=1, help="Decode workers; 1."),
+    prefill: int | None = Option(
+        None, min=1, help="Number of prefill workers; default: 1."
+    ),
+    decode: int | None = Option(
+        None, min=1, help="Number of decode workers; default: 1."
+    ),
     colocated: bool | None = Option(
         None, "--colocated", help="Every worker prefills and decodes; no hand-offs."
     ),
     min_disagg_tokens: int | None = Option(
-        None, min=0, help="Compute shorter prompts where they decode."
+        None, min=0, help="Prompts below this length are not handed off."
     ),
     host: str | None = Option(None, help="Address to listen on."),
-    port: int | None = Option(None, help="Port to listen on; 0: any free one."),
+    port: int | None = Option(None, help="Port to listen on; 0: any free port."),
     pd_ports: int | None = Option(
-        None, help="First of one port per worker, for vLLM's routers; 0: any free ones."
+        None, help="First of one port per worker, for vLLM's routers; 0: any free."
     ),
     api_key: str | None = Option(
-        None, envvar="DISAGG_API_KEY", help="A key that clients must send."
+        None, envvar="DISAGG_API_KEY", help="API key that clients must send."
     ),
-    api_key_file: str | None = Option(None, help="A file of such keys, one per line."),
+    api_key_file: str | None = Option(None, help="File of API keys, one per line."),
     ssl_certfile: str | None = Option(
-        None, help="PEM file of a certificate; with --ssl-keyfile: HTTPS."
+        None, help="PEM file of the certificate; turns on HTTPS."
     ),
-    ssl_keyfile: str | None = Option(None, help="PEM file of its private key."),
+    ssl_keyfile: str | None = Option(None, help="PEM file of the private key."),
     allowed_origins: str | None = Option(
         None, help='Web origins allowed by CORS: "https://chat.example"; "*": all.'
     ),
@@ -90,7 +92,7 @@ def serve(
     ),
     log_format: str | None = Option(None, help="text, or json: one object per line."),
     name: str | None = Option(
-        None, "--name", help="Name of this service among others on a cluster."
+        None, "--name", help="Name of this service on a cluster."
     ),
     config: options.ConfigFile = None,
     sets: options.Set = None,

@@ -27,19 +27,21 @@ def submit(
         ..., help='The prompt; "-" reads standard input, "@FILE" a file.'
     ),
     url: str | None = Option(
-        None, help="A service; by default the running one, else a private one."
+        None, help="URL of a service; default: the running one, else a private one."
     ),
     model: options.Model = None,
     codec: options.Codec = None,
     max_tokens: int = Option(64, min=1, help="Tokens to generate."),
-    temperature: float = Option(0.0, min=0.0, help="0: the most likely token."),
-    top_p: float = Option(1.0, help="Choose among the tokens of this probability."),
-    top_k: int = Option(0, min=0, help="Choose among this many tokens; 0: all."),
-    seed: int | None = Option(None, min=0, help="Makes sampling repeatable."),
-    stop: list[str] | None = Option(
-        None, help="End before this text; may be repeated."
+    temperature: float = Option(0.0, min=0.0, help="Sampling temperature; 0: greedy."),
+    top_p: float = Option(
+        1.0, help="Sample from the smallest set with this probability."
     ),
-    ignore_eos: bool = Option(False, help="Continue past the end of the text."),
+    top_k: int = Option(0, min=0, help="Sample from the k most likely tokens; 0: all."),
+    seed: int | None = Option(None, min=0, help="Seed for repeatable sampling."),
+    stop: list[str] | None = Option(
+        None, help="Stop before this text; may be repeated."
+    ),
+    ignore_eos: bool = Option(False, help="Continue past the end-of-text token."),
     chat: bool = Option(False, "--chat", help="Send it as a chat message."),
     api_key: options.ApiKey = None,
     config: options.ConfigFile = None,
@@ -47,7 +49,7 @@ def submit(
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Continue a prompt, at the running or a private service."""
+    """Generate an answer with the running service or a private one."""
     prompt = read_prompt(text)
     request = {"prompt": prompt}
     if chat:

@@ -16,8 +16,8 @@ from disagg.cli.serve import running
 from disagg.cli.state_file import RunningService
 from disagg.errors import ConfigError
 
-Counts = Annotated[list[str], Argument(help="prefill=2 decode=3; or one of them.")]
-Name = Annotated[str, Argument(help="A worker's name in `disagg status`.")]
+Counts = Annotated[list[str], Argument(help="prefill=2 decode=3, or just one of them.")]
+Name = Annotated[str, Argument(help="Worker name as in `disagg status`.")]
 PAUSE_S = 1.0
 CLEAR = "\033[H\033[2J"
 COLUMNS = ["worker", "role", ">running", ">waiting", ">pages %", ">tokens fit"]
@@ -25,9 +25,9 @@ COLUMNS += ["node", "backend"]  # last: a narrow terminal breaks nothing else
 
 
 def status(
-    url: str | None = Option(None, help="A service; by default the running one."),
+    url: str | None = Option(None, help="URL of a service; default: the running one."),
     api_key: options.ApiKey = None,
-    watch: bool = Option(False, "--watch", help="Repeat every second, until Ctrl-C."),
+    watch: bool = Option(False, "--watch", help="Refresh every second until Ctrl-C."),
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -48,7 +48,7 @@ def status(
 def scale(
     counts: Counts, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
-    """Change the number of workers; sequences move."""
+    """Change the number of workers while the service runs."""
     body = parse_counts(counts)
     state = running(state_file)
     answer = client.post(state, "/scale", body)
@@ -77,7 +77,7 @@ def parse_counts(counts: list[str]) -> dict[str, int]:
 def drain(
     name: Name, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
-    """Replace a worker; its sequences move."""
+    """Replace a worker and move its running sequences to others."""
     state = running(state_file)
     answer = client.post(state, f"/workers/{quote(name, safe='')}/drain")
     if as_json:

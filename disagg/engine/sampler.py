@@ -60,7 +60,8 @@ def sample(
     ids = tokens.tolist()
     if max(ids, default=0) >= vocab_size:
         raise RequestError(
-            "no token can be drawn: its logits, as it wants them, are no numbers"
+            "no token can be drawn: after the request's biases and penalties its logits "
+            "are NaN or infinite"
         )
     logprobs = _requested_logprobs(logits, tokens, params)
     return [Sampled(token, logprobs.get(row)) for row, token in enumerate(ids)]

@@ -6,8 +6,8 @@
     block        planes, 16-byte aligned      │ K codes │ V codes │ K scale │ ...
 
 A segment, a side record and a raw page have the same structure, with layouts of their own. Codecs
-write these bytes, the wire carries them, the pool stores them, kernels read them: all four know
-this file, and none knows another.
+turn layouts into the formats that kernels read and write; the wire and the pool move the same bytes
+without looking inside.
 """
 
 import hashlib

@@ -63,7 +63,7 @@ class WorkerActor:
         if not self._worker.wait_alone(TAKEOVER_S):
             other = "works for another service; stop that one, or use another cluster"
             return ConfigError.reason, f"{self._name} {other}"
-        return self._worker.started
+        return self._worker.info
 
     def _load(self, host: str | None) -> None:
         # not at the head: the process that launches need not load torch and transformers

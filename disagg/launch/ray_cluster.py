@@ -88,7 +88,7 @@ class Cluster:
     """The workers of one service, on the private Ray of a session, or on a cluster.
 
     security: of the front end itself, once connected
-    wanted:   target number of workers of each role
+    target_counts: target number of workers of each role
     links:    speeds measured at the start, in words
     """
 
@@ -100,7 +100,7 @@ class Cluster:
             config = replace(config, cluster=replace(config.cluster, orphan_s=orphan_s))
         # workers are compared by their settings, and the next front end may have another server
         self._config = replace(config, server=ServerConfig())
-        self.wanted = {
+        self.target_counts = {
             Role(role): number for role, number in config.cluster.roles.items()
         }
         self.links: list[str] = []
@@ -134,7 +134,7 @@ class Cluster:
             if self._private:
                 (node,) = ray.nodes()
                 self._gpus = int(node["Resources"].get("GPU", 0))
-                check_place(self._gpus, self._config, sum(self.wanted.values()))
+                check_place(self._gpus, self._config, sum(self.target_counts.values()))
                 self._addresses = [
                     host_and_port(ray.get_runtime_context().gcs_address),
                     (node["NodeManagerAddress"], node["NodeManagerPort"]),
@@ -244,13 +244,13 @@ class Cluster:
         """
         if self._config.cluster.colocated:
             raise ConfigError("all workers of this service do both; they stay as many")
-        counts = dict(self.wanted)
+        counts = dict(self.target_counts)
         if prefill is not None:
             counts[Role.PREFILL] = prefill
         if decode is not None:
             counts[Role.DECODE] = decode
         check_counts(counts, self._gpus, self._config)
-        self.wanted = counts
+        self.target_counts = counts
         self._store_counts()
 
     def drain(self, name: str) -> None:
@@ -263,7 +263,7 @@ class Cluster:
     def _adjust(self) -> None:
         """Change roles, load workers and let some leave, until every role has its number."""
         may_change_role = not self._config.cluster.pools
-        plan = plan_scaling(self._actors, self.wanted, may_change_role)
+        plan = plan_scaling(self._actors, self.target_counts, may_change_role)
         for actor, role in plan.role_changes:
             actor.role = role
             actor.handle.assume.remote(role)
@@ -331,7 +331,7 @@ class Cluster:
         if not self._private:
             self._adopt()
         names: list[tuple[Role, str]] = []
-        for role, number in self.wanted.items():
+        for role, number in self.target_counts.items():
             adopted = [x for x in self._adopted if x.startswith(f"{role}-")]
             free = [f"{role}-{i}" for i in range(number)]
             free = [name for name in free if name not in adopted]
@@ -351,14 +351,14 @@ class Cluster:
         self._num_replaced = max(replacements, default=0)
         stored = self._load_fact(COUNTS_KEY)
         if stored and self._adopted:
-            self.wanted = {
+            self.target_counts = {
                 Role(role): number for role, number in json.loads(stored).items()
             }
         self._store_counts()
 
     def _store_counts(self) -> None:
         if not self._private:
-            self._store_fact(COUNTS_KEY, json.dumps(self.wanted))
+            self._store_fact(COUNTS_KEY, json.dumps(self.target_counts))
 
     def _load_fact(self, key: bytes) -> Any:
         namespace = self._config.cluster.name

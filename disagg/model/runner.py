@@ -37,7 +37,7 @@ def pick_device(device: str) -> str:
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ConfigError(
-            "device 'cuda' is wanted, and torch sees no GPU here; 'auto' takes a CPU"
+            "device 'cuda' is set, but torch finds no GPU here; 'auto' takes a CPU"
         )
     if device == "auto":
         return "cuda" if has_gpu else "cpu"

@@ -19,7 +19,7 @@ class WorkerPool(Protocol):
     """The owner of the workers. Calls may block; ConfigError for what cannot be done."""
 
     @property
-    def wanted(self) -> Mapping[str, int]:
+    def target_counts(self) -> Mapping[str, int]:
         """The target number of workers of each role."""
 
     def scale(self, prefill: int | None, decode: int | None) -> None:

@@ -153,7 +153,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_such_route(http: Request, error: HTTPException) -> Response:
         path = http.url.path[:MAX_PATH_CHARS]
-        message = f"{error.detail}: {http.method} {path} is nothing this service does"
+        message = f"{error.detail}: {http.method} {path} is no route of this service"
         body = error_body(message, "not_found", error.status_code)
         return JSONResponse(body, error.status_code, error.headers)
 

@@ -45,7 +45,7 @@ def add_info_routes(
             return JSONResponse({"status": "stopping"}, 503)
         if router.ready:
             return JSONResponse({"status": "ok"})
-        target = {} if worker_pool is None else worker_pool.wanted
+        target = {} if worker_pool is None else worker_pool.target_counts
         return JSONResponse({"status": "starting", "lacks": router.lacks(target)}, 503)
 
     @get_route("/version")
@@ -56,7 +56,7 @@ def add_info_routes(
     async def status() -> Response:
         body = await completions.status()
         if worker_pool is not None:
-            body["wanted"] = worker_pool.wanted
+            body["wanted"] = worker_pool.target_counts
         return JSONResponse(body)
 
     @get_route("/metrics")

@@ -156,9 +156,11 @@ class Service:
     # -- for its owner
 
     @property
-    def wanted(self) -> Mapping[str, int]:
+    def target_counts(self) -> Mapping[str, int]:
         """The target number of workers of each role."""
-        roles = self._workers.wanted if self._workers else self.config.cluster.roles
+        roles = (
+            self._workers.target_counts if self._workers else self.config.cluster.roles
+        )
         return {str(role): number for role, number in roles.items()}
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
@@ -173,7 +175,7 @@ class Service:
                 "serve without --pd-ports to scale"
             )
         self._started_workers().scale(prefill, decode)
-        log.info("scale", extra=fields(**self.wanted))
+        log.info("scale", extra=fields(**self.target_counts))
 
     def drain(self, name: str) -> None:
         """Replace a worker; it leaves once another one has its place, and no request is lost."""

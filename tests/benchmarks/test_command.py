@@ -34,7 +34,7 @@ def test_an_error_looks_as_those_of_disagg():
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
     assert process.returncode == 2
-    assert process.stderr.startswith("error: --seed means nothing with --calm")
+    assert process.stderr.startswith("error: --seed has no effect with --calm")
 
 
 def test_a_program_gets_an_error_as_json():

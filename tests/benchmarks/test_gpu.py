@@ -58,7 +58,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a rehearsal of all steps leaves."""
     out = tmp_path_factory.mktemp("gpu")
     done = call(RUN, "--rehearse", "--out", str(out))
-    (out / "said").write_text(done.stdout)
+    (out / "output").write_text(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -74,10 +74,10 @@ def test_a_rehearsal_runs_every_step_where_much_is_missing(rehearsed):
 
 
 def test_a_rehearsal_leaves_few_files_and_says_little(rehearsed):
-    said = (rehearsed / "said").read_text().splitlines()
-    assert 2 * len(NAMES) <= len(said) <= running.LINES
-    assert all(any(f" {name}," in line for line in said) for name in NAMES)
-    assert {x.name for x in rehearsed.iterdir()} == {"gpu.json", "gpu.log", "said"}
+    output = (rehearsed / "output").read_text().splitlines()
+    assert 2 * len(NAMES) <= len(output) <= running.LINES
+    assert all(any(f" {name}," in line for line in output) for name in NAMES)
+    assert {x.name for x in rehearsed.iterdir()} == {"gpu.json", "gpu.log", "output"}
 
 
 def test_a_rehearsal_attends_encodes_and_decodes(rehearsed):
@@ -131,42 +131,54 @@ def count(rows: list[Row]) -> list[str]:
     return [f"{len(rows)} rows"]
 
 
-def test_what_a_step_had_is_kept_however_it_ends_and_the_next_goes_on(
-    tmp_path, monkeypatch
-):
+@pytest.fixture
+def broken_run(tmp_path, monkeypatch) -> tuple[list[running.Result], Path]:
+    """Steps that die, hang, raise and report a failure, one after the other."""
     monkeypatch.setattr(running, "GRACE_S", 0.2)
     steps = [
-        Step(x.__name__, 1.0, x, count) for x in (dying, hanging, raising, failing)
+        Step(step.__name__, 1.0, step, count)
+        for step in (dying, hanging, raising, failing)
     ]
-    out, scratch = tmp_path / "out", tmp_path / "scratch"
-    results = running.run_steps(steps, True, out, scratch, budget=4.0)
-    kept = json.loads((out / "gpu.json").read_text())["steps"]
-    assert [len(x["rows"]) for x in kept.values()] == [1, 1, 1, 2]
-    ended = [x.ended for x in results]
-    assert ended[0].startswith("died")
-    assert ended[1].startswith("out of time")
-    assert ended[2].startswith("died")
-    assert ended[3] == "done"
-    said = running.summary(results)
-    assert len(said) <= running.LINES
-    assert said[0].startswith("FAILED dying")
-    assert any("about to die" in line for line in said)
-    assert any("no such thing" in line for line in said)
-    assert any("odd: is off" in line for line in said)
+    out = tmp_path / "out"
+    results = running.run_steps(steps, True, out, tmp_path / "scratch", budget=4.0)
+    return results, out
+
+
+def test_the_rows_of_a_broken_step_are_kept_and_the_next_goes_on(broken_run):
+    results, out = broken_run
+
+    steps = json.loads((out / "gpu.json").read_text())["steps"]
+    assert [len(step["rows"]) for step in steps.values()] == [1, 1, 1, 2]
+    endings = [result.ended.split(":")[0] for result in results]
+    assert endings[0].startswith("died")
+    assert endings[1].startswith("out of time")
+    assert endings[2].startswith("died")
+    assert endings[3] == "done"
     assert "== hanging: out of time" in (out / "gpu.log").read_text()
+
+
+def test_the_summary_begins_with_failures_and_their_logs(broken_run):
+    lines = running.summary(broken_run[0])
+
+    assert len(lines) <= running.LINES
+    assert lines[0].startswith("FAILED dying")
+    for text in ("about to die", "no such thing", "odd: is off"):
+        assert any(text in line for line in lines)
 
 
 def test_many_failures_leave_room_for_what_went_well():
     rows = [{"case": f"{i}", "failure": "x" * 300} for i in range(50)]
     bad = Step("bad", 1.0, failing, count)
-    results = [
+    failures = [
         running.Result(bad, "done", 1.0, 1.0, rows, "line\n" * 100) for _ in range(6)
     ]
     good = running.Result(Step("good", 1.0, failing, count), "done", 1.0, 1.0, [], "")
-    said = running.summary([*results, good])
-    assert len(said) <= running.LINES
-    assert said[-2:] == ["ok     good, 1 of 1 s", "       0 rows"]
-    assert max(map(len, said)) <= 160
+
+    lines = running.summary([*failures, good])
+
+    assert len(lines) <= running.LINES
+    assert lines[-2:] == ["ok     good, 1 of 1 s", "       0 rows"]
+    assert max(map(len, lines)) <= 160
 
 
 def test_an_unknown_step_is_refused(capsys):
@@ -212,11 +224,23 @@ def test_a_packed_cache_has_what_launches_read_and_no_more(tmp_path):
         (tmp_path / "cache" / folder / name).write_text(name)
     compiling.pack(tmp_path / "cache", tmp_path / "it.tar.xz")
     compiling.unpack(tmp_path / "it.tar.xz", tmp_path / "there")
-    found = {
+    result = {
         str(x.relative_to(tmp_path / "there"))
         for x in (tmp_path / "there").rglob("*.*")
     }
-    assert found == {"A/x.cubin", "A/x.json", "B/__grp__y.json"}
+    assert result == {"A/x.cubin", "A/x.json", "B/__grp__y.json"}
+
+
+def test_a_table_has_each_kernel_once_and_forgets_what_failed_before_it_was_done():
+    needs = {"registers": 9, "spill_bytes": 0, "shared_bytes": 1, "shared_limit": 2}
+    one = {"kernel": "k", "case": "a", "hash": "x", "compiled": 1, "seconds": 2.0}
+    again = one | {"case": "b", "compiled": 0, "seconds": 0.0}
+    rows = [{"case": "a", "reason": "killed"}, one | needs, again]
+    rows += [{"case": "a", "done": True}, {"case": "b", "reason": "no memory"}]
+    kernels, failed = compiling.table(rows)
+    assert kernels == [{"kernel": "k", "case": "a", "seconds": 2.0, **needs}]
+    assert failed == [{"case": "b", "reason": "no memory"}]
+    assert compiling.result_of(rows, "sm_90")["summary"]["over_limit"] == 0
 
 
 @pytest.mark.slow

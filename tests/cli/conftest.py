@@ -34,7 +34,7 @@ class FakeWorkerPool:
     """A worker pool that records its calls; it has one worker, "d"."""
 
     def __init__(self) -> None:
-        self.wanted = {"prefill": 1, "decode": 2}
+        self.target_counts = {"prefill": 1, "decode": 2}
         self.calls: list[object] = []
 
     def scale(self, prefill: int | None, decode: int | None) -> None:

@@ -95,7 +95,7 @@ URL = "--url http://127.0.0.1:1"
     ],
 )
 def test_an_option_that_would_be_left_out_is_refused(words, idle, disagg):
-    assert f"{idle} means nothing" in disagg(words, code=2).err
+    assert f"{idle} has no effect" in disagg(words, code=2).err
 
 
 def test_ctrl_c_while_commands_are_imported_ends_quietly(monkeypatch):

@@ -5,9 +5,9 @@ from importlib import import_module
 from unittest.mock import Mock
 
 import pytest
-from disagg.engine.guard import LEAST_TOKENS
 
 from disagg.bench import child, handoff, result
+from disagg.engine.error_probe import LEAST_TOKENS
 from disagg.model.runner import Runner
 from tests.model.tiny import save_tiny
 

@@ -61,8 +61,8 @@ def pids(state: RunningService, role: str = "") -> set[int]:
     }
 
 
-def alive(there: set[int]) -> bool:
-    return any(Path(f"/proc/{pid}").exists() for pid in there)
+def alive(state: set[int]) -> bool:
+    return any(Path(f"/proc/{pid}").exists() for pid in state)
 
 
 class Talk:
@@ -84,11 +84,11 @@ class Talk:
             pieces.append(piece)
             self.shown[number] = len(pieces)
 
-        asked = ASKED | {
+        request_body = ASKED | {
             "prompt": f"{number % PROMPTS}. {PROMPT}",
             "max_tokens": self._tokens,
         }
-        answer = persist(self._state, asked, show)
+        answer = persist(self._state, request_body, show)
         assert answer.completion_tokens == self._tokens
         return "".join(pieces)
 
@@ -120,8 +120,8 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
     first = serve()
     first_pids = pids(home.service())
     first.kill()
-    _, said = first.communicate()
-    assert "gRPC over TLS" in said
+    _, output = first.communicate()
+    assert "gRPC over TLS" in output
     second = serve()
     state = home.service()
     wait_for(lambda: pids(state) == first_pids)
@@ -168,10 +168,10 @@ def test_forty_streams_go_on_when_their_router_is_killed(
         cut, killed = list(talk.shown), time.monotonic()
         second = home.start("serve", *key, *where)
         wait_for(lambda: answering(state, "/health"))
-        listens, asked = time.monotonic(), ASKED | {"max_tokens": 8}
+        listens, request_body = time.monotonic(), ASKED | {"max_tokens": 8}
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(
-                complete, replace(state, token="sk-1"), asked, lambda piece: None
+                complete, replace(state, token="sk-1"), request_body, lambda piece: None
             )
             wait_for(lambda: answering(state, "/ready"))
             ready = time.monotonic()
@@ -202,9 +202,9 @@ def test_answers_are_as_ever_while_workers_come_and_leave(address, tmp_path):
     at = ("--state-file", str(tmp_path / "scaled.json"))
 
     def say(*command: str) -> str:
-        said, error = home.start(*command, *at).communicate(timeout=PATIENCE_S)
+        output, error = home.start(*command, *at).communicate(timeout=PATIENCE_S)
         assert error == ""
-        return said
+        return output
 
     old = pids(state, "decode")
     with Talk(state, 8, LONG):  # on both workers, whenever one is drained

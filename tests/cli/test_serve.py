@@ -99,16 +99,16 @@ def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for
 def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(
     state_file, monkeypatch
 ):
-    seen, dump = [], json.dump
+    states, dump = [], json.dump
 
     def look(*args):
-        seen.append(read_state(state_file))
+        states.append(read_state(state_file))
         dump(*args)
 
     monkeypatch.setattr(json, "dump", look)
     for port in (1, 2):
         write_state(state_file, service(port))
-    assert seen == [None, service(1)]
+    assert states == [None, service(1)]
     assert [file.name for file in state_file.parent.iterdir()] == [state_file.name]
 
 
@@ -177,9 +177,9 @@ def test_a_service_does_not_take_the_state_file_of_another_one(
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     first = service()
     write_state(state_file, first)
-    said = disagg("serve --state-file", state_file, code=2).err
+    output = disagg("serve --state-file", state_file, code=2).err
     for word in (first.url, str(first.pid), "--state-file", "disagg stop"):
-        assert word in said
+        assert word in output
     with (
         pytest.raises(ConfigError, match="a service runs"),
         announced(state_file, first),
@@ -194,8 +194,8 @@ def test_a_gpu_that_is_not_there_is_told_of_before_anything_starts(
 ):
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     for command in ("serve --state-file", "submit hi --state-file"):
-        said = disagg(f"{command} {state_file} --set model.device=cuda", code=2).err
-        assert "torch sees no GPU here; 'auto' takes a CPU" in said
+        output = disagg(f"{command} {state_file} --set model.device=cuda", code=2).err
+        assert "torch finds no GPU here; 'auto' takes a CPU" in output
 
 
 class Started:
@@ -226,8 +226,8 @@ class Started:
         return (f"ready: {self.while_loading}, then {self._is_ready()}",)
 
     def _is_ready(self) -> bool | None:
-        there = self._state_file and read_state(Path(self._state_file))
-        return there and there.ready
+        state = self._state_file and read_state(Path(self._state_file))
+        return state and state.ready
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -248,8 +248,8 @@ def test_serve_says_what_it_does_and_who_may_use_it(
     host, warned, state_file, disagg, monkeypatch
 ):
     monkeypatch.setattr("disagg.server.service.Service", Started)
-    said = disagg(f"serve --host {host} --state-file", state_file).err
-    first, second, link, door, *warnings, last = said.splitlines()
+    output = disagg(f"serve --host {host} --state-file", state_file).err
+    first, second, link, door, *warnings, last = output.splitlines()
     assert re.fullmatch(r" +\d+\.\d s  starting a private Ray \.\.\.", first)
     assert re.fullmatch(r" +\d+\.\d s  loading tiny \.\.\.", second)
     assert (link, door) == ("ready: False, then True", "a door")
@@ -274,8 +274,8 @@ def test_an_end_is_said_when_it_begins_and_when_it_is_there(
             return ()
 
     monkeypatch.setattr("disagg.server.service.Service", Interrupted)
-    said = disagg("serve --state-file", state_file).err.splitlines()
-    assert said[-3:] == ["stopping ...", "workers end", "stopped"]
+    output = disagg("serve --state-file", state_file).err.splitlines()
+    assert output[-3:] == ["stopping ...", "workers end", "stopped"]
 
 
 @pytest.mark.parametrize(
@@ -302,10 +302,10 @@ def test_a_signal_while_workers_load_ends_the_service(
     monkeypatch.setattr("disagg.server.service.Service", Loading)
     before = signal.getsignal(number)
     try:
-        said = disagg(*command, "--state-file", state_file, code=status).err
+        output = disagg(*command, "--state-file", state_file, code=status).err
     finally:
         signal.signal(number, before)
-    assert said.splitlines()[-2:] == ["stopping ...", last]
+    assert output.splitlines()[-2:] == ["stopping ...", last]
     assert not taken
     assert not state_file.exists()
 
@@ -327,7 +327,7 @@ def test_a_terminal_gets_one_line_that_changes(monkeypatch):
 def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
     (tmp_path / "llama").mkdir()
     folder = str(tmp_path / "llama")
-    for given, name in (
+    for values, name in (
         ({}, "default"),
         ({"model.name": folder}, "llama"),
         ({"model.name": f"{folder}/"}, "llama"),
@@ -335,7 +335,7 @@ def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
         ({"model.name": folder, "server.served_model_name": "mine"}, "mine"),
         ({"server.served_model_name": str(tmp_path)}, str(tmp_path)),
     ):
-        assert served_name(load_config(None, given)) == name
+        assert served_name(load_config(None, values)) == name
 
 
 def lose_a_part(model: Path) -> None:
@@ -348,7 +348,7 @@ def lose_a_part(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda model: (model / SINGLE).unlink(), "no *.safetensors, *.bin"),
         (lose_a_part, "no model-00002-of-00002.safetensors"),
@@ -370,13 +370,14 @@ def lose_a_part(model: Path) -> None:
     ids=["weights", "a-part", "tokenizer", "template", "template-in-config"],
 )
 def test_a_model_with_a_bad_file_is_refused_before_anything_starts(
-    spoil, told, state_file, disagg, monkeypatch, tmp_path
+    spoil, message, state_file, disagg, monkeypatch, tmp_path
 ):
     model = save_tiny("llama", tmp_path / "model")
     spoil(model)
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     assert (
-        told in disagg("serve --state-file", state_file, "--model", model, code=3).err
+        message
+        in disagg("serve --state-file", state_file, "--model", model, code=3).err
     )
 
 
@@ -386,7 +387,7 @@ def test_a_name_that_no_answer_can_carry_is_refused(name):
         served_name(load_config(None, {"server.served_model_name": name}))
 
 
-def test_status_shows_every_worker(known, state_file, disagg):
+def test_status_shows_every_worker(announced_service, state_file, disagg):
     where = "--state-file", state_file
     printed = disagg("status", *where).out
     assert "prefill" in printed
@@ -396,18 +397,20 @@ def test_status_shows_every_worker(known, state_file, disagg):
 
 
 def test_stop_asks_the_service_waits_for_its_end_and_tells(
-    known, state_file, disagg, monkeypatch
+    announced_service, state_file, disagg, monkeypatch
 ):
     monkeypatch.setattr(
-        RunningService, "alive", property(lambda self: not known.stopped.is_set())
+        RunningService,
+        "alive",
+        property(lambda self: not announced_service.stopped.is_set()),
     )
-    said = disagg("stop --state-file", state_file).err
-    assert known.stopped.is_set()
-    assert f"stopping the service at {known.url}" in said
+    output = disagg("stop --state-file", state_file).err
+    assert announced_service.stopped.is_set()
+    assert f"stopping the service at {announced_service.url}" in output
 
 
 def test_stop_waits_for_a_service_that_ends_already(
-    known, state_file, disagg, monkeypatch
+    announced_service, state_file, disagg, monkeypatch
 ):
     """Its HTTP goes before the rest of it."""
     write_state(state_file, replace(service(free_port()), ready=True))
@@ -424,8 +427,8 @@ def test_submit_waits_for_a_service_that_starts(
     write_state(state_file, starting)
     become_ready = partial(write_state, state_file, replace(starting, ready=True))
     monkeypatch.setattr("disagg.cli.serve.time.sleep", lambda seconds: become_ready())
-    said = disagg("submit Once --state-file", state_file).err
-    assert f"waiting for the service at {running.url}" in said
+    output = disagg("submit Once --state-file", state_file).err
+    assert f"waiting for the service at {running.url}" in output
 
 
 def test_submit_says_when_the_service_that_it_waits_for_ends(
@@ -475,9 +478,9 @@ def test_show_config_prints_what_config_reads(tmp_path, disagg):
     flags = "--codec raw --port 0 --set router.deadline_s=9 --served-model-name mine"
     path = tmp_path / "config.yaml"
     path.write_text(disagg(f"serve --show-config {flags}").out)
-    wanted = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
-    wanted |= {"server.served_model_name": "mine"}
-    assert load_config(path) == load_config(None, wanted)
+    settings = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
+    settings |= {"server.served_model_name": "mine"}
+    assert load_config(path) == load_config(None, settings)
 
 
 def test_an_empty_key_in_the_environment_is_not_taken_for_none(disagg, monkeypatch):

@@ -36,8 +36,8 @@ SERVICE = RunningService("http://here", 1, "")
 
 
 def test_the_continuation_goes_to_stdout_and_a_table_follows(running, disagg):
-    said = disagg("submit abc --max-tokens 5 --url", running.url).out
-    text, _, table = said.partition("\n")
+    output = disagg("submit abc --max-tokens 5 --url", running.url).out
+    text, _, table = output.partition("\n")
     assert text == "abcde"
     wire = next(line.split() for line in table.splitlines() if "on the wire" in line)
     assert wire[-3:] == ["1,000", "25.0", "50.0"]
@@ -86,9 +86,11 @@ def test_the_figures_that_came_are_told_and_no_more(kv, first, capsys):
 
 
 def test_an_answer_that_the_context_ended_says_so_in_one_line(running, disagg):
-    asked = "submit", "a" * 195, "--url", running.url, "--max-tokens", 100_000
-    said = [line for line in disagg(*asked).out.splitlines() if "context" in line]
-    assert said == [
+    request_body = "submit", "a" * 195, "--url", running.url, "--max-tokens", 100_000
+    output = [
+        line for line in disagg(*request_body).out.splitlines() if "context" in line
+    ]
+    assert output == [
         "the model's context is full: 5 of 100000 tokens could be generated"
     ]
 
@@ -109,23 +111,27 @@ def test_json_is_one_object_with_the_promised_keys(running, disagg):
 
 
 def test_settings_start_a_service_of_their_own_and_say_so(
-    known, state_file, disagg, monkeypatch
+    announced_service, state_file, disagg, monkeypatch
 ):
     monkeypatch.setattr(
-        submit, "private_service", lambda config, body: nullcontext(known.url)
+        submit,
+        "private_service",
+        lambda config, body: nullcontext(announced_service.url),
     )
-    asked = (
+    request_body = (
         "submit abc --max-tokens 2 --set engine.max_sequences=2 --state-file",
         state_file,
     )
-    assert f"{known.url} has others" in disagg(*asked).err
+    assert f"{announced_service.url} has others" in disagg(*request_body).err
     state_file.unlink()
-    assert disagg(*asked).err == ""
+    assert disagg(*request_body).err == ""
 
 
-def test_the_state_file_leads_to_the_running_service(known, state_file, disagg):
-    said = disagg("submit abc --max-tokens 2 --state-file", state_file).out
-    assert said.startswith("ab\n")
+def test_the_state_file_leads_to_the_running_service(
+    announced_service, state_file, disagg
+):
+    output = disagg("submit abc --max-tokens 2 --state-file", state_file).out
+    assert output.startswith("ab\n")
 
 
 def test_options_reach_the_service(running, disagg):
@@ -148,10 +154,10 @@ def test_a_prompt_can_come_from_a_file_or_standard_input(
 
 
 def test_standard_input_that_is_no_text_is_refused(running, monkeypatch, disagg):
-    given = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors="surrogateescape")
-    monkeypatch.setattr(sys, "stdin", given)
-    said = disagg("submit - --url", running.url, code=4).err
-    assert "cannot read the prompt -: 'utf-8' codec can't decode" in said
+    values = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", values)
+    output = disagg("submit - --url", running.url, code=4).err
+    assert "cannot read the prompt -: 'utf-8' codec can't decode" in output
 
 
 ALONE = ["abc", "--state-file", "{empty}"]  # no service runs
@@ -205,29 +211,31 @@ def test_bad_input_has_an_exit_code_and_one_line(
     """Nothing is started for any of them: what would start a service is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     places = {"url": running.url, "empty": tmp_path / "none.json", "tiny": tiny}
-    given = [
+    values = [
         "submit",
         *(x.format(**places) if x.startswith("{") else x for x in arguments),
     ]
-    printed = disagg(*given, code=code)
+    printed = disagg(*values, code=code)
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
-    known = re.search("known: .*(kivi|engine.max_batch_tokens)", printed.err)
-    assert known or reason != "unknown_name"
-    error = json.loads(disagg(*given, "--json", code=code).out)["error"]
+    announced_service = re.search(
+        "known: .*(kivi|engine.max_batch_tokens)", printed.err
+    )
+    assert announced_service or reason != "unknown_name"
+    error = json.loads(disagg(*values, "--json", code=code).out)["error"]
     assert error["type"] == reason
 
 
 @pytest.mark.parametrize(
-    "said", [b'{"a": 1}', b'{"choices": [5]}', b'{"error": "x"}', b"\xff"]
+    "output", [b'{"a": 1}', b'{"choices": [5]}', b'{"error": "x"}', b"\xff"]
 )
-def test_a_server_of_something_else_is_told_from_a_service(said, disagg):
+def test_a_server_of_something_else_is_told_from_a_service(output, disagg):
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(output)
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -274,9 +282,9 @@ def test_ctrl_c_cancels_the_request_at_the_service(running):
     process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
     assert running.router.paused.wait(30)
     process.send_signal(signal.SIGINT)
-    shown, said = process.communicate(timeout=30)
+    shown, output = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert (shown[-1:], said) == ("\n", "error: cancelled\n")
+    assert (shown[-1:], output) == ("\n", "error: cancelled\n")
     wait_for(lambda: running.router.running == 0)
 
 
@@ -293,8 +301,8 @@ class Swallows:
 def test_ctrl_c_while_ray_is_imported_is_not_lost(state_file, monkeypatch, disagg):
     monkeypatch.delitem(sys.modules, "disagg.launch.ray_cluster", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Swallows(), *sys.meta_path])
-    said = disagg("submit abc --state-file", state_file, code=130).err
-    assert said.endswith("error: cancelled\n")
+    output = disagg("submit abc --state-file", state_file, code=130).err
+    assert output.endswith("error: cancelled\n")
 
 
 @pytest.mark.parametrize(
@@ -306,14 +314,14 @@ def test_a_client_imports_nothing_heavy(arguments, running):
     code = "import sys; from disagg.cli.app import run; status = run(sys.argv[1:]); "
     code += "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy', 'fastapi', 'tokenizers'}; "
     code += "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
-    given = [x.format(url=running.url) for x in arguments]
-    command = [sys.executable, "-c", code, *given]
+    values = [x.format(url=running.url) for x in arguments]
+    command = [sys.executable, "-c", code, *values]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         ("eval --text /no/such", "error: no text '/no/such': no such file; 'python'"),
         ("eval --model no/such", "error: no model 'no/such'"),
@@ -329,7 +337,7 @@ def test_a_client_imports_nothing_heavy(arguments, running):
     ],
 )
 def test_a_command_says_what_is_wrong_or_what_it_waits_for_before_it_imports_torch(
-    arguments, said
+    arguments, output
 ):
     code = "import sys; sys.modules['torch'] = None; from disagg.cli.app import run; "
     command = [
@@ -339,7 +347,7 @@ def test_a_command_says_what_is_wrong_or_what_it_waits_for_before_it_imports_tor
         *arguments.split(),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(output)
 
 
 def breaking_off(answers: list[list[str]], seeds: list[int]) -> Callable[..., Answer]:

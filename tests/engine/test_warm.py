@@ -123,7 +123,8 @@ def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reac
         assert worker.doing == "compiling and recording steps of int8, 2 of 2 codecs"
         assert recorder.recorded > 0
         assert (
-            asyncio.run(worker.status()).info["backend"] == library.describe_backend()
+            asyncio.run(worker.service.status()).info["backend"]
+            == library.describe_backend()
         )
     finally:
         worker.stop(0.0)

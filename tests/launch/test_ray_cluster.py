@@ -384,7 +384,7 @@ def test_what_cannot_be_wanted_is_refused_by_name(cluster):
         ConfigError, match="this host has 2 GPUs, room for 2 of 3 workers"
     ):
         cluster.scale(None, 2)
-    assert cluster.wanted == {"prefill": 1, "decode": 1}
+    assert cluster.target_counts == {"prefill": 1, "decode": 1}
     with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
         cluster.drain("decode-7")
 

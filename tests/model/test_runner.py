@@ -124,7 +124,7 @@ def test_auto_takes_a_gpu_where_there_is_one(has_gpu, device, monkeypatch):
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="torch sees no GPU here"):
+    with pytest.raises(ConfigError, match="torch finds no GPU here"):
         Runner.load(device="cuda")
 
 

@@ -75,7 +75,7 @@ class Interleavings(RuleBasedStateMachine):
         self.delivered: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
         self.ended: dict[str, str] = {}
-        self.reserves: list[Reserve] = []  # reservations without an answer
+        self.asked: list[Reserve] = []
         self.moves: list[Start] = []
         self.count = 0
         for role in (Role.PREFILL, Role.DECODE, Role.DECODE):
@@ -84,7 +84,7 @@ class Interleavings(RuleBasedStateMachine):
     def act(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Reserve):
-                self.reserves.append(action)
+                self.asked.append(action)
                 emitted = list(action.job.emitted)
                 delivered = self.delivered[action.job.rid]
                 is_behind = action.job.moved and emitted == delivered[:-1]
@@ -127,9 +127,9 @@ class Interleavings(RuleBasedStateMachine):
             for x in self.moves
             if x.job.rid != rid or action.worker not in (x.worker, x.decode)
         ]
-        self.reserves = [
+        self.asked = [
             x
-            for x in self.reserves
+            for x in self.asked
             if (x.worker, x.job.rid) != (action.worker, rid)
             or x.job.attempt > action.attempt
         ]
@@ -152,15 +152,13 @@ class Interleavings(RuleBasedStateMachine):
         job = Job(rid, 0, (1,) * tokens, sampling={"max_tokens": length})
         self.act(self.table.submit(job, self.now))
 
-    @precondition(lambda self: self.reserves)
+    @precondition(lambda self: self.asked)
     @rule(data=NAMES, lost=st.booleans())
     def answer_a_reservation(self, data: st.DataObject, lost: bool) -> None:
-        self.reply(
-            self.reserves[data.draw(st.integers(0, len(self.reserves) - 1))], lost
-        )
+        self.reply(self.asked[data.draw(st.integers(0, len(self.asked) - 1))], lost)
 
     def reply(self, reserve: Reserve, lost: bool = False) -> None:
-        self.reserves.remove(reserve)
+        self.asked.remove(reserve)
         worker, job = self.workers.get(reserve.worker), reserve.job
         error: DisaggError | None = (
             PeerLostError("gone") if worker is None or lost else None
@@ -292,24 +290,24 @@ class Interleavings(RuleBasedStateMachine):
         worker.role = Role.NONE
         self.act(self.table.update_load(name, worker.load, self.now))
 
-        self.answer_reservations_before_leaving(name)
+        self.reply_to_all_of(name)
         if then in ("moves", "ends"):
-            self.move_all_from(name)
+            self.move_all_of(name)
+
         if then == "is silent":
             self.a_silent_worker_comes_back(name)
         elif then == "ends" and not self.has_work(name):
             self.end_without_a_retry(name)
 
-    def answer_reservations_before_leaving(self, name: str) -> None:
-        """Those that the worker has to answer, and those for sequences that move."""
-        for reserve in list(self.reserves):
-            concerns = reserve.job.moved or reserve.worker == name
-            if concerns and reserve in self.reserves:
+    def reply_to_all_of(self, name: str) -> None:
+        """Answer what is reserved for moves, and at a worker."""
+        for reserve in [x for x in self.asked if x.job.moved or x.worker == name]:
+            if reserve in self.asked:
                 self.reply(reserve)
 
-    def move_all_from(self, name: str) -> None:
-        for start in list(self.moves):
-            if start.worker == name and start in self.moves:
+    def move_all_of(self, name: str) -> None:
+        for start in [x for x in self.moves if x.worker == name]:
+            if start in self.moves:
                 self.move(start)
 
     def say_once_each(self, name: str) -> None:
@@ -343,7 +341,7 @@ class Interleavings(RuleBasedStateMachine):
         """Fenced: it has nothing of what it had, and grants nothing that it was asked for."""
         role = self.workers[name].role
         self.moves = [x for x in self.moves if name not in (x.worker, x.decode)]
-        self.reserves = [x for x in self.reserves if x.worker != name]
+        self.asked = [x for x in self.asked if x.worker != name]
         self.workers[name] = FakeWorker(role)
         self.act(self.table.worker_down(name, self.now, fenced=True))
         self.act(self.table.worker_up(WorkerInfo(name, role, name, 2), self.now))
@@ -381,8 +379,8 @@ class Interleavings(RuleBasedStateMachine):
             if worker in self.workers and not (
                 giver and isinstance(error, CapacityError)
             ):
-                self.reserves = [
-                    x for x in self.reserves if (x.worker, x.job.rid) != (worker, rid)
+                self.asked = [
+                    x for x in self.asked if (x.worker, x.job.rid) != (worker, rid)
                 ]
                 if entry.is_decoding:
                     self.workers[worker].held.pop(
@@ -441,7 +439,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.say_once_each(name)
             for start in list(self.moves):
                 self.move(start)
-            for reserve in list(self.reserves):
+            for reserve in list(self.asked):
                 self.reply(reserve)
         self.patch.undo()
         assert not self.table.requests

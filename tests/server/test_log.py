@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,15 +16,10 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    """What is logged; the loggers are put back afterwards."""
-    root = logging.getLogger()
-    ours = logging.getLogger("disagg")
-    before = (root.handlers[:], root.level, ours.level)
-    root.handlers = []
-    yield io.StringIO()
-    root.handlers, root.level = before[0], before[1]
-    ours.setLevel(before[2])
+def stream() -> io.StringIO:
+    """What is logged."""
+    logging.getLogger().handlers = []
+    return io.StringIO()
 
 
 def json_lines(stream: io.StringIO) -> list[dict]:

@@ -79,7 +79,7 @@ class House:
 
     async def gauges(self) -> dict[str, Mapping[str, float]]:
         return {
-            name: (await worker.status()).gauges
+            name: (await worker.service.status()).gauges
             for name, worker in self.workers.items()
         }
 

@@ -71,7 +71,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
             await until(lambda: leaving.wait(0.0))
             home.router.died("d")
             assert (await asking)[0] == expected
-            assert leaving.decode.counts["moved"] == 1
+            assert leaving.service.decode.counts["moved"] == 1
             assert home.router.table.retries == home.router.table.unequal_tokens == 0
             await home.empty()
             assert not leaving.engine.pool.referenced_pages
@@ -90,7 +90,7 @@ async def test_a_sequence_that_outgrows_its_room_moves_as_well(
     source = home.workers["d"]
     source.assume(Role.NONE)
     assert (await asking)[0] == expected
-    assert source.decode.counts["moved"] == 1
+    assert source.service.decode.counts["moved"] == 1
     assert home.router.table.retries == 0
 
 
@@ -111,7 +111,7 @@ async def test_what_cannot_move_is_computed_elsewhere(
     await until(lambda: home.router.table.retries > 0)
     monkeypatch.undo()
     assert (await asking)[0] == expected
-    assert not source.decode.counts
+    assert not source.service.decode.counts
     assert home.router.peers["d"].info.role is Role.PREFILL
 
 
@@ -163,11 +163,11 @@ async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(
     home.add("d2", Role.DECODE, runners[2])
     source = home.workers["d"]
     source.assume(Role.NONE)
-    await until(lambda: bool(source.decode._moves))
+    await until(lambda: bool(source.service.decode._moves))
     await leave(asking)
     await home.empty()
-    assert not source.decode._moves
-    source.decode.context.deliver(
+    assert not source.service.decode._moves
+    source.service.decode.context.deliver(
         [Moved("given-up#1/d", (1,))]
     )  # a step was on its way
 
@@ -178,12 +178,12 @@ async def test_a_sequence_that_ended_before_it_was_to_move_is_not_computed_again
     """A router that lags behind asks for it, and hears its last tokens then."""
     asking = await home.begin(story, KIVI, HEARD, LONG)
     worker = home.workers["d"]
-    (job,) = worker.decode._jobs.values()
-    while worker.decode._jobs:
+    (job,) = worker.service.decode._jobs.values()
+    while worker.service.decode._jobs:
         time.sleep(0.01)  # the loop of the router hears nothing meanwhile
 
     async def move(attempt: int) -> None:
-        worker.decode.move(Submit(replace(job, attempt=attempt), Work.MOVE, 0))
+        worker.service.decode.move(Submit(replace(job, attempt=attempt), Work.MOVE, 0))
 
     asyncio.run_coroutine_threadsafe(move(job.attempt), worker._loop).result()
     with pytest.raises(ReservationError, match="does not decode here"):
@@ -193,7 +193,7 @@ async def test_a_sequence_that_ended_before_it_was_to_move_is_not_computed_again
 
 async def test_a_move_that_is_given_up_before_it_begins_frees_its_sequence(home, story):
     asking = await home.begin(story, KIVI, HEARD, LONG)
-    decode = home.workers["d"].decode
+    decode = home.workers["d"].service.decode
     ((name, job),) = decode._jobs.items()
 
     async def give_up() -> None:

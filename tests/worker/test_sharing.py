@@ -64,7 +64,7 @@ async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_on
     )
     await on_loop(decode, alter_and_scrub(decode))
     assert (await asking)[0] == expected
-    assert decode.receiver.reservations.counts["damaged"] == 1
+    assert decode.service.receiver.reservations.counts["damaged"] == 1
     assert home.router.table.retries == 1
 
 
@@ -76,7 +76,7 @@ async def alter_and_scrub(worker: Worker) -> None:
     (byte,) = pool.arena.read(place, 1)
     pool.arena.write([(place, bytes([byte ^ 1]))])
     pool.release(cached_page.pages)
-    await worker.receiver.scrub(1 << 30)
+    await worker.service.receiver.scrub(1 << 30)
 
 
 async def test_sharing_can_be_turned_off(runners, story):
@@ -170,4 +170,4 @@ async def test_a_page_left_out_and_gone_is_computed_by_the_next_attempt(
     assert missed
     assert tokens == expected
     assert home.router.table.retries == 1
-    assert home.workers["p"].prefill.failures == {TransferError.reason: 1}
+    assert home.workers["p"].service.prefill.failures == {TransferError.reason: 1}

@@ -85,8 +85,8 @@ async def test_a_worker_of_both_roles_hands_nothing_over_and_computes_nothing_tw
         await home.empty()
         home.add("d", Role.DECODE, runners[1])
         await until(lambda: home.router.table.workers.keys() == {"w", "d"})
-        home.workers["w"].role = Role.PREFILL  # and so the router is told
-        home.router.table.workers["w"].info = home.workers["w"].started
+        home.workers["w"].service.role = Role.PREFILL  # and so the router is told
+        home.router.table.workers["w"].info = home.workers["w"].info
         assert (await home.complete(story, KIVI))[0] == tokens
         await home.empty()
 
@@ -110,19 +110,21 @@ async def test_a_worker_says_what_its_links_can_do(home, story):
     (line,) = await asyncio.to_thread(prefill.meet, [address])
     assert line.startswith(f"link to {address}: ")
     await home.complete(story, KIVI)
-    info = (await prefill.status()).info
+    info = (await prefill.service.status()).info
     (link,) = info["links"]
     assert (link["peer"], link["transport"]) == (address, "gRPC over TCP")
     assert min(link["round_trip_ms"], link["gbytes_per_s"]) > 0
     assert info["failures"] == {}
-    assert (await decode.status()).info["links"] == []
+    assert (await decode.service.status()).info["links"] == []
 
 
 async def test_a_worker_that_holds_nothing_fits_as_many_tokens_as_it_said_at_the_start(
     home,
 ):
     for worker in home.workers.values():
-        assert (await worker.status()).info["tokens_fit"] == worker.started.room > 0
+        assert (
+            (await worker.service.status()).info["tokens_fit"] == worker.info.room > 0
+        )
 
 
 async def test_where_no_c_library_was_built_the_reference_serves_and_all_say_so_once(
@@ -134,7 +136,7 @@ async def test_where_no_c_library_was_built_the_reference_serves_and_all_say_so_
     async with house() as home:
         home.add("w", Role.BOTH, runners[0])
         assert (await home.complete(story, KIVI))[0] == alone(story, KIVI)
-        assert (await home.workers["w"].status()).info["backend"] == message
+        assert (await home.workers["w"].service.status()).info["backend"] == message
     assert [x for x in caplog.messages if "torch" in x] == [f"w: {message}"]
     assert describe_machine()["kernels"] == message
 
@@ -316,8 +318,8 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     else:
         monkeypatch.setattr(layers, "views_of", attending)
         monkeypatch.setattr(layers, "prepare", lambda *_: None)
-    rules = home.workers["d"].receiver.reservations
-    rules._on_admit = partial(admitting, home.workers["d"].decode)
+    rules = home.workers["d"].service.receiver.reservations
+    rules._on_admit = partial(admitting, home.workers["d"].service.decode)
     await home.complete(story, KIVI, max_tokens=2)
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
     assert wired == stored

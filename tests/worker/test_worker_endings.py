@@ -57,12 +57,12 @@ async def test_a_hand_off_given_up_while_its_pages_came_is_no_failure(
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
     decode, (rid,) = home.workers["d"], home.router.table.requests
-    await on_loop(decode, decode.abort(rid, 1, "given up"))
+    await on_loop(decode, decode.service.abort(rid, 1, "given up"))
     go.set()
     assert (await asking)[0] == alone(story, KIVI)
     assert home.router.table.retries == 1
     for worker in home.workers.values():
-        assert (await worker.status()).info["failures"] == {}
+        assert (await worker.service.status()).info["failures"] == {}
 
 
 @pytest.mark.parametrize(("victim", "heard"), [("p", 1), ("d", 5)])
@@ -70,7 +70,7 @@ async def test_a_worker_that_dies_costs_no_token(victim, heard, home, runners, s
     """The prefill worker dies with pages on their way, the decode worker in mid-answer."""
     expected, _ = await home.complete(story, KIVI, max_tokens=40)
     asking = await home.begin(story, KIVI, heard, max_tokens=40)
-    home.add(f"{victim}2", home.workers[victim].role, runners[2])
+    home.add(f"{victim}2", home.workers[victim].service.role, runners[2])
     await home.kill(victim)
     assert (await asking)[0] == expected
     assert home.router.table.unequal_tokens == 0
@@ -78,16 +78,17 @@ async def test_a_worker_that_dies_costs_no_token(victim, heard, home, runners, s
 
 async def test_a_fenced_worker_drops_what_it_decodes(home, story):
     decode = home.workers["d"]
+    service = decode.service
     asking = await home.begin(story, KIVI)
     assert (
-        await outcome(decode, decode.fence(decode.epoch + 2, home.router.id))
+        await outcome(decode, service.fence(service.epoch + 2, home.router.id))
         == "reservation"
     )
-    assert await outcome(decode, decode.fence(decode.epoch + 1, "other")) == "config"
-    assert decode.decode.attempts
-    await outcome(decode, decode.fence(decode.epoch + 1, home.router.id))
-    assert not decode.decode.attempts
-    assert decode.started.epoch == decode.epoch
+    assert await outcome(decode, service.fence(service.epoch + 1, "other")) == "config"
+    assert service.decode.attempts
+    await outcome(decode, service.fence(service.epoch + 1, home.router.id))
+    assert not service.decode.attempts
+    assert decode.info.epoch == service.epoch
     await leave(asking)
 
 
@@ -95,15 +96,17 @@ async def test_a_fence_drops_an_attempt_that_waited_for_the_one_before_it(home, 
     worker = home.workers["p"]
 
     async def fence_between() -> set[tuple[str, int]]:
-        first = Submit(Job("r", 1, story), Work.PREFILL, worker.epoch, "127.0.0.1:1")
-        await worker.submit(first)
+        first = Submit(
+            Job("r", 1, story), Work.PREFILL, worker.service.epoch, "127.0.0.1:1"
+        )
+        await worker.service.submit(first)
         second = asyncio.create_task(
-            worker.submit(replace(first, job=Job("r", 2, story)))
+            worker.service.submit(replace(first, job=Job("r", 2, story)))
         )
         await asyncio.sleep(0)
-        await worker.fence(worker.epoch + 1, home.router.id)
+        await worker.service.fence(worker.service.epoch + 1, home.router.id)
         await second
-        return worker.prefill.attempts
+        return worker.service.prefill.attempts
 
     assert not await on_loop(worker, fence_between())
 
@@ -124,7 +127,8 @@ async def test_a_worker_that_leaves_waits_until_its_last_words_were_heard(home, 
     asking = await home.begin(story, KIVI, heard=5, max_tokens=25)
     leaving = home.workers.pop("d")
     leaving.stop(30.0)
-    while leaving.decode._jobs:  # the loop of the router hears nothing meanwhile
+    # the loop of the router hears nothing meanwhile
+    while leaving.service.decode._jobs:
         assert not leaving.wait(0.01)
     assert not leaving.wait(0.1)
     assert len((await asking)[0]) == 25
@@ -134,7 +138,7 @@ async def test_a_worker_that_leaves_waits_until_its_last_words_were_heard(home, 
 async def test_a_worker_without_a_router_leaves(runners):
     async with house(Config(cluster=ClusterConfig(orphan_s=0.05))) as home:
         worker = home.add("d", Role.DECODE, runners[1])
-        await until(lambda: worker._events.is_followed)
+        await until(lambda: worker.service.event_log.is_followed)
         await home.router.close()
         await until(lambda: worker.wait(0.0))
 
@@ -154,15 +158,17 @@ async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(
             home.add("d", Role.DECODE, runners[1]),
             GREEDY | {"max_tokens": 2000},
         )
-        await until(lambda: worker._events.is_followed)
+        await until(lambda: worker.service.event_log.is_followed)
         cut_off(home)
-        await until(lambda: not worker._events.is_followed)
+        await until(lambda: not worker.service.event_log.is_followed)
         for attempt in (1, 2):
             job = Job("r", attempt, story, sampling=sampling)
-            submit = Submit(job, Work.LOCAL, worker.epoch, router=home.router.id)
-            assert await outcome(worker, worker.submit(submit)) == ""
-            await until(lambda: not worker.decode.attempts)
-            steps = worker.events({}, home.router.id)
+            submit = Submit(
+                job, Work.LOCAL, worker.service.epoch, router=home.router.id
+            )
+            assert await outcome(worker, worker.service.submit(submit)) == ""
+            await until(lambda: not worker.service.decode.attempts)
+            steps = worker.service.events({}, home.router.id)
             assert isinstance(
                 (await on_loop(worker, anext(steps))).events[-1].error, PeerLostError
             )
@@ -175,13 +181,17 @@ async def test_what_a_worker_is_given_before_any_router_came_goes_on(runners, st
             home.config, Role.DECODE, "d", runner=runners[1]
         )
         worker.start()
+        service = worker.service
         job = Job("r", 1, story, sampling=GREEDY | {"max_tokens": 300})
         assert (
-            await outcome(worker, worker.submit(Submit(job, Work.LOCAL, worker.epoch)))
+            await outcome(
+                worker,
+                service.submit(Submit(job, Work.LOCAL, service.epoch)),
+            )
             == ""
         )
-        await until(lambda: not worker.decode.attempts)
-        steps = worker.events({}, "")
+        await until(lambda: not service.decode.attempts)
+        steps = service.events({}, "")
         assert (await on_loop(worker, anext(steps))).events[
             -1
         ].finish_reason == "length"
@@ -219,7 +229,7 @@ async def test_a_supervised_task_that_ends_ends_its_worker(error, runners, monke
     monkeypatch.setattr(Receiver, "run", keep_time)
     async with house() as home:
         worker = home.add("d", Role.DECODE, runners[0])
-        await until(lambda: worker._events.is_followed)
+        await until(lambda: worker.service.event_log.is_followed)
         go.set()
         del home.workers["d"]
         with pytest.raises(
@@ -239,7 +249,7 @@ async def test_what_nobody_foresaw_ends_one_request_alone(
     side, error, home, story, monkeypatch
 ):
     """Whatever type an error has, the sequence that the engine holds for the hand-off is freed."""
-    rules = home.workers["d"].receiver.reservations
+    rules = home.workers["d"].service.receiver.reservations
     target, name = (sender, "pack") if side == "send" else (rules, "_on_admit")
     with monkeypatch.context() as patch:
         patch.setattr(target, name, Mock(side_effect=error))
@@ -252,19 +262,21 @@ async def test_what_nobody_foresaw_ends_one_request_alone(
 
 
 async def test_the_next_router_finds_nothing_of_the_one_before(home, story):
-    asking, decode = await home.begin(story, KIVI), home.workers["d"]
+    asking = await home.begin(story, KIVI)
+    decode = home.workers["d"]
+    service = decode.service
     job = Job("r", 1, story, sampling={"max_tokens": 4})
     with pytest.raises(ConfigError, match="follows router"):
-        await anext(decode.events({}, "other"))
+        await anext(service.events({}, "other"))
     cut_off(home)
-    await until(lambda: not decode._events.is_followed)
-    steps = decode.events({}, "other")
+    await until(lambda: not service.event_log.is_followed)
+    steps = service.events({}, "other")
     assert (await on_loop(decode, anext(steps))).events == ()
-    assert not decode.decode.attempts
-    assert decode.reservations.gauges()["running"] == 0
-    assert await outcome(decode, decode.reserve(job, decode.epoch, "me")) == "config"
-    assert await outcome(decode, decode.reserve(job, decode.epoch, "other")) == ""
-    assert await outcome(decode, decode.abort("r", 1, "")) == ""
+    assert not service.decode.attempts
+    assert service.reservations.gauges()["running"] == 0
+    assert await outcome(decode, service.reserve(job, service.epoch, "me")) == "config"
+    assert await outcome(decode, service.reserve(job, service.epoch, "other")) == ""
+    assert await outcome(decode, service.abort("r", 1, "")) == ""
     await outcome(decode, steps.aclose())
     await leave(asking)
 
@@ -289,4 +301,6 @@ async def test_damaged_frames_are_refused_by_name(home, story, monkeypatch):
     with pytest.raises(CorruptFrameError) as caught:
         await home.complete(story, KIVI)
     assert caught.value.exit_code == 6
-    assert (await home.workers["p"].status()).info["failures"] == {"corrupt_frame": 3}
+    assert (await home.workers["p"].service.status()).info["failures"] == {
+        "corrupt_frame": 3
+    }

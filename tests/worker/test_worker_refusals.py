@@ -50,7 +50,7 @@ async def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(
         engine.plan = plan
         with pytest.raises(errors.DisaggError, match="ValueError: nobody foresaw raw"):
             await home.complete(story, "raw")
-        assert home.workers["p"].prefill.failures["internal"] >= 1
+        assert home.workers["p"].service.prefill.failures["internal"] >= 1
     assert any(record.exc_info for record in caplog.records)
 
 
@@ -114,7 +114,8 @@ async def test_another_model_is_refused_by_its_fingerprint(runners, story, monke
 
 
 async def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(home):
-    prefill, decode = home.workers["p"], home.workers["d"]
+    prefill = home.workers["p"].service
+    decode = home.workers["d"].service
     job = Job("r", 1, (1, 2))
     with pytest.raises(errors.PeerLostError, match="decode"):
         await decode.submit(Submit(job, Work.PREFILL, decode.epoch))
