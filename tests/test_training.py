@@ -65,10 +65,8 @@ def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, task
         last = re.search(f"Answer: {number}", text)
         sums = re.findall(rf"{number} ([+-]) {number} = {number}\.", text)
         value = int(start[1].replace(" ", "")) if start else -1
-        for first_operand, sign, operand, result in sums:
-            a, b, c = (
-                int(x.replace(" ", "")) for x in (first_operand, operand, result)
-            )
+        for first, sign, second, result in sums:
+            a, b, c = (int(x.replace(" ", "")) for x in (first, second, result))
             assert a == value
             assert c == (a + b if sign == "+" else a - b) >= 0
             value = c

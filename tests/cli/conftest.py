@@ -19,8 +19,10 @@ from tests.processes import PATIENCE_S as PATIENCE_S
 from tests.processes import wait_for as wait_for
 from tests.server.conftest import KV, FakeRouter, completions_of
 
-STATS = KV | {"codec": "kivi:bits=4", "tokens": 300}
-STATS |= {
+STATS = {
+    **KV,
+    "codec": "kivi:bits=4",
+    "tokens": 300,
     "fp16_bytes": 4000,
     "fp8_bytes": 2000,
     "wire_bytes": 1000,
@@ -28,20 +30,20 @@ STATS |= {
 }
 
 
-class FakeStaff:
-    """Writes down what it was asked; has one worker, "d"."""
+class FakeWorkerPool:
+    """A worker pool that records its calls; it has one worker, "d"."""
 
     def __init__(self) -> None:
         self.target_counts = {"prefill": 1, "decode": 2}
-        self.asked: list[object] = []
+        self.calls: list[object] = []
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
-        self.asked.append((prefill, decode))
+        self.calls.append((prefill, decode))
 
     def drain(self, name: str) -> None:
         if name != "d":
             raise UnknownNameError.of("worker", name, ["d"])
-        self.asked.append(name)
+        self.calls.append(name)
 
 
 @dataclass
@@ -49,34 +51,37 @@ class Running:
     url: str
     router: FakeRouter
     stopped: threading.Event
-    staff: FakeStaff
+    worker_pool: FakeWorkerPool
 
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    listening, stopped = bind("127.0.0.1", 0), threading.Event()
-    staff, router = FakeStaff(), FakeRouter()
+    listening = bind("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    stopped = threading.Event()
+    worker_pool = FakeWorkerPool()
+    router = FakeRouter()
     router.kv = STATS
     completions = completions_of(router, context_length=200, longest_token=10)
-    app = create_app(completions, "secret", stopped.set, worker_pool=staff)
+    app = create_app(completions, "secret", stopped.set, worker_pool=worker_pool)
     config = uvicorn.Config(
         app, log_level="error", lifespan="off", timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    yield Running(
-        f"http://127.0.0.1:{listening.getsockname()[1]}", router, stopped, staff
-    )
+
+    yield Running(f"http://127.0.0.1:{port}", router, stopped, worker_pool)
+
     server.should_exit = True
     thread.join()
     listening.close()
 
 
 def free_port() -> int:
-    """One that was free a moment ago."""
-    with bind("127.0.0.1", 0) as free:
-        return free.getsockname()[1]
+    """A port that was free a moment ago."""
+    with bind("127.0.0.1", 0) as listening:
+        return listening.getsockname()[1]
 
 
 def answering(service: RunningService, path: str) -> bool:
@@ -88,9 +93,9 @@ def answering(service: RunningService, path: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """As at a terminal, for new processes too: who runs tests in the background ignores it.
+    """Ctrl-C works as at a terminal, in new processes too; in the background it is ignored.
 
-    Not in a function between fork and exec: gRPC has threads of its own there, which complain.
+    Set here and not between fork and exec, where the threads of gRPC complain.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -105,7 +110,6 @@ def state_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def announced_service(running: Running, state_file: Path) -> Running:
     """The service, announced in a state file under the id of this process."""
-    write_state(
-        state_file, RunningService(running.url, os.getpid(), "secret", ready=True)
-    )
+    service = RunningService(running.url, os.getpid(), "secret", ready=True)
+    write_state(state_file, service)
     return running

@@ -14,26 +14,33 @@ from tests.model.tiny import save_tiny
 SMALL = "bench transfer --layers 2 --heads 1 --head-dim 64 --tokens 70 --rounds 1"
 WITH_CODECS = ("auto", "capacity", "chaos", "compare", "decode", "latency", "transfer")
 RAW = "raw:dtype=fp16"
+CASES = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
 
 
-def test_people_see_rows_and_progress_and_a_bad_picture_loses_none(
-    disagg, tmp_path, monkeypatch
-):
-    pictures = pytest.importorskip("disagg.report.transfer")
+def test_people_see_rows_and_progress(disagg, monkeypatch):
     monkeypatch.setattr(result, "INTERVAL_S", 0.0)
-    cases = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
-    output = disagg(SMALL, *cases)
+
+    output = disagg(SMALL, *CASES)
+
     header, *lines = output.out.splitlines()
     assert header.split()[:4] == ["codec", "tokens", "gbps", "pages"]
     assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
     assert "this takes about" in output.err
     assert f"1 of 6: 70 tokens, encode {RAW}" in output.err
     assert f"3 of 6: 70 tokens, 2 Gb/s, {RAW}, ready" in output.err
+
+
+def test_a_picture_that_cannot_be_drawn_loses_no_row(disagg, tmp_path, monkeypatch):
+    pictures = pytest.importorskip("disagg.report.transfer")
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(pictures, "draw", Mock(side_effect=full))
-    files = ["--plot", tmp_path / "a.png", "--out", tmp_path / "new" / "a.json"]
-    assert "No space left" in disagg(SMALL, *cases, *files, code=2).err
-    assert len(json.loads((tmp_path / "new" / "a.json").read_text())["rows"]) == 4
+    out = tmp_path / "new" / "a.json"
+    files = ["--plot", tmp_path / "a.png", "--out", out]
+
+    output = disagg(SMALL, *CASES, *files, code=2)
+
+    assert "No space left" in output.err
+    assert len(json.loads(out.read_text())["rows"]) == 4
 
 
 @pytest.mark.parametrize("name", ["overlap", "load"])
@@ -71,13 +78,15 @@ def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
         *((f"bench {name} --codec zip", "unknown codec 'zip'") for name in WITH_CODECS),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_it_begins(
+def test_a_wrong_option_is_refused_before_anything_starts(
     command, word, disagg, monkeypatch
 ):
     pytest.importorskip("matplotlib")
     for started in ((child.Child, "__init__"), (Runner, "random")):
         monkeypatch.setattr(*started, lambda *_: pytest.fail("started for nothing"))
+
     output = disagg(command, code=2)
+
     assert word in output.err
     assert not output.out
 
@@ -92,17 +101,20 @@ def test_streams_longer_than_the_context_never_begin(
         child.Child, "__init__", lambda *_: pytest.fail("started for nothing")
     )
     model = save_tiny("llama", tmp_path, max_position_embeddings=tokens - 1)
-    output = disagg("bench streams --part", part, "--model", model, code=4).err
-    assert f"{tokens:,} tokens of a prompt and its answer" in output
-    assert f"at most {tokens - 1:,}" in output
+
+    error = disagg("bench streams --part", part, "--model", model, code=4).err
+
+    assert f"{tokens:,} tokens of a prompt and its answer" in error
+    assert f"at most {tokens - 1:,}" in error
 
 
 @pytest.mark.parametrize(
     "plane", [[], ["--plane", "--no-netns"]], ids=["codecs", "plane"]
 )
-def test_prompts_that_no_memory_holds_are_refused_before_it_begins(
-    plane, disagg, monkeypatch
-):
+def test_prompts_that_do_not_fit_in_memory_are_refused(plane, disagg, monkeypatch):
     monkeypatch.setattr(handoff, "Child", lambda *_: pytest.fail("started for nothing"))
     monkeypatch.setattr(handoff.os, "sysconf", lambda _: 1 << 10)
-    assert "this host has 1,048,576" in disagg(SMALL, *plane, code=7).err
+
+    output = disagg(SMALL, *plane, code=7)
+
+    assert "this host has 1,048,576" in output.err

@@ -22,7 +22,7 @@ from disagg.cli import client
 from disagg.cli.client import complete, get, persist
 from disagg.cli.state_file import RunningService
 from tests.cli.conftest import PATIENCE_S, answering, free_port, wait_for
-from tests.cli.test_private import ASKED, PROMPT, Home, idle, workers
+from tests.cli.test_private import BODY, PROMPT, Home, idle, workers
 from tests.processes import ray_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -33,10 +33,11 @@ LONG = 600  # tokens of an answer that is to outlive a drain, on a busy host too
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a Ray that workers join."""
-    port, home = free_port(), {"HOME": str(tmp_path_factory.mktemp("ray"))}
-    options = "--num-cpus=8", "--include-dashboard=false", "--disable-usage-stats"
-    with ray_head(port, os.environ | home, *options):
+    """The address of a Ray that workers join."""
+    port = free_port()
+    environment = {**os.environ, "HOME": str(tmp_path_factory.mktemp("ray"))}
+    options = ("--num-cpus=8", "--include-dashboard=false", "--disable-usage-stats")
+    with ray_head(port, environment, *options):
         wait_for(lambda: answers(port))
         yield f"127.0.0.1:{port}"
 
@@ -56,23 +57,29 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def pids(state: RunningService, role: str = "") -> set[int]:
+    """Those of the workers whose role begins so."""
     return {
-        x["pid"] for x in workers(state) if x["role"].startswith(role) and "pid" in x
+        worker["pid"]
+        for worker in workers(state)
+        if worker["role"].startswith(role) and "pid" in worker
     }
 
 
-def alive(state: set[int]) -> bool:
-    return any(Path(f"/proc/{pid}").exists() for pid in state)
+def alive(pids: set[int]) -> bool:
+    """Whether any of the processes is there."""
+    return any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 class Talk:
-    """Streams that ask as `disagg submit` does, again and again; all they show is checked.
+    """Streams that send requests as `disagg submit` does, again and again, and check each answer.
 
-    shown: pieces of the answers of now, by stream
+    shown: pieces of the current answers, by stream
     """
 
     def __init__(self, state: RunningService, streams: int, tokens: int = TOKENS):
-        self._state, self._tokens, self._over = state, tokens, threading.Event()
+        self._state = state
+        self._tokens = tokens
+        self._over = threading.Event()
         self._pool = ThreadPoolExecutor(streams)
         self.shown = [0] * streams
         self._texts = [self._ask(number) for number in range(PROMPTS)]
@@ -84,11 +91,12 @@ class Talk:
             pieces.append(piece)
             self.shown[number] = len(pieces)
 
-        request_body = ASKED | {
+        body = {
+            **BODY,
             "prompt": f"{number % PROMPTS}. {PROMPT}",
             "max_tokens": self._tokens,
         }
-        answer = persist(self._state, request_body, show)
+        answer = persist(self._state, body, show)
         assert answer.completion_tokens == self._tokens
         return "".join(pieces)
 
@@ -98,44 +106,47 @@ class Talk:
 
     def __enter__(self) -> Self:
         self.shown = [0] * len(self.shown)
-        self._asking = [
-            self._pool.submit(self._stream, x) for x in range(len(self.shown))
-        ]
+        numbers = range(len(self.shown))
+        self._streams = [self._pool.submit(self._stream, x) for x in numbers]
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
         with self._pool:
-            for each in self._asking:
-                each.result()
+            for stream in self._streams:
+                stream.result()
 
 
-def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
-    address, tmp_path
-):
+def test_a_service_takes_over_the_workers_of_a_killed_one(address, tmp_path):
+    """No other service may, and workers stop with their service unless they are detached."""
     home = Home(tmp_path)
-    where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=30")
-    serve = partial(home.start, "serve", "--port", "0", *where)
+    cluster = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=30")
+    serve = partial(home.start, "serve", "--port", "0", *cluster)
 
     first = serve()
     first_pids = pids(home.service())
     first.kill()
-    _, output = first.communicate()
-    assert "gRPC over TLS" in output
+    _, error = first.communicate()
+    assert "gRPC over TLS" in error
+
     second = serve()
     state = home.service()
     wait_for(lambda: pids(state) == first_pids)
-    answer = complete(state, ASKED | {"max_tokens": 8}, lambda piece: None)
+    answer = complete(state, {**BODY, "max_tokens": 8}, lambda piece: None)
     assert answer.completion_tokens == 8
+
     intruder = serve("--state-file", str(tmp_path / "intruder.json"))
     _, error = intruder.communicate(timeout=60)
     assert intruder.returncode == 2
     assert "works for another service" in error
-    assert complete(state, ASKED, lambda piece: None).completion_tokens == 16
+    assert complete(state, BODY, lambda piece: None).completion_tokens == 16
+
     neighbour = serve("--name", "neighbour", "--set", "security.plane=token")
-    beside = home.service("neighbour")
-    assert not pids(beside) & first_pids
-    assert complete(beside, ASKED, lambda piece: None).completion_tokens == 16
+    neighbour_state = home.service("neighbour")
+    assert not pids(neighbour_state) & first_pids
+    answer = complete(neighbour_state, BODY, lambda piece: None)
+    assert answer.completion_tokens == 16
+
     stop(second)
     assert not alive(first_pids)
     stop(neighbour)
@@ -153,39 +164,41 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
 def test_forty_streams_go_on_when_their_router_is_killed(
     address, tmp_path, monkeypatch
 ):
-    """As `keep.py` starts it again. Clients have the token that they had before."""
+    """The next router is started as `keep.py` does; clients still use the token of the first."""
     monkeypatch.setattr(client, "RESUME_S", PATIENCE_S)
     home = Home(tmp_path)
-    where = ("--name", "restarted", "--set", f"cluster.address={address}")
+    cluster = ("--name", "restarted", "--set", f"cluster.address={address}")
     key = ("--api-key", "sk-1", "--port", str(free_port()))
-    first = home.start("serve", *key, *where)
+    first = home.start("serve", *key, *cluster)
     state = home.service("restarted")
     before = pids(state)
     with Talk(state, STREAMS) as talk:
         wait_for(lambda: all(talk.shown))
         first.kill()
         first.communicate()
-        cut, killed = list(talk.shown), time.monotonic()
-        second = home.start("serve", *key, *where)
+        cut = list(talk.shown)
+        killed_at = time.monotonic()
+
+        second = home.start("serve", *key, *cluster)
         wait_for(lambda: answering(state, "/health"))
-        listens, request_body = time.monotonic(), ASKED | {"max_tokens": 8}
+        listens_at = time.monotonic()
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(
-                complete, replace(state, token="sk-1"), request_body, lambda piece: None
-            )
+            body = {**BODY, "max_tokens": 8}
+            next_state = replace(state, token="sk-1")
+            answer = pool.submit(complete, next_state, body, lambda piece: None)
             wait_for(lambda: answering(state, "/ready"))
-            ready = time.monotonic()
+            ready_at = time.monotonic()
             assert answer.result().completion_tokens == 8
-        served = time.monotonic()
+        served_at = time.monotonic()
+
+    listens_s = listens_at - killed_at
+    ready_s = ready_at - listens_at
+    served_s = served_at - ready_at
     print(
         f"\n{STREAMS} streams cut off behind {min(cut)} to {max(cut)} of {TOKENS} tokens"
     )
-    print(
-        f"the next router listens {listens - killed:.1f} s after the last one was killed"
-    )
-    print(
-        f"has its workers {ready - listens:.1f} s later, an answer {served - ready:.1f} s later"
-    )
+    print(f"the next router listens {listens_s:.1f} s after the last one was killed")
+    print(f"has its workers {ready_s:.1f} s later, an answer {served_s:.1f} s later")
     home.service("restarted")
     wait_for(lambda: pids(state) == before)
     wait_for(lambda: idle(state), describe=lambda: workers(state))
@@ -193,33 +206,34 @@ def test_forty_streams_go_on_when_their_router_is_killed(
     assert not alive(before)
 
 
-def test_answers_are_as_ever_while_workers_come_and_leave(address, tmp_path):
-    """And the next router has as many workers as there are."""
+def test_answers_stay_the_same_while_workers_come_and_leave(address, tmp_path):
+    """And the next router takes over all workers that run."""
     home = Home(tmp_path)
-    where = ("--name", "scaled", "--port", "0", "--set", f"cluster.address={address}")
-    first = home.start("serve", *where)
+    cluster = ("--name", "scaled", "--port", "0", "--set", f"cluster.address={address}")
+    first = home.start("serve", *cluster)
     state = home.service("scaled")
-    at = ("--state-file", str(tmp_path / "scaled.json"))
+    state_file = ("--state-file", str(tmp_path / "scaled.json"))
 
-    def say(*command: str) -> str:
-        output, error = home.start(*command, *at).communicate(timeout=PATIENCE_S)
+    def output_of(*command: str) -> str:
+        process = home.start(*command, *state_file)
+        output, error = process.communicate(timeout=PATIENCE_S)
         assert error == ""
         return output
 
     old = pids(state, "decode")
     with Talk(state, 8, LONG):  # on both workers, whenever one is drained
-        assert say("scale", "decode=2") == "2 decode: they come and leave one by one\n"
+        scaled = output_of("scale", "decode=2")
+        assert scaled == "2 decode: they come and leave one by one\n"
         wait_for(lambda: len(pids(state, "decode")) == 2)
-        assert (
-            say("drain", "decode-0") == "decode-0 leaves once another worker serves\n"
-        )
+        drained = output_of("drain", "decode-0")
+        assert drained == "decode-0 leaves once another worker serves\n"
         wait_for(lambda: not alive(old))
         wait_for(lambda: len(pids(state, "decode")) == 2)
         assert get(state, "/status")["moved"] > 0
     before = pids(state)
     first.kill()
     first.communicate()
-    second = home.start("serve", *where)
+    second = home.start("serve", *cluster)
     state = home.service("scaled")
     wait_for(lambda: pids(state) == before)
     stop(second)

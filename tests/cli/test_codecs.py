@@ -18,23 +18,26 @@ COLUMNS = {
 }
 
 
-def look(disagg: Callable[..., Any], *arguments: str) -> Any:
+def json_of(disagg: Callable[..., Any], *arguments: str) -> Any:
     return json.loads(disagg(*arguments, "--json").out)
 
 
 def test_codecs_lists_every_codec_with_its_size(disagg):
     size = ["--heads", "8", "--head-dim", "128", "--tokens", "2048"]
-    rows = look(disagg, "codecs", *size)
+
+    rows = json_of(disagg, "codecs", *size)
+    printed = disagg("codecs", *size).out
+
     assert all(row.keys() >= COLUMNS | {"fp16_pct"} for row in rows)
-    result = {row["name"]: row for row in rows}
-    assert result["raw"]["page_tokens"] == 16
-    assert result["kivi"]["fp16_pct"] < 30
-    message = disagg("codecs", *size).out
-    assert all(row["spec"] in message for row in rows)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["raw"]["page_tokens"] == 16
+    assert by_name["kivi"]["fp16_pct"] < 30
+    assert all(row["spec"] in printed for row in rows)
 
 
 def test_codecs_lists_those_that_hold_the_head_dim(disagg):
-    rows = look(disagg, "codecs", "--head-dim", "96")
+    rows = json_of(disagg, "codecs", "--head-dim", "96")
+
     assert {row["spec"] for row in rows} >= {
         "kivi:bits=2,group=32,residual=128",
         "raw:dtype=model",
@@ -48,29 +51,36 @@ def test_no_cell_is_cut_on_any_terminal(disagg, monkeypatch):
     for name, value in {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)
     spec = "ott:bits=2,group=64,residual=32,outliers=3,aux=32,skip_layers=2,rank=0"
-    assert {spec, "82,048"} <= set(disagg("codecs", spec).out.split())
+
+    cells = disagg("codecs", spec).out.split()
+
+    assert {spec, "82,048"} <= set(cells)
 
 
-def test_codecs_tell_what_was_measured_of_them(disagg, monkeypatch):
+def test_codecs_shows_the_measured_costs(disagg, monkeypatch):
     spec = "kivi:bits=2,group=64,residual=128"
     costs = {"model": "smollm2", "codecs": {spec: {"ppl_pct": 25.3, "kl": 0.2506}}}
     monkeypatch.setattr(describe, "measured_costs", lambda: costs)
-    rows = look(disagg, "codecs", "kivi", "kivi:group=32", "--tokens", "8192")
+
+    rows = json_of(disagg, "codecs", "kivi", "kivi:group=32", "--tokens", "8192")
+    printed = disagg("codecs kivi").out
+
     assert [round(row["fp16_pct"], 1) for row in rows] == [16.9, 20.0]
     assert [(row["ppl_pct"], row["kl"]) for row in rows] == [
         (25.3, 0.2506),
         (None, None),
     ]
-    message = disagg("codecs kivi").out
-    assert "measured on smollm2" in message
-    assert {"+25.30", "0.2506"} <= set(message.split())
+    assert "measured on smollm2" in printed
+    assert {"+25.30", "0.2506"} <= set(printed.split())
 
 
 def test_the_planes_of_a_page_lie_one_behind_the_other(disagg):
-    result = look(disagg, "page", "kivi:bits=2,group=64,residual=64")
-    (group,) = result["groups"]
-    page, raw = group["layouts"]
     names = ["k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"]
+
+    plan = json_of(disagg, "page", "kivi:bits=2,group=64,residual=64")
+
+    (group,) = plan["groups"]
+    page, raw = group["layouts"]
     assert [plane["name"] for plane in page["planes"]] == names
     ends = [plane["offset"] + plane["bytes"] for plane in page["planes"]]
     assert [plane["offset"] for plane in page["planes"]] == [0, *ends[:-1]]
@@ -80,6 +90,7 @@ def test_the_planes_of_a_page_lie_one_behind_the_other(disagg):
 
 def test_a_page_is_drawn_for_every_layer_group(disagg):
     drawn = disagg("page 0-1:kivi:bits=4;2-:raw").out
+
     assert "layers 0, 1 ·" in drawn
     assert "layers 2, 3, 4, 5 ·" in drawn
     assert "k_codes" in drawn
@@ -94,5 +105,5 @@ def test_a_page_is_drawn_for_every_layer_group(disagg):
     ],
     ids=["codec", "option", "model"],
 )
-def test_what_cannot_be_drawn_says_why(arguments, code, disagg):
+def test_a_page_that_cannot_be_drawn_is_an_error(arguments, code, disagg):
     assert disagg(*arguments, code=code).err.startswith("error: ")

@@ -13,55 +13,61 @@ DOCTOR = "doctor --device cpu --head-dim 64"
 KIVI = "kivi:bits=2,group=64,residual=16"
 
 
-def test_sound_kernels_are_told_by_codec_and_backend(disagg):
+def test_sound_kernels_are_reported_by_codec_and_backend(disagg):
     result = json.loads(disagg(DOCTOR, KIVI, "raw", "--json").out)
-    assert (result["device"], result["name"], result["sound"]) == (
-        "cpu",
-        library.backend(),
-        True,
-    )
-    assert [row["kernel"] for row in result["rows"]] == 2 * [
-        "encode",
-        "append",
-        "attend",
-        "replay",
-    ]
+
+    assert result["device"] == "cpu"
+    assert result["name"] == library.backend()
+    assert result["sound"] is True
+    kernels = [row["kernel"] for row in result["rows"]]
+    assert kernels == 2 * ["encode", "append", "attend", "replay"]
     assert {row["codec"] for row in result["rows"]} == {KIVI, "raw:dtype=model"}
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
-    true = room.examine
+    examine = room.examine
 
-    def examine(*values):
-        *others, last = true(*values)
+    def examine_with_one_wrong(*arguments):
+        *others, last = examine(*arguments)
         return [*others, replace(last, error=1.0)]
 
-    monkeypatch.setattr(room, "examine", examine)
+    monkeypatch.setattr(room, "examine", examine_with_one_wrong)
+
     out = disagg(DOCTOR, KIVI, *form, code=1).out
-    assert '"sound": false' in out if form else out.count("WRONG") == 1
+
+    if form:
+        assert '"sound": false' in out
+    else:
+        assert out.count("WRONG") == 1
 
 
-def test_groups_and_codecs_are_those_of_the_head_dim(disagg, monkeypatch):
+def test_the_group_of_a_codec_fits_the_head_dim(disagg):
     result = json.loads(disagg("doctor --device cpu --head-dim 96 kivi --json").out)
-    assert {row["codec"] for row in result["rows"]} == {
-        "kivi:bits=2,group=32,residual=128"
-    }
-    request_body = []
-    monkeypatch.setattr(
-        room, "examine", lambda spec, *_: request_body.append(spec) or []
-    )
+
+    codecs = {row["codec"] for row in result["rows"]}
+    assert codecs == {"kivi:bits=2,group=32,residual=128"}
+
+
+def test_codecs_that_the_head_dim_does_not_fit_are_left_out(disagg, monkeypatch):
+    specs = []
+    monkeypatch.setattr(room, "examine", lambda spec, *_: specs.append(spec) or [])
+
     disagg("doctor --device cpu --head-dim 96")
-    assert {"kivi", "raw"} <= set(request_body)
-    assert "banded" not in request_body
+
+    assert {"kivi", "raw"} <= set(specs)
+    assert "banded" not in specs
 
 
-def test_without_the_library_the_reference_serves_and_that_is_said(disagg, monkeypatch):
+def test_without_the_library_it_says_that_the_reference_serves(disagg, monkeypatch):
     monkeypatch.setattr(library, "paths", lambda: ())
-    assert "no C library, the reference serves" in disagg(DOCTOR, KIVI).out
+
+    output = disagg(DOCTOR, KIVI)
+
+    assert "no C library, the reference serves" in output.out
 
 
-def test_a_codec_nobody_knows_is_an_error(disagg):
+def test_an_unknown_codec_is_an_error(disagg):
     assert "unknown codec 'zip'" in disagg("doctor zip", code=2).err
 
 

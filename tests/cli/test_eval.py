@@ -12,8 +12,11 @@ TWO = ["--codec", "fp8", "--codec", "kivi:bits=2"]
 
 def test_one_run_prints_a_table_writes_a_file_and_draws(disagg, tmp_path):
     pytest.importorskip("matplotlib")
-    out, plot = tmp_path / "a.json", tmp_path / "a.png"
+    out = tmp_path / "a.json"
+    plot = tmp_path / "a.png"
+
     table = disagg(SHORT, *TWO, "--out", out, "--plot", plot).out
+
     assert [line.split()[0] for line in table.splitlines()[3:5]] == [
         "fp8",
         "kivi:bits=2",
@@ -24,7 +27,7 @@ def test_one_run_prints_a_table_writes_a_file_and_draws(disagg, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_broke_off_goes_on_where_it_was(disagg, tmp_path, monkeypatch):
+def test_a_run_resumes_where_it_broke_off(disagg, tmp_path, monkeypatch):
     out = tmp_path / "a.json"
     disagg(SHORT, "--codec", "fp8", "--out", out)
     earlier = json.loads(out.read_text())["rows"]
@@ -33,21 +36,26 @@ def test_a_run_that_broke_off_goes_on_where_it_was(disagg, tmp_path, monkeypatch
     monkeypatch.setattr(
         Judge, "measure", lambda *x: measured.append(x[1]) or measure(*x)
     )
+
     result = json.loads(disagg(SHORT, *TWO, "--out", out, "--resume", "--json").out)
+
     assert [case.codec for case in measured] == ["kivi:bits=2"]
     assert result["rows"][0] == earlier[0]
     assert json.loads(out.read_text()) == result
 
 
-def test_a_file_of_another_run_is_not_gone_on_with(disagg, tmp_path):
+def test_a_file_of_another_run_is_not_resumed(disagg, tmp_path):
     out = tmp_path / "a.json"
     disagg(SHORT, "--codec", "fp8", "--out", out)
-    again = ["--codec", "fp8", "--out", out, "--resume", "--streaming"]
-    assert "another model" in disagg(SHORT, *again, code=2).err
+    other_run = ["--codec", "fp8", "--out", out, "--resume", "--streaming"]
+
+    output = disagg(SHORT, *other_run, code=2)
+
+    assert "another model" in output.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "output"),
+    ("arguments", "code", "message"),
     [
         (["--codec", "zip"], 2, "zip"),
         (["--prompt", "3000"], 2, "do not fit"),
@@ -63,8 +71,8 @@ def test_a_file_of_another_run_is_not_gone_on_with(disagg, tmp_path):
         (["--model", "smollm2"], 3, "disagg fetch smollm2"),
     ],
 )
-def test_what_cannot_be_judged_says_why_before_a_model_is_loaded(
-    arguments, code, output, disagg, tmp_path, monkeypatch
+def test_a_wrong_option_is_refused_before_a_model_is_loaded(
+    arguments, code, message, disagg, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -74,4 +82,7 @@ def test_what_cannot_be_judged_says_why_before_a_model_is_loaded(
     monkeypatch.setattr(
         Runner, "load", lambda *_: pytest.fail("a model was loaded for nothing")
     )
-    assert output in disagg(SHORT, *arguments, code=code).err
+
+    output = disagg(SHORT, *arguments, code=code)
+
+    assert message in output.err

@@ -1,4 +1,4 @@
-"""`serve`, `status`, `stop` and the file by which they find each other."""
+"""`serve`, `status`, `stop`, and the state file that leads to a running service."""
 
 import io
 import json
@@ -65,7 +65,7 @@ with shutdown.ShutdownGuard(0.0) as guard:
 """
 
 
-def test_a_start_that_no_handler_can_end_is_over_soon_after_a_signal():
+def test_a_signal_ends_a_start_that_hangs_in_c():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", STUCK], **pipes) as process:
         assert process.stdout.readline() == "stuck\n"
@@ -74,20 +74,19 @@ def test_a_start_that_no_handler_can_end_is_over_soon_after_a_signal():
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_an_end_that_hangs_is_over_in_its_time():
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK, "ends"], capture_output=True, timeout=60
-    )
-    assert done.stderr == b"stopped, though Ray answers no more\n"
-    assert done.returncode == 1
+def test_an_end_that_hangs_is_cut_off():
+    command = [sys.executable, "-c", STUCK, "ends"]
+
+    process = subprocess.run(command, capture_output=True, timeout=60)
+
+    assert process.stderr == b"stopped, though Ray answers no more\n"
+    assert process.returncode == 1
 
 
 @pytest.mark.skipif(
-    birth(os.getpid()) is None, reason="nobody says when a process started"
+    birth(os.getpid()) is None, reason="the system does not say when a process started"
 )
-def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for_it(
-    state_file,
-):
+def test_a_reused_process_id_is_no_running_service(state_file):
     """The first process of a container is number 1 at every start of the container."""
     ours = replace(service(), born=birth(os.getpid()))
     write_state(state_file, replace(ours, born=f"1{ours.born}"))
@@ -96,40 +95,44 @@ def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for
         assert read_state(state_file) == ours
 
 
-def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(
-    state_file, monkeypatch
-):
-    states, dump = [], json.dump
+def test_a_state_file_is_written_whole_or_not_at_all(state_file, monkeypatch):
+    states = []  # that were read while a file was written
+    dump = json.dump
 
-    def look(*args):
+    def read_and_dump(*arguments):
         states.append(read_state(state_file))
-        dump(*args)
+        dump(*arguments)
 
-    monkeypatch.setattr(json, "dump", look)
+    monkeypatch.setattr(json, "dump", read_and_dump)
+
     for port in (1, 2):
         write_state(state_file, service(port))
+
     assert states == [None, service(1)]
     assert [file.name for file in state_file.parent.iterdir()] == [state_file.name]
 
 
-def test_a_state_file_that_has_no_room_is_told_and_leaves_nothing(
-    state_file, monkeypatch
-):
+def test_a_state_file_that_cannot_be_written_is_an_error(state_file, monkeypatch):
+    """And nothing of it stays."""
     monkeypatch.setattr(json, "dump", lambda *_: os.close(-1))
+
     with pytest.raises(ConfigError, match=f"{state_file} cannot be written: Bad file"):
         write_state(state_file, service())
     assert not [*state_file.parent.iterdir()]
 
 
-def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(
-    state_file,
-):
+def test_a_state_file_that_others_may_write_is_refused(state_file):
     write_state(state_file, service())
     state_file.chmod(0o666)
+
     with pytest.raises(ConfigError, match="open to others"):
         read_state(state_file)
-    state_file.chmod(0o600)
+
+
+def test_a_broken_state_file_is_refused(state_file):
+    write_state(state_file, service())
     state_file.write_text("{")
+
     with pytest.raises(ConfigError, match=str(state_file)):
         read_state(state_file)
 
@@ -137,85 +140,101 @@ def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(
 @pytest.mark.parametrize(
     "wrong", [{"pid": -1}, {"pid": 0}, {"pid": "1"}, {"pid": 1 << 64}, {"url": 5}]
 )
-def test_no_state_file_makes_stop_signal_all_processes(
+def test_stop_signals_nothing_by_a_wrong_state_file(
     wrong, state_file, monkeypatch, disagg
 ):
     write_state(state_file, replace(service(), **wrong))
     monkeypatch.setattr(os, "kill", lambda *signal: pytest.fail(f"kill{signal}"))
-    assert (
-        "cannot be read: no process"
-        in disagg("stop --state-file", state_file, code=2).err
-    )
+
+    error = disagg("stop --state-file", state_file, code=2).err
+
+    assert "cannot be read: no process" in error
 
 
-def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
+def test_a_state_file_of_a_dead_process_is_no_service(state_file):
+    """Its token stays, for clients that resume at the next service."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
+
     write_state(state_file, service(pid=pid))
+
     assert read_state(state_file) is None
-    assert (
-        previous_token(state_file) == "secret"
-    )  # for clients that resume at the next service
+    assert previous_token(state_file) == "secret"
 
 
 def test_a_service_removes_its_own_state_file_and_no_other(state_file):
-    ours, other = service(1), service(2)
+    ours = service(1)
+    other = service(2)
+
     with announced(state_file, ours):
         assert read_state(state_file) == ours
     assert not state_file.exists()
+
     with announced(state_file, ours):
         write_state(state_file, other)
     assert read_state(state_file) == other
 
 
-def test_a_service_does_not_take_the_state_file_of_another_one(
+def test_serve_refuses_the_state_file_of_another_service(
     state_file, disagg, monkeypatch
 ):
-    """And it starts nothing: what would is not even imported."""
+    """And it starts nothing: the module that would is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     first = service()
     write_state(state_file, first)
-    output = disagg("serve --state-file", state_file, code=2).err
+
+    error = disagg("serve --state-file", state_file, code=2).err
+
     for word in (first.url, str(first.pid), "--state-file", "disagg stop"):
-        assert word in output
+        assert word in error
+    assert read_state(state_file) == first
+
+
+def test_a_service_is_not_announced_over_another_one(state_file):
+    first = service()
+    write_state(state_file, first)
+
     with (
         pytest.raises(ConfigError, match="a service runs"),
         announced(state_file, first),
     ):
         pass
+
     assert read_state(state_file) == first
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_told_of_before_anything_starts(
-    state_file, disagg, monkeypatch
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("command", ["serve", "submit hi"])
+def test_a_missing_gpu_is_an_error_before_anything_starts(
+    command, state_file, disagg, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
-    for command in ("serve --state-file", "submit hi --state-file"):
-        output = disagg(f"{command} {state_file} --set model.device=cuda", code=2).err
-        assert "torch finds no GPU here; 'auto' takes a CPU" in output
+    options = f"--state-file {state_file} --set model.device=cuda"
+
+    error = disagg(f"{command} {options}", code=2).err
+
+    assert "torch finds no GPU here; 'auto' takes a CPU" in error
 
 
-class Started:
-    """A service that stops as soon as it is asked to wait; its links say when it was ready."""
+class StoppedService:
+    """A service that stops as soon as it waits; its links say when it was ready."""
 
-    url, name, secret, pd_addresses = (
-        "http://127.0.0.1:7",
-        "tiny",
-        "secret",
-        ("a door",),
-    )
+    url = "http://127.0.0.1:7"
+    name = "tiny"
+    secret = "secret"
+    pd_addresses = ("a port",)
 
     def __init__(
         self, config: Config, say: Callable[[str], None], secret: str | None = None
     ):
         self.stopped = threading.Event()
         self.stopped.set()
-        self._say, self._state_file = say, config.server.state_file
+        self._say = say
+        self._state_file = config.server.state_file
 
-    def __enter__(self) -> "Started":
+    def __enter__(self) -> "StoppedService":
         self._say("starting a private Ray")
         self._say("loading tiny")
         self.while_loading = self._is_ready()
@@ -226,8 +245,10 @@ class Started:
         return (f"ready: {self.while_loading}, then {self._is_ready()}",)
 
     def _is_ready(self) -> bool | None:
-        state = self._state_file and read_state(Path(self._state_file))
-        return state and state.ready
+        if not self._state_file:
+            return None
+        state = read_state(Path(self._state_file))
+        return state.ready if state else None
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -244,26 +265,28 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("host", "warned"), HOSTS)
-def test_serve_says_what_it_does_and_who_may_use_it(
+def test_serve_prints_its_progress_its_addresses_and_warnings(
     host, warned, state_file, disagg, monkeypatch
 ):
-    monkeypatch.setattr("disagg.server.service.Service", Started)
+    monkeypatch.setattr("disagg.server.service.Service", StoppedService)
+
     output = disagg(f"serve --host {host} --state-file", state_file).err
-    first, second, link, door, *warnings, last = output.splitlines()
+
+    first, second, link, address, *warnings, last = output.splitlines()
     assert re.fullmatch(r" +\d+\.\d s  starting a private Ray \.\.\.", first)
     assert re.fullmatch(r" +\d+\.\d s  loading tiny \.\.\.", second)
-    assert (link, door) == ("ready: False, then True", "a door")
+    assert link == "ready: False, then True"
+    assert address == "a port"
     assert last == "serving tiny at http://127.0.0.1:7"
     assert read_state(state_file) is None
-    assert [host in line and "without a key" in line for line in warnings] == [
-        True
-    ] * warned
+    assert len(warnings) == warned
+    assert all(host in line and "without a key" in line for line in warnings)
 
 
-def test_an_end_is_said_when_it_begins_and_when_it_is_there(
+def test_the_beginning_and_the_end_of_a_stop_are_printed(
     state_file, disagg, monkeypatch
 ):
-    class Interrupted(Started):
+    class Interrupted(StoppedService):
         def __exit__(self, *error: object) -> None:
             signal.raise_signal(signal.SIGINT)  # once more, as `timeout` does
             print("workers end", file=sys.stderr)
@@ -274,8 +297,10 @@ def test_an_end_is_said_when_it_begins_and_when_it_is_there(
             return ()
 
     monkeypatch.setattr("disagg.server.service.Service", Interrupted)
-    output = disagg("serve --state-file", state_file).err.splitlines()
-    assert output[-3:] == ["stopping ...", "workers end", "stopped"]
+
+    lines = disagg("serve --state-file", state_file).err.splitlines()
+
+    assert lines[-3:] == ["stopping ...", "workers end", "stopped"]
 
 
 @pytest.mark.parametrize(
@@ -289,12 +314,12 @@ def test_an_end_is_said_when_it_begins_and_when_it_is_there(
 def test_a_signal_while_workers_load_ends_the_service(
     command, number, status, last, state_file, disagg, monkeypatch
 ):
-    """Though Ray took it when it started."""
-    taken = []
+    """Though Ray replaces the handler when it starts."""
+    taken_by_ray = []
 
-    class Loading(Started):
+    class Loading(StoppedService):
         def __enter__(self) -> "Loading":
-            signal.signal(number, lambda *_: taken.append(number))
+            signal.signal(number, lambda *_: taken_by_ray.append(number))
             self._say("loading tiny")
             signal.raise_signal(number)
             return self
@@ -306,7 +331,7 @@ def test_a_signal_while_workers_load_ends_the_service(
     finally:
         signal.signal(number, before)
     assert output.splitlines()[-2:] == ["stopping ...", last]
-    assert not taken
+    assert not taken_by_ray
     assert not state_file.exists()
 
 
@@ -317,57 +342,70 @@ def test_a_terminal_gets_one_line_that_changes(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("disagg.cli.output._owns_terminal", lambda: True)
+
     with stages() as say:
         say(f"loading [tiny] {'and more ' * 9}")
+
     before, label, _ = terminal.getvalue().partition("loading [tiny]")
     assert label
     assert "0:00:00" in before
 
 
-def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
-    (tmp_path / "llama").mkdir()
-    folder = str(tmp_path / "llama")
-    for values, name in (
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
         ({}, "default"),
-        ({"model.name": folder}, "llama"),
-        ({"model.name": f"{folder}/"}, "llama"),
+        ({"model.name": "{folder}/llama"}, "llama"),
+        ({"model.name": "{folder}/llama/"}, "llama"),
         ({"model.name": "meta/llama"}, "meta/llama"),
-        ({"model.name": folder, "server.served_model_name": "mine"}, "mine"),
-        ({"server.served_model_name": str(tmp_path)}, str(tmp_path)),
-    ):
-        assert served_name(load_config(None, values)) == name
+        ({"model.name": "{folder}/llama", "server.served_model_name": "mine"}, "mine"),
+        ({"server.served_model_name": "{folder}"}, "{folder}"),
+    ],
+)
+def test_a_model_is_served_under_its_chosen_name_or_its_folder(
+    settings, name, tmp_path
+):
+    (tmp_path / "llama").mkdir()
+    settings = {key: x.format(folder=tmp_path) for key, x in settings.items()}
+
+    config = load_config(None, settings)
+
+    assert served_name(config) == name.format(folder=tmp_path)
+
+
+def lose_weights(model: Path) -> None:
+    (model / SINGLE).unlink()
 
 
 def lose_a_part(model: Path) -> None:
-    """Of the weights, which an index says are two files."""
+    """One of the two files of weights that the index lists."""
     parts = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": dict(zip("ab", parts, strict=True))}
     (model / SINGLE).rename(model / parts[0])
-    (model / INDEX).write_text(
-        json.dumps({"weight_map": dict(zip("ab", parts, strict=True))})
-    )
+    (model / INDEX).write_text(json.dumps(index))
+
+
+def lose_the_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def spoil_the_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_bytes(b"\xff")
+
+
+def spoil_the_template_in_the_config(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text('{"chat_template": 5}')
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda model: (model / SINGLE).unlink(), "no *.safetensors, *.bin"),
+        (lose_weights, "no *.safetensors, *.bin"),
         (lose_a_part, "no model-00002-of-00002.safetensors"),
-        (
-            lambda model: (model / "tokenizer.json").unlink(),
-            "no tokenizer that can be read",
-        ),
-        (
-            lambda model: (model / "chat_template.jinja").write_bytes(b"\xff"),
-            "jinja is no text",
-        ),
-        (
-            lambda model: (model / "tokenizer_config.json").write_text(
-                '{"chat_template": 5}'
-            ),
-            "tokenizer_config.json is no text",
-        ),
+        (lose_the_tokenizer, "no tokenizer that can be read"),
+        (spoil_the_template, "jinja is no text"),
+        (spoil_the_template_in_the_config, "tokenizer_config.json is no text"),
     ],
-    ids=["weights", "a-part", "tokenizer", "template", "template-in-config"],
 )
 def test_a_model_with_a_bad_file_is_refused_before_anything_starts(
     spoil, message, state_file, disagg, monkeypatch, tmp_path
@@ -375,48 +413,53 @@ def test_a_model_with_a_bad_file_is_refused_before_anything_starts(
     model = save_tiny("llama", tmp_path / "model")
     spoil(model)
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
-    assert (
-        message
-        in disagg("serve --state-file", state_file, "--model", model, code=3).err
-    )
+
+    error = disagg("serve --state-file", state_file, "--model", model, code=3).err
+
+    assert message in error
 
 
 @pytest.mark.parametrize("name", ["a\udcff", "a\nb", "x" * 2000])
 def test_a_name_that_no_answer_can_carry_is_refused(name):
+    config = load_config(None, {"server.served_model_name": name})
+
     with pytest.raises(ConfigError, match="no client can call"):
-        served_name(load_config(None, {"server.served_model_name": name}))
+        served_name(config)
 
 
 def test_status_shows_every_worker(announced_service, state_file, disagg):
-    where = "--state-file", state_file
-    printed = disagg("status", *where).out
+    printed = disagg("status --state-file", state_file).out
+    as_json = disagg("status --json --state-file", state_file).out
+
     assert "prefill" in printed
     assert printed.endswith("decode: 1 of 2; more load, or wait for a place\n")
     assert "prefill:" not in printed
-    assert len(json.loads(disagg("status", *where, "--json").out)["workers"]) == 2
+    assert len(json.loads(as_json)["workers"]) == 2
 
 
-def test_stop_asks_the_service_waits_for_its_end_and_tells(
+def test_stop_waits_for_the_end_of_the_service_and_says_so(
     announced_service, state_file, disagg, monkeypatch
 ):
-    monkeypatch.setattr(
-        RunningService,
-        "alive",
-        property(lambda self: not announced_service.stopped.is_set()),
-    )
-    output = disagg("stop --state-file", state_file).err
-    assert announced_service.stopped.is_set()
-    assert f"stopping the service at {announced_service.url}" in output
+    stopped = announced_service.stopped
+    alive = property(lambda self: not stopped.is_set())
+    monkeypatch.setattr(RunningService, "alive", alive)
+
+    error = disagg("stop --state-file", state_file).err
+
+    assert stopped.is_set()
+    assert f"stopping the service at {announced_service.url}" in error
 
 
 def test_stop_waits_for_a_service_that_ends_already(
     announced_service, state_file, disagg, monkeypatch
 ):
-    """Its HTTP goes before the rest of it."""
+    """Its HTTP server ends before its process."""
     write_state(state_file, replace(service(free_port()), ready=True))
     alive = [False, True, True]
     monkeypatch.setattr(RunningService, "alive", property(lambda self: alive.pop()))
+
     disagg("stop --state-file", state_file)
+
     assert not alive
 
 
@@ -427,8 +470,10 @@ def test_submit_waits_for_a_service_that_starts(
     write_state(state_file, starting)
     become_ready = partial(write_state, state_file, replace(starting, ready=True))
     monkeypatch.setattr("disagg.cli.serve.time.sleep", lambda seconds: become_ready())
-    output = disagg("submit Once --state-file", state_file).err
-    assert f"waiting for the service at {running.url}" in output
+
+    error = disagg("submit Once --state-file", state_file).err
+
+    assert f"waiting for the service at {running.url}" in error
 
 
 def test_submit_says_when_the_service_that_it_waits_for_ends(
@@ -438,9 +483,10 @@ def test_submit_says_when_the_service_that_it_waits_for_ends(
     monkeypatch.setattr(
         "disagg.cli.serve.time.sleep", lambda seconds: state_file.unlink()
     )
-    assert (
-        "no service runs" in disagg("submit Once --state-file", state_file, code=8).err
-    )
+
+    error = disagg("submit Once --state-file", state_file, code=8).err
+
+    assert "no service runs" in error
 
 
 def test_stop_ends_a_service_that_starts(state_file, disagg):
@@ -455,68 +501,85 @@ def test_stop_ends_a_service_that_starts(state_file, disagg):
         assert process.wait() == 0
 
 
-def test_services_of_other_names_have_state_files_of_their_own(
+def test_a_service_of_another_name_has_its_own_state_file(
     disagg, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("disagg.server.service.Service", Started)
+    monkeypatch.setattr("disagg.server.service.Service", StoppedService)
     write_state(tmp_path / "disagg.json", service())
+
     disagg("serve", code=2)
     disagg("serve --name other")
     disagg("serve --name ../other", code=2)
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
-def test_without_a_service_there_is_nothing_to_ask(command, tmp_path, disagg):
-    assert (
-        "disagg serve"
-        in disagg(command, "--state-file", tmp_path / "none.json", code=8).err
-    )
+def test_without_a_service_the_error_says_how_to_start_one(command, tmp_path, disagg):
+    error = disagg(command, "--state-file", tmp_path / "none.json", code=8).err
+
+    assert "disagg serve" in error
 
 
 def test_show_config_prints_what_config_reads(tmp_path, disagg):
     flags = "--codec raw --port 0 --set router.deadline_s=9 --served-model-name mine"
+    settings = {
+        "codec": "raw",
+        "server.port": 0,
+        "router.deadline_s": 9.0,
+        "server.served_model_name": "mine",
+    }
     path = tmp_path / "config.yaml"
+
     path.write_text(disagg(f"serve --show-config {flags}").out)
-    settings = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
-    settings |= {"server.served_model_name": "mine"}
+
     assert load_config(path) == load_config(None, settings)
 
 
-def test_an_empty_key_in_the_environment_is_not_taken_for_none(disagg, monkeypatch):
+def test_an_empty_key_in_the_environment_is_a_key(disagg, monkeypatch):
     monkeypatch.setenv("DISAGG_API_KEY", "")
-    assert (
-        json.loads(disagg("serve --show-config --json").out)["server"]["api_key"] == ""
-    )
+
+    config = json.loads(disagg("serve --show-config --json").out)
+
+    assert config["server"]["api_key"] == ""
 
 
-def test_auto_chooses_among_codecs_that_are_listed_with_their_options(disagg):
-    listed = "fp8,kivi:bits=4,residual=64,0-1:raw;2-:banded:bits=3"
-    flags = f"--codec auto --codecs {listed} --error-budget 0.2 --json"
+def test_auto_chooses_among_the_listed_codecs(disagg):
+    codecs = ["fp8", "kivi:bits=4,residual=64", "0-1:raw;2-:banded:bits=3"]
+    flags = f"--codec auto --codecs {','.join(codecs)} --error-budget 0.2 --json"
+
     config = json.loads(disagg(f"serve --show-config {flags}").out)
-    assert config["codecs"] == [
-        "fp8",
-        "kivi:bits=4,residual=64",
-        "0-1:raw;2-:banded:bits=3",
-    ]
-    assert (config["codec"], config["router"]["error_budget"]) == ("auto", 0.2)
-    assert "none are listed" in disagg("serve --codec auto", code=2).err
+
+    assert config["codecs"] == codecs
+    assert config["codec"] == "auto"
+    assert config["router"]["error_budget"] == 0.2
+
+
+def test_auto_without_a_list_of_codecs_is_refused(disagg):
+    output = disagg("serve --codec auto", code=2)
+
+    assert "none are listed" in output.err
 
 
 def test_a_port_that_is_taken_is_a_config_error(running, state_file, disagg):
     port = running.url.rpartition(":")[2]
-    assert (
-        "cannot listen"
-        in disagg("serve --port", port, "--state-file", state_file, code=2).err
-    )
+
+    error = disagg("serve --port", port, "--state-file", state_file, code=2).err
+
+    assert "cannot listen" in error
     assert threading.active_count() < 10
 
 
-def test_the_model_may_be_named_without_a_flag_but_not_twice(disagg):
+def test_the_model_may_be_named_without_a_flag(disagg):
     flags = "serve small --dtype bfloat16 --prefill 2 --decode 3 --show-config --json"
 
     config = json.loads(disagg(flags).out)
 
     assert config["model"] == {"name": "small", "dtype": "bfloat16", "device": "auto"}
-    assert (config["cluster"]["prefill"], config["cluster"]["decode"]) == (2, 3)
-    assert "give one of them" in disagg("serve small --model large", code=2).err
+    assert config["cluster"]["prefill"] == 2
+    assert config["cluster"]["decode"] == 3
+
+
+def test_a_model_named_with_and_without_a_flag_is_refused(disagg):
+    output = disagg("serve small --model large", code=2)
+
+    assert "give one of them" in output.err

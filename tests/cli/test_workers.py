@@ -17,22 +17,32 @@ STATUS = {
     "queued": 2,
     "moved": 1,
     "retried": 0,
+    "fp16_bytes": 4000,
+    "wire_bytes": 1000,
 }
-STATUS |= {"fp16_bytes": 4000, "wire_bytes": 1000}
-GAUGES = {"engine_running": 2.0, "used_bytes": 250.0, "arena_bytes": 1000.0}
-WORKER = {"name": "d", "role": "decode", "address": "h:1", "epoch": 7, "gauges": GAUGES}
-WORKER |= {"node": "host", "backend": "avx2", "tokens_fit": 12345}
+WORKER = {
+    "name": "d",
+    "role": "decode",
+    "address": "h:1",
+    "epoch": 7,
+    "gauges": {"engine_running": 2.0, "used_bytes": 250.0, "arena_bytes": 1000.0},
+    "node": "host",
+    "backend": "avx2",
+    "tokens_fit": 12345,
+}
 
 
 def test_scale_and_drain_ask_the_service_with_its_key(
     announced_service, state_file, disagg
 ):
-    where = "--state-file", state_file
+    where = ("--state-file", state_file)
+
     output = disagg("scale prefill=2 decode=3 --json", *where).out
-    assert json.loads(output) == {"prefill": 2, "decode": 3}
     disagg("scale decode=1", *where)
     disagg("drain d", *where)
-    assert announced_service.staff.asked == [(2, 3), (None, 1), "d"]
+
+    assert json.loads(output) == {"prefill": 2, "decode": 3}
+    assert announced_service.worker_pool.calls == [(2, 3), (None, 1), "d"]
 
 
 @pytest.mark.parametrize(
@@ -47,44 +57,55 @@ def test_scale_and_drain_ask_the_service_with_its_key(
         (["drain", ""], "unknown worker ''; known: d"),
     ],
 )
-def test_what_cannot_be_is_said(
-    announced_service, state_file, disagg, command, message
+def test_a_wrong_role_number_or_worker_is_refused(
+    command, message, announced_service, state_file, disagg
 ):
-    assert message in disagg(*command, "--state-file", state_file, code=2).err
-    assert not announced_service.staff.asked
+    output = disagg(*command, "--state-file", state_file, code=2)
+
+    assert message in output.err
+    assert not announced_service.worker_pool.calls
 
 
-def test_nobody_scales_without_the_key_or_by_nonsense(announced_service):
+def test_scale_needs_the_key_of_the_service(announced_service):
+    stranger = RunningService(announced_service.url, 0, "wrong")
+
     with pytest.raises(AuthError):
-        post(RunningService(announced_service.url, 0, "wrong"), "/scale", {"decode": 2})
-    with pytest.raises(RequestError, match="decode is 'two'"):
-        post(
-            RunningService(announced_service.url, 0, "secret"),
-            "/scale",
-            {"decode": "two"},
-        )
-    with pytest.raises(RequestError, match="decoders is 2"):
-        post(
-            RunningService(announced_service.url, 0, "secret"),
-            "/scale",
-            {"decoders": 2},
-        )
-    assert not announced_service.staff.asked
+        post(stranger, "/scale", {"decode": 2})
+
+    assert not announced_service.worker_pool.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"decode": "two"}, "decode is 'two'"),
+        ({"decoders": 2}, "decoders is 2"),
+    ],
+)
+def test_scale_refuses_a_wrong_body(body, message, announced_service):
+    service = RunningService(announced_service.url, 0, "secret")
+
+    with pytest.raises(RequestError, match=message):
+        post(service, "/scale", body)
+
+    assert not announced_service.worker_pool.calls
 
 
 def test_status_is_one_screen(capsys):
     broken = {"name": "p", "role": "prefill", "address": "h:2", "error": "it is gone"}
-    workers.draw(STATUS | {"workers": [WORKER, broken]})
-    out = capsys.readouterr().out
-    assert (
+    summary = (
         "m · raw · 3 requests · 2 queued · 1 moved · 1,000 bytes sent, 25 % of fp16"
-        in out
     )
-    for message in ("host", "25", "12,345", "avx2", "h:2", "it is gone"):
-        assert message in out
+
+    workers.draw({**STATUS, "workers": [WORKER, broken]})
+
+    out = capsys.readouterr().out
+    assert summary in out
+    for cell in ("host", "25", "12,345", "avx2", "h:2", "it is gone"):
+        assert cell in out
 
 
-def test_watching_looks_again_and_again(announced_service, monkeypatch):
+def test_watching_reports_again_and_again(announced_service, monkeypatch):
     monkeypatch.setattr(workers, "PAUSE_S", 0.0)
     service = RunningService(announced_service.url, 0, "")
 
@@ -94,5 +115,9 @@ def test_watching_looks_again_and_again(announced_service, monkeypatch):
 
 
 def test_only_a_terminal_is_cleared(disagg, monkeypatch):
-    monkeypatch.setattr(workers, "reports", lambda *_: [STATUS | {"workers": [WORKER]}])
-    assert "\033" not in disagg("status --watch --url http://there").out
+    status = {**STATUS, "workers": [WORKER]}
+    monkeypatch.setattr(workers, "reports", lambda *_: [status])
+
+    output = disagg("status --watch --url http://there")
+
+    assert "\033" not in output.out
