@@ -110,7 +110,7 @@ async def test_a_broken_event_stream_costs_no_token_and_repeats_none(runners, st
         expected, _ = await home.complete(story, KIVI, max_tokens=100)
         asking = await home.begin(story, KIVI, heard=5, max_tokens=100)
         decode.cut = True
-        await until(lambda: not home.workers["d"].decode.attempts)
+        await until(lambda: not home.workers["d"].service.decode.attempts)
         decode.cut = False
         assert (await asking)[0] == expected
         assert home.router.table.retries == home.router.table.unequal_tokens == 0
@@ -128,7 +128,7 @@ async def test_a_silent_worker_is_fenced_before_it_works_again(runners, story):
         decode.deaf = False
         assert (await asking)[0] == expected
         assert decode.done.count("fence") == 1
-        assert home.router.peers["d"].info.epoch == home.workers["d"].epoch
+        assert home.router.peers["d"].info.epoch == home.workers["d"].service.epoch
 
 
 async def test_a_worker_that_leaves_and_falls_silent_is_not_waited_for(
@@ -178,7 +178,7 @@ async def test_an_abort_that_was_lost_is_repeated_when_the_worker_speaks_again(
     decode.broken = True
     await asking
     await until(lambda: bool(home.router.peers["d"].unaborted))
-    assert home.workers["d"]._events.num_requests
+    assert home.workers["d"].service.event_log.num_requests
     decode.broken = False
     await until(lambda: "abort" in decode.done)
 
@@ -229,7 +229,7 @@ async def test_status_tells_who_answers_and_who_does_not(home):
     decode.broken = True
     status = await home.router.status()
     assert isinstance(status["d"], PeerLostError)
-    assert status["p"].epoch == home.workers["p"].epoch
+    assert status["p"].epoch == home.workers["p"].service.epoch
 
 
 async def test_no_more_requests_wait_than_may():
