@@ -28,6 +28,7 @@ from tests.processes import ray_head
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STREAMS, PROMPTS, TOKENS = 40, 4, 150
+STATUS = "`disagg status` shows"
 LONG = 600  # tokens of an answer that is to outlive a drain, on a busy host too
 
 
@@ -223,10 +224,14 @@ def test_answers_stay_the_same_while_workers_come_and_leave(address, tmp_path):
     old = pids(state, "decode")
     with Talk(state, 8, LONG):  # on both workers, whenever one is drained
         scaled = output_of("scale", "decode=2")
-        assert scaled == "2 decode: they come and leave one by one\n"
+        assert (
+            scaled == f"2 decode: workers start and leave one by one; {STATUS} them\n"
+        )
         wait_for(lambda: len(pids(state, "decode")) == 2)
         drained = output_of("drain", "decode-0")
-        assert drained == "decode-0 leaves once another worker serves\n"
+        assert (
+            drained == f"decode-0 leaves once its replacement serves; {STATUS} both\n"
+        )
         wait_for(lambda: not alive(old))
         wait_for(lambda: len(pids(state, "decode")) == 2)
         assert get(state, "/status")["moved"] > 0
