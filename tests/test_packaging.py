@@ -76,7 +76,7 @@ def test_the_console_script_runs_from_elsewhere(tmp_path: Path) -> None:
     assert '"kivi"' in output
 
 
-def test_an_editable_install_of_a_clone_runs_from_the_folder_that_holds_it(
+def test_an_editable_install_runs_from_the_folder_of_its_clone(
     tmp_path: Path,
 ) -> None:
     """Where `disagg`, the clone, is a folder that could pass for the package."""

@@ -146,9 +146,7 @@ def tiny_training(rows: rows_module.RowMaker) -> Training:
     )
 
 
-def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(
-    books, tokenizer, tmp_path
-):
+def test_a_resumed_training_ends_like_an_uninterrupted_one(books, tokenizer, tmp_path):
     rows = make_rows(books, tokenizer, tmp_path, length=128)
     whole, first, second = (tiny_training(rows) for _ in range(3))
     losses = [whole.train_step(), whole.train_step()]
@@ -186,7 +184,7 @@ def test_an_untrained_model_recalls_nothing(tokenizer, books, tmp_path):
     assert share_right(model, sums) == 0
 
 
-def test_a_refreshed_card_keeps_its_text_and_shows_the_new_figures(tmp_path):
+def test_a_refreshed_card_keeps_its_text_around_new_figures(tmp_path):
     card = tmp_path / "README.md"
     card.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
     held = {

@@ -407,7 +407,7 @@ def spoil_the_template_in_the_config(model: Path) -> None:
         (spoil_the_template_in_the_config, "tokenizer_config.json is no text"),
     ],
 )
-def test_a_model_with_a_bad_file_is_refused_before_anything_starts(
+def test_a_model_with_a_bad_file_is_refused_before_a_start(
     spoil, message, state_file, disagg, monkeypatch, tmp_path
 ):
     model = save_tiny("llama", tmp_path / "model")

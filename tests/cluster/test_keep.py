@@ -67,7 +67,7 @@ def test_a_command_that_fails_is_started_again_later_and_later(keep, command, st
     assert started == starts
 
 
-def test_a_newer_one_replaces_the_older_and_stop_ends_its_command(tmp_path):
+def test_a_newer_keeper_replaces_the_older_and_stop_ends_it(tmp_path):
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

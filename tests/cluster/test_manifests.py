@@ -92,7 +92,7 @@ def test_ray_accepts_the_cluster(name):
 
 
 @pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
-def test_a_cloud_has_a_type_of_node_for_each_role_and_a_head_without_one(name):
+def test_a_cloud_has_a_node_type_for_each_role_and_a_bare_head(name):
     types = ray_up(name)["available_node_types"]
     pools = {role: ROLES & set(node["resources"]) for role, node in types.items()}
     assert pools == {"head": set(), "prefill": {"prefill"}, "decode": {"decode"}}
@@ -134,7 +134,7 @@ def test_the_service_knows_every_setting_in_comments():
     replace_keys(Config(), yaml.safe_load(everything))
 
 
-def test_the_application_on_kubernetes_is_one_and_knows_its_settings(monkeypatch):
+def test_the_application_on_kubernetes_knows_its_settings(monkeypatch):
     assert (
         application()["import_path"]
         == f"{serve_app.__name__}:{serve_app.build_app.__name__}"
@@ -149,7 +149,7 @@ def test_the_application_on_kubernetes_is_one_and_knows_its_settings(monkeypatch
         serve_app.build_app({})
 
 
-def test_kubernetes_accepts_the_network_policy_and_the_pods_of_every_group():
+def test_kubernetes_accepts_the_network_policy_and_all_pods():
     kubernetes_validate.validate(kubernetes()["NetworkPolicy"], KUBERNETES, strict=True)
     for group in groups():
         pods = {
@@ -196,7 +196,7 @@ def test_parts_of_the_kubernetes_manifests_name_each_other():
             assert action["port"] in ports
 
 
-def test_the_image_has_the_torch_of_the_package_and_copies_what_is_there():
+def test_the_image_has_our_torch_and_copies_existing_files():
     text = (FOLDER / "Dockerfile").read_text()
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
