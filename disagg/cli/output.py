@@ -21,7 +21,7 @@ SHORT_TOKENS = 256  # longer prompts have pages that are sealed
 
 
 def tell(line: str) -> None:
-    """Print a line on standard error; a closed pipe or a full disk there stops no work."""
+    """Print a line on standard error; ignore a closed pipe or a full disk."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 

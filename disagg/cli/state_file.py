@@ -127,7 +127,7 @@ def _parse_state(path: Path) -> RunningService | None:
 
 
 def _check_target(state: RunningService) -> None:
-    """ValueError unless the process id is that of one process: 0 and -1 signal many."""
+    """ValueError unless the process id names one process: 0 and -1 would signal many."""
     is_one_process = type(state.pid) is int and 0 < state.pid < MAX_PID
     if not is_one_process or type(state.url) is not str:
         raise ValueError(f"process {state.pid!r} at {state.url!r} cannot be a service")

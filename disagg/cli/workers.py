@@ -95,7 +95,7 @@ def reports(service: RunningService, repeat: bool) -> Iterator[dict[str, Any]]:
 
 
 def draw(report: dict[str, Any]) -> None:
-    """One screen."""
+    """Print a status report as one screen of text."""
     parts = [report["model"], report["codec"], f"{report['requests']} requests"]
     for key in ("queued", "moved", "retried"):
         if report.get(key):

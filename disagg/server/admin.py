@@ -41,7 +41,7 @@ class ScaleRequest(BaseModel):
 def admin_routes(
     token: str, on_stop: Callable[[], None], worker_pool: WorkerPool | None
 ) -> APIRouter:
-    """The routes, for requests that carry the token."""
+    """POST routes that require the owner's token."""
 
     def check_owner(http: Request) -> None:
         authorization = http.headers.get("authorization", "").encode()

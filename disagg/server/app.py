@@ -74,7 +74,7 @@ def create_app(
         accepted_keys.append(token)
     stack: ASGIApp = AuthMiddleware(app, accepted_keys)
     if origins:
-        # outside: browsers send a preflight request first, without a key
+        # outermost: preflight requests of browsers carry no key
         stack = CORSMiddleware(
             stack,
             allow_origins=origins,
@@ -92,7 +92,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
         choices: CompletionChoices | ChatChoices,
     ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # the address it came in at
-        # whatever its content type is
+        # the content type is ignored
         generation = await completions.prepare(body_type, http.stream(), port)
         deltas = completions.generate(generation)
         response = GenerationResponse(choices, generation, completions.served)
@@ -120,7 +120,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
 
 
 async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; if the client leaves first, it is cancelled: CancelledError."""
+    """Await `work`; if the client disconnects first, cancel it and raise CancelledError."""
 
     async def disconnected() -> None:
         while True:
@@ -143,11 +143,11 @@ async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every failure has the body that the `openai` client reads."""
+    """Give every failure the body that the `openai` client expects."""
 
     @app.exception_handler(DisaggError)
     async def refused(http: Request, error: DisaggError) -> Response:
-        if not hasattr(http.state, "log_fields"):  # else it knows the error
+        if not hasattr(http.state, "log_fields"):  # else they include the error
             http.state.log_fields = lambda: {"error": error.reason}
         headers = None
         if error.http_status in (429, 503):

@@ -74,7 +74,7 @@ def has_key(authorization: bytes, keys: Collection[str]) -> bool:
 def read_keys(config: ServerConfig) -> frozenset[str]:
     """The keys of a service; ConfigError for an empty one, and for a file without any."""
     if config.api_key == "":
-        # probably a variable that is not set: the service must not be open to everybody then
+        # probably an unset variable, which must not make the service open to everybody
         raise ConfigError(
             "server.api_key is empty; expected a key, or no setting at all"
         )

@@ -53,7 +53,7 @@ class _Answer:
         return len(self.times) - 1
 
     def add(self, output: TokenOutput) -> TextDelta:
-        """The text that one output adds, including the prompt's if the request wants an echo."""
+        """The text that one output adds, after the prompt if the request has echo."""
         token = output.token
         delta = self._end(output) if token is None else self._token(token, output)
         if isinstance(self.request, CompletionRequest) and self.request.echo:
@@ -107,7 +107,7 @@ class Completions:
     def load(
         cls, config: Config, name: str, router: Router, ports: Mapping[int, str]
     ) -> Self:
-        """For the model of a config, by the name that clients use. ports: see `PdPorts`."""
+        """Load the tokenizer of a config's model. name: for clients; ports: see `PdPorts`."""
         model = config.model.name
         info = describe_model(model, config.model.dtype)
         tokenizer = Tokenizer.load(model)
@@ -165,7 +165,7 @@ class Completions:
         sibling: which of the `n` answers to the same prompt it is
         """
         request = generation.request
-        failure: str | None = CancelledError.reason  # unless it ends in another way
+        failure: str | None = CancelledError.reason  # until the answer ends
         answer = self._begin(request, prompt)
         params = self._params(request, len(prompt.tokens), sibling)
         outputs = self.router.generate(
@@ -188,12 +188,12 @@ class Completions:
                     return
         except asyncio.CancelledError as error:
             if failure is not None and str(error):
-                failure = str(error)  # the reason of another answer to this request
+                failure = str(error)  # another answer to this request failed
             raise
         except Exception as error:
             failure = reason_of(error)
             if request.codec and isinstance(error, ConfigError):
-                error.param = "codec"  # all that a request configures
+                error.param = "codec"  # the only setting of a request
             raise
         finally:
             if failure is not None:
@@ -215,7 +215,7 @@ class Completions:
     ) -> None:
         if answer.num_tokens == 1:
             self.metrics.began(len(answer.prompt.tokens), output.waited_s)
-        if delta.num_tokens:  # none where the client only wants the prompt's scores
+        if delta.num_tokens:  # 0: the client only wants the prompt's log-probabilities
             self.metrics.token()
 
     def _count_end(self, answer: _Answer, last: TextDelta) -> None:
@@ -227,7 +227,7 @@ class Completions:
         )
 
     async def status(self) -> dict[str, Any]:
-        """What is served, the router's summary, and the state of every worker."""
+        """The body of GET /status: model, summary of the router, state of every worker."""
         answers = await self.router.status()
         workers = []
         for name, peer in self.router.peers.items():
@@ -252,14 +252,14 @@ class Completions:
         }
 
     async def scrape(self) -> bytes:
-        """What Prometheus reads: the requests' counts, and the gauges of every worker."""
+        """The body of GET /metrics: counts of requests, and gauges of every worker."""
         status = await self.status()
         return self.metrics.scrape(status["workers"], self.router)
 
     def _params(
         self, request: GenerationRequest, prompt_tokens: int, sibling: int
     ) -> dict[str, Any]:
-        """What the engine needs to sample. Siblings differ by their seeds."""
+        """Sampling parameters for the engine; siblings have different seeds."""
         params = request.sampling(self.served.context_length - prompt_tokens)
         seed = request.seed
         if seed is None:
@@ -274,7 +274,7 @@ def _with_echo(
     output: TokenOutput,
     delta: TextDelta,
 ) -> TextDelta:
-    """A delta of an echo: the prompt precedes the first token; max_tokens=0 hides that token."""
+    """Add the prompt to the first delta of an answer; max_tokens=0 hides the token itself."""
     if request.max_tokens == 0:
         delta = replace(
             delta,
@@ -298,7 +298,7 @@ def _with_echo(
 
 
 async def _late_kv(outputs: AsyncGenerator[TokenOutput]) -> Mapping[str, Any]:
-    """The hand-off's figures, for an answer that a stop string ended before they arrived."""
+    """The figures of a hand-off that arrive after a stop string has ended the answer."""
     with suppress(TimeoutError, DisaggError):
         async with asyncio.timeout(KV_TIMEOUT_S):
             async for output in outputs:

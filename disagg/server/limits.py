@@ -30,7 +30,7 @@ _short.maxlevel = 2
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
-    """The chunks of a body as one; TooLargeError as soon as they exceed `max_bytes`."""
+    """Join the chunks of a body; TooLargeError as soon as they exceed `max_bytes`."""
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > max_bytes:
@@ -42,13 +42,13 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
 
 
 def shown(value: Any) -> str:
-    """A client's value in one line of an error message; of a long one, the beginning."""
+    """A client's value for an error message, on one line and shortened."""
     text = _short.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def check_text(chars: int, context_length: int, longest_token: int, field: str) -> None:
-    """PromptTooLongError for a text of a field that cannot fit, whatever its tokens are."""
+    """PromptTooLongError for a text that is too long for the context with any tokens."""
     max_chars = context_length * longest_token
     if chars > max_chars:
         raise PromptTooLongError(

@@ -33,7 +33,7 @@ class CompletionChoices:
         self._text_offsets: Counter[int] = Counter()  # by choice
 
     def openings(self, num_choices: int) -> list[dict[str, Any]]:
-        """The choices of chunks that precede all text: a completion has none."""
+        """The choices of chunks before all text: none for completions."""
         return []
 
     def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
@@ -240,9 +240,9 @@ class GenerationResponse:
         }
 
     def log_fields(self) -> dict[str, Any]:
-        """What the log says of a finished request."""
+        """Fields of the log line of a finished request."""
         usage = self._usage()
-        # "auto" leaves the choice to the router, which says it with the hand-off
+        # with codec auto the router chooses, and the figures of the hand-off name the codec
         kvs = [delta.kv for delta in self._last.values()]
         codecs = {kv["codec"] for kv in kvs if "codec" in kv}
         return {
@@ -268,7 +268,7 @@ class GenerationResponse:
         return choice
 
     def _usage(self) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has. Cached tokens were not computed."""
+        """Numbers of tokens. A prompt counts once, however many choices it has."""
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
         completion_tokens = sum(delta.num_tokens for delta in self._last.values())
         cached_tokens = 0

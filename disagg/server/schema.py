@@ -112,7 +112,7 @@ def message_text(value: Any) -> Any:
 
 
 def json_object(value: Any) -> Any:
-    """Arguments of a call, parsed if they are JSON text: templates write them as JSON again."""
+    """Arguments of a call; JSON text is parsed, since templates serialise them again."""
     return from_json(value or "{}") if isinstance(value, str | None) else value
 
 
@@ -326,7 +326,7 @@ class ChatMessage(Part):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The fields that were sent; templates ask whether a field exists, and count the calls."""
+        """The fields that were sent, since templates test whether a field exists."""
         message = self.model_dump(exclude_unset=True, exclude_none=True)
         if not self.tool_calls:
             message.pop("tool_calls", None)

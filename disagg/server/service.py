@@ -109,14 +109,14 @@ class Service:
             self._thread.start()
             stack.callback(self._stop_http)
             self._start_workers(stack, session)
-            # closed first: answers on their way need their workers
+            # before the workers close: running requests need them
             stack.callback(self._drain)
             self._stack = stack.pop_all()
         return self
 
     def _start_workers(self, stack: ExitStack, session: Session | None) -> None:
-        # here, not above: Ray reads its environment when it is imported; and on another thread,
-        # since a Ctrl-C on this one while its C module begins (2.60, Cython's) would be lost
+        # imported here: Ray reads its environment at import. On another thread: a Ctrl-C during
+        # the initialisation of its C module (Ray 2.60) would be lost on this one
         with ThreadPoolExecutor(1) as pool:
             pool.submit(import_module, "disagg.launch.ray_cluster").result()
         from disagg.launch.ray_cluster import Cluster
@@ -196,7 +196,7 @@ class Service:
             raise
 
     async def _serve(self) -> None:
-        # here, not above: imported while Ray starts, on the other thread
+        # imported here, on this thread, while Ray starts on the other
         from disagg.server.app import create_app
         from disagg.server.completions import Completions
         from disagg.server.connections import http_server
@@ -248,10 +248,8 @@ class Service:
         self.stopped.set()
 
     def _drain(self) -> None:
-        """Let answers end within the grace period if there are workers, then cancel the rest."""
-        self._is_draining = (
-            True  # from here on /ready says so; then requests are refused
-        )
+        """Let running requests end within the grace period, then cancel the rest."""
+        self._is_draining = True  # /ready answers 503 before requests are refused
         log.info("stopping", extra=fields(grace_s=self.config.cluster.grace_s))
         loop, _ = self._serving.result()
         grace_s = 0.0 if self._failure else self.config.cluster.grace_s
