@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from disagg.router.worker_state import WorkerState
 
 if TYPE_CHECKING:
-    from disagg.router.requests import RequestState
+    from disagg.router.request_state import RequestState
 
 # prompts that may be before this one at a prefill worker, if they take more than one step
 MAX_PROMPTS_AHEAD = 3

@@ -35,7 +35,8 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
-from disagg.router.requests import Phase, RequestState, RequestTable
+from disagg.router.request_state import Phase, RequestState
+from disagg.router.requests import RequestTable
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import (
     Job,
