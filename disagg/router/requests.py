@@ -100,7 +100,10 @@ class RequestTable:
     def submit(
         self, job: Job, now: float, at: tuple[str, str] = ("", "")
     ) -> list[Action]:
-        """A new request; it starts at once if there is room. at: as in `RequestState`."""
+        """A new request; it starts at once if there is room.
+
+        at: names of the workers that it has to use, as in `RequestState`
+        """
         self.requests[job.rid] = RequestState(
             job,
             arrived=now,
@@ -119,18 +122,18 @@ class RequestTable:
         return self._abort(request, now) + self._place(now)
 
     def worker_up(self, info: WorkerInfo, now: float) -> list[Action]:
-        """A worker is ready, as a new incarnation if it was before; waiting requests may start."""
+        """A worker takes part. If it did before, it has dropped all requests that it had."""
         actions = self.worker_down(info.name, now, fenced=True)
         self.workers[info.name] = WorkerState(info)
         return actions + self._place(now)
 
     def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
-        """A worker is dead, or drops its requests (fenced): they start again elsewhere.
+        """A worker is dead, or has dropped its requests (fenced): they start again elsewhere.
 
-        If it died while it computed a single request, that request is charged with the death.
-        Before the last death that a request may cost it runs alone; after it, it fails.
-        A worker that announced that it leaves is charged to no request: it ends when it has handed
-        over everything, and the receiving workers are about to report those sequences.
+        A death counts against a request only if the worker computed no other one. One death before
+        the limit, the request shares its workers with no other; at the limit it fails.
+        The end of a worker with Role.NONE counts against no request: it has handed over everything,
+        and the receiving workers are about to report those sequences.
         """
         worker = self.workers.pop(name, None)
         if worker is None:
@@ -149,7 +152,7 @@ class RequestTable:
         return actions + self._place(now)
 
     def update_load(self, worker: str, load: Load, now: float) -> list[Action]:
-        """A worker reports what it could take."""
+        """A worker reports how much more work it can take."""
         state = self.workers.get(worker)
         if state is None or not state.update_load(load):
             return []
@@ -158,7 +161,7 @@ class RequestTable:
     def on_grant(
         self, worker: str, rid: str, attempt: int, grant: Grant
     ) -> list[Action]:
-        """A decode worker has reserved room. (If the request is over, an abort is on its way.)"""
+        """A decode worker has reserved room. If the request is over, it was sent an abort."""
         request = self._current(rid, attempt)
         if request is None:
             return []
@@ -203,7 +206,7 @@ class RequestTable:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Give up what is too late, start what can start."""
+        """Fail requests that are past their deadline, start those that can start."""
         self._aborts.forget_old(now)
         for worker in self.workers.values():
             worker.recent_tokens *= FADE
@@ -232,7 +235,7 @@ class RequestTable:
         }
 
     def ready(self, now: float) -> bool:
-        """Whether a request that came now could hope for an answer."""
+        """Whether there are workers for a new request, and queued requests get to them."""
         roles = [x.info.role for x in self.workers.values() if now >= x.open_until]
         stuck_s = now - self._stuck_since
         return serves(roles) and stuck_s <= self._config.silence_s
@@ -323,7 +326,7 @@ class RequestTable:
         decode: WorkerState,
         now: float,
     ) -> None:
-        """Its codec, for life: one of those that the decode worker lists."""
+        """Choose its codec, for all attempts, among those that the decode worker lists."""
         prompt = request.job.prompt
         bytes_of = decode.info.bytes_of
         bytes_ahead = sum(
@@ -346,7 +349,7 @@ class RequestTable:
     def _count_prefixes(
         self, request: RequestState, prefill: WorkerState, decode: WorkerState
     ) -> None:
-        """Count why a request goes to these workers, and what they hold of it from now on."""
+        """Count why a request goes to these workers; from now on they have its prefixes."""
         prefill_tokens = prefill.prefixes.tokens(request.prompt_keys)
         request.cached_tokens = min(prefill_tokens, len(request.job.prompt) - 1)
         self._count_prefix(Role.PREFILL, prefill, request.prompt_keys)
@@ -385,7 +388,7 @@ class RequestTable:
     def _progress(
         self, request: RequestState, worker: str, index: int, now: float
     ) -> list[Action]:
-        """A worker did its part of an attempt: the next prompt may take its place."""
+        """A worker has done its part of an attempt: other requests may take its place."""
         before = request.phase, request.prefill_done
         request.prefill_done = True
         if worker == request.target and request.phase is Phase.MOVE:
@@ -447,16 +450,16 @@ class RequestTable:
         self, request: RequestState, worker: str, error: DisaggError, now: float
     ) -> list[Action]:
         if worker not in request.workers or worker not in self.workers:
-            return []  # the request was taken from it when it died
+            return []  # the request has left this worker
         if request.is_decoding and worker not in (request.decode, request.target):
-            # it did its part, but the acknowledgement was lost
+            # the hand-off is complete, but the prefill worker got no acknowledgement
             return [AbortAttempt(worker, request.rid, request.job.attempt)]
         return self._on_refusal(request, worker, error, now)
 
     def _on_refusal(
         self, request: RequestState, worker: str, error: DisaggError, now: float
     ) -> list[Action]:
-        """A worker could not do its part."""
+        """A worker cannot do its part of the attempt."""
         is_full = isinstance(error, CapacityError)
         if request.phase is Phase.DECODE and worker == request.target:
             return self._on_move_refused(request, worker, is_full, now)
@@ -479,8 +482,7 @@ class RequestTable:
     ) -> list[Action]:
         """The sequence decodes on where it is, and asks for room again later.
 
-        A worker that refused for another reason than room is asked no more: it was told to abort
-        the attempt, so it could never take it.
+        A worker that refused for another reason than lack of room is not asked again.
         """
         request.target = None
         if not is_full:
