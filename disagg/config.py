@@ -166,6 +166,8 @@ class ClusterConfig(Bounded):
     ports:   port range of the workers on every host, [first, last]; None: any free ports
     runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
+    replace_s: a worker that is silent for this long, or whose engine does not finish a step, is
+              killed and another one starts
     grace_s:  time for running requests to finish when the service or a worker stops
     detach:   on a cluster, keep the workers for orphan_s after the service ends, so that the next
               service can use them
@@ -181,6 +183,7 @@ class ClusterConfig(Bounded):
     ports: list | None = None
     runtime_env: dict | None = None
     orphan_s: float = at_least(0, default=60.0)
+    replace_s: float = at_least(0.001, default=60.0)
     grace_s: float = at_least(0, default=5.0)
     detach: bool = False
 
