@@ -345,6 +345,26 @@ def replace_keys(config: T, changes: Mapping[str, Any], prefix: str = "") -> T:
     return dataclasses.replace(config, **changed)  # type: ignore[type-var]
 
 
+def settings_by_key(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in groups, such as `asdict(config)`, by their whole key: "engine.max_sequences"."""
+    settings: dict[str, Any] = {}
+    for group, value in groups.items():
+        if isinstance(value, Mapping):
+            for name, nested in value.items():
+                settings[f"{group}.{name}"] = nested
+        else:
+            settings[group] = value
+    return settings
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, or that only one side has."""
+    keys = dict.fromkeys((*old, *new))
+    return [
+        key for key in keys if key not in old or key not in new or old[key] != new[key]
+    ]
+
+
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         content = _parse_yaml(f"file {path}", path.read_text("utf-8"))

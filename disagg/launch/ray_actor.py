@@ -7,11 +7,11 @@ import threading
 
 import ray
 
+from disagg.config import changed_keys
 from disagg.errors import ConfigError, DisaggError
 from disagg.launch.resources import worker_config
 from disagg.launch.start_protocol import (
     Message,
-    changed_keys,
     config_of,
     failure,
     success,

@@ -4,11 +4,10 @@ Workers on a cluster outlive their front end, and the next one may have another 
 package. Its classes would be unpickled into the old ones without a check, so none of them crosses.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from disagg.config import Config, replace_keys
+from disagg.config import Config, replace_keys, settings_by_key
 from disagg.errors import DisaggError, VersionError, error_from
 from disagg.transfer.messages import Role, WorkerInfo
 
@@ -41,27 +40,7 @@ def worker_settings(config: Config) -> dict[str, Any]:
     shared = asdict(config)
     used = {group: shared[group] for group in WORKER_GROUPS}
     used["cluster"] = {key: shared["cluster"][key] for key in WORKER_CLUSTER_KEYS}
-    return flat(used)
-
-
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of groups by their whole key."""
-    by_key: dict[str, Any] = {}
-    for group, value in settings.items():
-        if isinstance(value, dict):
-            for key, nested in value.items():
-                by_key[f"{group}.{key}"] = nested
-        else:
-            by_key[group] = value
-    return by_key
-
-
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, or that only one side has."""
-    keys = [*old, *(key for key in new if key not in old)]
-    return [
-        key for key in keys if key not in old or key not in new or old[key] != new[key]
-    ]
+    return settings_by_key(used)
 
 
 def success(host: str, info: WorkerInfo) -> Message:

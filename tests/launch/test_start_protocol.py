@@ -6,14 +6,12 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from disagg.config import Config, load_config
+from disagg.config import Config, changed_keys, load_config, settings_by_key
 from disagg.errors import CapacityError, VersionError
 from disagg.launch import start_protocol
 from disagg.launch.start_protocol import (
-    changed_keys,
     config_of,
     failure,
-    flat,
     host_of,
     info_of,
     settings_message,
@@ -48,7 +46,7 @@ UNUSED_CLUSTER_KEYS = {
 }
 
 
-@pytest.mark.parametrize("key", flat(asdict(Config())))
+@pytest.mark.parametrize("key", settings_by_key(asdict(Config())))
 def test_a_worker_depends_on_the_settings_that_it_uses(key):
     group, _, name = key.partition(".")
     is_unused = group in UNUSED_GROUPS or (
