@@ -229,8 +229,8 @@ class ServerConfig(Bounded):
     silence_s:         a connection is closed if the client sends nothing for this long inside a
                        request or between two; it stays open while the client waits for a response
     api_key:           key that clients must send as "Authorization: Bearer KEY"
-    api_key_file:      file with more keys, one per line; read at start
-    tls_certificate, tls_key: PEM files; both together turn on HTTPS
+    api_key_file:      file with more keys, one per line; read at start and on SIGHUP
+    tls_certificate, tls_key: PEM files; both together turn on HTTPS. Read again on SIGHUP
     allowed_origins:   web origins allowed by CORS, ["https://chat.example"]; ["*"]: all
     log_level:         "info", "debug", "warning" or "error"
     log_format:        "text", or "json": one object per line
