@@ -23,6 +23,7 @@ from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority
 
 MEET_S = 10.0
+STOP_S = 5.0  # for the end of a process, after its grace
 # calls that run beside the start of a worker: links to workers that do not answer take minutes
 CONCURRENCY = {"watch": 2, "links": 1}
 DOING_S = 3.0
@@ -63,7 +64,7 @@ class Actor:
         except RayError as error:  # its text begins with the actor and its host
             self.host = process_of(error).host or self.host
             raise self._broken(last_line(error)) from error
-        self.host = host_of(reply)
+        self.host = host_of(reply, f"worker {self.name}")
         info = info_of(reply)
         self.info = info
         self.role = info.role
@@ -80,8 +81,8 @@ class Actor:
         self.role = role
         self.handle.assume.remote(role)
 
-    def stop(self, grace_s: float | None = None) -> None:
-        """Let it finish or move its requests within the grace, by default its own setting."""
+    def stop(self, grace_s: float) -> None:
+        """Let it finish or move its requests within the grace, then end."""
         self.handle.stop.remote(grace_s)
 
     def kill(self) -> None:
@@ -142,13 +143,13 @@ def wait_for_any(actors: Sequence[Actor], timeout_s: float) -> list[Actor]:
     return [actor for actor in actors if actor.call in done]
 
 
-def stop_all(actors: Sequence[Actor], timeout_s: float) -> None:
-    """Stop actors that serve, and wait until they have ended."""
+def stop_all(actors: Sequence[Actor], grace_s: float) -> None:
+    """Stop actors that serve, and wait until they have ended, but not much longer."""
     for actor in actors:
-        actor.stop()
+        actor.stop(grace_s)
     if actors:
         calls = [actor.call for actor in actors]
-        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        ray.wait(calls, num_returns=len(calls), timeout=grace_s + STOP_S)
 
 
 def progress(actors: Sequence[Actor]) -> str:

@@ -159,6 +159,8 @@ class Cluster:
         if self._connection.is_lost():
             self._restart_ray(on_down)
             return
+        if not self._actors:  # every place pauses
+            self._closing.wait(CHECK_S)
         for actor in actors.wait_for_any(self._actors, CHECK_S):
             if actor.info is not None:
                 self._end(actor, on_down)
@@ -298,14 +300,14 @@ class Cluster:
                 self._actors.append(self._load(role, name))
 
     def _stop(self) -> None:
-        """Stop the workers of this service; those on a cluster get their grace.
+        """Stop the workers of this service; those on a cluster get the grace.
 
         Workers that serve another front end stay.
         """
         with lost_ray_is_an_error():
             if not self._private:
                 serving = [actor for actor in self._actors if actor.info]
-                actors.stop_all(serving, self._config.cluster.grace_s + RETRY_S)
+                actors.stop_all(serving, self._config.cluster.grace_s)
             for actor in self._actors:
                 if actor.info or actor.name not in self._names.adopted:
                     actor.kill()

@@ -70,9 +70,9 @@ def info_of(reply: Message) -> WorkerInfo:
         raise VersionError(f"a worker of another version: {error}") from error
 
 
-def host_of(reply: Message) -> str:
+def host_of(reply: Message, sender: str) -> str:
     """Where a worker runs; VersionError for a reply of another version."""
-    check_version(reply, "a worker")
+    check_version(reply, sender)
     return str(reply["host"])
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
-ANSWER_S = 5.0  # the router's loop answers other threads within this, or is busy
+ANSWER_S = 1.0  # the router's loop answers other threads within this, or is busy
 # addresses that mean all interfaces, and how this host reaches itself then
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

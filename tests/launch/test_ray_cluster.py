@@ -281,6 +281,22 @@ def test_a_place_that_pauses_does_not_keep_another_empty():
     assert [cluster.step(), cluster.step()] == [["-decode-1"], ["+decode-1.2"]]
 
 
+def test_the_watch_rests_while_every_place_pauses(monkeypatch):
+    cluster = FakeCluster(None, None, ModelError("gone"), ModelError("gone"))
+    cluster.start()
+    rests: list[float] = []
+    monkeypatch.setattr(cluster._closing, "wait", rests.append)
+    for name in list(cluster.handles):
+        cluster.kill(name)
+    for _ in range(4):
+        cluster.step()
+    assert rests == []
+
+    cluster.step()
+
+    assert rests == [ray_cluster.CHECK_S]
+
+
 def test_a_drained_worker_stays_while_its_replacement_fails():
     cluster = FakeCluster(None, None, ModelError("gone"))
     cluster.start()

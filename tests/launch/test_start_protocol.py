@@ -98,7 +98,7 @@ def test_an_info_arrives_as_it_was_sent():
     reply = success("192.0.2.2", INFO)
 
     assert info_of(reply) == INFO
-    assert host_of(reply) == "192.0.2.2"
+    assert host_of(reply, "worker decode-0") == "192.0.2.2"
 
 
 @pytest.mark.parametrize("field", fields(WorkerInfo), ids=lambda field: field.name)
@@ -132,8 +132,8 @@ def test_messages_hold_no_class_of_this_package(message):
     ids=["a class", "a tuple", "a later version", "no version"],
 )
 def test_a_worker_of_another_version_is_an_error(reply):
-    with pytest.raises(VersionError, match="start messages; expected 1"):
-        info_of(reply)
+    with pytest.raises(VersionError, match=r"decode-0 has version .*; expected 1"):
+        host_of(reply, "worker decode-0")
 
 
 def test_a_front_end_of_another_version_is_an_error(monkeypatch):
