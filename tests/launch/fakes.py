@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
 
+from ray.exceptions import GetTimeoutError
+
 from disagg.config import Config
 from disagg.errors import DisaggError
 from disagg.launch.actors import Actor
@@ -123,19 +125,21 @@ def get(calls: Any, timeout: float | None = None) -> Any:
     """In place of `ray.get`."""
     if isinstance(calls, list):
         return [get(each) for each in calls]
+    if not calls.done:
+        raise GetTimeoutError
     if isinstance(calls.value, Exception):
         raise calls.value
     return calls.value
 
 
 def wait(
-    calls: list[Call], timeout: float | None = None
+    calls: list[Call], timeout: float | None = None, num_returns: int = 1
 ) -> tuple[list[Call], list[Call]]:
     """In place of `ray.wait`."""
     assert calls, "Ray refuses to wait for nothing"
     is_endless = timeout is None and not any(call.done for call in calls)
     assert not is_endless, "this would wait for ever"
-    return [call for call in calls if call.done][:1], []
+    return [call for call in calls if call.done][:num_returns], []
 
 
 def fake_node(gpus: int) -> Mock:

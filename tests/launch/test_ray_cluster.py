@@ -15,7 +15,7 @@ from disagg.launch.ray_cluster import Cluster
 from disagg.launch.retry_pauses import LONGEST_PAUSE_S
 from disagg.launch.worker_names import WorkerNames
 from disagg.transfer.messages import Role, WorkerInfo, serves
-from tests.launch.fakes import LOADING, FakeCluster, Handle, fake_node, loaded
+from tests.launch.fakes import LOADING, Call, FakeCluster, Handle, fake_node, loaded
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 ON_A_CLUSTER = {"cluster.address": "any:1", "cluster.name": "mine"}
@@ -66,6 +66,18 @@ def test_start_reports_each_stage_of_loading_once(monkeypatch):
     cluster.start(reports.append)
 
     assert reports == ["kernels", "steps"]
+
+
+def test_a_worker_with_slow_links_does_not_hide_those_of_others():
+    config = load_config(None, {"cluster.prefill": 2})
+    cluster = FakeCluster(None, None, LOADING, config=config)
+    slow, fast = [cluster._load(Role.PREFILL, f"prefill-{i}") for i in range(2)]
+    for actor in slow, fast:
+        actor.enter()
+    cluster.handles["prefill-0"].meet = Call()
+    cluster.handles["prefill-1"].meet = Call(done=True, value=["link to decode-0"])
+
+    assert actors.measure_links([slow, fast]) == ["prefill-1: link to decode-0"]
 
 
 @pytest.mark.parametrize("early", [(0, 2), (0, 3), (1, 2), (1, 3)])
