@@ -169,6 +169,8 @@ class ClusterConfig(Bounded):
     ports:   port range of the workers on every host, [first, last]; None: any free ports
     runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
+    replace_s: a worker that is silent for this long, or whose engine does not finish a step, is
+              killed and another one starts
     grace_s:  time for running requests to finish when the service or a worker stops
     detach:   on a cluster, keep the workers for orphan_s after the service ends, so that the next
               service can use them
@@ -184,6 +186,7 @@ class ClusterConfig(Bounded):
     ports: list | None = None
     runtime_env: dict | None = None
     orphan_s: float = at_least(0, default=60.0)
+    replace_s: float = at_least(0.001, default=60.0)
     grace_s: float = at_least(0, default=5.0)
     detach: bool = False
 
@@ -229,8 +232,8 @@ class ServerConfig(Bounded):
     silence_s:         a connection is closed if the client sends nothing for this long inside a
                        request or between two; it stays open while the client waits for a response
     api_key:           key that clients must send as "Authorization: Bearer KEY"
-    api_key_file:      file with more keys, one per line; read at start
-    tls_certificate, tls_key: PEM files; both together turn on HTTPS
+    api_key_file:      file with more keys, one per line; read at start and on SIGHUP
+    tls_certificate, tls_key: PEM files; both together turn on HTTPS. Read again on SIGHUP
     allowed_origins:   web origins allowed by CORS, ["https://chat.example"]; ["*"]: all
     log_level:         "info", "debug", "warning" or "error"
     log_format:        "text", or "json": one object per line
@@ -343,6 +346,26 @@ def replace_keys(config: T, changes: Mapping[str, Any], prefix: str = "") -> T:
                 f"config key {name} is {value!r}; it holds keys of its own"
             )
     return dataclasses.replace(config, **changed)  # type: ignore[type-var]
+
+
+def settings_by_key(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in groups, such as `asdict(config)`, by their whole key: "engine.max_sequences"."""
+    settings: dict[str, Any] = {}
+    for group, value in groups.items():
+        if isinstance(value, Mapping):
+            for name, nested in value.items():
+                settings[f"{group}.{name}"] = nested
+        else:
+            settings[group] = value
+    return settings
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, or that only one side has."""
+    keys = dict.fromkeys((*old, *new))
+    return [
+        key for key in keys if key not in old or key not in new or old[key] != new[key]
+    ]
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:

@@ -95,6 +95,10 @@ class RequestTable:
         # since when every request is queued and none can start
         self._stuck_since = math.inf
 
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on."""
+        self._config = config
+
     # -- events
 
     def submit(

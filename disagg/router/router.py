@@ -58,7 +58,8 @@ log = logging.getLogger(__name__)
 class WorkerConnection:
     """A worker that the router follows. `client`: a `WorkerClient`, or the worker itself.
 
-    heard_at:  when its last step arrived
+heard_at:  when its last step arrived, or the last silence was acted upon
+    step_at:   when its last step arrived
     fallen:    whether it was silent for too long: it has to be fenced before it gets work again
     unaborted: aborts that did not reach it, by rid; sent again with its next step
     trouble:   why its events cannot be followed, as last logged
@@ -67,6 +68,7 @@ class WorkerConnection:
     info: WorkerInfo
     client: WorkerHandler
     heard_at: float = 0.0
+    step_at: float = 0.0
     fallen: bool = False
     unaborted: dict[str, AbortAttempt] = field(default_factory=dict)
     trouble: str = ""
@@ -190,11 +192,26 @@ class Router:
 
     # -- for the owner of the workers
 
+    def silent_s(self) -> dict[str, float]:
+        """Seconds since the last step of each worker; 0 while that is no silence."""
+        now = self._clock()
+        silences = {peer.name: now - peer.step_at for peer in self.peers.values()}
+        return {
+            name: seconds if seconds >= self.config.silence_s else 0.0
+            for name, seconds in silences.items()
+        }
+
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on; the deadlines of running requests stay."""
+        self.config = config
+        self.table.configure(config)
+
     def add(self, peer: WorkerConnection) -> None:
         """Follow a new worker and give it work."""
         self._ensure_ticker()
         self.peers[peer.name] = peer
         peer.heard_at = self._clock()
+        peer.step_at = peer.heard_at
         peer.task = asyncio.create_task(self._follow(peer))
 
     def died(self, name: str) -> None:
@@ -287,6 +304,7 @@ class Router:
         """Handle the events of a step. After the first step the worker gets work."""
         now = self._clock()
         peer.heard_at = now
+        peer.step_at = now
         if peer.name not in self.table.workers:
             self._perform(self.table.worker_up(peer.info, now))
         if step.load.role:
@@ -338,6 +356,7 @@ class Router:
                 for peer in self.peers.values():
                     if late_s > TICK_S:
                         peer.heard_at += late_s
+                        peer.step_at += late_s
                     if now - peer.heard_at >= self.config.silence_s:
                         self._drop_silent(peer)
                 self._perform(self.table.tick(now))

@@ -69,10 +69,7 @@ def create_app(
     if token is not None:
         app.include_router(admin_routes(token, on_stop, worker_pool))
 
-    accepted_keys = list(keys)
-    if keys and token:
-        accepted_keys.append(token)
-    stack: ASGIApp = AuthMiddleware(app, accepted_keys)
+    stack: ASGIApp = AuthMiddleware(app, keys, token)
     if origins:
         # outermost: preflight requests of browsers carry no key
         stack = CORSMiddleware(

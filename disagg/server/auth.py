@@ -4,7 +4,7 @@ import hmac
 import re
 import ssl
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from starlette.responses import JSONResponse
@@ -21,13 +21,17 @@ PUBLIC_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # probes, das
 class AuthMiddleware:
     """Checks API keys; gives every response the X-Request-Id of its request, or a new one.
 
-    keys: requests must send one of them as "Authorization: Bearer KEY", except for PUBLIC_PATHS.
-          Empty: no request needs a key
+    keys:  requests must send one of them as "Authorization: Bearer KEY", except for PUBLIC_PATHS.
+           Empty: no request needs a key. They may change at any time
+    owner: the owner's secret, which is as good as a key
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str] = ()):
+    def __init__(
+        self, app: ASGIApp, keys: Collection[str] = (), owner: str | None = None
+    ):
         self._app = app
         self._keys = keys
+        self._owner = owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -48,7 +52,8 @@ class AuthMiddleware:
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
         is_public = not self._keys or scope.get("path") in PUBLIC_PATHS
         authorization = headers.get(b"authorization", b"")
-        if not is_public and not has_key(authorization, self._keys):
+        accepted = [*self._keys, self._owner] if self._owner else self._keys
+        if not is_public and not has_key(authorization, accepted):
             message = (
                 "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
             )
@@ -62,6 +67,26 @@ class AuthMiddleware:
                 {"Accept-Encoding": "identity"},
             )
         return None
+
+
+class ApiKeys(Collection[str]):
+    """The keys of a service, which may be replaced while it serves."""
+
+    def __init__(self, keys: Iterable[str]):
+        self._keys = frozenset(keys)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """Accept these keys from the next request on, and no others."""
+        self._keys = frozenset(keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def has_key(authorization: bytes, keys: Collection[str]) -> bool:
