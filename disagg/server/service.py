@@ -27,6 +27,7 @@ from disagg.router.router import Router, WorkerConnection
 from disagg.server.auth import check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.server.log import fields
+from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
@@ -102,6 +103,7 @@ class Service:
         with ExitStack() as stack:
             for listening in (self._socket, *self._pd_sockets.values()):
                 stack.callback(listening.close)
+            raise_file_limit(self.config.server)
             os.environ.update(SILENT)
             session = None
             if self.config.cluster.address == LOCAL:
@@ -111,6 +113,7 @@ class Service:
             self._start_workers(stack, session)
             # before the workers close: running requests need them
             stack.callback(self._drain)
+            stack.enter_context(settled_collector())
             self._stack = stack.pop_all()
         return self
 
