@@ -17,8 +17,9 @@ from starlette.types import ASGIApp
 
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.admin import WorkerPool, admin_routes
-from disagg.server.auth import AuthMiddleware
+from disagg.server.auth import KeyRing
 from disagg.server.completions import Completions
+from disagg.server.gate import Gate
 from disagg.server.info_routes import (
     add_info_routes,
     add_model_routes,
@@ -47,7 +48,7 @@ def create_app(
     completions: Completions,
     token: str | None = None,
     on_stop: Callable[[], None] = lambda: None,
-    keys: Collection[str] = (),
+    keys: KeyRing | Collection[str] = (),
     worker_pool: WorkerPool | None = None,
     origins: Sequence[str] = (),
     is_stopping: Callable[[], bool] = lambda: False,
@@ -57,7 +58,7 @@ def create_app(
     token: the owner's secret, for POST /stop, and for /scale and others if there is a
            `worker_pool`; None: without these routes
     keys:  API keys of clients; the owner's secret is accepted too. Empty: no request needs a key
-    origins: web origins whose pages may read responses; "*": all
+    origins: web origins whose pages may send requests and read responses; "*": all
     is_stopping: whether the service is shutting down, and so not ready
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
@@ -69,10 +70,9 @@ def create_app(
     if token is not None:
         app.include_router(admin_routes(token, on_stop, worker_pool))
 
-    accepted_keys = list(keys)
-    if keys and token:
-        accepted_keys.append(token)
-    stack: ASGIApp = AuthMiddleware(app, accepted_keys)
+    if not isinstance(keys, KeyRing):
+        keys = KeyRing(keys, token)
+    stack: ASGIApp = Gate(app, keys, origins)
     if origins:
         # outermost: preflight requests of browsers carry no key
         stack = CORSMiddleware(

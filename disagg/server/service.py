@@ -24,7 +24,7 @@ from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.launch.private_ray import SILENT, Session
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
-from disagg.server.auth import check_tls, read_keys
+from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.server.log import fields
 from disagg.server.process import raise_file_limit, settled_collector
@@ -58,12 +58,13 @@ class Service:
         secret: str | None = None,
     ):
         server = config.server
-        self._keys = read_keys(server)
+        api_keys = read_keys(server)
         check_tls(server)
         check_ports(config)
         self.config = config
         self.name = served_name(config)
         self.secret = secret or secrets.token_hex(16)
+        self.keys = KeyRing(api_keys, self.secret, server.metrics_key)
         self.stopped = threading.Event()
         self._is_draining = False
         self.links: list[str] = []  # each worker's room and its links, for the log
@@ -211,7 +212,7 @@ class Service:
             completions,
             token=self.secret,
             on_stop=self.stopped.set,
-            keys=self._keys,
+            keys=self.keys,
             worker_pool=self,
             origins=config.server.allowed_origins,
             is_stopping=self._is_stopping,
