@@ -143,7 +143,7 @@ class Completions:
         except DisaggError as error:
             self.metrics.failed(error.reason)
             raise
-        return Generation(request, prompts, workers)
+        return Generation(request.without_prompts(), prompts, workers)
 
     def generate(self, generation: Generation) -> AsyncGenerator[tuple[int, TextDelta]]:
         """The deltas of all answers as they arrive, each with the index of its choice.

@@ -24,6 +24,8 @@ MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
 MAX_SHOWN_CHARS = 60  # of a client's value, in an error message
 LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenised one at a time
+LONG_BODY_BYTES = 64 << 10  # longer bodies are parsed on another thread, one at a time
+LONG_PROMPTS = 16 << 10  # more token ids are checked on another thread
 
 _short = reprlib.Repr()
 _short.maxlevel = 2

@@ -1,5 +1,6 @@
 """Whatever a client sends has an answer, or a refusal that names the field; we never fail."""
 
+import asyncio
 import json
 import logging
 import threading
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
+from disagg.server import json_pieces, limits
 from disagg.server.app import create_app
 from disagg.server.reader import MAX_UNKNOWN_FIELDS
 from disagg.server.schema import (
@@ -356,6 +358,62 @@ def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
         assert max(map(len, caplog.messages)) < 200
         post(app, **{f"field{index}": 1 for index in range(2 * MAX_UNKNOWN_FIELDS)})
     assert len(caplog.messages) == MAX_UNKNOWN_FIELDS
+
+
+def test_of_fields_that_are_not_used_only_the_names_are_kept():
+    body = ask(metadata=[1], user="me", flavour={"mint": True}, logprobs=None)
+
+    request = CompletionRequest.read(json.dumps(body).encode())
+
+    assert request.model_extra == {}
+    assert request.unknown == ["flavour"]
+
+
+def test_a_long_unused_field_is_no_reason_to_refuse(app):
+    assert post(app, metadata=[[]] * limits.LONG_BODY_BYTES).status_code == 200
+
+
+def test_a_long_unsupported_field_is_refused(app):
+    answer = post(app, tools=[[]] * limits.LONG_BODY_BYTES)
+
+    assert "tools=" in refused(answer, 400, "request", "tools")
+
+
+def test_a_long_body_is_parsed_on_another_thread(app, monkeypatch):
+    threads = []
+    parse = json_pieces.parse
+
+    def parse_and_note(*arguments):
+        threads.append(threading.current_thread())
+        return parse(*arguments)
+
+    monkeypatch.setattr(json_pieces, "parse", parse_and_note)
+
+    post(app)
+    post(app, user="x" * limits.LONG_BODY_BYTES)
+
+    short, long = threads
+    assert short is threading.main_thread()
+    assert long is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        (CompletionRequest, ask(prompt="a long story", n=2)),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a long story"}]}),
+    ],
+    ids=["completion", "chat"],
+)
+def test_a_request_is_answered_without_its_text(form, body, completions):
+    async def chunks():
+        yield json.dumps(body).encode()
+
+    generation = asyncio.run(completions.prepare(form, chunks()))
+
+    assert "story" not in repr(generation)
+    assert generation.request.n == body.get("n", 1)
+    assert len(generation.prompts[0].tokens) >= len("a long story")
 
 
 VALUES = st.recursive(
