@@ -4,7 +4,14 @@ POST /v1/completions · /v1/chat/completions; info_routes.py and admin.py have t
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from contextlib import suppress
 from typing import TypeVar
 
@@ -18,6 +25,12 @@ from starlette.types import ASGIApp
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.admin import WorkerPool, admin_routes
 from disagg.server.auth import KeyRing
+from disagg.server.choices import (
+    MAX_PIECE,
+    ChatChoices,
+    Choices,
+    CompletionChoices,
+)
 from disagg.server.completions import Completions
 from disagg.server.gate import Gate
 from disagg.server.info_routes import (
@@ -26,12 +39,7 @@ from disagg.server.info_routes import (
     add_tokenizer_routes,
 )
 from disagg.server.log import RequestLog
-from disagg.server.responses import (
-    ChatChoices,
-    CompletionChoices,
-    GenerationResponse,
-    error_body,
-)
+from disagg.server.responses import GenerationResponse, error_body
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 RETRY_AFTER_S = "1"
@@ -39,6 +47,7 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would gather events
 }
+JSON = "application/json"
 MAX_PATH_CHARS = 100  # of a path, in an error
 
 T = TypeVar("T")
@@ -89,7 +98,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     async def respond(
         http: Request,
         body_type: type[GenerationRequest],
-        choices: CompletionChoices | ChatChoices,
+        choices: Choices,
     ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # the address it came in at
         # the content type is ignored
@@ -101,12 +110,13 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
             first = await _unless_client_leaves(http, response.first(deltas))
             events = response.events(first, deltas)
             return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
-        body = await _unless_client_leaves(http, response.whole(deltas))
+        whole = await _unless_client_leaves(http, response.whole(deltas))
+        more = {}
         if generation.request.kv_transfer_params.do_remote_decode:
             (prompt,) = generation.prompts
             handle = completions.pd_ports.park(host, port, prompt.tokens)
-            body["kv_transfer_params"] = handle
-        return JSONResponse(body)
+            more["kv_transfer_params"] = handle
+        return _json_response(response.pieces(whole, more))
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
@@ -117,6 +127,23 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     async def chat(http: Request) -> Response:
         choices = ChatChoices(completions.tokenizer)
         return await respond(http, ChatRequest, choices)
+
+
+def _json_response(pieces: Iterator[bytes]) -> Response:
+    """JSON in one body, or in many where it is long, so that others are served in between."""
+    body = b""
+    for piece in pieces:
+        body += piece
+        if len(body) > MAX_PIECE:
+            return StreamingResponse(_unhurried(body, pieces), 200, media_type=JSON)
+    return Response(body, 200, media_type=JSON)
+
+
+async def _unhurried(first: bytes, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
 
 
 async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:

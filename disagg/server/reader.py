@@ -123,11 +123,14 @@ class RequestReader:
         served = self._served
         field_name = "messages" if isinstance(request, ChatRequest) else "prompt"
         limits.check_choices(len(prompts) * request.n)
+        num_scores = 0
         for prompt in prompts:
             num_tokens = len(prompt.tokens)
             limits.check_prompt(num_tokens, served.context_length, field_name)
             limits.check_ids(prompt.tokens, served.vocab_size, field_name)
-            limits.check_scores(num_tokens, request.sampling(1))
+            sampling = request.sampling(served.context_length - num_tokens)
+            num_scores += limits.count_scores(num_tokens, request.n, sampling)
+        limits.check_scores(num_scores)
         limits.check_ids(request.stop_token_ids, served.vocab_size, "stop_token_ids")
         limits.check_ids(request.logit_bias, served.vocab_size, "logit_bias")
 

@@ -243,6 +243,42 @@ def test_what_the_context_cannot_hold_is_too_long_by_its_field(
     assert says in refused(ask(app, **{field: value}), 400, "prompt_too_long", field)
 
 
+CHAT_SCORES = {"logprobs": True, "top_logprobs": 4}
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "scores"),
+    [
+        (post, {"logprobs": 4}, 4 * 5),
+        (post, {"logprobs": 0, "n": 3}, 3 * 4),
+        (post, {"logprobs": 4, "prompt": ["abc", "de"], "n": 2}, 2 * 2 * 4 * 5),
+        (post, {"logprobs": 4, "echo": True, "n": 2}, 2 * (3 + 4) * 5),
+        (chat, CHAT_SCORES, 4 * 5),
+        (chat, {**CHAT_SCORES, "max_tokens": None}, (20 - 4) * 5),
+    ],
+    ids=["one", "answers", "prompts", "echo", "chat", "chat-to-the-end"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_whole_request_have_a_limit(
+    ask, fields, scores, stream, app, monkeypatch
+):
+    monkeypatch.setattr(limits, "MAX_SCORES", scores)
+    assert ask(app, **fields, stream=stream).status_code == 200
+
+    monkeypatch.setattr(limits, "MAX_SCORES", scores - 1)
+    answer = ask(app, **fields, stream=stream)
+    assert f"up to {scores}" in refused(answer, 400, "request", "logprobs")
+
+
+def test_log_probabilities_of_a_prompt_have_a_limit_of_their_own(app, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PROMPT_SCORES", 14)
+
+    answer = post(app, logprobs=4, echo=True)
+
+    assert "the prompt would have 15" in refused(answer, 400, "request", "logprobs")
+    assert post(app, logprobs=4).status_code == 200
+
+
 def test_more_ids_than_the_context_holds_are_not_turned_into_text(app):
     assert (
         send(app, "POST", "/detokenize", json={"tokens": [65] * 20}).json()["prompt"]
