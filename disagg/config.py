@@ -36,6 +36,11 @@ def one_of(*names: str) -> Any:
     return field(default=names[0], metadata={"names": names})
 
 
+def secret() -> Any:
+    """A field, not set by default, whose value is never printed."""
+    return field(default=None, metadata={"secret": True})
+
+
 @dataclass(frozen=True)
 class Bounded:
     """Checks its fields: ConfigError for a wrong value, with the key as a user would write it."""
@@ -229,10 +234,15 @@ class ServerConfig(Bounded):
                        user
     served_model_name: model name in the API; None: the model's name, or that of its folder
     max_body_bytes:    larger request bodies are refused while they arrive
-    silence_s:         a connection is closed if the client sends nothing for this long inside a
-                       request or between two; it stays open while the client waits for a response
+    silence_s:         a connection is closed if the header of a request takes longer than this, or
+                       if the client pauses for this long in a body; it stays open while the client
+                       waits for a response
+    idle_s:            a connection is closed if no request begins for this long after a response
+    max_connections:   further connections are refused with 503; None: 200 fewer than the limit of
+                       open files, which is raised as far as the system allows
     api_key:           key that clients must send as "Authorization: Bearer KEY"
     api_key_file:      file with more keys, one per line; read at start and on SIGHUP
+    metrics_key:       key for GET /metrics, beside the API keys; None: it is open to everybody
     tls_certificate, tls_key: PEM files; both together turn on HTTPS. Read again on SIGHUP
     allowed_origins:   web origins allowed by CORS, ["https://chat.example"]; ["*"]: all
     log_level:         "info", "debug", "warning" or "error"
@@ -245,9 +255,12 @@ class ServerConfig(Bounded):
     state_file: str | None = None
     served_model_name: str | None = None
     max_body_bytes: int = at_least(1024, default=8 << 20)
-    silence_s: float = at_least(0.001, default=30.0)
-    api_key: str | None = None
+    silence_s: float = at_least(0.001, default=20.0)
+    idle_s: float = at_least(0.001, default=120.0)
+    max_connections: int | None = at_least(1, default=None)
+    api_key: str | None = secret()
     api_key_file: str | None = None
+    metrics_key: str | None = secret()
     tls_certificate: str | None = None
     tls_key: str | None = None
     allowed_origins: list[str] = field(default_factory=list)

@@ -36,6 +36,7 @@ PRIVATE = {  # a service for one prompt listens on this host, for one client
     "port": 0,
     "api_key": None,
     "api_key_file": None,
+    "metrics_key": None,
     "tls_certificate": None,
     "tls_key": None,
     "pd_ports": None,

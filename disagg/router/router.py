@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 class WorkerConnection:
     """A worker that the router follows. `client`: a `WorkerClient`, or the worker itself.
 
-heard_at:  when its last step arrived, or the last silence was acted upon
+    heard_at:  when its last step arrived, or the last silence was acted upon
     step_at:   when its last step arrived
     fallen:    whether it was silent for too long: it has to be fenced before it gets work again
     unaborted: aborts that did not reach it, by rid; sent again with its next step

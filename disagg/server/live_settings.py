@@ -17,6 +17,7 @@ LIVE_KEYS = frozenset(
         "router.first_decode_s",
         "server.api_key",
         "server.api_key_file",
+        "server.metrics_key",
     }
 )
 

@@ -24,10 +24,11 @@ from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.launch.private_ray import SILENT, Session
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
-from disagg.server.auth import ApiKeys, check_tls, read_keys
+from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.server.live_settings import load_certificate, plan_update
 from disagg.server.log import fields
+from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
@@ -59,12 +60,13 @@ class Service:
         secret: str | None = None,
     ):
         server = config.server
-        self._keys = ApiKeys(read_keys(server))
+        api_keys = read_keys(server)
         check_tls(server)
         check_ports(config)
         self.config = config
         self.name = served_name(config)
         self.secret = secret or secrets.token_hex(16)
+        self.keys = KeyRing(api_keys, self.secret, server.metrics_key)
         self.stopped = threading.Event()
         self._is_draining = False
         self.links: list[str] = []  # each worker's room and its links, for the log
@@ -104,6 +106,7 @@ class Service:
         with ExitStack() as stack:
             for listening in (self._socket, *self._pd_sockets.values()):
                 stack.callback(listening.close)
+            raise_file_limit(self.config.server)
             os.environ.update(SILENT)
             session = None
             if self.config.cluster.address == LOCAL:
@@ -113,6 +116,7 @@ class Service:
             self._start_workers(stack, session)
             # before the workers close: running requests need them
             stack.callback(self._drain)
+            stack.enter_context(settled_collector())
             self._stack = stack.pop_all()
         return self
 
@@ -197,7 +201,7 @@ class Service:
         if server.tls_certificate and server.tls_key:
             assert http.config.ssl is not None
             load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
-        self._keys.replace(keys)
+        self.keys.replace(keys, server.metrics_key)
         self._on_loop(self._router.configure, update.config.router)
         self.config = update.config
         applied = ",".join(update.applied) or None
@@ -234,7 +238,7 @@ class Service:
             completions,
             token=self.secret,
             on_stop=self.stopped.set,
-            keys=self._keys,
+            keys=self.keys,
             worker_pool=self,
             origins=config.server.allowed_origins,
             is_stopping=self._is_stopping,
