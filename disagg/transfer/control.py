@@ -139,7 +139,7 @@ def _version_in(speaks: Iterable[str]) -> int:
 
 
 def _parts(step: pb.EventsResponse) -> Iterator[pb.EventsResponse]:
-    """Split a step into messages that gRPC carries, however far behind the router is."""
+    """Split a step into messages that gRPC can carry."""
     part = pb.EventsResponse(load=step.load)
     nbytes = 0
     for event in step.events:

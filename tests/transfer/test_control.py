@@ -134,7 +134,7 @@ async def test_a_router_that_has_much_to_catch_up_with_hears_all_of_it():
         assert {step.load for step in heard} == {backlog.load}
 
 
-async def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():
+async def test_events_of_a_worker_that_goes_away_end_with_a_lost_peer():
     server, address = await start_server([worker_handler(Worker().told)], "127.0.0.1")
     link = connect(address)
     client = WorkerClient(link)
