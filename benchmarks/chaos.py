@@ -1,17 +1,17 @@
-"""Do answers survive kills, freezes, drains and cut links?
+"""Answers under kills, freezes, drains and cut links.
 
     python -m benchmarks.chaos --seed 12 --minutes 10 --json --out FILE
 
-Every answer is compared with the one that the same prompt got before any fault. Every 6 to 12
-seconds a random worker that has no fault is
+Every answer is compared with the answer to the same prompt before any fault. Every 6 to 12 seconds
+one of the healthy workers, chosen at random, is
 
     killed    by SIGKILL; another one takes its place
-    frozen    for 5 s: about as long as a router waits before it takes it for dead
-    drained   another one takes its place, then it leaves: its sequences move
-    cut off   for 2 to 8 s all its connections break and none is accepted
+    frozen    for 5 s, about as long as the router waits before it declares a worker dead
+    drained   another one takes its place; its sequences move and it leaves
+    cut off   for 2 to 8 s: all its connections break and new ones are refused
 
-In the end no worker may hold anything, and no process or port of a worker may be left. With
-`--calm` there are no faults, and the memory of the workers has to stay the same.
+At the end no worker may hold records or reservations, and no process or port may remain. With
+`--calm` there are no faults, and the memory of the workers must not grow.
 """
 
 import asyncio
@@ -57,10 +57,10 @@ SUMMARY = (
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """How long, with which workers, and under which load.
+    """Duration, workers and load.
 
-    tokens:   of an answer
-    pauses_s: the shortest and the longest between two faults
+    tokens:   per answer
+    pauses_s: shortest and longest pause between two faults
     calm:     no faults
     """
 
@@ -77,7 +77,7 @@ class ChaosOptions:
 
 
 def measure_chaos(options: ChaosOptions) -> Row:
-    """A row for every fault, and beside them the answers, and what was left behind."""
+    """A row for every fault; also counts of answers and leaks."""
     return asyncio.run(_measure(options))
 
 
@@ -138,9 +138,9 @@ async def _answer(
 
 
 class FaultInjector:
-    """Streams of answers, and faults meanwhile.
+    """Streams of answers, and faults while they run.
 
-    failed: answers by the error that they ended with
+    failed: answers by the error that ended them
     """
 
     def __init__(
@@ -233,21 +233,21 @@ class FaultInjector:
 
 
 def draw_chaos(result: Row) -> str:
-    """The tables for people."""
+    """The result as tables."""
     summary = {name: result[name] for name in SUMMARY}
     return f"{table(result['rows'])}\n\n{table([summary])}"
 
 
 def chaos(
-    seed: int | None = Option(None, help="Of the faults; 1."),
-    minutes: float = Option(10.0, min=0.1, help="How long."),
-    codec: str | None = None,
-    streams: int = Option(40, min=1),
-    calm: bool = Option(False, "--calm", help="Without faults."),
+    seed: int | None = Option(None, help="Seed of the faults; default: 1."),
+    minutes: float = Option(10.0, min=0.1, help="Duration."),
+    codec: str | None = Option(None, help="Codec spec."),
+    streams: int = Option(40, min=1, help="Concurrent answers."),
+    calm: bool = Option(False, "--calm", help="Inject no faults."),
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Streams while workers are killed, frozen, drained and cut off."""
+    """Stream answers while workers are killed, frozen, drained and cut off."""
     refuse_idle(calm, "with --calm, which has no faults", seed=seed is not None)
     check_codecs(None, [] if codec is None else [codec])
     fields = without_none(codec=codec, seed=seed)

@@ -1,11 +1,10 @@
-"""A group of workers that come and go, and the router in front of them, for `chaos` and `moves`.
+"""A group of workers that join and leave, and their router, for `chaos` and `moves`.
 
-Workers are processes of their own, each behind a proxy, for a router of this process; no Ray:
+Each worker is a process behind a proxy; the router is in this process. No Ray:
 
     router, other workers ──► TcpProxy ──► worker       a closed proxy cuts the worker off
 
-The group does for its workers what Ray does for a service: it reports deaths to the router and
-starts replacements.
+In place of Ray, the group reports deaths to the router and starts replacements.
 """
 
 import asyncio
@@ -128,7 +127,7 @@ class WorkerGroup:
 async def running_group(
     config: Config, prefill: int, decode: int, process: type[WorkerEnd] = WorkerEnd
 ) -> AsyncIterator[WorkerGroup]:
-    """A group with so many workers of each role; all of them leave in the end."""
+    """A group with this many workers of each role; all leave at the end."""
     group = WorkerGroup(config, process)
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     try:

@@ -1,8 +1,8 @@
 """Child processes of a benchmark.
 
-A child holds one object, whose methods the parent calls over a pipe. It is forked from a process
-that has imported the module of the first child's object, and has nothing that its parent has. It
-ends when its parent does, however that ended and whatever it is doing: its end of the pipe closes.
+A child holds one object, whose methods the parent calls over a pipe. It is forked from a server
+process that has only imported the module of the first child's object, and shares nothing with its
+parent. It ends when its parent ends, even by SIGKILL, because its end of the pipe closes.
 """
 
 import asyncio
