@@ -15,7 +15,7 @@ from typing import Any
 
 from disagg.bench.child import Child
 from disagg.bench.fake_workers import Fleet, FleetOptions
-from disagg.bench.front_end import MeasuredFront, FrontEndFigures, FrontEndOptions
+from disagg.bench.front_end import FrontEndFigures, FrontEndOptions, MeasuredFront
 from disagg.bench.raw_clients import (
     HttpAnswer,
     RawClients,
