@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from disagg.engine.sequence import urgency
+from disagg.engine.sequence import AGEING_S
 from disagg.transfer.messages import Job
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
@@ -14,6 +14,7 @@ Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
 class RequestState:
     """One request.
 
+    serial:          number of requests that came before
     job:             its current attempt, which began at `attempt_began`
     at:              names of the prefill and the decode worker that it has to use while they take
                      part; "": any
@@ -28,11 +29,13 @@ class RequestState:
     blamed_workers:  names of the workers that it has counted a failure for
     emitted:         tokens that were delivered to the client
     deaths:          number of workers that died while they computed this request alone
+    rank:            the lowest goes first: a short prompt, or one that came early
     exclusive:       it shares its workers with no other request, as one more death ends it
     codec_reason:    why the service chose its codec, if it did
     """
 
     job: Job
+    serial: int
     arrived: float
     deadline: float
     phase: Phase = Phase.QUEUED
@@ -54,6 +57,11 @@ class RequestState:
     not_before: float = 0.0
     attempt_began: float = 0.0
     codec_reason: str = ""
+    rank: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        # the order by `urgency`, which halves with every AGEING_S, does not change with time
+        self.rank = self.arrived + AGEING_S * math.log2(max(1, self.num_prompt_tokens))
 
     @property
     def rid(self) -> str:
@@ -64,6 +72,23 @@ class RequestState:
         """Names of its workers, each once."""
         names = dict.fromkeys([self.prefill, self.decode, self.target])
         return [name for name in names if name is not None]
+
+    @property
+    def occupied_workers(self) -> list[str]:
+        """Names of the workers that still have work with it, or keep room for it."""
+        if not self.is_decoding:
+            return self.workers
+        return [name for name in (self.decode, self.target) if name is not None]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.job.prompt)
+
+    @property
+    def answer_tokens(self) -> float:
+        """How many more tokens its answer may have at most."""
+        limit: float = self.job.sampling.get("max_tokens", math.inf)
+        return limit - len(self.emitted)
 
     @property
     def is_decoding(self) -> bool:
@@ -98,7 +123,3 @@ class RequestState:
         if self.is_decoding:
             return name in (self.decode, self.target)
         return name in self.workers
-
-    def urgency(self, now: float) -> float:
-        """Lower goes first, by the rule of the engine."""
-        return urgency(len(self.job.prompt), now - self.arrived)

@@ -3,11 +3,49 @@
 from disagg.errors import DisaggError
 from disagg.router.actions import Action, TokenOutput
 from disagg.router.requests import RequestTable
-from disagg.transfer.messages import TokenEvent
+from disagg.transfer.messages import Grant, Job, Load, TokenEvent, WorkerInfo
 
 
-class Rules(RequestTable):
-    """A table with a method for each kind of event that a worker reports."""
+class Rules:
+    """A table that places requests after every event, if that is due.
+
+    The rest, `requests` and `workers` among it, is the table's own.
+    """
+
+    def __init__(self, *arguments: object):
+        self.table = RequestTable(*arguments)
+
+    def __getattr__(self, name: str):
+        return getattr(self.table, name)
+
+    def submit(
+        self, job: Job, now: float, at: tuple[str, str] = ("", "")
+    ) -> list[Action]:
+        return self.placed(self.table.submit(job, now, at), now)
+
+    def cancel(self, rid: str, now: float) -> list[Action]:
+        return self.placed(self.table.cancel(rid, now), now)
+
+    def worker_up(self, info: WorkerInfo, now: float) -> list[Action]:
+        return self.placed(self.table.worker_up(info, now), now)
+
+    def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
+        return self.placed(self.table.worker_down(name, now, fenced), now)
+
+    def update_load(self, worker: str, load: Load, now: float) -> list[Action]:
+        self.table.update_load(worker, load)
+        return self.placed([], now)
+
+    def on_grant(
+        self, worker: str, rid: str, attempt: int, grant: Grant
+    ) -> list[Action]:
+        return self.table.on_grant(worker, rid, attempt, grant)
+
+    def on_event(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
+        return self.placed(self.table.on_event(worker, event, now), now)
+
+    def tick(self, now: float) -> list[Action]:
+        return self.placed(self.table.tick(now), now)
 
     def token(
         self, worker: str, rid: str, attempt: int, index: int, token: int, now: float
@@ -26,6 +64,12 @@ class Rules(RequestTable):
     ) -> list[Action]:
         event = TokenEvent(rid, attempt, 0, error=error)
         return self.on_event(worker, event, now)
+
+    def placed(self, actions: list[Action], now: float) -> list[Action]:
+        """These actions, and those of placing requests."""
+        if self.table.needs_placing:
+            return actions + self.table.place(now)
+        return actions
 
 
 def end(rid: str, reason: str) -> TokenOutput:
