@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from disagg.router.candidates import Candidate, Candidates, Kind
-from disagg.router.request_state import RequestState
+from disagg.router.request_state import ANY_WORKERS, RequestState
 from disagg.router.worker_state import WorkerState
 
 # prompts that may be before this one at a prefill worker, if they take more than one step
@@ -88,7 +88,7 @@ class Placement:
 
     def may_start(self, request: RequestState) -> bool:
         """Whether some pair may have room for a new request, so that placing it is worth a try."""
-        if request.rank < self._kept_rank:
+        if self._kept and request.rank < self._kept_rank:
             return True  # it goes before the requests that workers are kept for
         candidates = self._candidates_of(request)
         return candidates.fits(request.rank, request.num_prompt_tokens)
@@ -169,25 +169,24 @@ class Placement:
 
     def _kind(self, request: RequestState) -> Kind:
         min_tokens = 0
-        if not any(request.at):
+        thresholds = self._thresholds()
+        if thresholds and request.at == ANY_WORKERS:
             tokens = request.num_prompt_tokens
-            larger = (x for x in self._all_min_tokens() if x > tokens)
-            min_tokens = next(larger, 0)
+            min_tokens = next((x for x in thresholds if x > tokens), 0)
         num_kept = 0
         if self._kept:
             num_kept = sum(self._ends_in_time(request, name) for name in self._kept)
         return Kind(request.at, request.is_single_token, min_tokens, num_kept)
 
-    def _all_min_tokens(self) -> list[int]:
+    def _thresholds(self) -> list[int]:
         """Every `min_tokens` of a decode worker that is open to requests, sorted."""
         if self._min_tokens is None:
-            self._min_tokens = sorted(
-                {
-                    worker.info.min_tokens
-                    for worker in self._workers
-                    if worker.info.role.decodes and worker.name not in self._exclusive
-                }
-            )
+            decodes = [
+                worker
+                for worker in self._workers
+                if worker.info.role.decodes and worker.name not in self._exclusive
+            ]
+            self._min_tokens = sorted({x.info.min_tokens for x in decodes} - {0})
         return self._min_tokens
 
     def _find_candidates(self, kind: Kind) -> Candidates:

@@ -9,6 +9,8 @@ from disagg.transfer.messages import Job
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
 
+ANY_WORKERS = ("", "")
+
 
 @dataclass
 class RequestState:
@@ -39,7 +41,7 @@ class RequestState:
     arrived: float
     deadline: float
     phase: Phase = Phase.QUEUED
-    at: tuple[str, str] = ("", "")
+    at: tuple[str, str] = ANY_WORKERS
     prompt_keys: tuple[bytes, ...] = ()
     page_keys: tuple[bytes, ...] = ()
     cached_tokens: int = 0
@@ -57,9 +59,11 @@ class RequestState:
     not_before: float = 0.0
     attempt_began: float = 0.0
     codec_reason: str = ""
+    num_prompt_tokens: int = field(init=False)
     rank: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.job.prompt)
         # the order by `urgency`, which halves with every AGEING_S, does not change with time
         self.rank = self.arrived + AGEING_S * math.log2(max(1, self.num_prompt_tokens))
 
@@ -79,10 +83,6 @@ class RequestState:
         if not self.is_decoding:
             return self.workers
         return [name for name in (self.decode, self.target) if name is not None]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.job.prompt)
 
     @property
     def answer_tokens(self) -> float:
