@@ -42,7 +42,11 @@ class Placement:
     ):
         self._now = now
         self._token_bytes = token_bytes
+        workers = list(workers)
         self._workers = [worker for worker in workers if now >= worker.open_until]
+        ends = [x for y in workers for x in (y.open_until, y.refused_until) if x > now]
+        # until then no breaker closes, and no refusal ends
+        self._valid_until = min(ends, default=math.inf)
         # by worker: (rank, tokens to compute) of each prompt, and the sum of the tokens
         self._prompts: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         self._tokens_left: Counter[str] = Counter()
@@ -57,6 +61,9 @@ class Placement:
         roles = [worker.info.role for worker in self._workers]
         self._keepable_prefills = _share(sum(role.prefills for role in roles))
         self._keepable_decodes = _share(sum(role.decodes for role in roles))
+        # by worker, computed when first needed; void for workers that get another request
+        self._rooms: dict[str, float] = {}
+        self._busy_ranks: dict[str, float] = {}
         # computed when first needed; void when a worker has got a request or is kept
         self._candidates: dict[Kind, Candidates] = {}
         self._min_tokens: list[int] | None = None
@@ -86,18 +93,23 @@ class Placement:
             request, prefill, candidates.decodes_for(tokens)
         )
 
-    def may_start(self, request: RequestState) -> bool:
+    def may_start(self, request: RequestState, now: float) -> bool:
         """Whether some pair may have room for a new request, so that placing it is worth a try."""
-        if self._kept and request.rank < self._kept_rank:
-            return True  # it goes before the requests that workers are kept for
+        is_first = self._kept and request.rank < self._kept_rank
+        if is_first or now >= self._valid_until:
+            return True
         candidates = self._candidates_of(request)
         return candidates.fits(request.rank, request.num_prompt_tokens)
 
     def add(self, request: RequestState) -> None:
-        """Count a request that was placed."""
+        """Count a request that was placed. If it opened a breaker again, no other follows it."""
         self._requests.append(request)
         self._count(request)
         self._candidates.clear()
+        for name in request.workers:
+            self._rooms.pop(name, None)
+            self._busy_ranks.pop(name, None)
+        self._workers = [x for x in self._workers if self._now >= x.open_until]
         if request.exclusive:
             self._min_tokens = None
 
@@ -125,6 +137,7 @@ class Placement:
         if request.exclusive and not self._claim(target):
             return None
         self._num_requests[target.name] += 1
+        self._rooms.pop(target.name, None)
         self._candidates.clear()
         return target
 
@@ -142,14 +155,25 @@ class Placement:
 
     def _room(self, worker: WorkerState) -> float:
         """Length of the longest prompt that may find room; an empty worker has room for any."""
-        is_empty = not self._num_requests[worker.name]
-        return worker.room(0.0 if is_empty else self._token_bytes, self._now)
+        room = self._rooms.get(worker.name)
+        if room is None:
+            is_empty = not self._num_requests[worker.name]
+            room = worker.room(0.0 if is_empty else self._token_bytes, self._now)
+            self._rooms[worker.name] = room
+        return room
 
     def _busy_rank(self, worker: WorkerState) -> float:
         """The worker would not begin prompts of this rank or a higher one soon.
 
         Enough prompts are before them: three at least, which take more than one step.
         """
+        busy_rank = self._busy_ranks.get(worker.name)
+        if busy_rank is None:
+            busy_rank = self._find_busy_rank(worker)
+            self._busy_ranks[worker.name] = busy_rank
+        return busy_rank
+
+    def _find_busy_rank(self, worker: WorkerState) -> float:
         tokens_ahead = 0
         prompts = sorted(self._prompts[worker.name])
         for index, (rank, tokens_left) in enumerate(prompts, start=1):
@@ -306,9 +330,11 @@ class Placement:
         if prefill in workers:
             return prefill
 
+        keys = request.page_keys
+
         def cost(worker: WorkerState) -> tuple[bool, float, int]:
             has_refused = worker.name in request.avoid
-            cached_tokens = worker.prefixes.tokens(request.page_keys)
+            cached_tokens = worker.prefixes.tokens(keys)
             affinity = AFFINITY * cached_tokens / request.num_prompt_tokens
             num_requests = self._num_requests[worker.name] - affinity
             return has_refused, num_requests, -worker.load.free_bytes

@@ -1,15 +1,35 @@
 """One request as the router sees it: its phase, its workers, its tokens."""
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from disagg.engine.sequence import AGEING_S
+from disagg.errors import RequestError
+from disagg.router.prefix_index import keys_of, page_keys_of
 from disagg.transfer.messages import Job
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
 
 ANY_WORKERS = ("", "")
+
+
+def token_array(tokens: Sequence[int] = ()) -> "array[int]":
+    """Token ids with 4 bytes each; `tokens` itself if it is an array already.
+
+    RequestError for a number that is no token id.
+    """
+    if isinstance(tokens, array):
+        return tokens
+    try:
+        return array("I", tokens)
+    except OverflowError as error:
+        raise RequestError(
+            f"a token id is not from 0 to {2**32 - 1}: {error}"
+        ) from error
 
 
 @dataclass
@@ -20,8 +40,6 @@ class RequestState:
     job:             its current attempt, which began at `attempt_began`
     at:              names of the prefill and the decode worker that it has to use while they take
                      part; "": any
-    prompt_keys:     keys of the prompt's prefixes, as tokens
-    page_keys:       keys of the same prefixes, as pages of its codec
     cached_tokens:   tokens of the prompt that `prefill` probably has in its prefix cache
     prefill, decode: names of its workers; the same name for local work
     target:          name of the worker that it is to move to
@@ -42,8 +60,6 @@ class RequestState:
     deadline: float
     phase: Phase = Phase.QUEUED
     at: tuple[str, str] = ANY_WORKERS
-    prompt_keys: tuple[bytes, ...] = ()
-    page_keys: tuple[bytes, ...] = ()
     cached_tokens: int = 0
     prefill: str | None = None
     decode: str | None = None
@@ -52,7 +68,7 @@ class RequestState:
     sender_left_at: float = math.inf
     avoid: frozenset[str] = frozenset()
     blamed_workers: set[str] = field(default_factory=set)
-    emitted: list[int] = field(default_factory=list)
+    emitted: "array[int]" = field(default_factory=token_array)
     deaths: int = 0
     exclusive: bool = False
     refusals: int = 0
@@ -70,6 +86,16 @@ class RequestState:
     @property
     def rid(self) -> str:
         return self.job.rid
+
+    @cached_property
+    def prompt_keys(self) -> tuple[bytes, ...]:
+        """Keys of the prompt's prefixes, as tokens."""
+        return keys_of(token_array(self.job.prompt))
+
+    @property
+    def page_keys(self) -> tuple[bytes, ...]:
+        """Keys of the prompt's prefixes, as pages of its codec."""
+        return page_keys_of(self.prompt_keys, self.job.codec or "default")
 
     @property
     def workers(self) -> list[str]:

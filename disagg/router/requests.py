@@ -51,9 +51,9 @@ from disagg.router.moves import (
     reserve_target,
 )
 from disagg.router.placement import Placement
-from disagg.router.prefix_index import keys_of, reason_of
+from disagg.router.prefix_index import reason_of
 from disagg.router.request_queue import RequestQueue
-from disagg.router.request_state import Phase, RequestState
+from disagg.router.request_state import Phase, RequestState, token_array
 from disagg.router.worker_state import WorkerState
 from disagg.transfer.messages import (
     Grant,
@@ -66,6 +66,8 @@ from disagg.transfer.messages import (
     serves,
 )
 
+# requests that `place` starts in one call
+STARTS_AT_ONCE = 64
 # how long a refusal for want of room keeps requests as long away from a worker
 FULL_S = 0.25
 # within this time a worker reports the sequences that one that left handed over to it
@@ -115,18 +117,16 @@ class RequestTable:
         at: names of the workers that it has to use, as in `RequestState`
         """
         request = RequestState(
-            job,
+            replace(job, prompt=token_array(job.prompt)),
             serial=self._num_submitted,
             arrived=now,
             deadline=now + self._config.deadline_s,
             at=at,
-            prompt_keys=keys_of(job.prompt),
-            page_keys=keys_of(job.prompt, job.codec or "default"),
         )
         self._num_submitted += 1
         self.requests[job.rid] = request
         self._queue.add(request)
-        if self._placement is None or self._placement.may_start(request):
+        if self._placement is None or self._placement.may_start(request, now):
             self.needs_placing = True
         return []
 
@@ -328,13 +328,19 @@ class RequestTable:
         return actions
 
     def _begin_all(self, placement: Placement, now: float) -> list[Action]:
-        """Start the queued requests that can start, the most urgent first."""
+        """Start the queued requests that can start, the most urgent first.
+
+        After so many the rest is left to another call, so that none takes long.
+        """
         actions: list[Action] = []
         for request in self._queue:
             if now < request.not_before:
                 continue
             pair = placement.choose(request)
             if pair is not None:
+                if len(actions) == STARTS_AT_ONCE:
+                    self.needs_placing = True
+                    break
                 self._queue.discard(request)
                 prefill, decode = pair
                 actions.append(self._begin(request, prefill, decode, now))
@@ -362,7 +368,7 @@ class RequestTable:
         request.job = replace(
             request.job,
             attempt=request.job.attempt + 1,
-            emitted=tuple(request.emitted),
+            emitted=request.emitted[:],
             deadline_s=request.deadline - now,
             moved=0,
             waited_s=now - request.arrived,
@@ -398,7 +404,6 @@ class RequestTable:
         )
         request.codec_reason = reason
         request.job = replace(request.job, codec=codec)
-        request.page_keys = keys_of(prompt, codec)
 
     def _count_prefixes(
         self, request: RequestState, prefill: WorkerState, decode: WorkerState

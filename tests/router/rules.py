@@ -67,8 +67,8 @@ class Rules:
 
     def placed(self, actions: list[Action], now: float) -> list[Action]:
         """These actions, and those of placing requests."""
-        if self.table.needs_placing:
-            return actions + self.table.place(now)
+        while self.table.needs_placing:
+            actions = actions + self.table.place(now)
         return actions
 
 
