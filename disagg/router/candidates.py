@@ -8,7 +8,7 @@ from typing import NamedTuple
 from disagg.router.worker_state import WorkerState
 
 
-class Kind(NamedTuple):
+class RequestKind(NamedTuple):
     """What decides, besides the length of its prompt, which workers may take a request.
 
     at:         names of the workers that it has to use, as in `RequestState`
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
         return self.is_single_token or self.min_tokens > 0
 
 
-class Candidate(NamedTuple):
+class CandidateWorker(NamedTuple):
     """A worker, and what it may take.
 
     room:      length of the longest prompt that it may have room for
@@ -47,7 +47,10 @@ class Candidates:
     """
 
     def __init__(
-        self, prefills: Iterable[Candidate], decodes: Iterable[Candidate], kind: Kind
+        self,
+        prefills: Iterable[CandidateWorker],
+        decodes: Iterable[CandidateWorker],
+        kind: RequestKind,
     ):
         self.is_local = kind.is_local
         # the least busy come first, so that those that begin a prompt soon are the first ones

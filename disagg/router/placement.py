@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from disagg.router.candidates import Candidate, Candidates, Kind
+from disagg.router.candidates import CandidateWorker, Candidates, RequestKind
 from disagg.router.request_state import ANY_WORKERS, RequestState
 from disagg.router.worker_state import WorkerState
 
@@ -65,7 +65,7 @@ class Placement:
         self._rooms: dict[str, float] = {}
         self._busy_ranks: dict[str, float] = {}
         # computed when first needed; void when a worker has got a request or is kept
-        self._candidates: dict[Kind, Candidates] = {}
+        self._candidates: dict[RequestKind, Candidates] = {}
         self._min_tokens: list[int] | None = None
         self._requests = list(requests)
         for request in self._requests:
@@ -191,7 +191,7 @@ class Placement:
             self._candidates[kind] = self._find_candidates(kind)
         return self._candidates[kind]
 
-    def _kind(self, request: RequestState) -> Kind:
+    def _kind(self, request: RequestState) -> RequestKind:
         min_tokens = 0
         thresholds = self._thresholds()
         if thresholds and request.at == ANY_WORKERS:
@@ -200,7 +200,7 @@ class Placement:
         num_kept = 0
         if self._kept:
             num_kept = sum(self._ends_in_time(request, name) for name in self._kept)
-        return Kind(request.at, request.is_single_token, min_tokens, num_kept)
+        return RequestKind(request.at, request.is_single_token, min_tokens, num_kept)
 
     def _thresholds(self) -> list[int]:
         """Every `min_tokens` of a decode worker that is open to requests, sorted."""
@@ -213,14 +213,14 @@ class Placement:
             self._min_tokens = sorted({x.info.min_tokens for x in decodes} - {0})
         return self._min_tokens
 
-    def _find_candidates(self, kind: Kind) -> Candidates:
+    def _find_candidates(self, kind: RequestKind) -> Candidates:
         by_limit = sorted(self._kept, key=lambda name: -self._kept[name])
         closed = self._exclusive.union(by_limit[kind.num_kept :])
         workers = [x for x in self._workers if x.name not in closed]
         prefills, decodes = _eligible(kind, workers)
         return Candidates(
-            [Candidate(x, self._room(x), self._busy_rank(x)) for x in prefills],
-            [Candidate(x, self._room(x), math.inf) for x in decodes],
+            [CandidateWorker(x, self._room(x), self._busy_rank(x)) for x in prefills],
+            [CandidateWorker(x, self._room(x), math.inf) for x in decodes],
             kind,
         )
 
@@ -355,7 +355,7 @@ def _share(num_workers: int) -> int:
 
 
 def _eligible(
-    kind: Kind, workers: list[WorkerState]
+    kind: RequestKind, workers: list[WorkerState]
 ) -> tuple[list[WorkerState], list[WorkerState]]:
     """The workers that may prefill and decode requests of a kind, by role and by name."""
     prefill_name, decode_name = kind.at

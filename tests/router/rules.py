@@ -3,7 +3,7 @@
 from disagg.errors import DisaggError
 from disagg.router.actions import Action, TokenOutput
 from disagg.router.requests import RequestTable
-from disagg.transfer.messages import Grant, Job, Load, TokenEvent, WorkerInfo
+from disagg.transfer.messages import Job, Load, TokenEvent, WorkerInfo
 
 
 class Rules:
@@ -19,48 +19,74 @@ class Rules:
         return getattr(self.table, name)
 
     def submit(
-        self, job: Job, now: float, at: tuple[str, str] = ("", "")
+        self,
+        job: Job,
+        now: float,
+        at: tuple[str, str] = ("", ""),
     ) -> list[Action]:
-        return self.placed(self.table.submit(job, now, at), now)
+        actions = self.table.submit(job, now, at)
+        return self.placed(actions, now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
-        return self.placed(self.table.cancel(rid, now), now)
+        actions = self.table.cancel(rid, now)
+        return self.placed(actions, now)
 
     def worker_up(self, info: WorkerInfo, now: float) -> list[Action]:
-        return self.placed(self.table.worker_up(info, now), now)
+        actions = self.table.worker_up(info, now)
+        return self.placed(actions, now)
 
-    def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
-        return self.placed(self.table.worker_down(name, now, fenced), now)
+    def worker_down(
+        self,
+        name: str,
+        now: float,
+        fenced: bool = False,
+    ) -> list[Action]:
+        actions = self.table.worker_down(name, now, fenced)
+        return self.placed(actions, now)
 
     def update_load(self, worker: str, load: Load, now: float) -> list[Action]:
         self.table.update_load(worker, load)
         return self.placed([], now)
 
-    def on_grant(
-        self, worker: str, rid: str, attempt: int, grant: Grant
-    ) -> list[Action]:
-        return self.table.on_grant(worker, rid, attempt, grant)
-
     def on_event(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
-        return self.placed(self.table.on_event(worker, event, now), now)
+        actions = self.table.on_event(worker, event, now)
+        return self.placed(actions, now)
 
     def tick(self, now: float) -> list[Action]:
-        return self.placed(self.table.tick(now), now)
+        actions = self.table.tick(now)
+        return self.placed(actions, now)
 
     def token(
-        self, worker: str, rid: str, attempt: int, index: int, token: int, now: float
+        self,
+        worker: str,
+        rid: str,
+        attempt: int,
+        index: int,
+        token: int,
+        now: float,
     ) -> list[Action]:
         event = TokenEvent(rid, attempt, index, token)
         return self.on_event(worker, event, now)
 
     def finished(
-        self, worker: str, rid: str, attempt: int, count: int, reason: str, now: float
+        self,
+        worker: str,
+        rid: str,
+        attempt: int,
+        count: int,
+        reason: str,
+        now: float,
     ) -> list[Action]:
         event = TokenEvent(rid, attempt, count - 1, finish_reason=reason)
         return self.on_event(worker, event, now)
 
     def refused(
-        self, worker: str, rid: str, attempt: int, error: DisaggError, now: float
+        self,
+        worker: str,
+        rid: str,
+        attempt: int,
+        error: DisaggError,
+        now: float,
     ) -> list[Action]:
         event = TokenEvent(rid, attempt, 0, error=error)
         return self.on_event(worker, event, now)
