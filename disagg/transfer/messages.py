@@ -9,7 +9,7 @@ raises RequestError for what no honest peer sends.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self, TypeVar
@@ -20,10 +20,14 @@ from disagg.config import EngineConfig
 from disagg.errors import CorruptFrameError, DisaggError, RequestError, error_from
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.wire import Ticket
+from disagg.wire import WIRE_VERSION, Ticket
 
 Parsed = TypeVar("Parsed", bound=Message)
 Json = TypeVar("Json", dict[str, Any], list[Any])
+
+# of worker.proto: raised with every change that a peer of another version would misread
+CONTROL_VERSION = 1
+VERSIONS = (f"control {CONTROL_VERSION}", f"wire {WIRE_VERSION}")
 
 
 def parse(message: type[Parsed], data: bytes) -> Parsed:
@@ -72,6 +76,7 @@ class WorkerInfo:
     room:       tokens of its own codec that its arena holds
     step_tokens: of prompts, the most that it computes in one step
     sizes:      bytes of two prompts, by tokens, under each listed codec
+    speaks:     versions and fingerprints; only workers with equal ones can hand over to each other
     """
 
     name: str
@@ -83,6 +88,7 @@ class WorkerInfo:
     room: int = 0
     step_tokens: int = EngineConfig.max_batch_tokens
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
+    speaks: tuple[str, ...] = ()
 
     def bytes_of(self, codec: str, tokens: int) -> float:
         """Of a prompt: linear in its tokens, through the two measured sizes.
@@ -95,6 +101,16 @@ class WorkerInfo:
         ).items()
         bytes_per_token = (long_bytes - short_bytes) / (long - short)
         return short_bytes + bytes_per_token * (tokens - short)
+
+
+def spoken(model: str, plans: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """What `WorkerInfo.speaks` says of a worker of this version.
+
+    model: its fingerprint
+    plans: spec and fingerprint of each plan that its settings list, its own first
+    """
+    fingerprints = [f"plan {spec} {fingerprint}" for spec, fingerprint in plans]
+    return (*VERSIONS, f"model {model}", *fingerprints)
 
 
 def serves(roles: Collection[Role]) -> bool:
@@ -320,17 +336,19 @@ class StepEvents:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a worker is and how busy: gauges by name, anything else as `info`."""
+    """State of a worker: gauges by name, anything else as `info`; `speaks` as in WorkerInfo."""
 
     epoch: int
     gauges: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    speaks: tuple[str, ...] = VERSIONS
 
     def to_proto(self) -> pb.StatusResponse:
         return pb.StatusResponse(
             epoch=self.epoch,
             gauges=self.gauges,
             info=json.dumps(self.info),
+            speaks=self.speaks,
         )
 
     @classmethod
@@ -339,7 +357,12 @@ class WorkerStatus:
         info: dict[str, Any] = {}
         if message.info:
             info = _parse_json("info", message.info, dict)
-        return cls(epoch=message.epoch, gauges=dict(message.gauges), info=info)
+        return cls(
+            epoch=message.epoch,
+            gauges=dict(message.gauges),
+            info=info,
+            speaks=tuple(message.speaks),
+        )
 
 
 # -- sender and receiver

@@ -26,6 +26,7 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.kernels.cpu.library import describe_backend
+from disagg.kv.plan import Plan
 from disagg.model.capacity import tokens_that_fit
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -40,6 +41,7 @@ from disagg.transfer.messages import (
     Work,
     WorkerInfo,
     WorkerStatus,
+    spoken,
 )
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import least_worth_sending
@@ -184,13 +186,13 @@ class WorkerService:
             "backend": backend_of(self._runner),
             "tokens_fit": self._tokens_that_fit(free_bytes),
         }
-        return WorkerStatus(self.epoch, gauges, info)
+        return WorkerStatus(self.epoch, gauges, info, self._speaks())
 
     # -- calls of the worker that owns it
 
     def info(self, address: str) -> WorkerInfo:
         """How the worker can be reached, at its address, and what it holds."""
-        plans = map(self._engine.plan, self._config.listed)
+        plans = self._listed_plans()
         return WorkerInfo(
             self.name,
             self.role,
@@ -204,6 +206,7 @@ class WorkerService:
                 plan.spec: {tokens: plan.nbytes(tokens) for tokens in SIZES}
                 for plan in plans
             },
+            speaks=self._speaks(),
         )
 
     def on_step(self, output: StepOutput) -> None:
@@ -271,6 +274,13 @@ class WorkerService:
                 f"epoch {epoch} is over; {self.name} is in {self.epoch}"
             )
         return replace(job, codec=job.codec or self._codec)
+
+    def _listed_plans(self) -> list[Plan]:
+        return [self._engine.plan(codec) for codec in self._config.listed]
+
+    def _speaks(self) -> tuple[str, ...]:
+        plans = [(plan.spec, plan.fingerprint) for plan in self._listed_plans()]
+        return spoken(self._runner.fingerprint, plans)
 
     def _load(self) -> Load:
         """What it could take now; something waits whenever it may not reserve."""

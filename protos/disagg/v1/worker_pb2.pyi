@@ -95,7 +95,7 @@ class SubmitResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("have", "router")
+    __slots__ = ("have", "router", "version")
     class HaveEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,9 +105,11 @@ class EventsRequest(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     HAVE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     have: _containers.ScalarMap[str, int]
     router: str
-    def __init__(self, have: _Optional[_Mapping[str, int]] = ..., router: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, have: _Optional[_Mapping[str, int]] = ..., router: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class EventsResponse(_message.Message):
     __slots__ = ("events", "load")
@@ -176,11 +178,13 @@ class FenceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("epoch", "gauges", "info")
+    __slots__ = ("epoch", "gauges", "info", "speaks")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,7 +195,9 @@ class StatusResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
+    SPEAKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     gauges: _containers.ScalarMap[str, float]
     info: str
-    def __init__(self, epoch: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., info: _Optional[str] = ...) -> None: ...
+    speaks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., info: _Optional[str] = ..., speaks: _Optional[_Iterable[str]] = ...) -> None: ...
