@@ -40,7 +40,7 @@ class CandidateWorker(NamedTuple):
 
 
 class Candidates:
-    """The workers that may take requests of one kind.
+    """The workers that may take requests of one kind, and can hand over to each other.
 
     A few sorted lists say at once whether any of them has room for a request, however many there
     are of either.

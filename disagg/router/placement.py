@@ -13,7 +13,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from disagg.router.candidates import CandidateWorker, Candidates, RequestKind
+from disagg.router.candidates import Candidates, CandidateWorker, RequestKind
+from disagg.router.mismatches import Mismatches
 from disagg.router.request_state import ANY_WORKERS, RequestState
 from disagg.router.worker_state import WorkerState
 
@@ -30,6 +31,7 @@ KEPT_OF = 8
 class Placement:
     """The load of every worker while requests are placed, the most urgent first.
 
+    mismatches:  pairs that cannot hand over
     token_bytes: the least that a token of KV takes
     """
 
@@ -38,9 +40,11 @@ class Placement:
         requests: Iterable[RequestState],
         workers: Iterable[WorkerState],
         now: float,
+        mismatches: Mismatches,
         token_bytes: float = 0.0,
     ):
         self._now = now
+        self._mismatches = mismatches
         self._token_bytes = token_bytes
         workers = list(workers)
         self._workers = [worker for worker in workers if now >= worker.open_until]
@@ -65,7 +69,7 @@ class Placement:
         self._rooms: dict[str, float] = {}
         self._busy_ranks: dict[str, float] = {}
         # computed when first needed; void when a worker has got a request or is kept
-        self._candidates: dict[RequestKind, Candidates] = {}
+        self._candidates: dict[RequestKind, list[Candidates]] = {}
         self._min_tokens: list[int] | None = None
         self._requests = list(requests)
         for request in self._requests:
@@ -80,26 +84,28 @@ class Placement:
         if request.exclusive:
             return self._choose_exclusive(request)
         candidates = self._candidates_of(request)
+        rank = request.rank
         tokens = request.num_prompt_tokens
-        if not candidates.fits(request.rank, tokens):
-            self._keep_workers(request, candidates)
+        fitting = [x for x in candidates if x.fits(rank, tokens)]
+        if not fitting:
+            for each in candidates:
+                self._keep_workers(request, each)
             return None
-        prefill = self._best_prefill(
-            request, candidates.prefills_for(request.rank, tokens)
-        )
-        if candidates.is_local:
-            return prefill, prefill
-        return prefill, self._best_decode(
-            request, prefill, candidates.decodes_for(tokens)
-        )
+        prefills = [y for x in fitting for y in x.prefills_for(rank, tokens)]
+        if fitting[0].is_local:
+            best = self._best_prefill(request, prefills)
+            return best, best
+        decodes = [y for x in fitting for y in x.decodes_for(tokens)]
+        return self._best_pair(request, prefills, decodes)
 
     def may_start(self, request: RequestState, now: float) -> bool:
         """Whether some pair may have room for a new request, so that placing it is worth a try."""
         is_first = self._kept and request.rank < self._kept_rank
         if is_first or now >= self._valid_until:
             return True
+        tokens = request.num_prompt_tokens
         candidates = self._candidates_of(request)
-        return candidates.fits(request.rank, request.num_prompt_tokens)
+        return any(x.fits(request.rank, tokens) for x in candidates)
 
     def add(self, request: RequestState) -> None:
         """Count a request that was placed. If it opened a breaker again, no other follows it."""
@@ -113,14 +119,17 @@ class Placement:
         if request.exclusive:
             self._min_tokens = None
 
-    def choose_target(self, request: RequestState) -> WorkerState | None:
-        """The worker on which a sequence continues when its own stops decoding.
+    def choose_target(
+        self, request: RequestState, source: WorkerState
+    ) -> WorkerState | None:
+        """The worker on which a sequence continues when its own, `source`, stops decoding.
 
         None if there is none now. An exclusive request waits for an empty worker, which accepts
         no other request meanwhile.
         """
         tokens = request.num_prompt_tokens + len(request.emitted)
         workers = [x for x in self._open_workers(request) if x.info.role.decodes]
+        workers = self._mismatches.fitting(source, workers, request.job.codec)
         roomy = [x for x in workers if tokens <= self._room(x)]
         if not roomy:
             if workers and self._is_patient(request) and self._keepable_decodes:
@@ -185,7 +194,7 @@ class Placement:
 
     # -- candidates
 
-    def _candidates_of(self, request: RequestState) -> Candidates:
+    def _candidates_of(self, request: RequestState) -> list[Candidates]:
         kind = self._kind(request)
         if kind not in self._candidates:
             self._candidates[kind] = self._find_candidates(kind)
@@ -213,16 +222,26 @@ class Placement:
             self._min_tokens = sorted({x.info.min_tokens for x in decodes} - {0})
         return self._min_tokens
 
-    def _find_candidates(self, kind: RequestKind) -> Candidates:
+    def _find_candidates(self, kind: RequestKind) -> list[Candidates]:
+        """One for each group of workers that can hand over to each other."""
         by_limit = sorted(self._kept, key=lambda name: -self._kept[name])
         closed = self._exclusive.union(by_limit[kind.num_kept :])
         workers = [x for x in self._workers if x.name not in closed]
-        prefills, decodes = _eligible(kind, workers)
-        return Candidates(
-            [CandidateWorker(x, self._room(x), self._busy_rank(x)) for x in prefills],
-            [CandidateWorker(x, self._room(x), math.inf) for x in decodes],
-            kind,
-        )
+        eligible_prefills, eligible_decodes = _eligible(kind, workers)
+        prefills = defaultdict(list)
+        for worker in eligible_prefills:
+            candidate = CandidateWorker(
+                worker, self._room(worker), self._busy_rank(worker)
+            )
+            prefills[worker.info.speaks].append(candidate)
+        decodes = defaultdict(list)
+        for worker in eligible_decodes:
+            candidate = CandidateWorker(worker, self._room(worker), math.inf)
+            decodes[worker.info.speaks].append(candidate)
+        return [
+            Candidates(prefills[speaks], decodes.get(speaks, ()), kind)
+            for speaks in prefills
+        ]
 
     def _open_workers(self, request: RequestState) -> list[WorkerState]:
         """The workers that are not exclusive, nor kept for others longer than it takes."""
@@ -300,12 +319,37 @@ class Placement:
     ) -> tuple[WorkerState, WorkerState] | None:
         """The emptiest workers, which get no other request from now on; None until empty."""
         workers = self._open_workers(request)
-        prefills, decodes = _eligible(self._kind(request), workers)
-        if not prefills or not decodes:
+        kind = self._kind(request)
+        prefills, decodes = _eligible(kind, workers)
+        if not prefills:
             return None
-        prefill = self._best_prefill(request, prefills)
-        decode = self._best_decode(request, prefill, decodes)
-        return (prefill, decode) if self._claim(prefill, decode) else None
+        if kind.is_local:
+            prefill = self._best_prefill(request, prefills)
+            pair = prefill, prefill
+        else:
+            best = self._best_pair(request, prefills, decodes)
+            if best is None:
+                return None
+            pair = best
+        return pair if self._claim(*pair) else None
+
+    def _best_pair(
+        self,
+        request: RequestState,
+        prefills: list[WorkerState],
+        decodes: list[WorkerState],
+    ) -> tuple[WorkerState, WorkerState] | None:
+        """The best prefill worker that can hand over, and the best decode worker for it."""
+        while prefills:
+            prefill = self._best_prefill(request, prefills)
+            if prefill in decodes:
+                return prefill, prefill
+            codec = request.job.codec
+            fitting = self._mismatches.fitting(prefill, decodes, codec)
+            if fitting:
+                return prefill, self._best_decode(request, fitting)
+            prefills = [worker for worker in prefills if worker is not prefill]
+        return None
 
     def _best_prefill(
         self, request: RequestState, workers: list[WorkerState]
@@ -322,14 +366,9 @@ class Placement:
         return min(workers, key=cost)
 
     def _best_decode(
-        self, request: RequestState, prefill: WorkerState, workers: list[WorkerState]
+        self, request: RequestState, workers: list[WorkerState]
     ) -> WorkerState:
-        """The prefill worker if it decodes too; else the worker with the fewest sequences, after
-        credit for pages that it holds already.
-        """
-        if prefill in workers:
-            return prefill
-
+        """The worker with the fewest sequences, after credit for pages that it holds already."""
         keys = request.page_keys
 
         def cost(worker: WorkerState) -> tuple[bool, float, int]:

@@ -43,6 +43,7 @@ from disagg.router.actions import (
 )
 from disagg.router.codec_policy import CodecPolicy
 from disagg.router.failures import blame, charge_death, is_final, pause_s
+from disagg.router.mismatches import MISMATCHES, Mismatches, mismatch_of
 from disagg.router.moves import (
     MOVE_RETRY_S,
     has_to_move,
@@ -102,6 +103,10 @@ class RequestTable:
         # names of workers that stopped decoding and may still have sequences
         self._stopped_decoding: set[str] = set()
         self._aborts = Aborts()
+        self._mismatches = Mismatches()
+        # why no pair of workers can hand over, if that is so, and why none can with a codec
+        self._mismatch: DisaggError | None = None
+        self._codec_mismatches: dict[str, DisaggError] = {}
         # bytes a token under the smallest codec so far: the least that a prompt takes
         self._token_bytes = 0.0
         # since when every request is queued and none can start
@@ -145,7 +150,7 @@ class RequestTable:
         """A worker takes part. If it did before, it has dropped all requests that it had."""
         actions = self.worker_down(info.name, now, fenced=True)
         self.workers[info.name] = WorkerState(info)
-        self.needs_placing = True
+        self._workers_changed()
         return actions
 
     def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
@@ -159,7 +164,8 @@ class RequestTable:
         worker = self.workers.pop(name, None)
         if worker is None:
             return []
-        self.needs_placing = True
+        self._mismatches.forget(name)
+        self._workers_changed()
         self._stopped_decoding.discard(name)
         has_left = worker.info.role is Role.NONE
         if not has_left:
@@ -179,12 +185,15 @@ class RequestTable:
         state = self.workers.get(worker)
         if state is None:
             return
-        decoded = state.info.role.decodes
+        old_role = state.info.role
         if state.update_load(load):
             self.needs_placing = True
-        if state.info.role.decodes:
+        role = state.info.role
+        if role is not old_role:
+            self._workers_changed()
+        if role.decodes:
             self._stopped_decoding.discard(worker)
-        elif decoded:
+        elif old_role.decodes:
             self._stopped_decoding.add(worker)
 
     def on_grant(
@@ -293,11 +302,14 @@ class RequestTable:
             [request for request in requests if request.phase is not Phase.QUEUED],
             self.workers.values(),
             now,
+            self._mismatches,
             self._token_bytes,
         )
         # moves first: their KV is computed, and their workers wait to leave
         actions = self._move_all(leaving, placement)
         actions += self._begin_all(placement, now)
+        if self._mismatch is not None or self._codec_mismatches:
+            actions += self._refuse_unfit(now)
         if actions or len(self._queue) < len(self.requests):
             self._stuck_since = math.inf
         else:
@@ -322,7 +334,9 @@ class RequestTable:
     ) -> list[Action]:
         actions: list[Action] = []
         for request in requests:
-            target = placement.choose_target(request)
+            assert request.decode is not None
+            source = self.workers[request.decode]
+            target = placement.choose_target(request, source)
             if target is not None:
                 actions.append(reserve_target(request, target.name))
         return actions
@@ -345,6 +359,24 @@ class RequestTable:
                 prefill, decode = pair
                 actions.append(self._begin(request, prefill, decode, now))
                 placement.add(request)
+        return actions
+
+    def _workers_changed(self) -> None:
+        """Other workers take part now, or in other roles."""
+        self.needs_placing = True
+        self._mismatch = mismatch_of(self.workers.values())
+        self._codec_mismatches.clear()
+
+    def _refuse_unfit(self, now: float) -> list[Action]:
+        """Fail the queued requests that need a hand-off which no pair of workers can do."""
+        decodes = [x.info for x in self.workers.values() if x.info.role.decodes]
+        shortest_split = max((info.min_tokens for info in decodes), default=0)
+        actions: list[Action] = []
+        for request in self._queue:
+            error = self._mismatch or self._codec_mismatches.get(request.job.codec)
+            is_whole = request.num_prompt_tokens < shortest_split
+            if error is not None and not is_whole and not request.is_single_token:
+                actions += self._fail(request, error, now)
         return actions
 
     def _begin(
@@ -519,6 +551,9 @@ class RequestTable:
     ) -> list[Action]:
         """A worker cannot do its part of the attempt."""
         is_full = isinstance(error, CapacityError)
+        is_mismatch = isinstance(error, MISMATCHES) and self._is_new_mismatch(request)
+        if is_mismatch and request.phase is not Phase.DECODE:
+            return self._on_mismatch(request, error, now)
         if request.phase is Phase.DECODE and worker == request.target:
             return self._on_move_refused(request, worker, is_full, now)
         if is_full and request.phase is Phase.RESERVE:
@@ -532,6 +567,24 @@ class RequestTable:
             request.phase = Phase.DECODE
             return [reserve_more(request, request.target)]
         return self._retry_or_fail(request, worker, error, now)
+
+    def _is_new_mismatch(self, request: RequestState) -> bool:
+        """Take note that the workers of a hand-off do not fit; whether that was unknown."""
+        sender = request.decode if request.is_decoding else request.prefill
+        receiver = request.target if request.is_decoding else request.decode
+        if sender is None or receiver is None or sender == receiver:
+            return False
+        return self._mismatches.add(sender, receiver, request.job.codec)
+
+    def _on_mismatch(
+        self, request: RequestState, error: DisaggError, now: float
+    ) -> list[Action]:
+        """Try another pair at once, if there is one; neither worker has failed."""
+        codec = request.job.codec
+        if not self._mismatches.leave_a_pair(self.workers.values(), codec):
+            self._codec_mismatches[codec] = error
+            return self._fail(request, error, now)
+        return self._requeue(request, now)
 
     def _on_move_refused(
         self, request: RequestState, worker: str, is_full: bool, now: float

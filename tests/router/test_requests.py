@@ -609,8 +609,8 @@ def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
     assert FailRequest("r", error) in started().refused("p", "r", 1, error, 0.0)
 
 
-def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
-    table, error, now = started(), LayoutError("another plan"), 0.0
+def test_a_lasting_error_fails_after_three_attempts() -> None:
+    table, error, now = started(), DisaggError("a bug"), 0.0
     for attempt in (1, 2):
         table.refused("p", "r", attempt, error, now)
         now += 1.0
