@@ -36,7 +36,7 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
-from disagg.router.request_state import Phase, RequestState
+from disagg.router.request_state import RequestState
 from disagg.router.requests import RequestTable
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import (
@@ -116,6 +116,7 @@ class Router:
         self._ticker: asyncio.Task[None] | None = None
         self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
         self._closing = False
+        self._is_placing = False  # `_place` runs in the next turn of the loop
 
     # -- for clients
 
@@ -167,8 +168,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Number of queued requests."""
-        requests = self.table.requests.values()
-        return sum(request.phase is Phase.QUEUED for request in requests)
+        return self.table.num_queued
 
     @property
     def ready(self) -> bool:
@@ -316,7 +316,8 @@ class Router:
             if event.stats is not None:
                 self._take_figures(event.rid, event.stats)
             self._perform(self.table.on_event(peer.name, event, now))
-        self._perform(self.table.update_load(peer.name, step.load, now))
+        self.table.update_load(peer.name, step.load)
+        self._place_soon()
 
     def _take_figures(self, rid: str, stats: Mapping[str, Any]) -> None:
         """Keep the figures of a hand-off for the client, and add them to the totals."""
@@ -390,6 +391,20 @@ class Router:
                 case FailRequest(rid, error):
                     if rid in self._streams:
                         self._streams[rid].inbox.put_nowait(error)
+        self._place_soon()
+
+    def _place_soon(self) -> None:
+        """Place requests once for all events of this turn of the loop."""
+        if self.table.needs_placing and not self._is_placing:
+            self._is_placing = True
+            asyncio.get_running_loop().call_soon(self._place)
+
+    def _place(self) -> None:
+        self._is_placing = False
+        try:
+            self._perform(self.table.place(self._clock()))
+        except Exception:
+            log.exception("placing requests broke")
 
     def _send_output(self, output: TokenOutput) -> None:
         """Send a token to its client at once, the end after the figures of the hand-off."""

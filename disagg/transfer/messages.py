@@ -129,8 +129,8 @@ class Job:
 
     rid: str
     attempt: int
-    prompt: tuple[int, ...]
-    emitted: tuple[int, ...] = ()
+    prompt: Sequence[int]
+    emitted: Sequence[int] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     codec: str = ""
     deadline_s: float = 300.0
