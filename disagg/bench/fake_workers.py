@@ -151,6 +151,9 @@ class FakeWorker(WorkerHandler):
                 sent_at = step_at
                 yield StepEvents(events, load)
 
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        pass  # it keeps no events
+
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         sequence = self._sequences.get(rid)
         if sequence is not None and sequence.job.attempt <= attempt:
