@@ -135,9 +135,9 @@ class OutgoingHandoff(Generic[EngineResult]):
 
         The engine did not encode and offer what `has` says that the receiver has.
         """
-        left_out = [item for item in self._items if item not in self.offered_items]
-        self.sender.queue.leave_out(left_out)
-        last_items = left_out if self._overlap else self._items
+        unencoded = [item for item in self._items if item not in self.offered_items]
+        self.sender.queue.mark_unencoded(unencoded)
+        last_items = unencoded if self._overlap else self._items
         if last_items:
             self._push(last_items)
         self.sender.finish(first_token, extras)
