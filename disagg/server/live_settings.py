@@ -1,11 +1,9 @@
-"""Which settings of a running service may change, and the certificate of its HTTPS."""
+"""Which settings of a running service may change."""
 
-import ssl
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from disagg.config import Config, changed_keys, replace_keys, settings_by_key
-from disagg.errors import ConfigError
 
 LIVE_KEYS = frozenset(
     {
@@ -18,6 +16,9 @@ LIVE_KEYS = frozenset(
         "server.api_key",
         "server.api_key_file",
         "server.metrics_key",
+        "server.silence_s",
+        "server.idle_s",
+        "server.max_connections",
     }
 )
 
@@ -47,11 +48,3 @@ def plan_update(old: Config, new: Config) -> SettingsUpdate:
         group, _, name = key.partition(".")
         changes.setdefault(group, {})[name] = new_values[key]
     return SettingsUpdate(replace_keys(old, changes), applied, fixed)
-
-
-def load_certificate(context: ssl.SSLContext, certificate: str, key: str) -> None:
-    """Use a certificate for new connections; ConfigError for files that cannot be used."""
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"no HTTPS with {certificate} and {key}: {error}") from error

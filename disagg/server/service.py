@@ -26,7 +26,7 @@ from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
 from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
-from disagg.server.live_settings import load_certificate, plan_update
+from disagg.server.live_settings import plan_update
 from disagg.server.log import fields
 from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
@@ -34,9 +34,8 @@ from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from disagg.launch.ray_cluster import Cluster
+    from disagg.server.connections import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Service:
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
         # set when the http thread serves
-        self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]]
+        self._serving: Future[tuple[asyncio.AbstractEventLoop, HttpServer]]
         self._serving = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
 
@@ -197,12 +196,7 @@ class Service:
         server = update.config.server
         keys = read_keys(server)
         check_tls(server)
-        _, http = self._serving.result()
-        if server.tls_certificate and server.tls_key:
-            assert http.config.ssl is not None
-            load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
-        self.keys.replace(keys, server.metrics_key)
-        self._on_loop(self._router.configure, update.config.router)
+        self._on_loop(self._apply, update.config, keys)
         self.config = update.config
         applied = ",".join(update.applied) or None
         log.info("settings read again", extra=fields(keys=len(keys), changed=applied))
@@ -265,6 +259,12 @@ class Service:
         link = self._links.pop(name, None)
         if link is not None:
             self._closing = asyncio.create_task(link.close())
+
+    def _apply(self, config: Config, keys: frozenset[str]) -> None:
+        _, http = self._serving.result()
+        self.keys.replace(keys, config.server.metrics_key)
+        http.reload(config.server)
+        self._router.configure(config.router)
 
     # -- from other threads
 

@@ -11,6 +11,7 @@ import pytest
 
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
+from disagg.server.connections import ConnectionLimits
 from disagg.server.live_settings import LIVE_KEYS, plan_update
 from disagg.server.service import Service
 from tests.papers import make_papers
@@ -38,8 +39,8 @@ def test_without_changes_there_is_nothing_to_update():
 
 @pytest.mark.parametrize("key", sorted(LIVE_KEYS))
 def test_every_live_setting_exists(key):
-    text_keys = {"server.api_key", "server.api_key_file"}
-    new = load_config(None, {key: "7" if key in text_keys else 7})
+    is_text = "key" in key
+    new = load_config(None, {key: "7" if is_text else 7})
 
     assert plan_update(Config(), new).applied == (key,)
 
@@ -116,6 +117,16 @@ def test_limits_of_the_router_change(service):
     # the loop of the router has run what came before this answer
     assert status_of(service, "one") == 200
     assert service._router.config == router
+
+
+def test_limits_of_connections_change(service):
+    server = replace(service.config.server, max_connections=7)
+
+    service.reload(replace(service.config, server=server))
+
+    assert status_of(service, "one") == 200
+    _, http = service._serving.result()
+    assert http.pool.limits == ConnectionLimits.of(server)
 
 
 def test_settings_that_need_a_restart_are_named_in_one_line(service, caplog):
