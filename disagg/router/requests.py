@@ -196,14 +196,18 @@ class RequestTable:
     def submit(
         self, job: Job, now: float, at: tuple[str, str] = ("", "")
     ) -> list[Action]:
-        """A new request; it starts at once if there is room. at: as in `RequestState`."""
+        """A new request; it starts at once if there is room. at: as in `RequestState`.
+
+        Tokens that the job has emitted were delivered before: it is replayed through them.
+        """
         self.requests[job.rid] = RequestState(
             job,
-            arrived=now,
+            arrived=now - job.waited_s,
             deadline=now + self._config.deadline_s,
             at=at,
             prompt_keys=keys_of(job.prompt),
             page_keys=keys_of(job.prompt, job.codec or "default"),
+            emitted=list(job.emitted),
         )
         return self._place(now)
 
