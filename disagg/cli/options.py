@@ -1,4 +1,4 @@
-"""Options that several commands share, and the config that comes out of them."""
+"""Options that several commands share, and the configuration they produce."""
 
 import os
 import tempfile
@@ -68,7 +68,7 @@ def refuse_idle(idle: object, where: str, **values: object) -> None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """ConfigError for a file that cannot be written, before anything is measured for it."""
+    """ConfigError for a file that cannot be written; checked before measuring."""
     if path is not None:
         target = path.absolute()
         nearest = next(x for x in (target, *target.parents) if x.exists())
@@ -76,19 +76,19 @@ def writable(path: Path | None) -> Path | None:
         is_below_file = nearest != target and not nearest.is_dir()
         if is_folder or is_below_file or not os.access(nearest, os.W_OK):
             raise ConfigError(
-                f"{path} cannot be written; expected a file where you may write"
+                f"cannot write {path}; expected a file in a writable folder"
             )
     return path
 
 
 def drawable(path: Path | None) -> Path | None:
-    """ConfigError unless a picture can be drawn there, before anything is measured for it."""
+    """ConfigError unless a picture can be written here; checked before measuring."""
     if path is not None:
         if path.suffix not in PICTURES or not path.parent.is_dir():
             formats = ", ".join(PICTURES)
             raise ConfigError(
-                f"no picture can be written to {path}; "
-                f"expected a file in a folder that exists, {formats}"
+                f"cannot draw to {path}; "
+                f"expected a {formats} file in an existing folder"
             )
         import disagg.report.transfer  # noqa: F401  # ConfigError without matplotlib
     return writable(path)

@@ -1,7 +1,7 @@
-"""How `disagg serve` and `disagg submit` end: by a signal, and within a bounded time.
+"""`disagg serve` and `disagg submit` end on a signal, within a bounded time.
 
-Ray's C++ code waits without end for a raylet that got the signal too, or that no longer answers,
-and Python's signal handlers wait for it. This guard ends the process then; the reaper of a
+Ray's C++ code may wait forever for a raylet that also got the signal or no longer answers, and
+Python's signal handlers wait for that code. This guard ends the process then; the reaper of a
 private Ray removes what is left.
 """
 
@@ -25,9 +25,9 @@ RAY_STOP_S = 15.0  # for everything that Ray does at the end
 
 
 class ShutdownGuard:
-    """Ends this process on the first stop signal, whatever hangs; ignored signals stay ignored.
+    """Ends this process on the first stop signal, even if Ray hangs; ignored signals stay ignored.
 
-    grace_s: how long answers may take to finish, and then again workers
+    grace_s: time for answers to finish, and the same again for workers
     """
 
     def __init__(self, grace_s: float):
@@ -42,7 +42,7 @@ class ShutdownGuard:
             self._wakeup.fileno(), warn_on_full_buffer=False
         )
         threading.Thread(target=self._watch, args=[watched], daemon=True).start()
-        message = b"stopped, though Ray answers no more\n"
+        message = b"stopped; Ray did not answer\n"
         self._timer = threading.Timer(self._limit_s, _exit_now, [message, 1])
         self._timer.daemon = True
         self.take_signals()
@@ -55,15 +55,15 @@ class ShutdownGuard:
         self._wakeup.close()
 
     def started(self) -> None:
-        """From here on signal handlers suffice; until now a signal ended the process by force."""
+        """The start is over: from now on signal handlers end the process, not `os._exit`."""
         self._started.set()
 
     def begin(self) -> None:
-        """The end begins and must be over within its time."""
+        """Shutdown begins; end the process by force if it takes too long."""
         self._timer.start()
 
     def take_signals(self) -> None:
-        """Again after each start of Ray, whose C++ handler of SIGTERM aborts the process."""
+        """Install our handlers, again after each start of Ray, whose own abort the process."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._interrupt)
@@ -78,7 +78,7 @@ class ShutdownGuard:
         return take_signals_and_report
 
     def _interrupt(self, *_: object) -> None:
-        """Start the end once: signals come in twos, and a second one would leave half undone."""
+        """Start the shutdown once: signals come in pairs, and a second one would interrupt it."""
         if time.monotonic() < self._ignore_until:
             return
         self._ignore_until = time.monotonic() + RAY_STOP_S
@@ -87,7 +87,7 @@ class ShutdownGuard:
         raise KeyboardInterrupt
 
     def _watch(self, watched: socket.socket) -> None:
-        """End the process where a signal during the start is not handled in time."""
+        """End the process if a signal during the start is not handled in time."""
         with watched:
             while received := watched.recv(1):
                 number = received[0]

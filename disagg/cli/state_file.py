@@ -70,8 +70,9 @@ def check_unannounced(path: Path) -> None:
     running = read_state(path)
     if running is not None:
         raise ConfigError(
-            f"a service runs at {running.url} (process {running.pid}), says {path}; "
-            "`disagg stop` ends it, --state-file FILE --port PORT starts another one beside it"
+            f"a service is already running at {running.url} (process {running.pid}, state file "
+            f"{path}); stop it with `disagg stop`, or start another one with --state-file FILE "
+            "--port PORT"
         )
 
 
@@ -98,7 +99,7 @@ def read_state(path: Path) -> RunningService | None:
 
 
 def previous_token(path: Path) -> str | None:
-    """The token of a service that was killed: clients that resume at the next one still use it."""
+    """The token of a service that was killed; its clients use it to resume at the next one."""
     state = _parse_state(path)
     return state.token if state else None
 
@@ -112,7 +113,9 @@ def _parse_state(path: Path) -> RunningService | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"state file {path} cannot be read: {error}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"state file {path} belongs or is open to others; remove it")
+        raise ConfigError(
+            f"state file {path} belongs to another user or is open to others; remove it"
+        )
     try:
         state = RunningService(**json.loads(text))
         _check_target(state)
@@ -124,7 +127,7 @@ def _parse_state(path: Path) -> RunningService | None:
 
 
 def _check_target(state: RunningService) -> None:
-    """ValueError unless the process id is that of one process: 0 and -1 signal many."""
+    """ValueError unless the process id names one process: 0 and -1 would signal many."""
     is_one_process = type(state.pid) is int and 0 < state.pid < MAX_PID
     if not is_one_process or type(state.url) is not str:
-        raise ValueError(f"no process {state.pid!r} is at {state.url!r}")
+        raise ValueError(f"process {state.pid!r} at {state.url!r} cannot be a service")

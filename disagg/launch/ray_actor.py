@@ -13,12 +13,10 @@ from disagg.launch.resources import worker_config
 from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority, protected
 
-FAILED_S = (
-    5.0  # in which the error of a failed start can be read, before the process ends
-)
-# a front end that is gone watches no longer than this beside the next one
-WATCH_S = 1.0
-TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
+# the process of a failed start ends after this; until then its error can be read
+FAILED_S = 5.0
+WATCH_S = 1.0  # the watch of a front end that is gone ends this long after the next one's begin
+TAKEOVER_S = 5.0  # the connection of a killed service may look open for this long
 
 
 class WorkerActor:
@@ -39,9 +37,12 @@ class WorkerActor:
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
     def start(self, host: str | None, config: Config) -> WorkerInfo | tuple[str, str]:
-        """Load and serve; the next time, how it can be reached, unless another service has it.
+        """Load and serve, if it does not yet; returns how it can be reached.
 
-        An error is returned as (reason, message).
+        host: address to listen on; None: the one that Ray knows
+
+        Returns (reason, message) of an error: of loading, of other settings than it runs with,
+        of a router of another service.
         """
         if config != self._config:
             until = f"until {self._config.cluster.orphan_s:g} s after its last router"
@@ -50,7 +51,7 @@ class WorkerActor:
             try:
                 self._load(host)
             except Exception as error:
-                # a detached actor would stay
+                # Ray would keep a detached actor
                 threading.Timer(FAILED_S, os._exit, [1]).start()
                 if isinstance(error, DisaggError):
                     return error.reason, str(error)
@@ -66,14 +67,13 @@ class WorkerActor:
         return self._worker.info
 
     def _load(self, host: str | None) -> None:
-        # not at the head: the process that launches need not load torch and transformers
+        # not at the top: the launching process needs neither torch nor transformers
         import torch
 
         from disagg.worker.worker import Worker, settle_memory
 
-        torch.set_num_threads(
-            1
-        )  # of this thread, which loads; the engine's has its own
+        # of this thread, which loads; the engine's thread has its own number
+        torch.set_num_threads(1)
         address = host or ray.util.get_node_ip_address()
         security = protected(self._config.security, self._authority, address)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
@@ -83,12 +83,12 @@ class WorkerActor:
         settle_memory()
 
     def meet(self, addresses: list[str]) -> list[str]:
-        """Measure the links to decode workers; what each can do, in words."""
+        """Measure the links to decode workers; returns their speeds, in words."""
         return self._worker.meet(addresses)
 
     @ray.method(concurrency_group="watch")
     def doing(self) -> str:
-        """What delays its start, in words; "" while it only loads."""
+        """What delays its start, in words; "" while it loads."""
         return self._worker.doing if hasattr(self, "_worker") else ""
 
     @ray.method(concurrency_group="watch")
@@ -98,21 +98,21 @@ class WorkerActor:
 
     @ray.method(concurrency_group="watch")
     def stop(self, grace_s: float | None = None) -> None:
-        """Finish or move its requests within the grace, then end; while it loads, end at once."""
+        """Finish or move its requests within the grace, then end. A loading one ends at once."""
         if not self._loaded:
             os._exit(0)
         self._worker.stop(grace_s)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Returns when the worker has ended, or another front end watches; raises its error."""
+        """Returns when the worker has ended or another front end watches; raises its error."""
         self._num_watches += 1
         number = self._num_watches
         while self._num_watches == number and not self._worker.wait(WATCH_S):
             pass
 
     def _end_with_worker(self) -> None:
-        """End the process: a detached actor would stay, and seem to work by its name."""
+        """End the process with the worker: Ray would keep a detached actor under its name."""
         try:
             self._worker.wait()
         finally:

@@ -19,10 +19,10 @@ PUBLIC_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # probes, das
 
 
 class AuthMiddleware:
-    """Gives every response the X-Request-Id of its request, or a new one, and checks API keys.
+    """Checks API keys; gives every response the X-Request-Id of its request, or a new one.
 
-    keys: "Authorization: Bearer KEY" has to carry one of them, except for PUBLIC_PATHS; none: no
-          request needs a key
+    keys: requests must send one of them as "Authorization: Bearer KEY", except for PUBLIC_PATHS.
+          Empty: no request needs a key
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str] = ()):
@@ -49,11 +49,13 @@ class AuthMiddleware:
         is_public = not self._keys or scope.get("path") in PUBLIC_PATHS
         authorization = headers.get(b"authorization", b"")
         if not is_public and not has_key(authorization, self._keys):
-            message = "no key of this service; send one as 'Authorization: Bearer KEY'"
+            message = (
+                "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
+            )
             return JSONResponse(error_body(message, "auth", 401), 401)
         encoding = headers.get(b"content-encoding", b"").lower()
         if encoding not in (b"", b"identity"):
-            message = "the body is compressed; send it plain"
+            message = "the body is compressed; send it uncompressed"
             return JSONResponse(
                 error_body(message, "request", 415),
                 415,
@@ -72,7 +74,7 @@ def has_key(authorization: bytes, keys: Collection[str]) -> bool:
 def read_keys(config: ServerConfig) -> frozenset[str]:
     """The keys of a service; ConfigError for an empty one, and for a file without any."""
     if config.api_key == "":
-        # probably a variable that is not set: the service must not be open to everybody then
+        # probably an unset variable, which must not make the service open to everybody
         raise ConfigError(
             "server.api_key is empty; expected a key, or no setting at all"
         )

@@ -1,4 +1,4 @@
-"""Connections of clients: uvicorn, and a timeout for requests that stop arriving."""
+"""Client connections: uvicorn, with a timeout for requests that stop arriving."""
 
 import asyncio
 
@@ -8,11 +8,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from disagg.config import ServerConfig
 
-GRACE_S = 2  # for answers on their way when the service stops
+GRACE_S = 2  # for responses in progress when the service stops
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 on a connection that is closed once its client was silent for too long.
+    """An HTTP/1.1 connection that is closed if its client is silent for too long.
 
     uvicorn itself limits the time between two requests; here the same limit applies to a pause
     within one. A client that waits for its response may be silent. This uses h11, because httptools

@@ -1,7 +1,7 @@
 """How much a client may send: a body, a prompt, stop strings, numbers. No HTTP, no schema.
 
-Every check here is cheap and precedes work that is not: a body is counted while it arrives, a text
-is measured before it becomes tokens.
+Every check is cheap and precedes expensive work: a body is counted while it arrives, a text is
+measured before it is tokenised.
 """
 
 import reprlib
@@ -30,25 +30,25 @@ _short.maxlevel = 2
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
-    """The chunks of a body as one; TooLargeError as soon as they exceed `max_bytes`."""
+    """Join the chunks of a body; TooLargeError as soon as they exceed `max_bytes`."""
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > max_bytes:
             raise TooLargeError(
-                f"the body is too long; at most {max_bytes:,} bytes are taken"
+                f"the body is too long; expected at most {max_bytes:,} bytes"
             )
         body += chunk
     return body
 
 
 def shown(value: Any) -> str:
-    """A client's value in one line of an error message; of a long one, the beginning."""
+    """A client's value for an error message, on one line and shortened."""
     text = _short.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def check_text(chars: int, context_length: int, longest_token: int, field: str) -> None:
-    """PromptTooLongError for a text of a field that cannot fit, whatever its tokens are."""
+    """PromptTooLongError for a text that is too long for the context with any tokens."""
     max_chars = context_length * longest_token
     if chars > max_chars:
         raise PromptTooLongError(
@@ -84,8 +84,8 @@ def check_ids(ids: Iterable[Any], vocab_size: int, field: str) -> None:
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise RequestError(
-                f"{field}: {shown(token)} is no token id; "
-                f"whole numbers from 0 to {vocab_size - 1} are",
+                f"{field}: {shown(token)} is not a token id; "
+                f"expected an integer from 0 to {vocab_size - 1}",
                 field,
             )
 
@@ -101,7 +101,7 @@ def check_choices(count: int) -> None:
 
 
 def check_scores(tokens: int, sampling: Mapping[str, Any]) -> None:
-    """RequestError for a prompt with more log-probabilities than one message carries."""
+    """RequestError for a prompt with more log-probabilities than one message can hold."""
     count = tokens * (1 + sampling.get("logprobs", 0))
     if sampling.get("prompt_logprobs") and count > MAX_SCORES:
         raise RequestError(

@@ -1,20 +1,19 @@
-"""From tokens to the text that a client sees: whole characters, and nothing after a stop string."""
+"""From tokens to visible text: whole characters, and nothing after a stop string."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from disagg.engine.sequence import Logprobs as Logprobs
 from disagg.model.tokenizer import Detokenizer
 
-# of a token, and of the likeliest tokens in its place: (token, log-probability)
-LogProbs = tuple[float, Sequence[tuple[int, float]]]
 # a token with its log-probabilities; the first token of a prompt has none
-Score = tuple[int, LogProbs | None]
+Score = tuple[int, Logprobs | None]
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of a choice. The last delta says why it ended and what the hand-off cost.
+    """New text of a choice. The last delta has the finish reason and the hand-off's figures.
 
     num_tokens: of the answer up to here
     scores:     tokens with their log-probabilities, if the request asks for them
@@ -57,14 +56,14 @@ class TextStream:
         self._hidden = hidden
 
     def add(self, token: int) -> str:
-        """The text to show after one more token; sets `stopped` at a stop string."""
+        """The text that one more token makes visible; sets `stopped` at a stop string."""
         text = "" if token in self._hidden else self._decoder.add([token])
         visible = self._release(text)
         self._tokens_to_go -= 1
         return visible
 
     def finish(self) -> str:
-        """The text that was held back; no token follows."""
+        """The text that is still held back; no more tokens follow."""
         if self.stopped:
             return ""
         visible = self._release(self._decoder.finish())

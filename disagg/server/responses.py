@@ -1,10 +1,9 @@
 """OpenAI's response objects: completions and chats, whole or as server-sent events. No HTTP."""
 
-import asyncio
 import json
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import CancelledError, DisaggError, reason_of
 from disagg.model.tokenizer import Tokenizer
-from disagg.server.output_text import LogProbs, Score, TextDelta
+from disagg.server.output_text import Logprobs, Score, TextDelta
 
-if TYPE_CHECKING:
-    from disagg.server.completions import Completions, TokenizedPrompt
-    from disagg.server.schema import GenerationRequest
+if TYPE_CHECKING:  # errors need this module before pydantic is imported
+    from disagg.server.reader import Generation, ServedModel
 
 DONE = "data: [DONE]\n\n"
+
+IndexedDelta = tuple[int, TextDelta]  # the index is that of the choice
 
 
 class CompletionChoices:
@@ -33,7 +33,7 @@ class CompletionChoices:
         self._text_offsets: Counter[int] = Counter()  # by choice
 
     def openings(self, num_choices: int) -> list[dict[str, Any]]:
-        """The choices of chunks that precede all text: a completion has none."""
+        """The choices of chunks before all text: none for completions."""
         return []
 
     def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class CompletionChoices:
         begins_inside = starts[:1] == [False]
         return max(0, offset - 1) if begins_inside else offset
 
-    def _top_logprobs(self, token: int, logprobs: LogProbs) -> dict[str, float]:
+    def _top_logprobs(self, token: int, logprobs: Logprobs) -> dict[str, float]:
         """By text, including the token itself; tokens with one text share the highest value."""
         logprob, likeliest = logprobs
         by_text: dict[str, float] = {}
@@ -152,59 +152,51 @@ class ChatChoices:
         }
 
 
-ChoicesType = type[CompletionChoices] | type[ChatChoices]
-
-
 class GenerationResponse:
-    """The response to one request. To stop reading it cancels all its choices."""
+    """The response to one request, written from the deltas of its choices."""
 
     def __init__(
         self,
-        completions: "Completions",
-        request: "GenerationRequest",
-        prompts: Sequence["TokenizedPrompt"],
-        choices_type: ChoicesType,
+        choices: CompletionChoices | ChatChoices,
+        generation: "Generation",
+        served: "ServedModel",
     ):
-        self._request = request
-        self._prompts = prompts
-        self._choices = choices_type(completions.tokenizer)
-        streams = [
-            completions.stream(request, prompt, sibling)
-            for prompt in prompts
-            for sibling in range(request.n)
-        ]
-        self._deltas = merged(streams)
+        self._choices = choices
+        self._request = generation.request
+        self._prompts = generation.prompts
+        self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
-        self._codec = request.codec or completions.served.codec
         self._outcome: str | None = CancelledError.reason  # None: it is complete
         self._head = {
-            "id": f"{choices_type.id_prefix}-{uuid.uuid4().hex}",
+            "id": f"{choices.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": completions.served.name,
+            "model": served.name,
         }
 
-    async def first(self) -> tuple[int, TextDelta]:
+    async def first(self, deltas: AsyncGenerator[IndexedDelta]) -> IndexedDelta:
         """The first delta; an error that precedes it can still choose the HTTP status."""
         try:
-            return await anext(self._deltas)
+            return await anext(deltas)
         except Exception as error:
             self._outcome = reason_of(error)
             raise
 
-    async def events(self, first: tuple[int, TextDelta]) -> AsyncIterator[str]:
+    async def events(
+        self, first: IndexedDelta, deltas: AsyncGenerator[IndexedDelta]
+    ) -> AsyncIterator[str]:
         """Server-sent events. The last one is "[DONE]"; an error in mid-stream is an event too."""
         try:
-            async with aclosing(self._deltas):
+            async with aclosing(deltas):
                 for opening in self._choices.openings(self._request.n):
                     yield self._chunk_event(opening)
-                indexed: tuple[int, TextDelta] | None = first
+                indexed: IndexedDelta | None = first
                 while indexed is not None:
                     index, delta = indexed
                     self._last[index] = delta
                     if delta.text or delta.scores or delta.finish_reason:
                         choice = self._choices.chunk(index, delta)
                         yield self._chunk_event(self._with_kv(choice, delta))
-                    indexed = await anext(self._deltas, None)
+                    indexed = await anext(deltas, None)
         except DisaggError as error:
             self._outcome = error.reason
             yield event(
@@ -218,20 +210,20 @@ class GenerationResponse:
                 )
         yield DONE
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, deltas: AsyncGenerator[IndexedDelta]) -> dict[str, Any]:
         """The response as one body."""
-        deltas: dict[int, list[TextDelta]] = {}
+        parts_of: dict[int, list[TextDelta]] = {}
         try:
-            async with aclosing(self._deltas):
-                async for index, delta in self._deltas:
-                    deltas.setdefault(index, []).append(delta)
+            async with aclosing(deltas):
+                async for index, delta in deltas:
+                    parts_of.setdefault(index, []).append(delta)
         except Exception as error:
             self._outcome = reason_of(error)
             raise
         self._outcome = None
 
         choices = []
-        for index, parts in sorted(deltas.items()):
+        for index, parts in sorted(parts_of.items()):
             last = parts[-1]
             self._last[index] = last
             text = replace(
@@ -248,9 +240,9 @@ class GenerationResponse:
         }
 
     def log_fields(self) -> dict[str, Any]:
-        """What the log says of a finished request."""
+        """Fields of the log line of a finished request."""
         usage = self._usage()
-        # "auto" leaves the choice to the router, which says it with the hand-off
+        # with codec auto the router chooses, and the figures of the hand-off name the codec
         kvs = [delta.kv for delta in self._last.values()]
         codecs = {kv["codec"] for kv in kvs if "codec" in kv}
         return {
@@ -276,7 +268,7 @@ class GenerationResponse:
         return choice
 
     def _usage(self) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has. Cached tokens were not computed."""
+        """Numbers of tokens. A prompt counts once, however many choices it has."""
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
         completion_tokens = sum(delta.num_tokens for delta in self._last.values())
         cached_tokens = 0
@@ -291,75 +283,6 @@ class GenerationResponse:
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
-
-
-async def merged(
-    streams: Sequence[AsyncGenerator[TextDelta]],
-) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """The deltas of all streams as they arrive, each with the index of its stream.
-
-    Consecutive deltas of one stream that wait for a slow client are joined. The first error ends
-    the iteration and cancels the other streams with its reason; leaving it closes them.
-    """
-    reason = CancelledError.reason
-    queue = _DeltaQueue()
-
-    async def read(index: int, stream: AsyncGenerator[TextDelta]) -> None:
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    queue.put((index, delta))
-            queue.put(None)
-        except Exception as error:
-            queue.put(error)
-
-    tasks = [
-        asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)
-    ]
-    try:
-        open_streams = len(tasks)
-        while open_streams:
-            await queue.has_items.wait()
-            item = queue.pop()
-            if isinstance(item, Exception):
-                reason = reason_of(item)
-                raise item
-            if item is None:
-                open_streams -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel(reason)
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-QueueItem = tuple[int, TextDelta] | Exception | None
-
-
-class _DeltaQueue:
-    """Indexed deltas, errors, and None for the end of a stream, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._items: deque[QueueItem] = deque()
-        self.has_items = asyncio.Event()
-
-    def put(self, item: QueueItem) -> None:
-        """Add an item, joined with the last one if both are deltas of one stream."""
-        last = self._items[-1] if self._items else None
-        if isinstance(item, tuple) and isinstance(last, tuple) and item[0] == last[0]:
-            index, delta = item
-            self._items[-1] = (index, last[1].joined(delta))
-        else:
-            self._items.append(item)
-        self.has_items.set()
-
-    def pop(self) -> QueueItem:
-        """The oldest item, once `has_items` is set."""
-        item = self._items.popleft()
-        if not self._items:
-            self.has_items.clear()
-        return item
 
 
 def event(body: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ NEUTRAL: Mapping[str, Any] = {
 }
 INSTEAD = {
     "max_completion_tokens": "write max_tokens",
-    "reasoning_effort": "if the model's template knows it, it goes into chat_template_kwargs",
+    "reasoning_effort": "if the model's template uses it, put it into chat_template_kwargs",
 }
 # accepted with any value: none of them changes the answer
 HARMLESS = {
@@ -106,13 +106,13 @@ def message_text(value: Any) -> Any:
         is_text = isinstance(part, dict) and part.get("type", "text") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"messages: {limits.shown(part)} is no part of text", "messages"
+                f"messages: {limits.shown(part)} is not a text part", "messages"
             )
     return "\n".join(part["text"] for part in value)
 
 
 def json_object(value: Any) -> Any:
-    """Arguments of a call, parsed if they are JSON text: templates write them as JSON again."""
+    """Arguments of a call; JSON text is parsed, since templates serialise them again."""
     return from_json(value or "{}") if isinstance(value, str | None) else value
 
 
@@ -155,10 +155,10 @@ class Body(BaseModel):
         except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
-            raise RequestError("the body is JSON, but no object")
+            raise RequestError("the body is JSON, but not an object")
         if len(fields) > limits.MAX_NAMED:
             raise RequestError(
-                f"the body has {len(fields)} fields; {limits.MAX_NAMED} are read"
+                f"the body has {len(fields)} fields; expected at most {limits.MAX_NAMED}"
             )
         fields = {name: value for name, value in fields.items() if value is not None}
         try:
@@ -187,10 +187,10 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream says of its usage.
+    """Where a stream reports its usage.
 
     include_usage:          in one more chunk at the end, without choices
-    continuous_usage_stats: in every chunk, up to there
+    continuous_usage_stats: in every chunk, of the answer so far
     """
 
     include_usage: bool | None = False
@@ -291,7 +291,7 @@ class CompletionRequest(GenerationRequest):
     def sampling(self, room: int) -> dict[str, Any]:
         if self.max_tokens == 0 and not self.echo:
             raise RequestError(
-                "max_tokens: 0 tokens are an answer with echo alone", "max_tokens"
+                "max_tokens is 0; expected at least 1 without echo", "max_tokens"
             )
         params = super().sampling(room)
         if self.echo and self.logprobs is not None:
@@ -326,7 +326,7 @@ class ChatMessage(Part):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The fields that were sent; templates ask whether a field exists, and count the calls."""
+        """The fields that were sent, since templates test whether a field exists."""
         message = self.model_dump(exclude_unset=True, exclude_none=True)
         if not self.tool_calls:
             message.pop("tool_calls", None)
@@ -344,7 +344,7 @@ class Conversation(Body):
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages for the template; only an assistant's may have no content."""
+        """The messages for the template. Only an assistant's may lack content: RequestError."""
         for index, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 role = limits.shown(message.role)
@@ -378,7 +378,7 @@ class ChatRequest(GenerationRequest, Conversation):
     @property
     def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs without logprobs=true", "top_logprobs")
+            raise RequestError("top_logprobs requires logprobs=true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
 

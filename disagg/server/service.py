@@ -47,7 +47,7 @@ class Service:
     """Serves while entered, at `url`, which is bound from the start.
 
     secret: lets its owner stop the service, which sets `stopped`; None: a new one
-    say:    called with each stage of the start, in words
+    say:    called with a description of each stage of the start
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Service:
         self.secret = secret or secrets.token_hex(16)
         self.stopped = threading.Event()
         self._is_draining = False
-        self.links: list[str] = []  # each worker's room and its links, in words
+        self.links: list[str] = []  # each worker's room and its links, for the log
         self._say = say
 
         self._socket = bind(server.host, server.port)
@@ -75,7 +75,7 @@ class Service:
             listening.getsockname()[1]: name
             for name, listening in self._pd_sockets.items()
         }
-        # where routers of others find each worker, in words
+        # where foreign routers reach each worker, for the log
         self.pd_addresses = [
             f"{name} at {self._url(listening)}"
             for name, listening in self._pd_sockets.items()
@@ -85,7 +85,7 @@ class Service:
         self._links: dict[str, Link] = {}
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
-        # what the http thread runs, once it does
+        # set when the http thread serves
         self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]]
         self._serving = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
@@ -109,14 +109,14 @@ class Service:
             self._thread.start()
             stack.callback(self._stop_http)
             self._start_workers(stack, session)
-            # closed first: answers on their way need their workers
+            # before the workers close: running requests need them
             stack.callback(self._drain)
             self._stack = stack.pop_all()
         return self
 
     def _start_workers(self, stack: ExitStack, session: Session | None) -> None:
-        # here, not above: Ray reads its environment when it is imported; and on another thread,
-        # since a Ctrl-C on this one while its C module begins (2.60, Cython's) would be lost
+        # imported here: Ray reads its environment at import. On another thread: a Ctrl-C during
+        # the initialisation of its C module (Ray 2.60) would be lost on this one
         with ThreadPoolExecutor(1) as pool:
             pool.submit(import_module, "disagg.launch.ray_cluster").result()
         from disagg.launch.ray_cluster import Cluster
@@ -166,13 +166,11 @@ class Service:
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """Scale each role to this count, in the background; None keeps the current one.
 
-        ConfigError where each worker has a port of its own for routers of others, which know no
-        other ports.
+        ConfigError if each worker has a port of its own: foreign routers know no other ports.
         """
         if self._pd_sockets:
             raise ConfigError(
-                "the workers of this service are as many as their ports; "
-                "serve without --pd-ports to scale"
+                "a service with --pd-ports cannot scale: each worker has a port of its own"
             )
         self._started_workers().scale(prefill, decode)
         log.info("scale", extra=fields(**self.target_counts))
@@ -198,7 +196,7 @@ class Service:
             raise
 
     async def _serve(self) -> None:
-        # here, not above: imported while Ray starts, on the other thread
+        # imported here, on this thread, while Ray starts on the other
         from disagg.server.app import create_app
         from disagg.server.completions import Completions
         from disagg.server.connections import http_server
@@ -245,15 +243,13 @@ class Service:
         loop.call_soon_threadsafe(call, *args)
 
     def _lost(self, error: DisaggError) -> None:
-        """There are no workers any more: running requests fail, and the service ends."""
+        """Ray is lost for good: running requests fail, and the service ends."""
         self._failure = error
         self.stopped.set()
 
     def _drain(self) -> None:
-        """Let answers end within the grace period if there are workers, then cancel the rest."""
-        self._is_draining = (
-            True  # from here on /ready says so; then requests are refused
-        )
+        """Let running requests end within the grace period, then cancel the rest."""
+        self._is_draining = True  # /ready answers 503 before requests are refused
         log.info("stopping", extra=fields(grace_s=self.config.cluster.grace_s))
         loop, _ = self._serving.result()
         grace_s = 0.0 if self._failure else self.config.cluster.grace_s
@@ -268,7 +264,7 @@ class Service:
 
 
 def served_name(config: Config) -> str:
-    """What clients call the model: the setting, else its Hugging Face name or its folder's name.
+    """The model's name for clients: the setting, else its Hugging Face name or its folder's name.
 
     ConfigError for a name that responses cannot carry.
     """
@@ -278,7 +274,7 @@ def served_name(config: Config) -> str:
         name = folder.resolve().name
     if not name.isprintable() or len(name) > MAX_NAME_CHARS:
         raise ConfigError(
-            f"no client can call a model {shown(name)}; set server.served_model_name"
+            f"model name {shown(name)} is too long or not printable; set server.served_model_name"
         )
     return name
 
@@ -301,7 +297,7 @@ def open_pd_ports(config: Config) -> dict[str, socket.socket]:
 
 
 def check_ports(config: Config) -> None:
-    """ConfigError where the workers of a private Ray, on this host, would not each find a port."""
+    """ConfigError if `cluster.ports` has too few free ports for the workers of a private Ray."""
     ports = config.cluster.ports
     if ports is None or config.cluster.address != LOCAL:
         return
@@ -317,9 +313,9 @@ def check_ports(config: Config) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError where the address is in use, not this host's, or empty.
+    """A bound socket; ConfigError if the address is in use, not this host's, or empty.
 
-    An empty address would mean all interfaces, and no client could use it as a name.
+    An empty address would mean all interfaces, but clients could not connect to it.
     """
     if not host:
         raise ConfigError(

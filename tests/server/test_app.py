@@ -11,8 +11,8 @@ import pytest
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
 from disagg.server.app import create_app
+from disagg.server.merge import merged
 from disagg.server.output_text import TextDelta
-from disagg.server.responses import merged
 from tests.server.conftest import KV, A, completions_of
 from tests.server.visits import ask, assert_counted, chat, events, post, refused, send
 

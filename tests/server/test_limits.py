@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
 from disagg.server.app import create_app
-from disagg.server.completions import MAX_UNKNOWN_FIELDS
+from disagg.server.reader import MAX_UNKNOWN_FIELDS
 from disagg.server.schema import (
     NEUTRAL,
     ChatRequest,
@@ -39,21 +39,21 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": None}, "prompt", "required"),
         ({"prompt": 5}, "prompt", "a text or a list of token ids"),
-        ({"prompt": [256]}, "prompt", "256 is no token id"),
-        ({"prompt": [256], "echo": True}, "prompt", "prompt: 256 is no token id"),
+        ({"prompt": [256]}, "prompt", "256 is not a token id"),
+        ({"prompt": [256], "echo": True}, "prompt", "prompt: 256 is not a token id"),
         (
             {"prompt": [-3]},
             "prompt",
-            "-3 is no token id; whole numbers from 0 to 255 are",
+            "-3 is not a token id; expected an integer from 0 to 255",
         ),
-        ({"prompt": [1, True]}, "prompt", "True is no token id"),
+        ({"prompt": [1, True]}, "prompt", "True is not a token id"),
         ({"prompt": ["a", 5]}, "prompt", "or a list of these; not 5"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
         ({"prompt": ["a"] * 64, "n": 3}, "n", "the request asks for 192 answers"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"max_tokens": 0}, "max_tokens", "with echo alone"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1 without echo"),
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
@@ -64,10 +64,10 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
             "greater than or equal to -2",
         ),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
-        ({"logit_bias": {"256": 1}}, "logit_bias", "256 is no token id"),
+        ({"logit_bias": {"256": 1}}, "logit_bias", "256 is not a token id"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "less than or equal to 100"),
-        ({"stop_token_ids": [256]}, "stop_token_ids", "256 is no token id"),
+        ({"stop_token_ids": [256]}, "stop_token_ids", "256 is not a token id"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
         ({"max_tokens": HUGE}, "max_tokens", "less than or equal to"),
         ({"top_k": HUGE}, "top_k", "less than or equal to"),
@@ -142,7 +142,7 @@ def called(arguments):
         ([{"role": "user", "content": ""}] * 20_000, "at most 16384 items"),
         (
             [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}],
-            "is no part of text",
+            "is not a text part",
         ),
         ([{"role": "user"}], "messages[0].content is required of role 'user'"),
         (
@@ -288,7 +288,9 @@ def test_a_body_beyond_the_limit_is_refused_without_being_read(router):
 
 def test_a_body_of_too_many_fields_is_refused(app):
     fields = {f"field{i}": 1 for i in range(2000)}
-    assert "2002 fields; 1024 are read" in refused(post(app, **fields), 400, "request")
+    assert "2002 fields; expected at most 1024" in refused(
+        post(app, **fields), 400, "request"
+    )
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd", "identity"])
