@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
 from disagg.router.actions import TokenOutput
@@ -36,18 +36,10 @@ class RouterReport:
 
     summary: see `Router.summary`
     workers: each with its name, role and address, and what it says of itself, or its "error"
-    queued:  requests that wait for a worker
-    routed:  (role, reason, how often a worker of this role was chosen for it)
-    errors:  relative error of attention outputs, by listed codec
-    chosen:  (codec, reason, how often codec auto chose it)
     """
 
     summary: Mapping[str, int]
     workers: Sequence[Mapping[str, Any]]
-    queued: int = 0
-    routed: Sequence[tuple[str, str, int]] = ()
-    errors: Mapping[str, float] = field(default_factory=dict)
-    chosen: Sequence[tuple[str, str, int]] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,22 +1,19 @@
 """Which workers a request goes to, given the requests that every worker has now.
 
-The best prefill worker has the fewest tokens to compute until this prompt is done: those of the
-prompts before it, and those of this prompt that are not in its prefix cache. The best decode worker
-has the fewest sequences; pages of the prompt that it already holds count for some of them.
+The best prefill worker is the one that would finish the prompt first: it has the fewest tokens to
+compute, of the prompts before this one and of this one less what is in its prefix cache. The best
+decode worker has the fewest sequences; holding pages of the prompt makes up for a few of them.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from disagg.router.request_state import RequestState
 from disagg.router.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    from disagg.router.requests import RequestState
 
 # prompts that may be before this one at a prefill worker, if they take more than one step
 MAX_PROMPTS_AHEAD = 3
-# sequences that a decode worker may have more than another if it holds all pages of the prompt
+# a decode worker that holds all pages of the prompt may have this many more sequences
 AFFINITY = 4
 # a prompt that has waited so long for room goes before smaller ones
 PATIENCE_S = 5.0
@@ -27,30 +24,30 @@ class Placement:
 
     def __init__(
         self,
-        requests: Iterable["RequestState"],
+        requests: Iterable[RequestState],
         workers: Iterable[WorkerState],
         now: float,
     ):
         self._now = now
         self._workers = [worker for worker in workers if now >= worker.open_until]
-        # no worker serves a prompt of this length or more whole
+        # prompts of this length or more are never served whole by a decode worker
         self._shortest_split = max(
             (x.info.min_tokens for x in self._workers if x.info.role.decodes),
             default=0,
         )
-        # prefill workers have enough to do before every request that follows
+        # whether all prefill workers are busy with more urgent prompts than those that follow
         self._saturated = False
         # by worker: (urgency, tokens to compute) of each prompt, and the sum of the tokens
         self._prompts: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         self._tokens_left: Counter[str] = Counter()
         # by worker: requests in any phase
         self._num_requests: Counter[str] = Counter()
-        # names of workers that accept no other request
+        # names of workers that get no other request
         self._exclusive: set[str] = set()
         for request in requests:
             self.add(request)
 
-    def add(self, request: "RequestState") -> None:
+    def add(self, request: RequestState) -> None:
         """Count a request at its workers."""
         names = request.workers
         if request.is_decoding:  # its prefill worker is done with it
@@ -65,7 +62,7 @@ class Placement:
             self._tokens_left[request.prefill] += tokens_left
 
     def choose(
-        self, request: "RequestState", nbytes: float
+        self, request: RequestState, nbytes: float
     ) -> tuple[WorkerState, WorkerState] | None:
         """The prefill and the decode worker of a request; None if it has to wait.
 
@@ -90,9 +87,7 @@ class Placement:
             return None
         return prefill, decode
 
-    def choose_target(
-        self, request: "RequestState", nbytes: float
-    ) -> WorkerState | None:
+    def choose_target(self, request: RequestState, nbytes: float) -> WorkerState | None:
         """The worker on which a sequence continues when its own stops decoding.
 
         None if there is none now. An exclusive request waits for an empty worker, which accepts
@@ -118,14 +113,14 @@ class Placement:
         self._num_requests[target.name] += 1
         return target
 
-    def _is_saturated(self, request: "RequestState") -> bool:
-        """Whether no prefill worker would begin this prompt soon, as for others before it."""
+    def _is_saturated(self, request: RequestState) -> bool:
+        """Whether no prefill worker would begin this prompt soon, as an earlier one has shown."""
         if any(request.at) or request.exclusive:
             return False
         return self._saturated and len(request.job.prompt) >= self._shortest_split
 
     def _candidates(
-        self, request: "RequestState"
+        self, request: RequestState
     ) -> tuple[list[WorkerState], list[WorkerState], bool]:
         """Workers that may prefill and decode a request, and whether it is too short to split."""
         prefill_name, decode_name = request.at
@@ -142,7 +137,7 @@ class Placement:
         return prefills, decodes, False
 
     def _starting_soon(
-        self, request: "RequestState", workers: list[WorkerState]
+        self, request: RequestState, workers: list[WorkerState]
     ) -> list[WorkerState]:
         """The workers that would compute only few prompts before this one."""
         urgency = request.urgency(self._now)
@@ -160,7 +155,7 @@ class Placement:
         return [worker for worker in workers if starts_soon(worker)]
 
     def _with_room(
-        self, request: "RequestState", nbytes: float, workers: list[WorkerState]
+        self, request: RequestState, nbytes: float, workers: list[WorkerState]
     ) -> list[WorkerState]:
         """The workers that may have room; an empty worker has room for any request.
 
@@ -181,7 +176,7 @@ class Placement:
         return roomy
 
     def _best_prefill(
-        self, request: "RequestState", workers: list[WorkerState]
+        self, request: RequestState, workers: list[WorkerState]
     ) -> WorkerState:
         """The worker with the fewest tokens to compute until this prompt is done."""
 
@@ -195,9 +190,9 @@ class Placement:
         return min(workers, key=cost)
 
     def _best_decode(
-        self, request: "RequestState", workers: list[WorkerState]
+        self, request: RequestState, workers: list[WorkerState]
     ) -> WorkerState:
-        """The worker with the fewest sequences, less what the pages that it holds are worth."""
+        """The worker with the fewest sequences, after credit for pages that it holds already."""
 
         def cost(worker: WorkerState) -> tuple[bool, float, int]:
             has_refused = worker.name in request.avoid

@@ -1,7 +1,7 @@
-"""Which beginnings of prompts a worker has, as far as the router can tell from what it sent there.
+"""Which prefixes of prompts a worker has in its cache: a guess from what the router sent there.
 
-A worker keeps what it computed or received until it needs the room, and does not report when it
-drops it. So this is a guess; a wrong one costs as much as a prompt without a cached prefix.
+A worker caches the KV of its prompts until it needs the room, and does not report when it drops an
+entry. A wrong guess costs no more than a prompt without a cached prefix.
 """
 
 from array import array
@@ -15,7 +15,7 @@ KEY_BYTES = 12
 
 
 def keys_of(prompt: Sequence[int], codec: str = "") -> tuple[bytes, ...]:
-    """A key for each 64 tokens of a prompt together with all tokens before.
+    """Keys of the prefixes of a prompt with 64, 128, 192 ... tokens.
 
     codec: of its pages; "" for the tokens themselves
     """
@@ -29,22 +29,22 @@ def keys_of(prompt: Sequence[int], codec: str = "") -> tuple[bytes, ...]:
 
 
 class KnownPrefixes:
-    """The beginnings that one worker has; the least recently used ones are forgotten."""
+    """The prefixes that one worker has; the least recently used ones are forgotten."""
 
     def __init__(self) -> None:
         self._units: OrderedDict[bytes, None] = OrderedDict()
 
     def tokens(self, keys: Sequence[bytes]) -> int:
-        """How many leading tokens of a prompt with these keys the worker has."""
+        """Length of the longest prefix with one of these keys that the worker has."""
         for index, key in enumerate(keys):
             if key not in self._units:
                 return UNIT_TOKENS * index
         return UNIT_TOKENS * len(keys)
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """The worker has all of a prompt.
+        """The worker has a whole prompt.
 
-        Its first units become the most recent: without them the others are of no use.
+        The shortest prefixes become the most recent, because the longer ones need them.
         """
         for key in reversed(keys):
             self._units[key] = None
@@ -54,7 +54,11 @@ class KnownPrefixes:
 
 
 def reason_of(tokens: int, longest: int) -> str:
-    """Why a worker was chosen that has `tokens` of a prompt, where the best has `longest`."""
+    """Label of a choice in the metrics.
+
+    tokens:  of the prompt that the chosen worker has in its cache
+    longest: the same of the worker that has most of it
+    """
     if not longest:
         return "nobody_knows_it"
     return "knows_most" if tokens == longest else "has_less_to_do"

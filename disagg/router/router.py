@@ -4,8 +4,9 @@
                                  │ silent for too long: down ──► reached again: fence, up
 
 A plain asyncio object in the process that serves clients, with one event stream per worker. A
-broken stream alone changes nothing. After a silence the requests of a worker go to others, so it
-has to drop everything before it takes part again. Knows no Ray, no HTTP, no text.
+broken stream is opened again, and nothing else changes. The requests of a worker that is silent for
+too long go to others, so it must drop them (fence) before it gets work again. Knows no Ray, no
+HTTP, no text.
 """
 
 import asyncio
@@ -36,7 +37,8 @@ from disagg.router.actions import (
     TokenOutput,
 )
 from disagg.router.contract import RouterReport, Submission
-from disagg.router.requests import Phase, RequestState, RequestTable
+from disagg.router.request_state import Phase, RequestState
+from disagg.router.requests import RequestTable
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import (
     Job,
@@ -60,9 +62,9 @@ class WorkerConnection:
     """A worker that the router follows. `client`: a `WorkerClient`, or the worker itself.
 
     heard_at:  when its last step arrived
-    fallen:    it was silent for too long, so it may hold attempts that are over: fence it
-    unaborted: aborts that could not reach it, by rid
-    trouble:   why it cannot be followed
+    fallen:    whether it was silent for too long: it has to be fenced before it gets work again
+    unaborted: aborts that did not reach it, by rid; sent again with its next step
+    trouble:   why its events cannot be followed, as last logged
     """
 
     info: WorkerInfo
@@ -80,8 +82,11 @@ class WorkerConnection:
 
 @dataclass
 class PendingStream:
-    """A client that waits for tokens. `receipt`: set when the figures of its hand-off, `kv`, have
-    arrived."""
+    """The tokens on their way to a client.
+
+    kv:      figures of the hand-off
+    receipt: set when these have arrived
+    """
 
     deliver: Deliver
     request: RequestState = field(init=False)
@@ -120,11 +125,11 @@ class Router:
         codec: str,
         at: tuple[str, str] = ("", ""),
     ) -> AsyncGenerator[TokenOutput]:
-        """The tokens of one request, then its end. Leaving the iteration cancels the request.
+        """The tokens of one request, then its end. Closing the generator cancels the request.
 
         at: the prefill and the decode worker it has to use while they take part; "": any
 
-        Use it with `contextlib.aclosing`, so that leaving is noticed at once.
+        Use it with `contextlib.aclosing`, so that it is closed at once when the client leaves.
         """
         inbox: asyncio.Queue[TokenOutput | DisaggError] = asyncio.Queue()
         submission = Submission(prompt, params, codec, at)
@@ -181,12 +186,12 @@ class Router:
 
     @property
     def running(self) -> int:
-        """Requests that are not done."""
+        """Number of requests that have not ended."""
         return len(self.table.requests)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, at no worker."""
+        """Number of queued requests."""
         requests = self.table.requests.values()
         return sum(request.phase is Phase.QUEUED for request in requests)
 
@@ -196,7 +201,7 @@ class Router:
         return self.table.ready(self._clock())
 
     def lacks(self, expected: Mapping[str, int]) -> str:
-        """What `ready` waits for, in words; expected: number of workers by role."""
+        """Why the router is not ready, in words. expected: number of workers by role."""
         now = self._clock()
         available = Counter[str](
             worker.info.role
@@ -213,7 +218,7 @@ class Router:
     # -- for the owner of the workers
 
     def add(self, peer: WorkerConnection) -> None:
-        """A worker can be reached: follow its events, give it work."""
+        """Follow a new worker and give it work."""
         self._ensure_ticker()
         self.peers[peer.name] = peer
         peer.heard_at = self._clock()
@@ -252,21 +257,13 @@ class Router:
     async def report(self) -> RouterReport:
         """The state of the router and of every worker."""
         answers = await self.status()
-        policy = self.table.codec_policy
         workers = [
             _described(peer, answers.get(name)) for name, peer in self.peers.items()
         ]
-        return RouterReport(
-            summary=self.summary(),
-            workers=workers,
-            queued=self.waiting,
-            routed=[(*key, count) for key, count in self.table.routed.items()],
-            errors={codec: error.value for codec, error in policy.errors.items()},
-            chosen=[(*key, count) for key, count in policy.chosen.items()],
-        )
+        return RouterReport(self.summary(), workers)
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Take nothing new, let requests end within the grace; then cancel them by name."""
+        """Refuse new requests, wait for running ones up to `grace_s`, then cancel them."""
         self._closing = True
         until = self._clock() + grace_s
         while self.running and self._clock() < until:
@@ -322,7 +319,7 @@ class Router:
             self._leave(peer)
 
     def _on_step(self, peer: WorkerConnection, step: StepEvents) -> None:
-        """Pass on what a worker did. With its first step it takes part."""
+        """Handle the events of a step. After the first step the worker gets work."""
         now = self._clock()
         peer.heard_at = now
         if peer.name not in self.table.workers:
@@ -339,7 +336,7 @@ class Router:
         self._perform(self.table.update_load(peer.name, step.load, now))
 
     def _take_figures(self, rid: str, stats: Mapping[str, Any]) -> None:
-        """The figures of a hand-off: for the client, and for the sums of all."""
+        """Keep the figures of a hand-off for the client, and add them to the totals."""
         stream = self._streams.get(rid)
         if stream is None:
             return
@@ -352,7 +349,7 @@ class Router:
         stream.receipt.set()
 
     def _leave(self, peer: WorkerConnection, fenced: bool = True) -> None:
-        """A worker does not take part: its work goes to others."""
+        """Take a worker out: its requests go to others."""
         self._perform(self.table.worker_down(peer.name, self._clock(), fenced))
 
     def _ensure_ticker(self) -> None:
@@ -360,7 +357,10 @@ class Router:
             self._ticker = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
-        """Give up what is late. Time by which this loop was late is no silence of a worker."""
+        """Drop silent workers, and give the table its ticks.
+
+        Time by which this loop was late does not count as a silence of workers.
+        """
         last = self._clock()
         while True:
             await asyncio.sleep(TICK_S)
@@ -380,7 +380,7 @@ class Router:
                 log.exception("a tick of the router broke")
 
     def _drop_silent(self, peer: WorkerConnection) -> None:
-        """A worker was silent for too long: it takes part again after a fence."""
+        """Take a silent worker out, and go on trying to reach it."""
         peer.task.cancel()
         if peer.name in self.table.workers:
             peer.fallen = True
@@ -408,7 +408,7 @@ class Router:
                         self._streams[rid].deliver(error)
 
     def _send_output(self, output: TokenOutput) -> None:
-        """A token goes to its client at once, the end when the figures of the hand-off are in."""
+        """Send a token to its client at once, the end after the figures of the hand-off."""
         if output.finish_reason is not None:
             self._spawn(self._send_end(output))
             return
@@ -419,7 +419,7 @@ class Router:
             stream.deliver(output)
 
     async def _send_end(self, end: TokenOutput) -> None:
-        """The figures come from the prefill worker, the last token from the other: wait."""
+        """Wait for the figures: another worker sends them than the one that ends the answer."""
         stream = self._streams.get(end.rid)
         if stream is not None:
             with suppress(TimeoutError):

@@ -17,12 +17,12 @@ UNKNOWN_LOAD = Load(
 class WorkerState:
     """A worker that takes part.
 
-    refused_tokens: prompts of this length or more were refused for want of room;
-                    valid until `refused_until`, or until the worker reports more room
-    failures:       consecutive ones, the last at `failed_at`
-    open_until:     the circuit breaker: no request goes to the worker before this time
+    refused_tokens: it has no room for prompts of this length or more, until `refused_until` or
+                    until it reports more room
+    failures:       consecutive failures, the last at `failed_at`
+    open_until:     the circuit breaker is open: no request goes to the worker before this time
     recent_tokens:  tokens of prompts that it got lately, fading with time
-    prefixes:       beginnings of prompts that it has
+    prefixes:       prefixes of prompts that it has in its cache
     """
 
     info: WorkerInfo
@@ -69,10 +69,10 @@ class WorkerState:
         self.refused_until = until
 
     def add_failure(self, attempt_began: float, now: float) -> None:
-        """Count an attempt that failed; attempts that were under way together count once.
+        """Count a failed attempt, unless it began before the last failure.
 
-        The third consecutive failure opens the breaker, for 1, 2, 4 .. 30 s; each time that it
-        closes, one request tries the worker again.
+        The third consecutive failure opens the breaker for 1 s, the next ones for 2, 4 .. 30 s.
+        When it closes, one request tries the worker again.
         """
         if attempt_began >= self.failed_at:
             self.failures += 1

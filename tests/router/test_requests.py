@@ -23,7 +23,9 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
-from disagg.router.requests import MOVE_TOKENS, SPEAKS_S, Phase
+from disagg.router.moves import MOVE_TOKENS
+from disagg.router.request_state import Phase
+from disagg.router.requests import SPEAKS_S
 from disagg.transfer.messages import (
     Grant,
     Job,
