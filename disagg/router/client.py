@@ -31,7 +31,7 @@ from disagg.errors import (
 from disagg.protos.v1 import router_pb2 as pb
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import ANY_WORKERS, RouterReport
-from disagg.router.door_service import PART_BYTES, ROUTER_SERVICE
+from disagg.router.door_service import TURN_BYTES, ROUTER_SERVICE
 from disagg.transfer.messages import Parsed, parse, parse_json
 from disagg.transfer.rpc import Link, failures_of
 
@@ -296,7 +296,7 @@ class RouterClient:
         self._cancels = []
         nbytes = 0
         now = self._clock()
-        while self._begins and nbytes < PART_BYTES:
+        while self._begins and nbytes < TURN_BYTES:
             handle = next(iter(self._begins))
             begin = self._begins.pop(handle).message(now)
             request.begins.append(begin)

@@ -25,8 +25,8 @@ from disagg.transfer.rpc import RpcHandler, rpc_handlers
 
 ROUTER_SERVICE = "disagg.v1.RouterService"
 STATE_S = 0.5  # between two messages to a door, at most
-PART_OUTPUTS = 1 << 14  # tokens and rarer things of one message
-PART_BYTES = 1 << 20  # of the JSON in one message, unless a single piece is larger
+TURN_OUTPUTS = 1 << 14  # tokens and rarer things of one message
+TURN_BYTES = 1 << 20  # of the JSON in one message, unless a single piece is larger
 MAX_BEHIND = 1 << 20  # outputs that a door has not read; then its requests fail
 
 
@@ -133,7 +133,7 @@ class DoorService:
 
 
 @dataclass
-class Part:
+class Turn:
     """Outputs of one message. rare: all of them but tokens; nbytes: of its JSON."""
 
     handles: list[int] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Part:
 
     @property
     def is_full(self) -> bool:
-        return len(self.tokens) >= PART_OUTPUTS or self.nbytes >= PART_BYTES
+        return len(self.tokens) >= TURN_OUTPUTS or self.nbytes >= TURN_BYTES
 
     def message(self) -> pb.GenerateResponse:
         self.rare.handles.extend(self.handles)
@@ -158,9 +158,9 @@ class DoorStream:
         self._router = router
         self._max_behind = max_behind
         self._requests: dict[int, DoorRequest] = {}
-        self._parts: deque[Part] = deque()
+        self._turns: deque[Turn] = deque()
         self._num_behind = 0
-        self._has_parts = asyncio.Event()
+        self._has_turns = asyncio.Event()
         self._failure: CapacityError | None = None
 
     def begin(self, begin: pb.Begin) -> None:
@@ -172,7 +172,7 @@ class DoorStream:
             submission = _submission_of(begin)
             request.rid = self._router.submit(submission, request.deliver)
         except DisaggError as error:
-            self.part().rare.ends.append(_end_of(begin.handle, error))
+            self.turn().rare.ends.append(_end_of(begin.handle, error))
         else:
             self._requests[begin.handle] = request
 
@@ -191,31 +191,31 @@ class DoorStream:
         """The next messages, or none for a while; CapacityError if the door is too far behind."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STATE_S):
-                await self._has_parts.wait()
+                await self._has_turns.wait()
         if self._failure is not None:
             raise self._failure
-        messages = [part.message() for part in self._parts]
-        self._parts.clear()
-        self._has_parts.clear()
+        messages = [turn.message() for turn in self._turns]
+        self._turns.clear()
+        self._has_turns.clear()
         self._num_behind = 0
         return messages
 
-    def part(self) -> Part:
+    def turn(self) -> Turn:
         """Where the next output goes."""
         self._num_behind += 1
         if self._num_behind > self._max_behind:
             self._fail()
-        if not self._parts or self._parts[-1].is_full:
-            self._parts.append(Part())
-            self._has_parts.set()
-        return self._parts[-1]
+        if not self._turns or self._turns[-1].is_full:
+            self._turns.append(Turn())
+            self._has_turns.set()
+        return self._turns[-1]
 
     def _fail(self) -> None:
         """Free what the door has not read; its requests end with the stream."""
         self._failure = CapacityError(
             f"the door has not read {self._num_behind} outputs; at most {self._max_behind} wait"
         )
-        self._parts.clear()
+        self._turns.clear()
         self._num_behind = 0
         # not at once: the router is about to deliver more
         asyncio.get_running_loop().call_soon(self.close)
@@ -233,28 +233,28 @@ class DoorRequest:
 
     def deliver(self, output: TokenOutput | DisaggError) -> None:
         """Add a token or an end to what the door reads next."""
-        part = self.stream.part()
+        turn = self.stream.turn()
         if isinstance(output, DisaggError):
-            part.rare.ends.append(_end_of(self.handle, output))
+            turn.rare.ends.append(_end_of(self.handle, output))
             self.stream.cancel(self.handle)
             return
         if output.kv is not self.kv:
-            self._add_figures(part, output)
+            self._add_figures(turn, output)
         if output.token is None:
             end = pb.End(handle=self.handle, finish_reason=output.finish_reason)
-            part.rare.ends.append(end)
+            turn.rare.ends.append(end)
             self.stream.cancel(self.handle)
             return
         if output.logprobs:
             logprobs = json.dumps(output.logprobs)
-            part.rare.scores.add(position=len(part.tokens), logprobs=logprobs)
-            part.nbytes += len(logprobs)
-        part.handles.append(self.handle)
-        part.tokens.append(output.token)
+            turn.rare.scores.add(position=len(turn.tokens), logprobs=logprobs)
+            turn.nbytes += len(logprobs)
+        turn.handles.append(self.handle)
+        turn.tokens.append(output.token)
 
-    def _add_figures(self, part: Part, output: TokenOutput) -> None:
+    def _add_figures(self, turn: Turn, output: TokenOutput) -> None:
         self.kv = output.kv
-        part.rare.figures.add(
+        turn.rare.figures.add(
             handle=self.handle,
             waited_s=output.waited_s,
             kv=json.dumps(output.kv) if output.kv else "",
