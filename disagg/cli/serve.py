@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -26,6 +26,7 @@ from disagg.errors import ConfigError, DeadlineError, PeerLostError
 from disagg.launch.reaper import birth
 
 if TYPE_CHECKING:
+    from disagg.cli.supervisor import Supervisor
     from disagg.server.service import Service
 
 STOP_S = 5.0  # beyond the time limits of the service itself
@@ -38,6 +39,7 @@ PRIVATE = {  # a service for one prompt listens on this host, for one client
     "tls_certificate": None,
     "tls_key": None,
     "pd_ports": None,
+    "doors": 1,
 }
 ModelArgument = Annotated[
     str | None, Argument(metavar="[MODEL]", help="Same as --model.")
@@ -73,6 +75,9 @@ def serve(
     ),
     host: str | None = Option(None, help="Address to listen on."),
     port: int | None = Option(None, help="Port to listen on; 0: any free port."),
+    doors: int | None = Option(
+        None, min=1, help="Number of processes with HTTP, in front of one router."
+    ),
     pd_ports: int | None = Option(
         None, help="First of one port per worker, for vLLM's routers; 0: any free."
     ),
@@ -119,6 +124,7 @@ def serve(
         "server.served_model_name": served_model_name,
         "server.host": host,
         "server.port": port,
+        "server.doors": doors,
         "server.pd_ports": pd_ports,
         "server.api_key": read_api_key(api_key),
         "server.api_key_file": api_key_file,
@@ -158,14 +164,13 @@ def run_service(config: Config, as_json: bool) -> None:
     state_files.check_unannounced(path)
     check_model(config)
     from disagg.server import log
-    from disagg.server.service import Service
 
     log.configure(config.server.log_level, config.server.log_format)
     try:
         with ShutdownGuard(config.cluster.grace_s) as guard, ExitStack() as stack:
             with stages(is_live=False) as report:
                 token = state_files.previous_token(path)
-                service = Service(config, guard.reporting(report), token)
+                service = new_service(config, guard.reporting(report), token)
                 announced = state_files.announced(path, state_of(service, config))
                 mark_ready = stack.enter_context(announced)
                 stack.enter_context(service)
@@ -179,7 +184,20 @@ def run_service(config: Config, as_json: bool) -> None:
         tell("stopped")
 
 
-def state_of(service: "Service", config: Config) -> RunningService:
+def new_service(
+    config: Config, say: Callable[[str], None], secret: str | None
+) -> "Service | Supervisor":
+    """A service in this process, or in several if there are doors."""
+    if config.server.doors > 1:
+        from disagg.cli.supervisor import Supervisor
+
+        return Supervisor(config, say, secret)
+    from disagg.server.service import Service
+
+    return Service(config, say, secret)
+
+
+def state_of(service: "Service | Supervisor", config: Config) -> RunningService:
     """The entry of a service in this process for the state file."""
     certificate = config.server.tls_certificate
     return RunningService(
@@ -192,7 +210,7 @@ def state_of(service: "Service", config: Config) -> RunningService:
     )
 
 
-def print_start(service: "Service", config: Config, as_json: bool) -> None:
+def print_start(service: "Service | Supervisor", config: Config, as_json: bool) -> None:
     """Print where it listens, its workers and links, and warnings."""
     if as_json:
         print_json({"url": service.url, "pid": os.getpid()})

@@ -9,6 +9,7 @@ tokens, ends ◄───────── one message a turn ────┘ l
 import asyncio
 import json
 import logging
+import math
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -31,12 +32,13 @@ from disagg.errors import (
 from disagg.protos.v1 import router_pb2 as pb
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import ANY_WORKERS, RouterReport
-from disagg.router.door_service import TURN_BYTES, ROUTER_SERVICE
+from disagg.router.door_service import ROUTER_SERVICE, TURN_BYTES
 from disagg.transfer.messages import Parsed, parse, parse_json
 from disagg.transfer.rpc import Link, failures_of
 
 REOPEN_S = 0.1  # pause before a lost router is tried again
 CHECK_S = 0.25  # between two looks at deadlines while there is none
+COUNTS_S = 1.0  # between two messages with the door's own series
 CALL_S = 10.0  # every call but Generate
 MAX_HANDLE = 1 << 32
 
@@ -98,6 +100,8 @@ class RouterClient:
         self._link = link
         self._config = config or RouterConfig()
         self._counts = counts
+        self._last_counts = b""
+        self._counted_at = -math.inf
         self._clock = clock
         self._prompts: dict[int, DoorPrompt] = {}
         self._handles = count(1)
@@ -238,7 +242,7 @@ class RouterClient:
 
     async def run(self) -> None:
         """Follow the router until cancelled."""
-        checking = asyncio.create_task(self._check_deadlines())
+        checking = asyncio.create_task(self._tick())
         try:
             while True:
                 try:
@@ -269,6 +273,7 @@ class RouterClient:
             await call.wait_for_connection()
             self._begins = dict(self._prompts)
             self._cancels.clear()
+            self._last_counts = b""
             self._has_news.set()
             writing = asyncio.create_task(self._write(call))
             writing.add_done_callback(lambda _: call.cancel())
@@ -285,17 +290,20 @@ class RouterClient:
         """Say what happened here, in one message for each turn of the loop."""
         with failures_of(self._link.address):
             request = pb.GenerateRequest(door=self.name)
+            await call.write(request.SerializeToString())
             while True:
-                await call.write(request.SerializeToString())
                 await self._has_news.wait()
-                request = self._news()
+                if data := self._news().SerializeToString():
+                    await call.write(data)
 
     def _news(self) -> pb.GenerateRequest:
         """What the router does not know, as much as one message holds."""
-        request = pb.GenerateRequest(cancels=self._cancels)
+        now = self._clock()
+        request = pb.GenerateRequest(
+            cancels=self._cancels, counts=self._changed_counts(now)
+        )
         self._cancels = []
         nbytes = 0
-        now = self._clock()
         while self._begins and nbytes < TURN_BYTES:
             handle = next(iter(self._begins))
             begin = self._begins.pop(handle).message(now)
@@ -304,6 +312,17 @@ class RouterClient:
         if not self._begins:
             self._has_news.clear()
         return request
+
+    def _changed_counts(self, now: float) -> bytes:
+        """The door's own series, if they have changed and some time has passed."""
+        if now < self._counted_at + COUNTS_S:
+            return b""
+        self._counted_at = now
+        counts = self._counts()
+        if counts == self._last_counts:
+            return b""
+        self._last_counts = counts
+        return counts
 
     def _on_response(self, response: pb.GenerateResponse) -> None:
         """Pass on what a turn of the router has for the clients of this door."""
@@ -362,17 +381,22 @@ class RouterClient:
             self._leave(handle)
             prompt.inbox.put_nowait(error)
 
-    async def _check_deadlines(self) -> None:
-        """Fail what got no token for too long while no router is there, which would do it."""
-        deadline_s = self._config.deadline_s
+    async def _tick(self) -> None:
+        """Say what changed in the door's series, or look at deadlines while there is no router."""
         while True:
             await asyncio.sleep(CHECK_S)
             if self._has_router:
-                continue
-            late = self._clock() - deadline_s
-            for handle, prompt in list(self._prompts.items()):
-                if prompt.token_at <= late:
-                    self._leave(handle)
-                    prompt.inbox.put_nowait(
-                        DeadlineError(f"no token in {deadline_s:g} s; no router runs")
-                    )
+                self._has_news.set()
+            else:
+                self._fail_late()
+
+    def _fail_late(self) -> None:
+        """Fail what got no token for too long, as the router would."""
+        deadline_s = self._config.deadline_s
+        late = self._clock() - deadline_s
+        for handle, prompt in list(self._prompts.items()):
+            if prompt.token_at <= late:
+                self._leave(handle)
+                prompt.inbox.put_nowait(
+                    DeadlineError(f"no token in {deadline_s:g} s; no router runs")
+                )

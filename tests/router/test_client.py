@@ -333,6 +333,13 @@ async def test_a_scrape_of_one_door_has_the_counts_of_all(path):
         assert await second.scrape() == b"1 1 "
 
 
+async def test_the_counts_of_a_door_arrive_though_nobody_scrapes_it(path):
+    async with serving(path) as process, door_at(path, "7"):
+        await until(lambda: process.host.counts)
+
+    assert process.host.counts == {"7": b"1 "}
+
+
 async def test_a_door_without_the_secret_is_refused(path):
     async with serving(path):
         link = connect(f"unix:{path}")
