@@ -8,6 +8,7 @@ Each child ends with its parent, whatever ends that.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -134,7 +135,7 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
 
     config = settings.config
     with ShutdownGuard(config.cluster.grace_s, say=tell) as guard, ExitStack() as stack:
-        _on_stop(pipe, interrupt, interrupt)
+        _on_stop(pipe, settings.folder, interrupt, interrupt)
         process = RouterProcess(
             config, settings.socket_path, settings.secret, guard.reporting(tell)
         )
@@ -195,13 +196,20 @@ class Serving(threading.Thread):
 
 
 def _on_stop(
-    pipe: Pipe, on_stop: Callable[[], None], on_orphaned: Callable[[], None]
+    pipe: Pipe,
+    folder: Path,
+    on_stop: Callable[[], None],
+    on_orphaned: Callable[[], None],
 ) -> None:
-    """Call one of these, on another thread, when the parent says so or is gone."""
+    """Call one of these, on another thread, when the parent says so or is gone.
+
+    The folder of a parent that was killed is removed.
+    """
 
     def follow() -> None:
         for _ in pipe.events():
             on_stop()
+        shutil.rmtree(folder, ignore_errors=True)
         on_orphaned()
 
     threading.Thread(target=follow, name="parent", daemon=True).start()

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from disagg.cli.children import DOOR, ROUTER, Pipe, Settings, command
 from disagg.cli.shutdown import RAY_STOP_S
 from disagg.config import Config
 from disagg.errors import ConfigError, PeerLostError, error_from
+from disagg.launch.private_ray import private_folder
 from disagg.server.auth import check_tls, read_keys
 from disagg.server.log import fields
 from disagg.server.service import bind, served_name, url_of
@@ -210,7 +210,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.callback(self._socket.close)
-            folder = Path(tempfile.mkdtemp(prefix="dg-doors-", dir="/tmp"))
+            folder = private_folder()
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             Settings(self.config, self.secret, folder).write()
             router, doors = self._slots(folder)

@@ -28,7 +28,7 @@ def exported(registry: CollectorRegistry) -> bytes:
 
 
 def rendered(registry: CollectorRegistry, doors: Mapping[str, bytes]) -> bytes:
-    """The series of doors, and of a registry those that doors do not have, in Prometheus's format."""
+    """Series in Prometheus's text format: of doors, and those of a registry that no door has."""
     of_doors: dict[str, Metric] = {}
     for door, counts in sorted(doors.items()):
         for name, text, kind, samples in json.loads(counts):
