@@ -169,9 +169,8 @@ def run_door(
         door.end()
 
     signal.signal(signal.SIGTERM, leave)
-    _on_stop(
-        pipe, lambda: door.end(settings.config.cluster.grace_s), lambda: door.end(0)
-    )
+    grace_s = settings.config.cluster.grace_s
+    _on_stop(pipe, settings.folder, lambda: door.end(grace_s), lambda: door.end(0))
     serving = Serving(lambda: asyncio.run(door.serve(lambda: pipe.send("serving"))))
     serving.start()
     while serving.is_alive():

@@ -120,6 +120,7 @@ class Slot:
                     return
                 child = self._spawn()
                 self._children.add(child)
+            log.info("process started", extra=fields(name=self.name, pid=child.pid))
             if self._follow(child):
                 pause_s = 0.0
                 continue
