@@ -77,12 +77,7 @@ class Stream:
 
 def body_of(number: int) -> dict[str, object]:
     prompt = f"{number % PROMPTS}. {PROMPT}"
-    return BODY | {
-        "prompt": prompt,
-        "max_tokens": TOKENS,
-        "temperature": 0.7,
-        "seed": 1,
-    }
+    return BODY | {"prompt": prompt, "max_tokens": TOKENS}
 
 
 @dataclass
