@@ -1,12 +1,13 @@
 """The processes of a service with doors: what their parent tells them, and what they run.
 
-    parent ── "stop", or the end of the pipe ──► child
+    parent ── "stop", "reload", or the end of the pipe ──► child
     parent ◄── events: one JSON object a line ── child
 
 Each child ends with its parent, whatever ends that.
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ SETTINGS_FILE = "settings.json"
 SOCKET_FILE = "router"
 ROUTER = "router"
 DOOR = "door"
+log = logging.getLogger(__name__)
 # a child imports what its parent imports, from wherever that was started
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from disagg.cli.children import main; main()"
@@ -44,9 +46,11 @@ class Settings:
         """Into the folder, for this user alone."""
         content = {"config": asdict(self.config), "secret": self.secret}
         path = self.folder / SETTINGS_FILE
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        draft = path.with_suffix(".draft")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(content, file)
+        draft.replace(path)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -135,10 +139,10 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
 
     config = settings.config
     with ShutdownGuard(config.cluster.grace_s, say=tell) as guard, ExitStack() as stack:
-        _on_stop(pipe, settings.folder, interrupt, interrupt)
         process = RouterProcess(
             config, settings.socket_path, settings.secret, guard.reporting(tell)
         )
+        follow_parent(pipe, settings.folder, process.reload, interrupt, interrupt)
         stack.enter_context(process)
         stack.callback(guard.begin)
         guard.started()
@@ -169,8 +173,17 @@ def run_door(
         door.end()
 
     signal.signal(signal.SIGTERM, leave)
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # its parent says when to read settings
     grace_s = settings.config.cluster.grace_s
-    _on_stop(pipe, settings.folder, lambda: door.end(grace_s), lambda: door.end(0))
+    follow_parent(
+        pipe,
+        settings.folder,
+        on_reload=door.reload,
+        on_stop=lambda: door.end(grace_s),
+        on_orphaned=lambda: door.end(0),
+    )
     serving = Serving(lambda: asyncio.run(door.serve(lambda: pipe.send("serving"))))
     serving.start()
     while serving.is_alive():
@@ -194,21 +207,30 @@ class Serving(threading.Thread):
             self.error = error
 
 
-def _on_stop(
+def follow_parent(
     pipe: Pipe,
     folder: Path,
+    on_reload: Callable[[Config], None],
     on_stop: Callable[[], None],
     on_orphaned: Callable[[], None],
 ) -> None:
-    """Call one of these, on another thread, when the parent says so or is gone.
-
-    The folder of a parent that was killed is removed.
-    """
+    """Do what the parent says, on another thread. The folder of a parent that died is removed."""
 
     def follow() -> None:
-        for _ in pipe.events():
-            on_stop()
+        for event in pipe.events():
+            if event["event"] == "stop":
+                on_stop()
+            else:
+                reload_settings(folder, on_reload)
         shutil.rmtree(folder, ignore_errors=True)
         on_orphaned()
 
     threading.Thread(target=follow, name="parent", daemon=True).start()
+
+
+def reload_settings(folder: Path, on_reload: Callable[[Config], None]) -> None:
+    """Settings that cannot be used change nothing."""
+    try:
+        on_reload(Settings.read(folder).config)
+    except DisaggError as error:
+        log.error("settings not read again: %s", error)

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,16 +101,30 @@ Plot = Annotated[
 
 
 def print_config(config: Config, as_json: bool) -> None:
-    """As YAML that `--config` reads, or as JSON."""
+    """As YAML that `--config` reads, or as JSON; secrets are printed as ***."""
+    settings = without_secrets(config)
     if as_json:
-        print_json(asdict(config))
+        print_json(settings)
         return
     import yaml
 
     print(
         "# null: not set; engine.arena_bytes is 256 MiB on a CPU, by memory_share on a GPU"
     )
-    print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+    print(yaml.safe_dump(settings, sort_keys=False), end="")
+
+
+def without_secrets(config: Any) -> dict[str, Any]:
+    """A configuration as plain values, with *** for each secret that is set."""
+    settings: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            settings[field.name] = without_secrets(value)
+        else:
+            is_hidden = value and field.metadata.get("secret")
+            settings[field.name] = "***" if is_hidden else value
+    return settings
 
 
 def state_path(path: Path | str | None, name: str = ClusterConfig.name) -> Path:

@@ -28,6 +28,7 @@ from disagg.config import Config
 from disagg.errors import ConfigError, PeerLostError, error_from
 from disagg.launch.private_ray import private_folder
 from disagg.server.auth import check_tls, read_keys
+from disagg.server.live_settings import plan_update, warn_of_fixed
 from disagg.server.log import fields
 from disagg.server.service import bind, served_name, url_of
 
@@ -110,6 +111,12 @@ class Slot:
             each.start()
         for each in stops:
             each.join()
+
+    def send(self, event: str) -> None:
+        """Tell its processes."""
+        with self._lock:
+            for child in self._children:
+                child.pipe.send(event)
 
     def _run(self) -> None:
         pause_s = 0.0
@@ -211,19 +218,34 @@ class Supervisor:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.callback(self._socket.close)
-            folder = private_folder()
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            Settings(self.config, self.secret, folder).write()
-            router, doors = self._slots(folder)
+            self._folder = private_folder()
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            Settings(self.config, self.secret, self._folder).write()
+            router, doors = self._slots(self._folder)
+            self._all_slots = (router, *doors)
             stack.callback(router.stop, 2 * self._grace_s + RAY_STOP_S)
             stack.callback(self._stop_doors, doors)
-            for slot in (router, *doors):
+            for slot in self._all_slots:
                 slot.start()
-            self._wait_for([slot.up for slot in (router, *doors)])
+            self._wait_for([slot.up for slot in self._all_slots])
             self._is_up = True
             self.links = list(router.up.result()["links"])
             self._stack = stack.pop_all()
         return self
+
+    def reload(self, config: Config) -> None:
+        """Apply what running processes can use of a configuration that was read again.
+
+        ConfigError, and nothing changes, for files that cannot be used.
+        """
+        update = plan_update(self.config, config)
+        read_keys(update.config.server)
+        check_tls(update.config.server)
+        self.config = update.config
+        Settings(self.config, self.secret, self._folder).write()
+        for slot in self._all_slots:
+            slot.send("reload")
+        warn_of_fixed(update)
 
     def _wait_for(self, ups: Sequence[Future[Mapping[str, Any]]]) -> None:
         """Until all processes serve; raises the first error of one that cannot."""

@@ -7,20 +7,25 @@ outlive a front end that was killed: the next one finds them by name.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from disagg.config import Config
-from disagg.errors import PeerLostError, error_from
+from disagg.errors import PeerLostError
 from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.ray_connection import LOCAL
 from disagg.launch.resources import equal_share, gpu_share
+from disagg.launch.start_protocol import host_of, info_of, settings_message
 from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority
 
 MEET_S = 10.0
+STOP_S = 5.0  # for the end of a process, after its grace
+# calls that run beside the start of a worker: links to workers that do not answer take minutes
+CONCURRENCY = {"watch": 2, "links": 1}
 DOING_S = 3.0
 
 
@@ -31,6 +36,7 @@ class Actor:
     call:   returns when it serves; once it serves, another call that returns when it has ended
     info:   once it serves
     leaves: it stops once those that stay can serve
+    host:   its address, once known
     """
 
     role: Role
@@ -39,6 +45,10 @@ class Actor:
     call: ray.ObjectRef
     info: WorkerInfo | None = None
     leaves: bool = False
+    host: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.host}" if self.host else self.name
 
     def enter(self) -> WorkerInfo:
         """Take the result of loading, and wait for its end from now on.
@@ -46,15 +56,16 @@ class Actor:
         Raises the error that it ended with instead; PeerLostError if its process broke.
         """
         try:
-            result = ray.get(self.call)
+            reply = ray.get(self.call)
         except RayTaskError as error:  # its text is a traceback, in colours
+            self.host = process_of(error).host or self.host
             cause = f"{type(error.cause).__name__}: {error.cause}"
             raise self._broken(cause) from error
         except RayError as error:  # its text begins with the actor and its host
+            self.host = process_of(error).host or self.host
             raise self._broken(last_line(error)) from error
-        if isinstance(result, tuple):
-            raise error_from(*result)
-        info: WorkerInfo = result
+        self.host = host_of(reply, f"worker {self.name}")
+        info = info_of(reply)
         self.info = info
         self.role = info.role
         if info.role is Role.NONE:  # an earlier front end let it leave
@@ -70,8 +81,8 @@ class Actor:
         self.role = role
         self.handle.assume.remote(role)
 
-    def stop(self, grace_s: float | None = None) -> None:
-        """Let it finish or move its requests within the grace, by default its own setting."""
+    def stop(self, grace_s: float) -> None:
+        """Let it finish or move its requests within the grace, then end."""
         self.handle.stop.remote(grace_s)
 
     def kill(self) -> None:
@@ -85,10 +96,12 @@ def start_actor(
     # the class has its name in Ray's lists
     kind = type(f"{role.title()}Worker", (WorkerActor,), {})
     options = _options(config, role, name)
-    actor = ray.remote(concurrency_groups={"watch": 2})(kind).options(**options)
-    handle = actor.remote(config, role, name, authority)
+    actor = ray.remote(concurrency_groups=CONCURRENCY)(kind).options(**options)
+    settings = settings_message(config)
+    secrets = asdict(authority) if authority else None
+    handle = actor.remote(settings, role.value, name, secrets)
     host = "127.0.0.1" if config.cluster.address == LOCAL else None
-    return Actor(role, name, handle, handle.start.remote(host, config))
+    return Actor(role, name, handle, handle.start.remote(host, settings))
 
 
 def _options(config: Config, role: Role, name: str) -> dict[str, object]:
@@ -130,13 +143,13 @@ def wait_for_any(actors: Sequence[Actor], timeout_s: float) -> list[Actor]:
     return [actor for actor in actors if actor.call in done]
 
 
-def stop_all(actors: Sequence[Actor], timeout_s: float) -> None:
-    """Stop actors that serve, and wait until they have ended."""
+def stop_all(actors: Sequence[Actor], grace_s: float) -> None:
+    """Stop actors that serve, and wait until they have ended, but not much longer."""
     for actor in actors:
-        actor.stop()
+        actor.stop(grace_s)
     if actors:
         calls = [actor.call for actor in actors]
-        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        ray.wait(calls, num_returns=len(calls), timeout=grace_s + STOP_S)
 
 
 def progress(actors: Sequence[Actor]) -> str:
@@ -159,15 +172,17 @@ def measure_links(actors: Sequence[Actor]) -> list[str]:
         for actor in actors
         if actor.info and actor.info.role.prefills
     }
-    try:
-        answers = ray.get(list(calls.values()), timeout=MEET_S)
-    except RayError:
-        return []  # hand-offs will show which worker is dead or slow
-    return [
-        f"{name}: {line}"
-        for name, lines in zip(calls, answers, strict=True)
-        for line in lines
-    ]
+    if not calls:
+        return []
+    ray.wait(list(calls.values()), num_returns=len(calls), timeout=MEET_S)
+    lines: list[str] = []
+    for name, call in calls.items():
+        try:
+            links = ray.get(call, timeout=0)
+        except RayError:
+            continue  # hand-offs will show whether the worker is dead or slow
+        lines += [f"{name}: {link}" for link in links]
+    return lines
 
 
 def cause_of_death(actor: Actor) -> str:
@@ -179,15 +194,28 @@ def cause_of_death(actor: Actor) -> str:
     try:
         ray.get(actor.call, timeout=0)
     except RayError as error:
-        text = str(error)
-        pid = re.search(r"^\s*pid: (\d+)", text, re.M)
-        host = re.search(r"^\s*ip: (\S+)", text, re.M)
-        exit_type = re.search(r"exit type: (\w+)", text)
-        if not (pid and host and exit_type):
+        process = process_of(error)
+        exit_type = re.search(r"exit type: (\w+)", str(error))
+        if not (process.pid and process.host and exit_type):
             return f": {last_line(error)}"
-        process = f"process {pid[1]} at {host[1]}"
-        return f": its {process} was killed or crashed (Ray: {exit_type[1]})"
+        name = f"process {process.pid} at {process.host}"
+        return f": its {name} was killed or crashed (Ray: {exit_type[1]})"
     return ""
+
+
+class Process(NamedTuple):
+    """A process that ended, as an error of Ray names it; "" for what it does not say."""
+
+    pid: str
+    host: str
+
+
+def process_of(error: RayError) -> Process:
+    text = str(error)
+    pid = re.search(r"^\s*pid: (\d+)", text, re.M)
+    # on a line of its own, or in the title of the process: "(pid=7, ip=10.0.0.2"
+    host = re.search(r"(?:^\s*ip: |, ip=)([^\s,)]+)", text, re.M)
+    return Process(pid[1] if pid else "", host[1] if host else "")
 
 
 def last_line(error: RayError) -> str:

@@ -7,10 +7,17 @@ import threading
 
 import ray
 
-from disagg.config import Config
+from disagg.config import changed_keys
 from disagg.errors import ConfigError, DisaggError
 from disagg.launch.resources import worker_config
-from disagg.transfer.messages import Role, WorkerInfo
+from disagg.launch.start_protocol import (
+    Message,
+    config_of,
+    failure,
+    success,
+    worker_settings,
+)
+from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, protected
 
 # the process of a failed start ends after this; until then its error can be read
@@ -23,11 +30,11 @@ class WorkerActor:
     """The methods of a worker that its service calls through Ray."""
 
     def __init__(
-        self, config: Config, role: Role, name: str, authority: Authority | None
+        self, settings: Message, role: str, name: str, authority: dict[str, str] | None
     ):
         faulthandler.enable()
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are reported by name
-        self._config = config
+        self._settings = settings
         self._role = role
         self._name = name
         self._authority = authority
@@ -36,37 +43,54 @@ class WorkerActor:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
-    def start(self, host: str | None, config: Config) -> WorkerInfo | tuple[str, str]:
-        """Load and serve, if it does not yet; returns how it can be reached.
+    def start(self, host: str | None, settings: Message) -> Message:
+        """Load and serve, if it does not yet; the reply says how it can be reached.
 
-        host: address to listen on; None: the one that Ray knows
+        host:     address to listen on; None: the one that Ray knows
+        settings: of the front end that calls
 
-        Returns (reason, message) of an error: of loading, of other settings than it runs with,
-        of a router of another service.
+        The reply is an error if it cannot load, runs with other settings, or has a router of
+        another service.
         """
-        if config != self._config:
-            until = f"until {self._config.cluster.orphan_s:g} s after its last router"
-            return ConfigError.reason, f"{self._name} runs with other settings, {until}"
-        if not self._loaded:
-            try:
-                self._load(host)
-            except Exception as error:
+        address = host or ray.util.get_node_ip_address()
+        try:
+            self._check_settings(settings)
+            if not self._loaded:
+                self._load(address)
+                self._loaded = True
+                end = threading.Thread(target=self._end_with_worker, daemon=True)
+                end.start()
+            self._check_alone()
+        except Exception as error:
+            if not self._loaded:
                 # Ray would keep a detached actor
                 threading.Timer(FAILED_S, os._exit, [1]).start()
-                if isinstance(error, DisaggError):
-                    return error.reason, str(error)
-                raise
-            self._loaded = True
-            end = threading.Thread(
-                target=self._end_with_worker, name="end", daemon=True
-            )
-            end.start()
-        if not self._worker.wait_alone(TAKEOVER_S):
-            other = "works for another service; stop that one, or use another cluster"
-            return ConfigError.reason, f"{self._name} {other}"
-        return self._worker.info
+            if isinstance(error, DisaggError):
+                return failure(address, error)
+            raise
+        return success(address, self._worker.info)
 
-    def _load(self, host: str | None) -> None:
+    def _check_settings(self, settings: Message) -> None:
+        """ConfigError unless the worker has the settings that it would get from this front end."""
+        self._config = config_of(self._settings)
+        own = worker_settings(self._config)
+        changed = changed_keys(own, worker_settings(config_of(settings)))
+        if changed:
+            orphan_s = self._config.cluster.orphan_s
+            raise ConfigError(
+                f"{self._name} runs with other settings ({', '.join(changed)}), "
+                f"until {orphan_s:g} s after its last router"
+            )
+
+    def _check_alone(self) -> None:
+        """ConfigError while a router of another service follows the worker."""
+        if not self._worker.wait_alone(TAKEOVER_S):
+            raise ConfigError(
+                f"{self._name} works for another service; "
+                "stop that one, or use another cluster.name"
+            )
+
+    def _load(self, address: str) -> None:
         # not at the top: the launching process needs neither torch nor transformers
         import torch
 
@@ -74,14 +98,15 @@ class WorkerActor:
 
         # of this thread, which loads; the engine's thread has its own number
         torch.set_num_threads(1)
-        address = host or ray.util.get_node_ip_address()
-        security = protected(self._config.security, self._authority, address)
+        authority = Authority(**self._authority) if self._authority else None
+        security = protected(self._config.security, authority, address)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
         config = worker_config(self._config, gpus, host_resources())
-        self._worker = Worker(config, self._role, self._name, address, security)
+        self._worker = Worker(config, Role(self._role), self._name, address, security)
         self._worker.start()
         settle_memory()
 
+    @ray.method(concurrency_group="links")
     def meet(self, addresses: list[str]) -> list[str]:
         """Measure the links to decode workers; returns their speeds, in words."""
         return self._worker.meet(addresses)

@@ -1,25 +1,27 @@
 """Keeps the workers of a service at their number: starts, watches, replaces and scales them.
 
-start ──► watched ──► dead ──► reported, and another one starts in its place
+start ──► watched ──► dead, or silent for too long ──► reported, and another one starts
             └ private Ray itself lost ──► all reported, Ray and workers restart, a few times
 """
 
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from disagg.config import Config, ServerConfig
+from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError
 from disagg.launch import actors
 from disagg.launch.actors import Actor, start_actor
 from disagg.launch.private_ray import Session
 from disagg.launch.ray_connection import LOCAL, RayConnection, lost_ray_is_an_error
 from disagg.launch.resources import check_counts, check_place
+from disagg.launch.retry_pauses import RetryPauses
 from disagg.launch.scaling import plan_scaling
 from disagg.launch.shared_facts import SharedFacts
-from disagg.launch.worker_names import WorkerNames
+from disagg.launch.worker_names import WorkerNames, place_of
 from disagg.transfer.messages import Role, WorkerInfo, serves
 from disagg.transfer.security import Authority, load_security, protected
 
@@ -47,8 +49,7 @@ class Cluster:
         if self._private:
             orphan_s = min(config.cluster.orphan_s, PRIVATE_ORPHAN_S)
             config = replace(config, cluster=replace(config.cluster, orphan_s=orphan_s))
-        # workers are compared by their settings, and the next front end may have another server
-        self._config = replace(config, server=ServerConfig())
+        self._config = config
         self.target_counts = {
             Role(role): number for role, number in config.cluster.roles.items()
         }
@@ -57,6 +58,7 @@ class Cluster:
         self._facts = None if self._private else SharedFacts(config.cluster.name)
         self._authority = Authority(session.token) if session else None
         self._names = WorkerNames()
+        self._pauses = RetryPauses()
         self._actors: list[Actor] = []
         self._losses_in_a_row = 0  # of a private Ray, since a worker served
         self._closing = threading.Event()
@@ -87,7 +89,8 @@ class Cluster:
 
         report: called with what takes the workers long, in words
 
-        Raises ModelError and others, as the workers raised them.
+        On a cluster a worker that cannot start does not stop the others; it is tried again later.
+        Raises ModelError and others, as the workers raised them, once a role has no worker.
         """
         self._adopt()
         names = self._names.initial(self.target_counts)
@@ -107,11 +110,11 @@ class Cluster:
             loading.remove(actor)
             try:
                 serving.append(actor.enter())
-            except PeerLostError:
-                if actor.name not in self._names.adopted:
-                    raise
-                # it left meanwhile; `poll` starts another one
+            except DisaggError as error:
                 self._actors.remove(actor)
+                has_left = actor.name in self._names.adopted
+                if not (has_left and isinstance(error, PeerLostError)):
+                    self._skip(actor, error)
         self.links = actors.measure_links(self._actors)
         return serving
 
@@ -120,16 +123,19 @@ class Cluster:
         on_up: Callable[[WorkerInfo], None],
         on_down: Callable[[str], None],
         on_end: Callable[[DisaggError], None],
+        silent_s: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """From now on report deaths, and start a new worker in place of a dead one.
 
-        on_end: called once, if Ray itself is lost for good
+        on_end:   called once, if Ray itself is lost for good
+        silent_s: seconds of silence by worker name; 0 for a healthy one. A worker that is silent
+                  for `cluster.replace_s` is killed
         """
 
         def follow() -> None:
             while not self._closing.is_set():
                 try:
-                    self.poll(on_up, on_down)
+                    self.poll(on_up, on_down, silent_s)
                 except DisaggError as error:
                     on_end(error)
                     break
@@ -141,7 +147,10 @@ class Cluster:
         self._watcher.start()
 
     def poll(
-        self, on_up: Callable[[WorkerInfo], None], on_down: Callable[[str], None]
+        self,
+        on_up: Callable[[WorkerInfo], None],
+        on_down: Callable[[str], None],
+        silent_s: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """Wait a moment for a death or a worker that is ready; report it, replace the dead.
 
@@ -150,11 +159,14 @@ class Cluster:
         if self._connection.is_lost():
             self._restart_ray(on_down)
             return
+        if not self._actors:  # every place pauses
+            self._closing.wait(CHECK_S)
         for actor in actors.wait_for_any(self._actors, CHECK_S):
             if actor.info is not None:
                 self._end(actor, on_down)
             else:
                 self._enter(actor, on_up)
+        self._kill_silent(silent_s(), on_down)
         self._adjust()
 
     def close(self) -> None:
@@ -215,11 +227,23 @@ class Cluster:
         try:
             on_up(actor.enter())
             self._losses_in_a_row = 0
+            self._pauses.served(place_of(actor.name))
         except DisaggError as error:
             self._actors.remove(actor)
             if not actor.leaves:
-                log.error("%s did not start: %s; trying again", actor.name, error)
-                self._closing.wait(RETRY_S)
+                self._pause(actor, error)
+
+    def _skip(self, actor: Actor, error: DisaggError) -> None:
+        """At the start, go on without a worker; raises its error where its role has no other."""
+        others = [other for other in self._actors if other.role is actor.role]
+        if self._private or not others:
+            raise error
+        self._pause(actor, error)
+
+    def _pause(self, actor: Actor, error: DisaggError) -> None:
+        """Say why a worker did not start; its place stays empty for a while."""
+        pause_s = self._pauses.failed(place_of(actor.name))
+        log.error("%s did not start: %s; trying again in %g s", actor, error, pause_s)
 
     def _end(self, actor: Actor, on_down: Callable[[str], None]) -> None:
         """Report a worker that has ended, and drop it."""
@@ -229,45 +253,61 @@ class Cluster:
             cause = actors.cause_of_death(actor)
             log.warning("%s ended%s; another one starts", actor.name, cause)
 
+    def _kill_silent(
+        self, silent_s: Mapping[str, float], on_down: Callable[[str], None]
+    ) -> None:
+        """Kill workers that live but do not answer: a frozen process would stay for ever."""
+        for actor in [actor for actor in self._actors if actor.info is not None]:
+            seconds = silent_s.get(actor.name, 0.0)
+            if seconds < self._config.cluster.replace_s:
+                continue
+            log.error("%s was silent for %.0f s; killed", actor, seconds)
+            actor.kill()
+            self._actors.remove(actor)
+            on_down(actor.name)
+
     def _adjust(self) -> None:
         """Change roles, load workers and let some leave, until every role has its number."""
         may_change_role = not self._config.cluster.pools
         plan = plan_scaling(self._actors, self.target_counts, may_change_role)
         for actor, role in plan.role_changes:
             actor.assume(role)
-        for role in plan.loads:
-            self._load_another(role)
+        for role, count in Counter(plan.loads).items():
+            self._load_more(role, count)
         for actor in plan.leaving:
             actor.leaves = True
+        if plan.loads:
+            return  # those that leave wait until others are in their place
         if all(actor.info or actor.leaves for actor in self._actors):
             for actor in self._actors:
                 if actor.leaves:
                     actor.stop(DRAIN_S)
 
-    def _load_another(self, role: Role) -> None:
-        """Load a worker under a free name.
+    def _load_more(self, role: Role, count: int) -> None:
+        """Load workers at free places whose pause is over.
 
         A private Ray loads only as many at once as there are cores, so that the rest can still
         be called off.
         """
-        if self._closing.is_set():
-            return
-        num_loading = sum(actor.info is None for actor in self._actors)
-        if self._private and num_loading >= (os.cpu_count() or 1):
-            return
         staying = [actor.name for actor in self._actors if not actor.leaves]
-        name = self._names.replacement(role, staying)
-        self._actors.append(self._load(role, name))
+        for place in self._names.free_places(role, staying, count):
+            num_loading = sum(actor.info is None for actor in self._actors)
+            is_full = self._private and num_loading >= (os.cpu_count() or 1)
+            if is_full or self._closing.is_set():
+                return
+            if self._pauses.is_over(place):
+                name = self._names.replacement(place)
+                self._actors.append(self._load(role, name))
 
     def _stop(self) -> None:
-        """Stop the workers of this service; those on a cluster get their grace.
+        """Stop the workers of this service; those on a cluster get the grace.
 
         Workers that serve another front end stay.
         """
         with lost_ray_is_an_error():
             if not self._private:
                 serving = [actor for actor in self._actors if actor.info]
-                actors.stop_all(serving, self._config.cluster.grace_s + RETRY_S)
+                actors.stop_all(serving, self._config.cluster.grace_s)
             for actor in self._actors:
                 if actor.info or actor.name not in self._names.adopted:
                     actor.kill()

@@ -6,7 +6,7 @@ Ray and the router know a worker by its name, so the name of a dead worker is no
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 
 from disagg.transfer.messages import Role
 
@@ -38,12 +38,18 @@ class WorkerNames:
                 names.append(name)
         return names
 
-    def replacement(self, role: Role, names_in_use: Collection[str]) -> str:
-        """A new name at the first free place of a role."""
-        self._last_number += 1
+    def free_places(
+        self, role: Role, names_in_use: Collection[str], number: int
+    ) -> list[str]:
+        """The first places of a role that no worker has."""
         places_in_use = {place_of(name) for name in names_in_use}
         places = (f"{role}-{i}" for i in count())
-        place = next(place for place in places if place not in places_in_use)
+        free = (place for place in places if place not in places_in_use)
+        return list(islice(free, number))
+
+    def replacement(self, place: str) -> str:
+        """A new name at a place."""
+        self._last_number += 1
         return f"{place}.{self._last_number}"
 
 

@@ -208,6 +208,10 @@ class RouterClient:
             await asyncio.sleep(CHECK_S)
         self._end_all(StoppingError("the service is shutting down"))
 
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on; from any thread."""
+        self._config = config
+
     # -- calls
 
     async def report(self) -> RouterReport:

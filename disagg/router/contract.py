@@ -21,7 +21,7 @@ class Submission:
     resumed:  an earlier router had accepted it, so no limit of the queue refuses it
     """
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: Mapping[str, Any]
     codec: str
     at: tuple[str, str] = ANY_WORKERS

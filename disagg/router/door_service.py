@@ -19,6 +19,7 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import router_pb2 as pb
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import Submission
+from disagg.router.request_state import token_array
 from disagg.router.router import Router
 from disagg.transfer.messages import parse, parse_json
 from disagg.transfer.rpc import RpcHandler, rpc_handlers
@@ -265,7 +266,7 @@ class DoorRequest:
 def _submission_of(begin: pb.Begin) -> Submission:
     """RequestError for sampling that is no JSON object."""
     return Submission(
-        prompt=tuple(begin.prompt),
+        prompt=token_array(begin.prompt),
         params=parse_json("sampling", begin.sampling, dict),
         codec=begin.codec,
         at=(begin.prefill, begin.decode),

@@ -37,7 +37,7 @@ def reserve_target(
     """Ask for room for the sequence as it will be when its pages have arrived."""
     tokens = len(request.job.prompt) + len(request.emitted) + spare_tokens
     request.target = target
-    request.job = replace(request.job, emitted=tuple(request.emitted), moved=tokens)
+    request.job = replace(request.job, emitted=request.emitted[:], moved=tokens)
     return Reserve(target, request.job)
 
 

@@ -12,20 +12,24 @@ from hashlib import blake2b
 UNIT_TOKENS = 64
 MAX_UNITS = 1 << 15  # remembered of each worker: 2 million tokens
 KEY_BYTES = 12
+TAG_BYTES = 4  # of a codec
 
 
-def keys_of(prompt: Sequence[int], codec: str = "") -> tuple[bytes, ...]:
-    """Keys of the prefixes of a prompt with 64, 128, 192 ... tokens.
-
-    codec: of its pages; "" for the tokens themselves
-    """
-    tokens = memoryview(array("q", prompt))
-    chain = blake2b(repr(codec).encode(), digest_size=KEY_BYTES)
+def keys_of(prompt: "array[int]") -> tuple[bytes, ...]:
+    """Keys of the prefixes of a prompt with 64, 128, 192 ... tokens."""
+    tokens = memoryview(prompt)
+    chain = blake2b(digest_size=KEY_BYTES)
     keys: list[bytes] = []
     for end in range(UNIT_TOKENS, len(prompt) + 1, UNIT_TOKENS):
         chain.update(tokens[end - UNIT_TOKENS : end])
         keys.append(chain.digest())
     return tuple(keys)
+
+
+def page_keys_of(keys: Sequence[bytes], codec: str) -> tuple[bytes, ...]:
+    """Keys of the same prefixes as pages of a codec."""
+    tag = blake2b(codec.encode(), digest_size=TAG_BYTES).digest()
+    return tuple(key + tag for key in keys)
 
 
 class KnownPrefixes:

@@ -43,6 +43,7 @@ from disagg.router.actions import (
 )
 from disagg.router.codec_policy import CodecPolicy
 from disagg.router.failures import blame, charge_death, is_final, pause_s
+from disagg.router.mismatches import MISMATCHES, Mismatches, mismatch_of
 from disagg.router.moves import (
     MOVE_RETRY_S,
     has_to_move,
@@ -51,8 +52,9 @@ from disagg.router.moves import (
     reserve_target,
 )
 from disagg.router.placement import Placement
-from disagg.router.prefix_index import keys_of, reason_of
-from disagg.router.request_state import Phase, RequestState
+from disagg.router.prefix_index import reason_of
+from disagg.router.request_queue import RequestQueue
+from disagg.router.request_state import Phase, RequestState, token_array
 from disagg.router.worker_state import WorkerState
 from disagg.transfer.messages import (
     Grant,
@@ -65,6 +67,8 @@ from disagg.transfer.messages import (
     serves,
 )
 
+# requests that `place` starts in one call
+STARTS_AT_ONCE = 64
 # how long a refusal for want of room keeps requests as long away from a worker
 FULL_S = 0.25
 # within this time a worker reports the sequences that one that left handed over to it
@@ -89,45 +93,71 @@ class RequestTable:
         self.moves = 0
         self.routed: Counter[tuple[str, str]] = Counter()
         self._config = config or RouterConfig()
+        # whether requests may start, or have to move: `place` is due
+        self.needs_placing = False
+        self._queue = RequestQueue()
+        self._placement: Placement | None = (
+            None  # the latest, while requests are queued
+        )
+        self._num_submitted = 0
+        # names of workers that stopped decoding and may still have sequences
+        self._stopped_decoding: set[str] = set()
         self._aborts = Aborts()
+        self._mismatches = Mismatches()
+        # why no pair of workers can hand over, if that is so, and why none can with a codec
+        self._mismatch: DisaggError | None = None
+        self._codec_mismatches: dict[str, DisaggError] = {}
         # bytes a token under the smallest codec so far: the least that a prompt takes
         self._token_bytes = 0.0
         # since when every request is queued and none can start
         self._stuck_since = math.inf
+
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on."""
+        self._config = config
 
     # -- events
 
     def submit(
         self, job: Job, now: float, at: tuple[str, str] = ("", "")
     ) -> list[Action]:
-        """A new request; it starts at once if there is room.
+        """A new request, which starts with the next `place` if there is room.
 
         Tokens that the job has emitted were delivered before: it is replayed through them.
         at: names of the workers that it has to use, as in `RequestState`
         """
-        self.requests[job.rid] = RequestState(
-            job,
+        request = RequestState(
+            replace(job, prompt=token_array(job.prompt)),
+            serial=self._num_submitted,
             arrived=now - job.waited_s,
             deadline=now + self._config.deadline_s,
             at=at,
-            prompt_keys=keys_of(job.prompt),
-            page_keys=keys_of(job.prompt, job.codec or "default"),
-            emitted=list(job.emitted),
+            emitted=token_array(tuple(job.emitted)),
         )
-        return self._place(now)
+        self._num_submitted += 1
+        self.requests[job.rid] = request
+        self._queue.add(request)
+        if self._placement is None or self._placement.may_start(request, now):
+            self.needs_placing = True
+        return []
 
     def cancel(self, rid: str, now: float) -> list[Action]:
         """The client is gone or has enough; both workers abort the request."""
         request = self.requests.pop(rid, None)
         if request is None:
             return []
-        return self._abort(request, now) + self._place(now)
+        if request.phase is Phase.QUEUED:
+            self._queue.discard(request)
+            return []  # it leaves no room for another
+        self.needs_placing = True
+        return self._abort(request, now)
 
     def worker_up(self, info: WorkerInfo, now: float) -> list[Action]:
         """A worker takes part. If it did before, it has dropped all requests that it had."""
         actions = self.worker_down(info.name, now, fenced=True)
         self.workers[info.name] = WorkerState(info)
-        return actions + self._place(now)
+        self._workers_changed()
+        return actions
 
     def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
         """A worker is dead, or has dropped its requests (fenced): they start again elsewhere.
@@ -140,6 +170,9 @@ class RequestTable:
         worker = self.workers.pop(name, None)
         if worker is None:
             return []
+        self._mismatches.forget(name)
+        self._workers_changed()
+        self._stopped_decoding.discard(name)
         has_left = worker.info.role is Role.NONE
         if not has_left:
             charge_death(self.requests.values(), name, self._config.max_attempts)
@@ -151,14 +184,23 @@ class RequestTable:
                 request.sender_left_at = now
             elif request.depends_on(name):
                 actions += self._restart_or_fail(request, now)
-        return actions + self._place(now)
+        return actions
 
-    def update_load(self, worker: str, load: Load, now: float) -> list[Action]:
+    def update_load(self, worker: str, load: Load) -> None:
         """A worker reports how much more work it can take."""
         state = self.workers.get(worker)
-        if state is None or not state.update_load(load):
-            return []
-        return self._place(now)
+        if state is None:
+            return
+        old_role = state.info.role
+        if state.update_load(load):
+            self.needs_placing = True
+        role = state.info.role
+        if role is not old_role:
+            self._workers_changed()
+        if role.decodes:
+            self._stopped_decoding.discard(worker)
+        elif old_role.decodes:
+            self._stopped_decoding.add(worker)
 
     def on_grant(
         self, worker: str, rid: str, attempt: int, grant: Grant
@@ -193,9 +235,10 @@ class RequestTable:
             return self._on_error(request, worker, event.error, now)
 
         num_emitted = len(request.emitted)
-        actions = self._progress(request, worker, event.index, now)
+        actions: list[Action] = []
+        self._progress(request, worker, event.index)
         if event.token is not None:
-            actions = self._deliver(request, event, now) + actions
+            actions += self._deliver(request, event, now)
         has_gap = event.index > num_emitted
         ends_early = event.finish_reason and event.index + 1 != len(request.emitted)
         if has_gap or ends_early:
@@ -208,7 +251,7 @@ class RequestTable:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Fail requests that are past their deadline, start those that can start."""
+        """Fail requests that are past their deadline; others are tried again."""
         self._aborts.forget_old(now)
         for worker in self.workers.values():
             worker.recent_tokens *= FADE
@@ -224,7 +267,8 @@ class RequestTable:
                     f"the request was in {request.phase}"
                 )
                 actions += self._fail(request, error, now)
-        return actions + self._place(now)
+        self.needs_placing = True
+        return actions
 
     # -- queries
 
@@ -236,6 +280,10 @@ class RequestTable:
             if worker in request.workers
         }
 
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
     def ready(self, now: float) -> bool:
         """Whether there are workers for a new request, and queued requests get to them."""
         roles = [x.info.role for x in self.workers.values() if now >= x.open_until]
@@ -244,49 +292,97 @@ class RequestTable:
 
     # -- placement
 
-    def _place(self, now: float) -> list[Action]:
-        """Move sequences that have to go elsewhere, then start queued requests."""
-        requests = self.requests.values()
-        queued = [x for x in requests if x.phase is Phase.QUEUED]
-        leaving = [x for x in requests if has_to_move(x, self.workers, now)]
-        if not queued and not leaving:
+    def place(self, now: float) -> list[Action]:
+        """Move sequences that have to go elsewhere, then start queued requests.
+
+        Due after events that set `needs_placing`: once for all of them is enough.
+        """
+        self.needs_placing = False
+        self._placement = None
+        leaving = self._leaving(now)
+        if not self._queue and not leaving:
             self._stuck_since = math.inf
             return []
-        placement = Placement(requests, self.workers.values(), now)
+        requests = self.requests.values()
+        placement = Placement(
+            [request for request in requests if request.phase is not Phase.QUEUED],
+            self.workers.values(),
+            now,
+            self._mismatches,
+            self._token_bytes,
+        )
         # moves first: their KV is computed, and their workers wait to leave
         actions = self._move_all(leaving, placement)
-        actions += self._begin_all(queued, placement, now)
-        if actions or len(queued) < len(self.requests):
+        actions += self._begin_all(placement, now)
+        if self._mismatch is not None or self._codec_mismatches:
+            actions += self._refuse_unfit(now)
+        if actions or len(self._queue) < len(self.requests):
             self._stuck_since = math.inf
         else:
             self._stuck_since = min(self._stuck_since, now)
+        self._placement = placement
         return actions
+
+    def _leaving(self, now: float) -> list[RequestState]:
+        """The sequences that have to move: at workers that stopped decoding."""
+        if not self._stopped_decoding:
+            return []
+        requests = [
+            request
+            for request in self.requests.values()
+            if request.decode in self._stopped_decoding
+        ]
+        self._stopped_decoding = {x.decode for x in requests if x.decode is not None}
+        return [x for x in requests if has_to_move(x, self.workers, now)]
 
     def _move_all(
         self, requests: Iterable[RequestState], placement: Placement
     ) -> list[Action]:
         actions: list[Action] = []
         for request in requests:
-            tokens = len(request.job.prompt) + len(request.emitted)
-            target = placement.choose_target(request, tokens * self._token_bytes)
+            assert request.decode is not None
+            source = self.workers[request.decode]
+            target = placement.choose_target(request, source)
             if target is not None:
                 actions.append(reserve_target(request, target.name))
         return actions
 
-    def _begin_all(
-        self, queued: Iterable[RequestState], placement: Placement, now: float
-    ) -> list[Action]:
-        """Start what can start, the most urgent first."""
+    def _begin_all(self, placement: Placement, now: float) -> list[Action]:
+        """Start the queued requests that can start, the most urgent first.
+
+        After so many the rest is left to another call, so that none takes long.
+        """
         actions: list[Action] = []
-        waiting = [request for request in queued if now >= request.not_before]
-        waiting.sort(key=lambda request: (not request.exclusive, request.urgency(now)))
-        for request in waiting:
-            nbytes = len(request.job.prompt) * self._token_bytes
-            pair = placement.choose(request, nbytes)
+        for request in self._queue:
+            if now < request.not_before:
+                continue
+            pair = placement.choose(request)
             if pair is not None:
+                if len(actions) == STARTS_AT_ONCE:
+                    self.needs_placing = True
+                    break
+                self._queue.discard(request)
                 prefill, decode = pair
                 actions.append(self._begin(request, prefill, decode, now))
                 placement.add(request)
+        return actions
+
+    def _workers_changed(self) -> None:
+        """Other workers take part now, or in other roles."""
+        self.needs_placing = True
+        self._mismatch = mismatch_of(self.workers.values())
+        self._codec_mismatches.clear()
+
+    def _refuse_unfit(self, now: float) -> list[Action]:
+        """Fail the queued requests that need a hand-off which no pair of workers can do."""
+        decodes = [x.info for x in self.workers.values() if x.info.role.decodes]
+        shortest_split = max((info.min_tokens for info in decodes), default=0)
+        actions: list[Action] = []
+        for request in self._queue:
+            error = self._mismatch or self._codec_mismatches.get(request.job.codec)
+            is_whole = request.num_prompt_tokens < shortest_split
+            if error is not None and not is_whole and not request.is_single_token:
+                actions += self._fail(request, error, now)
         return actions
 
     def _begin(
@@ -310,7 +406,7 @@ class RequestTable:
         request.job = replace(
             request.job,
             attempt=request.job.attempt + 1,
-            emitted=tuple(request.emitted),
+            emitted=request.emitted[:],
             deadline_s=request.deadline - now,
             moved=0,
             waited_s=now - request.arrived,
@@ -346,7 +442,6 @@ class RequestTable:
         )
         request.codec_reason = reason
         request.job = replace(request.job, codec=codec)
-        request.page_keys = keys_of(prompt, codec)
 
     def _count_prefixes(
         self, request: RequestState, prefill: WorkerState, decode: WorkerState
@@ -387,9 +482,7 @@ class RequestTable:
         decode = request.decode if request is not None else None
         self.codec_policy.learn(stats, (worker, decode or ""))
 
-    def _progress(
-        self, request: RequestState, worker: str, index: int, now: float
-    ) -> list[Action]:
+    def _progress(self, request: RequestState, worker: str, index: int) -> None:
         """A worker has done its part of an attempt: other requests may take its place."""
         before = request.phase, request.prefill_done
         request.prefill_done = True
@@ -405,9 +498,8 @@ class RequestTable:
             for name in request.workers:
                 if name in self.workers:
                     self.workers[name].reset_failures()
-        if (request.phase, request.prefill_done) == before:
-            return []
-        return self._place(now)
+        if (request.phase, request.prefill_done) != before:
+            self.needs_placing = True
 
     def _deliver(
         self, request: RequestState, event: TokenEvent, now: float
@@ -433,17 +525,19 @@ class RequestTable:
         That one is aborted later, when it has reported the figures.
         """
         del self.requests[request.rid]
+        self.needs_placing = True
         spared = request.prefill if worker != request.prefill else None
         return [
             TokenOutput(request.rid, finish_reason=reason),
             *self._abort(request, now, spared),
-            *self._place(now),
         ]
 
     def _fail(
         self, request: RequestState, error: DisaggError, now: float
     ) -> list[Action]:
         del self.requests[request.rid]
+        self._queue.discard(request)
+        self.needs_placing = True
         return [*self._abort(request, now), FailRequest(request.rid, error)]
 
     # -- errors
@@ -463,21 +557,40 @@ class RequestTable:
     ) -> list[Action]:
         """A worker cannot do its part of the attempt."""
         is_full = isinstance(error, CapacityError)
+        is_mismatch = isinstance(error, MISMATCHES) and self._is_new_mismatch(request)
+        if is_mismatch and request.phase is not Phase.DECODE:
+            return self._on_mismatch(request, error, now)
         if request.phase is Phase.DECODE and worker == request.target:
             return self._on_move_refused(request, worker, is_full, now)
         if is_full and request.phase is Phase.RESERVE:
             self._refuse_room(request, worker, now)
-            request.phase = Phase.QUEUED
-            request.prefill = None
-            request.decode = None
             request.not_before = now
-            return self._place(now)
+            self._enqueue(request)
+            return []
         is_moving_away = request.phase is Phase.MOVE and worker == request.decode
         if is_full and is_moving_away and request.target:
             # it outgrew its reservation before the move began
             request.phase = Phase.DECODE
             return [reserve_more(request, request.target)]
         return self._retry_or_fail(request, worker, error, now)
+
+    def _is_new_mismatch(self, request: RequestState) -> bool:
+        """Take note that the workers of a hand-off do not fit; whether that was unknown."""
+        sender = request.decode if request.is_decoding else request.prefill
+        receiver = request.target if request.is_decoding else request.decode
+        if sender is None or receiver is None or sender == receiver:
+            return False
+        return self._mismatches.add(sender, receiver, request.job.codec)
+
+    def _on_mismatch(
+        self, request: RequestState, error: DisaggError, now: float
+    ) -> list[Action]:
+        """Try another pair at once, if there is one; neither worker has failed."""
+        codec = request.job.codec
+        if not self._mismatches.leave_a_pair(self.workers.values(), codec):
+            self._codec_mismatches[codec] = error
+            return self._fail(request, error, now)
+        return self._requeue(request, now)
 
     def _on_move_refused(
         self, request: RequestState, worker: str, is_full: bool, now: float
@@ -493,7 +606,8 @@ class RequestTable:
             return []
         self._refuse_room(request, worker, now)
         request.not_before = now + FULL_S
-        return self._place(now)
+        self.needs_placing = True
+        return []
 
     def _refuse_room(self, request: RequestState, worker: str, now: float) -> None:
         self.workers[worker].refuse_room(len(request.job.prompt), now + FULL_S)
@@ -505,13 +619,12 @@ class RequestTable:
         """Try again elsewhere, unless that can never succeed."""
         request.refusals += 1
         if is_final(error, request.refusals, self._config.max_attempts):
-            return self._fail(request, error, now) + self._place(now)
-
+            return self._fail(request, error, now)
         if not isinstance(error, CapacityError):
             blame(request, worker, error, self.workers, now)
         request.avoid = frozenset(request.workers)
         request.not_before = now + pause_s(request.refusals)
-        return self._requeue(request, now) + self._place(now)
+        return self._requeue(request, now)
 
     def _restart_or_fail(self, request: RequestState, now: float) -> list[Action]:
         if request.deaths < self._config.max_attempts:
@@ -526,11 +639,16 @@ class RequestTable:
         if request.phase is not Phase.RESERVE:  # before, no engine has begun
             self.retries += 1
         actions = self._abort(request, now)
+        self._enqueue(request)
+        return actions
+
+    def _enqueue(self, request: RequestState) -> None:
         request.phase = Phase.QUEUED
         request.prefill = None
         request.decode = None
         request.target = None
-        return actions
+        self._queue.add(request)
+        self.needs_placing = True
 
     def _abort(
         self, request: RequestState, now: float, spared: str | None = None

@@ -37,7 +37,7 @@ from disagg.router.actions import (
     TokenOutput,
 )
 from disagg.router.contract import RouterReport, Submission
-from disagg.router.request_state import Phase, RequestState
+from disagg.router.request_state import RequestState
 from disagg.router.requests import RequestTable
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import (
@@ -61,7 +61,8 @@ Deliver = Callable[[TokenOutput | DisaggError], None]
 class WorkerConnection:
     """A worker that the router follows. `client`: a `WorkerClient`, or the worker itself.
 
-    heard_at:  when its last step arrived
+    heard_at:  when its last step arrived, or the last silence was acted upon
+    step_at:   when its last step arrived
     fallen:    whether it was silent for too long: it has to be fenced before it gets work again
     unaborted: aborts that did not reach it, by rid; sent again with its next step
     trouble:   why its events cannot be followed, as last logged
@@ -70,6 +71,7 @@ class WorkerConnection:
     info: WorkerInfo
     client: WorkerHandler
     heard_at: float = 0.0
+    step_at: float = 0.0
     fallen: bool = False
     unaborted: dict[str, AbortAttempt] = field(default_factory=dict)
     trouble: str = ""
@@ -115,6 +117,7 @@ class Router:
         self._ticker: asyncio.Task[None] | None = None
         self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
         self._closing = False
+        self._is_placing = False  # `_place` runs in the next turn of the loop
 
     # -- for clients
 
@@ -192,8 +195,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Number of queued requests."""
-        requests = self.table.requests.values()
-        return sum(request.phase is Phase.QUEUED for request in requests)
+        return self.table.num_queued
 
     @property
     def ready(self) -> bool:
@@ -217,11 +219,26 @@ class Router:
 
     # -- for the owner of the workers
 
+    def silent_s(self) -> dict[str, float]:
+        """Seconds since the last step of each worker; 0 while that is no silence."""
+        now = self._clock()
+        silences = {peer.name: now - peer.step_at for peer in self.peers.values()}
+        return {
+            name: seconds if seconds >= self.config.silence_s else 0.0
+            for name, seconds in silences.items()
+        }
+
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on; the deadlines of running requests stay."""
+        self.config = config
+        self.table.configure(config)
+
     def add(self, peer: WorkerConnection) -> None:
         """Follow a new worker and give it work."""
         self._ensure_ticker()
         self.peers[peer.name] = peer
         peer.heard_at = self._clock()
+        peer.step_at = peer.heard_at
         peer.task = asyncio.create_task(self._follow(peer))
 
     def died(self, name: str) -> None:
@@ -322,6 +339,7 @@ class Router:
         """Handle the events of a step. After the first step the worker gets work."""
         now = self._clock()
         peer.heard_at = now
+        peer.step_at = now
         if peer.name not in self.table.workers:
             self._perform(self.table.worker_up(peer.info, now))
         if step.load.role:
@@ -333,7 +351,8 @@ class Router:
             if event.stats is not None:
                 self._take_figures(event.rid, event.stats)
             self._perform(self.table.on_event(peer.name, event, now))
-        self._perform(self.table.update_load(peer.name, step.load, now))
+        self.table.update_load(peer.name, step.load)
+        self._place_soon()
 
     def _take_figures(self, rid: str, stats: Mapping[str, Any]) -> None:
         """Keep the figures of a hand-off for the client, and add them to the totals."""
@@ -373,6 +392,7 @@ class Router:
                 for peer in self.peers.values():
                     if late_s > TICK_S:
                         peer.heard_at += late_s
+                        peer.step_at += late_s
                     if now - peer.heard_at >= self.config.silence_s:
                         self._drop_silent(peer)
                 self._perform(self.table.tick(now))
@@ -406,6 +426,20 @@ class Router:
                 case FailRequest(rid, error):
                     if rid in self._streams:
                         self._streams[rid].deliver(error)
+        self._place_soon()
+
+    def _place_soon(self) -> None:
+        """Place requests once for all events of this turn of the loop."""
+        if self.table.needs_placing and not self._is_placing:
+            self._is_placing = True
+            asyncio.get_running_loop().call_soon(self._place)
+
+    def _place(self) -> None:
+        self._is_placing = False
+        try:
+            self._perform(self.table.place(self._clock()))
+        except Exception:
+            log.exception("placing requests broke")
 
     def _send_output(self, output: TokenOutput) -> None:
         """Send a token to its client at once, the end after the figures of the hand-off."""

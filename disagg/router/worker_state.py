@@ -39,13 +39,17 @@ class WorkerState:
     def name(self) -> str:
         return self.info.name
 
-    def may_fit(self, tokens: int, nbytes: float, now: float) -> bool:
-        """Whether a prompt of at least `nbytes` may find room, as far as the router can tell."""
-        if now < self.refused_until and tokens >= self.refused_tokens:
-            return False
+    def room(self, token_bytes: float, now: float) -> float:
+        """Length of the longest prompt that may find room, as far as the router can tell.
+
+        token_bytes: the least that a token takes; 0: unknown
+        """
         if self.load.slots <= 0 or self.load.waiting:
-            return False
-        return self.load.free_bytes >= nbytes
+            return 0.0
+        tokens = self.load.free_bytes / token_bytes if token_bytes else math.inf
+        if now < self.refused_until:
+            tokens = min(tokens, self.refused_tokens - 1)
+        return tokens
 
     def update_load(self, load: Load) -> bool:
         """Replace the load; whether there may be room now that was not there before."""

@@ -4,7 +4,14 @@ POST /v1/completions · /v1/chat/completions; info_routes.py and admin.py have t
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from contextlib import suppress
 from typing import TypeVar
 
@@ -17,20 +24,22 @@ from starlette.types import ASGIApp
 
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.admin import WorkerPool, admin_routes
-from disagg.server.auth import AuthMiddleware
+from disagg.server.auth import KeyRing
+from disagg.server.choices import (
+    MAX_PIECE,
+    ChatChoices,
+    Choices,
+    CompletionChoices,
+)
 from disagg.server.completions import Completions
+from disagg.server.gate import Gate
 from disagg.server.info_routes import (
     add_info_routes,
     add_model_routes,
     add_tokenizer_routes,
 )
 from disagg.server.log import RequestLog
-from disagg.server.responses import (
-    ChatChoices,
-    CompletionChoices,
-    GenerationResponse,
-    error_body,
-)
+from disagg.server.responses import GenerationResponse, error_body
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 RETRY_AFTER_S = "1"
@@ -38,6 +47,7 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would gather events
 }
+JSON = "application/json"
 MAX_PATH_CHARS = 100  # of a path, in an error
 
 T = TypeVar("T")
@@ -47,7 +57,7 @@ def create_app(
     completions: Completions,
     token: str | None = None,
     on_stop: Callable[[], None] = lambda: None,
-    keys: Collection[str] = (),
+    keys: KeyRing | Collection[str] = (),
     worker_pool: WorkerPool | None = None,
     origins: Sequence[str] = (),
     is_stopping: Callable[[], bool] = lambda: False,
@@ -57,7 +67,7 @@ def create_app(
     token: the owner's secret, for POST /stop, and for /scale and others if there is a
            `worker_pool`; None: without these routes
     keys:  API keys of clients; the owner's secret is accepted too. Empty: no request needs a key
-    origins: web origins whose pages may read responses; "*": all
+    origins: web origins whose pages may send requests and read responses; "*": all
     is_stopping: whether the service is shutting down, and so not ready
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
@@ -69,10 +79,9 @@ def create_app(
     if token is not None:
         app.include_router(admin_routes(token, on_stop, worker_pool))
 
-    accepted_keys = list(keys)
-    if keys and token:
-        accepted_keys.append(token)
-    stack: ASGIApp = AuthMiddleware(app, accepted_keys)
+    if not isinstance(keys, KeyRing):
+        keys = KeyRing(keys, token)
+    stack: ASGIApp = Gate(app, keys, origins)
     if origins:
         # outermost: preflight requests of browsers carry no key
         stack = CORSMiddleware(
@@ -89,7 +98,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     async def respond(
         http: Request,
         body_type: type[GenerationRequest],
-        choices: CompletionChoices | ChatChoices,
+        choices: Choices,
     ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # the address it came in at
         # the content type is ignored
@@ -101,12 +110,13 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
             first = await _unless_client_leaves(http, response.first(deltas))
             events = response.events(first, deltas)
             return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
-        body = await _unless_client_leaves(http, response.whole(deltas))
+        whole = await _unless_client_leaves(http, response.whole(deltas))
+        more = {}
         if generation.request.kv_transfer_params.do_remote_decode:
             (prompt,) = generation.prompts
             handle = completions.pd_ports.park(host, port, prompt.tokens)
-            body["kv_transfer_params"] = handle
-        return JSONResponse(body)
+            more["kv_transfer_params"] = handle
+        return _json_response(response.pieces(whole, more))
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
@@ -117,6 +127,23 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     async def chat(http: Request) -> Response:
         choices = ChatChoices(completions.tokenizer)
         return await respond(http, ChatRequest, choices)
+
+
+def _json_response(pieces: Iterator[bytes]) -> Response:
+    """JSON in one body, or in many where it is long, so that others are served in between."""
+    body = b""
+    for piece in pieces:
+        body += piece
+        if len(body) > MAX_PIECE:
+            return StreamingResponse(_unhurried(body, pieces), 200, media_type=JSON)
+    return Response(body, 200, media_type=JSON)
+
+
+async def _unhurried(first: bytes, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
 
 
 async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:

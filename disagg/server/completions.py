@@ -147,10 +147,14 @@ class Completions:
         except DisaggError as error:
             self.metrics.failed(error.reason)
             raise
-        return Generation(request, prompts, workers)
+        return Generation(request.without_prompts(), prompts, workers)
 
-    def generate(self, generation: Generation) -> AsyncGenerator[tuple[int, TextDelta]]:
+    def generate(
+        self, generation: Generation
+    ) -> AsyncGenerator[tuple[int, TextDelta] | None]:
         """The deltas of all answers as they arrive, each with the index of its choice.
+
+        None: nothing has arrived for a while.
 
         Leaving the iteration cancels every answer on every worker.
         """

@@ -12,17 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.config import Config
 from disagg.router.client import RouterClient
 from disagg.server.app import create_app
-from disagg.server.auth import read_keys
+from disagg.server.auth import KeyRing, read_keys
 from disagg.server.completions import Completions
-from disagg.server.connections import http_server
+from disagg.server.connections import HttpServer, http_server
 from disagg.server.door_metrics import exported
+from disagg.server.live_settings import plan_update, reload_http
+from disagg.server.process import raise_file_limit, settled_collector
 from disagg.server.service import served_name
 from disagg.transfer.rpc import connect
 from disagg.transfer.security import Security
@@ -88,15 +89,19 @@ class Door:
         self._path = path
         self._secret = secret
         self._on_stop = on_stop
-        self._keys = read_keys(config.server)
+        server = config.server
+        self._keys = KeyRing(read_keys(server), secret, server.metrics_key)
         self._ends = asyncio.Event()
         # until when requests may take, once it ends
         self._until = math.inf
+        self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: RouterClient
+        self._http: HttpServer
 
     async def serve(self, on_serving: Callable[[], None]) -> None:
         """Serve until `end` was called and requests have ended. on_serving: called when it does."""
-        self._loop = asyncio.get_running_loop()
+        raise_file_limit(self._config.server)
         link = connect(f"unix:{self._path}", Security(token=self._secret))
         config = self._config
         client = RouterClient(
@@ -115,19 +120,25 @@ class Door:
             is_stopping=self._ends.is_set,
         )
         server = http_server(LastRequests(app, self._ends), config.server)
+        self._client = client
+        self._http = server
+        self._loop = asyncio.get_running_loop()
+        if self._is_ending:
+            self._ends.set()
         following = asyncio.create_task(client.run())
         serving = asyncio.create_task(server.serve(self._sockets))
         while not server.started and not serving.done():
             await asyncio.sleep(POLL_S)
         on_serving()
-        await self._drain(server, serving)
+        with settled_collector():
+            await self._drain(server, serving)
         await client.close()
-        server.should_exit = True
+        server.end()
         await serving
         following.cancel()
         await link.close()
 
-    async def _drain(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    async def _drain(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Wait for the end, then take no new connections, and let requests end in time."""
         ends = asyncio.create_task(self._ends.wait())
         await asyncio.wait([ends, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -142,9 +153,20 @@ class Door:
         It may be called from any thread, and again with another grace.
         """
         self._until = time.monotonic() + grace_s
+        self._is_ending = True
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._ends.set)
+
+    def reload(self, config: Config) -> None:
+        """Apply what a running service can use of a configuration that was read again.
+
+        ConfigError, and nothing changes, for files that cannot be used.
+        """
+        update = plan_update(self._config, config)
+        reload_http(update, self._keys, self._http)
+        self._client.configure(update.config.router)
+        self._config = update.config
 
 
 class LastRequests:

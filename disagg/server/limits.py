@@ -18,12 +18,15 @@ MAX_NAMED = 1024  # tokens that a request names, and fields of its own
 # of a conversation: millions of empty ones block the event loop for seconds
 MAX_MESSAGES = 1 << 14
 MAX_LOGPROBS = 20  # of the likeliest tokens, besides that of the token itself
-MAX_SCORES = 100_000  # log-probabilities of one prompt: they are sent in one message
+MAX_PROMPT_SCORES = 100_000  # log-probabilities of a prompt, which are one message
+MAX_SCORES = 3_000_000  # log-probabilities of a whole response; one takes some 30 bytes
 MAX_SEED = 2**63  # seeds have 64 bits, as in OpenAI's schema
 MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
 MAX_SHOWN_CHARS = 60  # of a client's value, in an error message
 LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenised one at a time
+LONG_BODY_BYTES = 64 << 10  # longer bodies are parsed on another thread, one at a time
+LONG_PROMPTS = 16 << 10  # more token ids are checked on another thread
 
 _short = reprlib.Repr()
 _short.maxlevel = 2
@@ -100,11 +103,30 @@ def check_choices(count: int) -> None:
         )
 
 
-def check_scores(tokens: int, sampling: Mapping[str, Any]) -> None:
-    """RequestError for a prompt with more log-probabilities than one message can hold."""
-    count = tokens * (1 + sampling.get("logprobs", 0))
-    if sampling.get("prompt_logprobs") and count > MAX_SCORES:
+def count_scores(
+    prompt_tokens: int, num_answers: int, sampling: Mapping[str, Any]
+) -> int:
+    """The log-probabilities of all answers to a prompt; RequestError for too many of a prompt."""
+    if "logprobs" not in sampling:
+        return 0
+    scores_per_token = 1 + sampling["logprobs"]
+    prompt_scores = 0
+    if sampling.get("prompt_logprobs"):
+        prompt_scores = prompt_tokens * scores_per_token
+    if prompt_scores > MAX_PROMPT_SCORES:
         raise RequestError(
-            f"logprobs: the prompt would have {count:,}; expected at most {MAX_SCORES:,}",
+            f"logprobs: the prompt would have {prompt_scores:,}; "
+            f"expected at most {MAX_PROMPT_SCORES:,}",
+            "logprobs",
+        )
+    return num_answers * (prompt_scores + sampling["max_tokens"] * scores_per_token)
+
+
+def check_scores(count: int) -> None:
+    """RequestError for more log-probabilities than one response may have."""
+    if count > MAX_SCORES:
+        raise RequestError(
+            f"logprobs: the response would have up to {count:,}; expected at most {MAX_SCORES:,}: "
+            "ask for fewer answers, fewer tokens or fewer of the likeliest tokens",
             "logprobs",
         )

@@ -1,6 +1,6 @@
 """From tokens to visible text: whole characters, and nothing after a stop string."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,23 @@ class TextDelta:
             text=self.text + later.text,
             scores=self.scores + later.scores,
         )
+
+    def parts(self, max_scores: int) -> Iterator["TextDelta"]:
+        """This delta in parts with at most so many log-probabilities, the text in the first one."""
+        if len(self.scores) <= max_scores:
+            yield self
+            return
+        text = self.text
+        for begin in range(0, len(self.scores), max_scores):
+            end = begin + max_scores
+            is_last = end >= len(self.scores)
+            yield replace(
+                self,
+                text=text,
+                scores=self.scores[begin:end],
+                finish_reason=self.finish_reason if is_last else None,
+            )
+            text = ""
 
 
 class TextStream:

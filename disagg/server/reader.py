@@ -74,17 +74,23 @@ class RequestReader:
     def __init__(
         self, served: ServedModel, tokenizer: Tokenizer, chat: ChatTemplate | None
     ):
+        self.max_body_bytes = served.max_body_bytes  # may change while the service runs
         self._served = served
         self._tokenizer = tokenizer
         self._chat = chat
-        # tokenising a long text takes memory of many times its length
+        # reading a long body or text takes memory of many times its length
+        self._long_body_lock = asyncio.Lock()
         self._long_text_lock = asyncio.Lock()
         self._unknown_fields: set[str] = set()
 
     async def read(self, body_type: type[BodyT], chunks: AsyncIterable[bytes]) -> BodyT:
         """A request from the chunks of its body; RequestError and its kinds, or ModelError."""
-        body = await limits.read_body(chunks, self._served.max_body_bytes)
-        request = body_type.read(body)
+        body = await limits.read_body(chunks, self.max_body_bytes)
+        if len(body) <= limits.LONG_BODY_BYTES:
+            request = body_type.read(body)
+        else:
+            async with self._long_body_lock:
+                request = await asyncio.to_thread(body_type.read, body)
         self._warn_unknown(request.unknown)
         # some clients send "", which vLLM accepts too
         self.check_model(request.model or None)
@@ -104,7 +110,10 @@ class RequestReader:
         else:
             assert isinstance(request, CompletionRequest)
             prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
-        self._check(request, prompts)
+        if sum(len(prompt.tokens) for prompt in prompts) <= limits.LONG_PROMPTS:
+            self._check(request, prompts)
+        else:
+            await asyncio.to_thread(self._check, request, prompts)
         return prompts
 
     def _check(
@@ -114,11 +123,14 @@ class RequestReader:
         served = self._served
         field_name = "messages" if isinstance(request, ChatRequest) else "prompt"
         limits.check_choices(len(prompts) * request.n)
+        num_scores = 0
         for prompt in prompts:
             num_tokens = len(prompt.tokens)
             limits.check_prompt(num_tokens, served.context_length, field_name)
             limits.check_ids(prompt.tokens, served.vocab_size, field_name)
-            limits.check_scores(num_tokens, request.sampling(1))
+            sampling = request.sampling(served.context_length - num_tokens)
+            num_scores += limits.count_scores(num_tokens, request.n, sampling)
+        limits.check_scores(num_scores)
         limits.check_ids(request.stop_token_ids, served.vocab_size, "stop_token_ids")
         limits.check_ids(request.logit_bias, served.vocab_size, "logit_bias")
 
@@ -165,7 +177,7 @@ class RequestReader:
     ) -> TokenizedPrompt:
         if isinstance(prompt, str):
             tokens = await self.tokens_of(prompt, request.add_special_tokens)
-            return TokenizedPrompt(tuple(tokens), prompt)
+            return TokenizedPrompt(tuple(tokens), prompt if request.echo else "")
         text = await self.text_of(prompt, "prompt") if request.echo else ""
         return TokenizedPrompt(tuple(prompt), text)
 

@@ -9,12 +9,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails, from_json
 
 from disagg.engine.sequence import BOUNDS, Bounds
 from disagg.errors import RequestError
-from disagg.server import limits
+from disagg.server import json_pieces, limits
 
 # fields that are not supported, by the only value, besides null, that is accepted
 NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
@@ -70,6 +77,7 @@ HARMLESS = {
     "stream_interval",
     "user",
 }
+IGNORED = {*NEUTRAL, *HARMLESS}
 BOM = b"\xef\xbb\xbf"  # some editors write it before UTF-8
 # fields that go to the engine unchanged
 SAMPLING_FIELDS = (
@@ -141,17 +149,18 @@ Name = Annotated[str, Field(max_length=limits.MAX_NAME_CHARS)]
 
 
 class Body(BaseModel):
-    """A JSON object that a client sent."""
+    """A JSON object that a client sent. Of fields that are not used only the names are kept."""
 
     model_config = ConfigDict(extra="allow")
 
     model: Name | None = None
+    _unknown: list[str] = PrivateAttr([])
 
     @classmethod
     def read(cls, body: bytes | bytearray) -> Self:
         """Parse JSON; RequestError that names the wrong field."""
         try:
-            fields = from_json(body.removeprefix(BOM))
+            fields = json_pieces.parse(body.removeprefix(BOM), cls.model_fields)
         except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
@@ -165,25 +174,25 @@ class Body(BaseModel):
             request = cls.model_validate(fields)
         except ValidationError as error:
             raise refusal(error) from error
-        request._check_extras()
+        request._drop_extras()
         return request
 
     @property
     def unknown(self) -> list[str]:
         """Fields that neither OpenAI nor vLLM nor this service has."""
-        return [
-            name
-            for name in self.model_extra or {}
-            if name not in NEUTRAL and name not in HARMLESS
-        ]
+        return self._unknown
 
-    def _check_extras(self) -> None:
-        for name, value in (self.model_extra or {}).items():
+    def _drop_extras(self) -> None:
+        """Forget the fields that are not used; RequestError for one that cannot be ignored."""
+        extras = self.model_extra or {}
+        for name, value in extras.items():
             if name in NEUTRAL and not _same(value, NEUTRAL[name]):
                 instead = INSTEAD.get(name, "leave it out")
                 raise RequestError(
                     f"{name}={limits.shown(value)} is not supported; {instead}", name
                 )
+        self._unknown = [name for name in extras if name not in IGNORED]
+        extras.clear()
 
 
 class StreamOptions(BaseModel):
@@ -246,6 +255,10 @@ class GenerationRequest(Body, ABC):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens come with each; None: no log-probabilities."""
 
+    @abstractmethod
+    def without_prompts(self) -> Self:
+        """The request as it is kept while it is answered: its prompts are token ids by then."""
+
     def end_tokens(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end an answer, for a model that ends its texts with `eos_ids`."""
         if self.ignore_eos:
@@ -287,6 +300,9 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def without_prompts(self) -> Self:
+        return self.model_copy(update={"prompt": []})
 
     def sampling(self, room: int) -> dict[str, Any]:
         if self.max_tokens == 0 and not self.echo:
@@ -374,6 +390,9 @@ class ChatRequest(GenerationRequest, Conversation):
     @property
     def max_answer_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    def without_prompts(self) -> Self:
+        return self.model_copy(update={"messages": [], "chat_template_kwargs": {}})
 
     @property
     def num_logprobs(self) -> int | None:

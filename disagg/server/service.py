@@ -26,19 +26,23 @@ from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.launch.private_ray import SILENT, Session
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
-from disagg.server.auth import check_tls, read_keys
+from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
+from disagg.server.live_settings import plan_update, reload_http, warn_of_fixed
 from disagg.server.log import fields
+from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
 
 if TYPE_CHECKING:
     from disagg.launch.ray_cluster import Cluster
+    from disagg.server.connections import HttpServer
 
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
+ANSWER_S = 1.0  # the router's loop answers other threads within this, or is busy
 # addresses that mean all interfaces, and how this host reaches itself then
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -72,6 +76,7 @@ class Backend:
         with ExitStack() as stack:
             for listening in self._sockets:
                 stack.callback(listening.close)
+            raise_file_limit(self.config.server)
             os.environ.update(SILENT)
             session = None
             if self.config.cluster.address == LOCAL:
@@ -81,6 +86,7 @@ class Backend:
             self._start_workers(stack, session)
             # before the workers close: running requests need them
             stack.callback(self._drain)
+            stack.enter_context(settled_collector())
             self._stack = stack.pop_all()
         return self
 
@@ -113,6 +119,7 @@ class Backend:
             partial(self._on_loop, self._add),
             partial(self._on_loop, self._remove),
             self._lost,
+            self._silent_s,
         )
         self._workers = workers
 
@@ -142,6 +149,12 @@ class Backend:
         """Replace a worker; it leaves once another one has its place, and no request is lost."""
         self._started_workers().drain(name)
         log.info("drain", extra=fields(worker=name))
+
+    def reload(self, config: Config) -> None:
+        """Apply the limits of a configuration that was read again."""
+        update = plan_update(self.config, config)
+        self._on_loop(self._router.configure, update.config.router)
+        self.config = update.config
 
     def _started_workers(self) -> "Cluster":
         if self._workers is None:
@@ -188,6 +201,15 @@ class Backend:
         loop, _ = self._serving.result()
         loop.call_soon_threadsafe(call, *args)
 
+    def _silent_s(self) -> Mapping[str, float]:
+        """Seconds of silence by worker; none while the loop of the router is busy."""
+        answer = Future[Mapping[str, float]]()
+        self._on_loop(lambda: answer.set_result(self._router.silent_s()))
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            return {}
+
     def _lost(self, error: DisaggError) -> None:
         """Ray is lost for good: running requests fail, and the service ends."""
         self._failure = error
@@ -223,13 +245,15 @@ class Service(Backend):
         secret: str | None = None,
     ):
         server = config.server
-        self._keys = read_keys(server)
+        api_keys = read_keys(server)
         check_tls(server)
         super().__init__(config, say)
         self.secret = secret or secrets.token_hex(16)
+        self.keys = KeyRing(api_keys, self.secret, server.metrics_key)
 
         self._socket = bind(server.host, server.port)
         self.url = url_of(self._socket, server)
+        self._http: HttpServer
         self._pd_sockets = open_pd_ports(config)
         self._sockets = [self._socket, *self._pd_sockets.values()]
         self._ports = {
@@ -253,6 +277,17 @@ class Service(Backend):
             )
         super().scale(prefill, decode)
 
+    def reload(self, config: Config) -> None:
+        """Apply the keys, the certificate and the limits of a configuration that was read again.
+
+        Files of keys and certificates are read again too. Logs which settings changed, and which
+        need a restart. ConfigError, and nothing changes, for files that cannot be used.
+        """
+        update = plan_update(self.config, config)
+        reload_http(update, self.keys, self._http)
+        super().reload(config)
+        warn_of_fixed(update)
+
     async def _serve(self) -> None:
         # imported here, on this thread, while Ray starts on the other
         from disagg.server.app import create_app
@@ -265,18 +300,14 @@ class Service(Backend):
             completions,
             token=self.secret,
             on_stop=self.stopped.set,
-            keys=self._keys,
+            keys=self.keys,
             worker_pool=self,
             origins=config.server.allowed_origins,
             is_stopping=self._is_stopping,
         )
-        server = http_server(app, config.server)
-
-        def end() -> None:
-            server.should_exit = True
-
-        self._serving.set_result((asyncio.get_running_loop(), end))
-        await server.serve(self._sockets)
+        self._http = http_server(app, config.server)
+        self._serving.set_result((asyncio.get_running_loop(), self._http.end))
+        await self._http.serve(self._sockets)
 
     def _is_stopping(self) -> bool:
         return self._is_draining or self.stopped.is_set()

@@ -4,16 +4,14 @@ import pytest
 import ray
 from ray.experimental import internal_kv
 
-from disagg.launch import ray_cluster
 from tests.launch.fakes import FakeCluster, get, wait
 
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of fake actors in place of Ray's, and no pause after a failed start."""
+    """Calls of fake actors in place of Ray's."""
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray_cluster, "RETRY_S", 0.0)
 
 
 @pytest.fixture

@@ -4,11 +4,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
 
+from ray.exceptions import GetTimeoutError
+
 from disagg.config import Config
+from disagg.errors import DisaggError
 from disagg.launch.actors import Actor
 from disagg.launch.ray_cluster import Cluster
+from disagg.launch.retry_pauses import RetryPauses
+from disagg.launch.start_protocol import failure, success
 from disagg.transfer.messages import Role, WorkerInfo
 
+HOST = "192.0.2.2"
 LOADING = object()  # an outcome that does not exist yet
 
 
@@ -59,33 +65,42 @@ class FakeConnection:
 class FakeCluster(Cluster):
     """A cluster whose workers load at once, with these outcomes; later ones serve.
 
-    An outcome is None (it serves), LOADING, an info, an error of Ray or (reason, message).
+    An outcome is None (it serves), LOADING, an info, an error of Ray or one of ours.
     """
 
     def __init__(self, *outcomes: Any, config: Config | None = None):
         super().__init__(config or Config())
         self._connection = self.connection = FakeConnection()
+        self.now_s = 0.0
+        self._pauses = RetryPauses(lambda: self.now_s)
         self.outcomes = list(outcomes)
         self.handles: dict[str, Handle] = {}
 
     def _load(self, role: Role, name: str) -> Actor:
         self.handles[name] = Handle()
         outcome = self.outcomes.pop(0) if self.outcomes else None
-        call = Call(outcome is not LOADING, outcome)
-        actor = Actor(role, name, self.handles[name], call)
+        actor = Actor(role, name, self.handles[name], Call())
         if outcome is None:
             loaded(actor)
+        elif outcome is not LOADING:
+            actor.call.done = True
+            actor.call.value = reply_of(outcome)
         return actor
 
     def kill(self, name: str) -> None:
         self.handles[name].watch.done = True
 
-    def step(self) -> list[str]:
-        """Poll once; returns what it reported: +up and -down."""
+    def step(self, **silent_s: float) -> list[str]:
+        """Poll once; returns what it reported: +up and -down.
+
+        silent_s: seconds of silence by worker, with _ for - in its name
+        """
         news: list[str] = []
+        silence = {name.replace("_", "-"): x for name, x in silent_s.items()}
         self.poll(
             lambda info: news.append(f"+{info.name}"),
             lambda name: news.append(f"-{name}"),
+            lambda: silence,
         )
         return news
 
@@ -93,26 +108,38 @@ class FakeCluster(Cluster):
 def loaded(actor: Actor) -> None:
     """End the loading of an actor well."""
     actor.call.done = True
-    actor.call.value = WorkerInfo(actor.name, actor.role, "127.0.0.1:1", epoch=1)
+    info = WorkerInfo(actor.name, actor.role, f"{HOST}:1", epoch=1)
+    actor.call.value = success(HOST, info)
+
+
+def reply_of(outcome: object) -> object:
+    """What the actor's start returns or raises."""
+    if isinstance(outcome, DisaggError):
+        return failure(HOST, outcome)
+    if isinstance(outcome, WorkerInfo):
+        return success(HOST, outcome)
+    return outcome
 
 
 def get(calls: Any, timeout: float | None = None) -> Any:
     """In place of `ray.get`."""
     if isinstance(calls, list):
         return [get(each) for each in calls]
+    if not calls.done:
+        raise GetTimeoutError
     if isinstance(calls.value, Exception):
         raise calls.value
     return calls.value
 
 
 def wait(
-    calls: list[Call], timeout: float | None = None
+    calls: list[Call], timeout: float | None = None, num_returns: int = 1
 ) -> tuple[list[Call], list[Call]]:
     """In place of `ray.wait`."""
     assert calls, "Ray refuses to wait for nothing"
     is_endless = timeout is None and not any(call.done for call in calls)
     assert not is_endless, "this would wait for ever"
-    return [call for call in calls if call.done][:1], []
+    return [call for call in calls if call.done][:num_returns], []
 
 
 def fake_node(gpus: int) -> Mock:

@@ -12,9 +12,10 @@ from disagg.config import load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.launch import actors, ray_cluster, ray_connection
 from disagg.launch.ray_cluster import Cluster
+from disagg.launch.retry_pauses import LONGEST_PAUSE_S
 from disagg.launch.worker_names import WorkerNames
-from disagg.transfer.messages import Role, WorkerInfo
-from tests.launch.fakes import LOADING, FakeCluster, Handle, fake_node, loaded
+from disagg.transfer.messages import Role, WorkerInfo, serves
+from tests.launch.fakes import LOADING, Call, FakeCluster, Handle, fake_node, loaded
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 ON_A_CLUSTER = {"cluster.address": "any:1", "cluster.name": "mine"}
@@ -26,6 +27,14 @@ def running_actors(monkeypatch, *names: str) -> list[dict[str, str]]:
     named.append({"name": "decode-7", "namespace": "another"})
     monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: named)
     return named
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """The actors that were killed."""
+    handles: list[Handle] = []
+    monkeypatch.setattr(ray, "kill", handles.append)
+    return handles
 
 
 # -- start
@@ -59,6 +68,18 @@ def test_start_reports_each_stage_of_loading_once(monkeypatch):
     assert reports == ["kernels", "steps"]
 
 
+def test_a_worker_with_slow_links_does_not_hide_those_of_others():
+    config = load_config(None, {"cluster.prefill": 2})
+    cluster = FakeCluster(None, None, LOADING, config=config)
+    slow, fast = [cluster._load(Role.PREFILL, f"prefill-{i}") for i in range(2)]
+    for actor in slow, fast:
+        actor.enter()
+    cluster.handles["prefill-0"].meet = Call()
+    cluster.handles["prefill-1"].meet = Call(done=True, value=["link to decode-0"])
+
+    assert actors.measure_links([slow, fast]) == ["prefill-1: link to decode-0"]
+
+
 @pytest.mark.parametrize("early", [(0, 2), (0, 3), (1, 2), (1, 3)])
 def test_start_waits_for_one_worker_of_each_role(early):
     names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
@@ -83,10 +104,49 @@ def test_workers_that_load_longer_than_the_start_are_reported():
 
 
 def test_a_worker_that_cannot_start_ends_the_start_with_its_error():
-    cluster = FakeCluster(("model", "no such model"))
+    cluster = FakeCluster(ModelError("no such model"))
 
     with pytest.raises(ModelError, match="no such model"):
         cluster.start()
+
+
+def test_one_bad_host_does_not_stop_the_start(monkeypatch, key_values, caplog):
+    running_actors(monkeypatch)
+    counts = {"cluster.prefill": 64, "cluster.decode": 64}
+    config = load_config(None, ON_A_CLUSTER | counts)
+    cluster = FakeCluster(ConfigError("no module disagg"), config=config)
+
+    infos = cluster.start()
+
+    assert serves([info.role for info in infos])
+    assert caplog.messages == [
+        "prefill-0 at 192.0.2.2 did not start: no module disagg; trying again in 10 s"
+    ]
+
+
+def test_a_role_without_a_worker_ends_the_start(monkeypatch, key_values, caplog):
+    running_actors(monkeypatch)
+    config = load_config(None, ON_A_CLUSTER | {"cluster.decode": 2})
+    failures = [ModelError("no such model"), ModelError("no such file")]
+    cluster = FakeCluster(LOADING, *failures, config=config)
+
+    with pytest.raises(ModelError, match="no such file"):
+        cluster.start()
+
+    assert len(caplog.messages) == 1
+
+
+def test_a_failed_worker_of_the_start_is_tried_again(monkeypatch, key_values):
+    running_actors(monkeypatch)
+    config = load_config(None, ON_A_CLUSTER | {"cluster.decode": 2})
+    cluster = FakeCluster(None, ModelError("gone"), None, config=config)
+    cluster.start()
+
+    early = [cluster.step() for _ in range(3)]
+    cluster.now_s = 10.0
+
+    assert early == [[], [], []]
+    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
 
 
 @pytest.mark.parametrize("cause", [MemoryError, RuntimeError])
@@ -179,15 +239,124 @@ def test_the_log_says_which_process_died(cluster, caplog):
     ]
 
 
-@pytest.mark.parametrize("failure", [RayActorError(), ("model", "the file is gone")])
+FAILURES = [RayActorError(), ModelError("the file is gone")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["of Ray", "of ours"])
 def test_a_replacement_that_does_not_start_is_tried_again(failure):
     cluster = FakeCluster(None, None, failure, failure)
     cluster.start()
-
     cluster.kill("prefill-0")
+    steps = []
 
-    steps = [cluster.step() for _ in range(4)]
-    assert steps == [["-prefill-0"], [], [], ["+prefill-0.3"]]
+    for _ in range(6):
+        steps.append(cluster.step())
+        cluster.now_s += LONGEST_PAUSE_S
+
+    assert steps == [["-prefill-0"], [], [], [], [], ["+prefill-0.3"]]
+
+
+def test_failed_starts_are_tried_after_growing_pauses(caplog):
+    """The log says which host it was, and why."""
+    failure = ModelError("the file is gone")
+    cluster = FakeCluster(None, None, failure, failure, failure)
+    cluster.start()
+    cluster.kill("prefill-0")
+    attempts = []
+
+    for now_s in range(0, 100, 5):
+        cluster.now_s = now_s
+        num_handles = len(cluster.handles)
+        cluster.step()
+        if len(cluster.handles) > num_handles:
+            attempts.append(now_s)
+
+    assert attempts == [0, 15, 40, 85]  # 5 s later each has failed
+    assert caplog.messages[1:] == [
+        f"prefill-0.{number} at 192.0.2.2 did not start: the file is gone; "
+        f"trying again in {pause_s} s"
+        for number, pause_s in [(1, 10), (2, 20), (3, 40)]
+    ]
+
+
+def test_a_place_that_pauses_does_not_keep_another_empty():
+    config = load_config(None, {"cluster.decode": 2})
+    cluster = FakeCluster(None, None, None, ModelError("gone"), config=config)
+    cluster.start()
+    cluster.step()
+    cluster.kill("decode-0")
+    cluster.step()
+    cluster.step()
+
+    cluster.kill("decode-1")
+
+    assert [cluster.step(), cluster.step()] == [["-decode-1"], ["+decode-1.2"]]
+
+
+def test_the_watch_rests_while_every_place_pauses(monkeypatch):
+    cluster = FakeCluster(None, None, ModelError("gone"), ModelError("gone"))
+    cluster.start()
+    rests: list[float] = []
+    monkeypatch.setattr(cluster._closing, "wait", rests.append)
+    for name in list(cluster.handles):
+        cluster.kill(name)
+    for _ in range(4):
+        cluster.step()
+    assert rests == []
+
+    cluster.step()
+
+    assert rests == [ray_cluster.CHECK_S]
+
+
+def test_a_drained_worker_stays_while_its_replacement_fails():
+    cluster = FakeCluster(None, None, ModelError("gone"))
+    cluster.start()
+
+    cluster.drain("decode-0")
+    for _ in range(3):
+        cluster.step()
+
+    assert stopped(cluster) == []
+
+
+# -- silence
+
+
+def test_a_silent_worker_is_killed_and_replaced(cluster, killed, caplog):
+    news = cluster.step(decode_0=61.0)
+
+    assert news == ["-decode-0"]
+    assert killed == [cluster.handles["decode-0"]]
+    assert caplog.messages == ["decode-0 at 192.0.2.2 was silent for 61 s; killed"]
+    assert cluster.step() == ["+decode-0.1"]
+
+
+def test_a_worker_that_is_silent_for_a_shorter_time_stays(cluster, killed):
+    assert cluster.step(decode_0=59.0) == []
+    assert killed == []
+
+
+def test_replace_s_sets_how_long_a_worker_may_be_silent(killed):
+    cluster = FakeCluster(config=load_config(None, {"cluster.replace_s": 5}))
+    cluster.start()
+
+    cluster.step(prefill_0=6.0)
+
+    assert killed == [cluster.handles["prefill-0"]]
+
+
+def test_a_loading_worker_is_never_silent(cluster, killed):
+    cluster.outcomes = [LOADING]
+    cluster.scale(None, 2)
+    cluster.step()
+
+    cluster.step(**{"decode_1.1": 100.0})
+
+    assert killed == []
+
+
+# -- a lost Ray
 
 
 def test_others_are_watched_while_a_replacement_loads(cluster):
@@ -250,7 +419,7 @@ def test_a_front_end_takes_over_all_workers_of_its_name(
     cluster.start()
 
     assert list(cluster.handles) == expected
-    cluster._load_another(Role.DECODE)
+    cluster._load_more(Role.DECODE, 1)
     assert cluster._actors[-1].name == replacement
 
 
@@ -291,10 +460,8 @@ def test_an_adopted_worker_that_ends_meanwhile_is_replaced(monkeypatch, key_valu
     assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
 
 
-def test_close_kills_workers_that_serve_or_are_its_own(monkeypatch):
+def test_close_kills_workers_that_serve_or_are_its_own(killed):
     """A worker of another front end, which still serves that one, stays."""
-    killed: list[Handle] = []
-    monkeypatch.setattr(ray, "kill", killed.append)
     cluster = FakeCluster(None, LOADING, LOADING, None)
     names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
     cluster._names = WorkerNames(names[:2])

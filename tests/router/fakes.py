@@ -90,6 +90,9 @@ class FakeWorker:
             logprobs=scores,
         )
 
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        pass
+
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         self.jobs.pop(rid, None)
 

@@ -1,5 +1,6 @@
 """Whatever a client sends has an answer, or a refusal that names the field; we never fail."""
 
+import asyncio
 import json
 import logging
 import threading
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
+from disagg.server import json_pieces, limits
 from disagg.server.app import create_app
 from disagg.server.reader import MAX_UNKNOWN_FIELDS
 from disagg.server.schema import (
@@ -241,6 +243,42 @@ def test_what_the_context_cannot_hold_is_too_long_by_its_field(
     assert says in refused(ask(app, **{field: value}), 400, "prompt_too_long", field)
 
 
+CHAT_SCORES = {"logprobs": True, "top_logprobs": 4}
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "scores"),
+    [
+        (post, {"logprobs": 4}, 4 * 5),
+        (post, {"logprobs": 0, "n": 3}, 3 * 4),
+        (post, {"logprobs": 4, "prompt": ["abc", "de"], "n": 2}, 2 * 2 * 4 * 5),
+        (post, {"logprobs": 4, "echo": True, "n": 2}, 2 * (3 + 4) * 5),
+        (chat, CHAT_SCORES, 4 * 5),
+        (chat, {**CHAT_SCORES, "max_tokens": None}, (20 - 4) * 5),
+    ],
+    ids=["one", "answers", "prompts", "echo", "chat", "chat-to-the-end"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_whole_request_have_a_limit(
+    ask, fields, scores, stream, app, monkeypatch
+):
+    monkeypatch.setattr(limits, "MAX_SCORES", scores)
+    assert ask(app, **fields, stream=stream).status_code == 200
+
+    monkeypatch.setattr(limits, "MAX_SCORES", scores - 1)
+    answer = ask(app, **fields, stream=stream)
+    assert f"up to {scores}" in refused(answer, 400, "request", "logprobs")
+
+
+def test_log_probabilities_of_a_prompt_have_a_limit_of_their_own(app, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PROMPT_SCORES", 14)
+
+    answer = post(app, logprobs=4, echo=True)
+
+    assert "the prompt would have 15" in refused(answer, 400, "request", "logprobs")
+    assert post(app, logprobs=4).status_code == 200
+
+
 def test_more_ids_than_the_context_holds_are_not_turned_into_text(app):
     assert (
         send(app, "POST", "/detokenize", json={"tokens": [65] * 20}).json()["prompt"]
@@ -356,6 +394,62 @@ def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
         assert max(map(len, caplog.messages)) < 200
         post(app, **{f"field{index}": 1 for index in range(2 * MAX_UNKNOWN_FIELDS)})
     assert len(caplog.messages) == MAX_UNKNOWN_FIELDS
+
+
+def test_of_fields_that_are_not_used_only_the_names_are_kept():
+    body = ask(metadata=[1], user="me", flavour={"mint": True}, logprobs=None)
+
+    request = CompletionRequest.read(json.dumps(body).encode())
+
+    assert request.model_extra == {}
+    assert request.unknown == ["flavour"]
+
+
+def test_a_long_unused_field_is_no_reason_to_refuse(app):
+    assert post(app, metadata=[[]] * limits.LONG_BODY_BYTES).status_code == 200
+
+
+def test_a_long_unsupported_field_is_refused(app):
+    answer = post(app, tools=[[]] * limits.LONG_BODY_BYTES)
+
+    assert "tools=" in refused(answer, 400, "request", "tools")
+
+
+def test_a_long_body_is_parsed_on_another_thread(app, monkeypatch):
+    threads = []
+    parse = json_pieces.parse
+
+    def parse_and_note(*arguments):
+        threads.append(threading.current_thread())
+        return parse(*arguments)
+
+    monkeypatch.setattr(json_pieces, "parse", parse_and_note)
+
+    post(app)
+    post(app, user="x" * limits.LONG_BODY_BYTES)
+
+    short, long = threads
+    assert short is threading.main_thread()
+    assert long is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        (CompletionRequest, ask(prompt="a long story", n=2)),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a long story"}]}),
+    ],
+    ids=["completion", "chat"],
+)
+def test_a_request_is_answered_without_its_text(form, body, completions):
+    async def chunks():
+        yield json.dumps(body).encode()
+
+    generation = asyncio.run(completions.prepare(form, chunks()))
+
+    assert "story" not in repr(generation)
+    assert generation.request.n == body.get("n", 1)
+    assert len(generation.prompts[0].tokens) >= len("a long story")
 
 
 VALUES = st.recursive(
