@@ -37,7 +37,7 @@ from disagg.paged.layer import (
     write_prompt,
     write_step,
 )
-from disagg.paged.page_tables import GroupStep, block_size, plan_step, upload
+from disagg.paged.page_tables import GroupStep, appendable, plan_step, upload
 
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
 DIRT = 0xFF  # read as a float of any width it is no number
@@ -131,7 +131,7 @@ class Layer:
         """Tokens that all sequences may append in one step, as many as the case
         wants.
         """
-        return min(block_size(self.group, n, self.case.block) for n in self.n)
+        return min(appendable(self.group, n, self.case.block) for n in self.n)
 
     def plan(self, m: int) -> GroupStep:
         """The step in which every sequence appends m tokens, on the device."""
@@ -185,7 +185,7 @@ class Layer:
 
 
 def widened(step: GroupStep, rows: int) -> GroupStep:
-    """The same step over a table of so many units, of which the last have no work."""
+    """The same step over a table of this many units, of which the last have no work."""
     assert step.units is not None
     table = step.units.table
     idle = table.new_zeros(max(0, rows - len(table)), table.shape[1])
@@ -253,9 +253,7 @@ def by_reference() -> Iterator[None]:
 
 @contextmanager
 def registers(most: int | None) -> Iterator[None]:
-    """Attention compiled for at most so many registers a thread; None: as it is
-    served.
-    """
+    """Attention compiled for at most this many registers a thread; None: as served."""
     options = plan.compile_options
     if most is None:
         yield

@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,7 @@ from disagg.cli.output import print_json, stages, tell
 from disagg.cli.shutdown import RAY_STOP_S, ShutdownGuard
 from disagg.cli.state_file import RunningService, read_state
 from disagg.config import Config, replace_keys
-from disagg.errors import ConfigError, DeadlineError, PeerLostError
+from disagg.errors import ConfigError, DeadlineError, DisaggError, PeerLostError
 from disagg.launch.reaper import birth
 
 if TYPE_CHECKING:
@@ -130,11 +131,11 @@ def serve(
         "server.log_format": log_format,
         "server.state_file": state_file and str(state_file),
     }
-    settings = options.read_config(config, sets, flags)
+    read_settings = partial(options.read_config, config, sets, flags)
     if show_config:
-        options.print_config(settings, as_json)
+        options.print_config(read_settings(), as_json)
     else:
-        run_service(settings, as_json)
+        run_service(read_settings, as_json)
 
 
 def split_specs(specs: str | None) -> list[str] | None:
@@ -153,8 +154,12 @@ def read_api_key(api_key: str | None) -> str | None:
     return os.environ.get("DISAGG_API_KEY") if api_key is None else api_key
 
 
-def run_service(config: Config, as_json: bool) -> None:
-    """Serve until a stop signal or `disagg stop`; the state file exists as long."""
+def run_service(read_settings: Callable[[], Config], as_json: bool) -> None:
+    """Serve until a stop signal or `disagg stop`; the state file exists as long.
+
+    read_settings: called again on SIGHUP
+    """
+    config = read_settings()
     path = options.state_path(config.server.state_file, config.cluster.name)
     state_files.check_unannounced(path)
     check_model(config)
@@ -173,11 +178,23 @@ def run_service(config: Config, as_json: bool) -> None:
                 stack.callback(guard.begin)
             mark_ready()
             guard.started()
+            hung_up = guard.take_hang_up()
             print_start(service, config, as_json)
             while not service.stopped.wait(1.0):
                 guard.take_signals()  # a restarted Ray has set its own handlers
+                if hung_up.is_set():
+                    hung_up.clear()
+                    reload_settings(service, read_settings)
     except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
         tell("stopped")
+
+
+def reload_settings(service: "Service", read_settings: Callable[[], Config]) -> None:
+    """Apply changed settings; those that cannot be used change nothing."""
+    try:
+        service.reload(read_settings())
+    except DisaggError as error:
+        tell(f"settings not read again: {error}")
 
 
 def state_of(service: "Service", config: Config) -> RunningService:

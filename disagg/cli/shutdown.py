@@ -16,11 +16,8 @@ from typing import Self
 
 from disagg.cli.output import tell
 
-STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # SIGHUP: a closed terminal
+# SIGHUP: a closed terminal
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RAY_STOP_S = 15.0  # for everything that Ray does at the end
 
 
@@ -34,6 +31,9 @@ class ShutdownGuard:
         self._limit_s = 2 * grace_s + RAY_STOP_S
         self._ignore_until = 0.0
         self._started = threading.Event()
+        self._hung_up = threading.Event()
+        self._ends_with_terminal = True
+        self._handlers = dict.fromkeys(STOP_SIGNALS, self._interrupt)
 
     def __enter__(self) -> Self:
         self._wakeup, watched = socket.socketpair()
@@ -66,7 +66,18 @@ class ShutdownGuard:
         """Install our handlers, again after each start of Ray, whose own abort the process."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._interrupt)
+                signal.signal(number, self._handlers[number])
+
+    def take_hang_up(self) -> threading.Event:
+        """From now on SIGHUP sets the event, unless it says that our terminal was closed.
+
+        `nohup` and a service without a terminal get no such message.
+        """
+        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._ends_with_terminal = has_terminal() and not is_ignored
+        self._handlers[signal.SIGHUP] = self._hang_up
+        signal.signal(signal.SIGHUP, self._hang_up)
+        return self._hung_up
 
     def reporting(self, report: Callable[[str], None]) -> Callable[[str], None]:
         """Reports stages, and takes the signals before each."""
@@ -86,6 +97,11 @@ class ShutdownGuard:
             tell("stopping ...")
         raise KeyboardInterrupt
 
+    def _hang_up(self, *_: object) -> None:
+        if self._ends_with_terminal and not has_terminal():
+            self._interrupt()
+        self._hung_up.set()
+
     def _watch(self, watched: socket.socket) -> None:
         """End the process if a signal during the start is not handled in time."""
         with watched:
@@ -93,6 +109,16 @@ class ShutdownGuard:
                 number = received[0]
                 if number in STOP_SIGNALS and not self._started.wait(RAY_STOP_S):
                     _exit_now(b"stopped while Ray started\n", 128 + number)
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal that is open."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    os.close(terminal)
+    return True
 
 
 def _exit_now(message: bytes, status: int) -> None:

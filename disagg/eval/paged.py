@@ -1,8 +1,8 @@
-"""A prompt computed once, and its KV under any codec, fed further tokens.
+"""Feeds tokens to the KV of a prompt under any codec; the prompt is computed once.
 
-The pages are written, grown and attended by the functions that the workers run, so the result is
-that of the service, with its kernels and 16-bit tails. A codec's `reconstruct` would be faster, but
-it cannot stand for codecs that decide at read, nor for kernels.
+Pages are written, grown and attended by the functions that the workers run, so the result is that
+of the service, with its kernels and 16-bit tails. Attention on a codec's `decode` would be faster,
+but it would cover neither the kernels nor codecs that decide while reading.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
 from disagg.paged.layer import LayerRecords, PromptChunk, views_of, write_prompt
 from disagg.paged.page_tables import (
-    block_size,
+    appendable,
     build_tables,
     plan_step,
     plan_units,
@@ -116,13 +116,13 @@ class PagedKV:
         return [outputs[layer] for layer in sorted(outputs)]
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Append tokens; each sees all before it. Logits [m, V] fp32 behind each of them."""
+        """Append m tokens; each sees all before it. Returns the logits after each: [m, V] fp32."""
         logits: list[Tensor] = []
         done = 0
         while done < len(tokens):
             remaining = len(tokens) - done
             count = min(
-                block_size(group, self.num_tokens, remaining)
+                appendable(group, self.num_tokens, remaining)
                 for group, _ in self._groups
             )
             logits.append(self._step(tokens[done : done + count]))

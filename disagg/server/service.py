@@ -26,6 +26,7 @@ from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
 from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
+from disagg.server.live_settings import load_certificate, plan_update
 from disagg.server.log import fields
 from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
+ANSWER_S = 1.0  # the router's loop answers other threads within this, or is busy
 # addresses that mean all interfaces, and how this host reaches itself then
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -147,6 +149,7 @@ class Service:
             partial(self._on_loop, self._add),
             partial(self._on_loop, self._remove),
             self._lost,
+            self._silent_s,
         )
         self._workers = workers
 
@@ -183,6 +186,29 @@ class Service:
         """Replace a worker; it leaves once another one has its place, and no request is lost."""
         self._started_workers().drain(name)
         log.info("drain", extra=fields(worker=name))
+
+    def reload(self, config: Config) -> None:
+        """Apply the keys, the certificate and the limits of a configuration that was read again.
+
+        Files of keys and certificates are read again too. Logs which settings changed, and which
+        need a restart. ConfigError, and nothing changes, for files that cannot be used.
+        """
+        update = plan_update(self.config, config)
+        server = update.config.server
+        keys = read_keys(server)
+        check_tls(server)
+        _, http = self._serving.result()
+        if server.tls_certificate and server.tls_key:
+            assert http.config.ssl is not None
+            load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
+        self.keys.replace(keys, server.metrics_key)
+        self._on_loop(self._router.configure, update.config.router)
+        self.config = update.config
+        applied = ",".join(update.applied) or None
+        log.info("settings read again", extra=fields(keys=len(keys), changed=applied))
+        if update.fixed:
+            names = ", ".join(update.fixed)
+            log.warning("these settings need a restart to change: %s", names)
 
     def _started_workers(self) -> "Cluster":
         if self._workers is None:
@@ -245,6 +271,15 @@ class Service:
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         loop, _ = self._serving.result()
         loop.call_soon_threadsafe(call, *args)
+
+    def _silent_s(self) -> Mapping[str, float]:
+        """Seconds of silence by worker; none while the loop of the router is busy."""
+        answer = Future[Mapping[str, float]]()
+        self._on_loop(lambda: answer.set_result(self._router.silent_s()))
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            return {}
 
     def _lost(self, error: DisaggError) -> None:
         """Ray is lost for good: running requests fail, and the service ends."""

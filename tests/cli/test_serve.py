@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from disagg.cli.output import stages
+from disagg.cli.serve import reload_settings
 from disagg.cli.state_file import (
     RunningService,
     announced,
@@ -396,6 +398,19 @@ def test_a_signal_while_workers_load_ends_the_service(
     assert output.splitlines()[-2:] == ["stopping ...", last]
     assert not taken_by_ray
     assert not state_file.exists()
+
+
+def test_settings_that_cannot_be_read_again_change_nothing(capsys):
+    service = Mock()
+
+    def read_settings() -> Config:
+        raise ConfigError("config file service.yaml is not YAML")
+
+    reload_settings(service, read_settings)
+
+    service.reload.assert_not_called()
+    error = capsys.readouterr().err
+    assert error == "settings not read again: config file service.yaml is not YAML\n"
 
 
 def test_a_terminal_gets_one_line_that_changes(monkeypatch):

@@ -86,7 +86,7 @@ def test_behind_a_window_all_pages_are_dropped(window):
 
 
 @pytest.mark.parametrize("window", [16, 128, 1000])
-def test_behind_a_window_a_segment_stays_for_the_next_page_to_join(window):
+def test_before_a_window_a_segment_stays_for_the_next_page(window):
     """A new one would be made from tokens that a sequence that moved no longer has."""
     segmented = replace(group(64, segments=True), window=window)
     for n in range(5000):
