@@ -18,6 +18,10 @@ LIVE_KEYS = frozenset(
         "server.api_key",
         "server.api_key_file",
         "server.metrics_key",
+        "server.max_body_bytes",
+        "server.silence_s",
+        "server.idle_s",
+        "server.max_connections",
     }
 )
 

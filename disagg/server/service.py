@@ -34,9 +34,8 @@ from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from disagg.launch.ray_cluster import Cluster
+    from disagg.server.connections import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Service:
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
         # set when the http thread serves
-        self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]]
+        self._serving: Future[tuple[asyncio.AbstractEventLoop, HttpServer]]
         self._serving = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
 
@@ -203,6 +202,8 @@ class Service:
             load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
         self.keys.replace(keys, server.metrics_key)
         self._on_loop(self._router.configure, update.config.router)
+        self._on_loop(http.limit, server)
+        self._completions.reader.max_body_bytes = server.max_body_bytes
         self.config = update.config
         applied = ",".join(update.applied) or None
         log.info("settings read again", extra=fields(keys=len(keys), changed=applied))
@@ -233,9 +234,11 @@ class Service:
 
         config = self.config
         self._router = Router(config.router)
-        completions = Completions.load(config, self.name, self._router, self._ports)
+        self._completions = Completions.load(
+            config, self.name, self._router, self._ports
+        )
         app = create_app(
-            completions,
+            self._completions,
             token=self.secret,
             on_stop=self.stopped.set,
             keys=self.keys,
