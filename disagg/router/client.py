@@ -179,6 +179,11 @@ class RouterClient:
         return len(self._prompts)
 
     @property
+    def waiting(self) -> int:
+        """Requests of all doors that wait for a worker; of this door, that wait for a router."""
+        return self._state.waiting if self._has_router else self.running
+
+    @property
     def ready(self) -> bool:
         """Whether the router is there, and ready."""
         return self._has_router and self._state.ready

@@ -60,6 +60,10 @@ class RequestRouter(Protocol):
     def running(self) -> int:
         """Requests that are not done."""
 
+    @property
+    def waiting(self) -> int:
+        """Number of queued requests."""
+
     def lacks(self, expected: Mapping[str, int]) -> str:
         """What `ready` waits for, in words; expected: number of workers by role."""
 

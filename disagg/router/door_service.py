@@ -107,6 +107,7 @@ class DoorService:
             ready=self._router.ready,
             lacks=self._router.lacks(targets),
             targets=targets,
+            waiting=self._router.waiting,
         )
 
     async def _report(self, data: bytes) -> bytes:

@@ -36,8 +36,7 @@ class DoorCompletions(Completions):
 
     router: RouterClient
 
-    async def scrape(self) -> bytes:
-        """The body of GET /metrics."""
+    async def _collect(self) -> bytes:
         return await self.router.scrape()
 
 
@@ -97,6 +96,7 @@ class Door:
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: RouterClient
+        self._completions: DoorCompletions
         self._http: HttpServer
 
     async def serve(self, on_serving: Callable[[], None]) -> None:
@@ -121,6 +121,7 @@ class Door:
         )
         server = http_server(LastRequests(app, self._ends), config.server)
         self._client = client
+        self._completions = completions
         self._http = server
         self._loop = asyncio.get_running_loop()
         if self._is_ending:
@@ -164,7 +165,7 @@ class Door:
         ConfigError, and nothing changes, for files that cannot be used.
         """
         update = plan_update(self._config, config)
-        reload_http(update, self._keys, self._http)
+        reload_http(update, self._keys, self._http, self._completions.reader)
         self._client.configure(update.config.router)
         self._config = update.config
 

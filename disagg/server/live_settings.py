@@ -12,6 +12,7 @@ from disagg.server.log import fields
 
 if TYPE_CHECKING:
     from disagg.server.connections import HttpServer
+    from disagg.server.reader import RequestReader
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,10 @@ LIVE_KEYS = frozenset(
         "server.api_key",
         "server.api_key_file",
         "server.metrics_key",
+        "server.max_body_bytes",
+        "server.silence_s",
+        "server.idle_s",
+        "server.max_connections",
     }
 )
 
@@ -65,8 +70,10 @@ def load_certificate(context: ssl.SSLContext, certificate: str, key: str) -> Non
         raise ConfigError(f"no HTTPS with {certificate} and {key}: {error}") from error
 
 
-def reload_http(update: SettingsUpdate, keys: KeyRing, http: "HttpServer") -> None:
-    """Use the keys and the certificate of an update, whose files are read again.
+def reload_http(
+    update: SettingsUpdate, keys: KeyRing, http: "HttpServer", reader: "RequestReader"
+) -> None:
+    """Use the keys, the certificate and the limits of an update; their files are read again.
 
     ConfigError, and nothing changes, for files that cannot be used.
     """
@@ -77,6 +84,8 @@ def reload_http(update: SettingsUpdate, keys: KeyRing, http: "HttpServer") -> No
         assert http.config.ssl is not None
         load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
     keys.replace(api_keys, server.metrics_key)
+    http.limit(server)
+    reader.max_body_bytes = server.max_body_bytes
     applied = ",".join(update.applied) or None
     log.info("settings read again", extra=fields(keys=len(api_keys), changed=applied))
 

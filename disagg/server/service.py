@@ -284,7 +284,7 @@ class Service(Backend):
         need a restart. ConfigError, and nothing changes, for files that cannot be used.
         """
         update = plan_update(self.config, config)
-        reload_http(update, self.keys, self._http)
+        reload_http(update, self.keys, self._http, self._completions.reader)
         super().reload(config)
         warn_of_fixed(update)
 
@@ -295,9 +295,11 @@ class Service(Backend):
         from disagg.server.connections import http_server
 
         config = self.config
-        completions = Completions.load(config, self.name, self._router, self._ports)
+        self._completions = Completions.load(
+            config, self.name, self._router, self._ports
+        )
         app = create_app(
-            completions,
+            self._completions,
             token=self.secret,
             on_stop=self.stopped.set,
             keys=self.keys,

@@ -121,38 +121,54 @@ def test_forty_streams_survive_their_router_and_others_their_door(home, pool):
     state = home.service()
     crowd = crowd_of(state, pool)
 
+    kill_the_router(home, crowd)
+    kill_a_door(home, crowd)
+    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    replace_a_door(home, crowd)
+
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+
+
+def kill_the_router(home: Home, crowd: Crowd) -> None:
+    """Every stream goes on, token by token."""
     crowd.begin()
     os.kill(children(home, "router")["0"], signal.SIGKILL)
-    survivors = crowd.end()
-    assert [stream.error for stream in survivors] == [None] * STREAMS
-    assert all(crowd.is_exact(stream) for stream in survivors)
-    pause_s = max(stream.longest_pause_s for stream in survivors)
+    streams = crowd.end()
+
+    assert [stream.error for stream in streams] == [None] * STREAMS
+    assert all(crowd.is_exact(stream) for stream in streams)
+    pause_s = max(stream.longest_pause_s for stream in streams)
     print(f"\nrouter killed: {STREAMS} streams exact after {pause_s:.1f} s at most")
 
+
+def kill_a_door(home: Home, crowd: Crowd) -> None:
+    """Its streams end with an error, the others go on."""
     crowd.begin()
     victim = children(home, "door")["0"]
     os.kill(victim, signal.SIGKILL)
     streams = crowd.end()
+
     cut = [stream for stream in streams if stream.error]
     whole = [stream for stream in streams if not stream.error]
     assert all(crowd.is_exact(stream) for stream in whole)
     assert cut
     assert whole
     print(f"door killed: {len(cut)} streams cut, {len(whole)} exact")
-    wait_for(lambda: idle(state), describe=lambda: workers(state))
     wait_for(lambda: children(home, "door").get("0") not in (None, victim))
 
+
+def replace_a_door(home: Home, crowd: Crowd) -> None:
+    """Its streams end first; then nothing of it stays."""
     crowd.begin()
     leaver = children(home, "door")["1"]
     os.kill(leaver, signal.SIGTERM)
     streams = crowd.end()
+
     assert all(crowd.is_exact(stream) for stream in streams)
     wait_for(lambda: children(home, "door").get("1") not in (None, leaver))
     wait_for(lambda: leaver not in home.processes())
-
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 0, error
 
 
 def test_on_a_cluster_the_next_router_takes_over_the_workers(address, tmp_path, pool):

@@ -48,7 +48,7 @@ def error_of(line: str) -> dict[str, Any]:
 def test_streams_and_service_end_at_once_when_ray_is_lost_for_good():
     with httpx.Client(timeout=60) as client, colocated(3600) as (service, stack):
         lines = open_stream(client, service)
-        _, on_down, on_end = service._workers.watch.call_args.args
+        _, on_down, on_end, _ = service._workers.watch.call_args.args
         on_down("both-0")
         on_end(PeerLostError("Ray is lost; given up"))
         assert service.stopped.is_set()

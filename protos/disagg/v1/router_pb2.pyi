@@ -88,7 +88,7 @@ class End(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[_kv_transfer_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class RouterState(_message.Message):
-    __slots__ = ("ready", "lacks", "targets")
+    __slots__ = ("ready", "lacks", "targets", "waiting")
     class TargetsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -99,10 +99,12 @@ class RouterState(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     LACKS_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     lacks: str
     targets: _containers.ScalarMap[str, int]
-    def __init__(self, ready: bool = ..., lacks: _Optional[str] = ..., targets: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    waiting: int
+    def __init__(self, ready: bool = ..., lacks: _Optional[str] = ..., targets: _Optional[_Mapping[str, int]] = ..., waiting: _Optional[int] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ()
