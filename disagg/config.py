@@ -24,6 +24,7 @@ DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
 MAX_WORKERS = 1024  # of a role
+MAX_DOORS = 64
 
 
 def at_least(least: float, *, default: Any, most: float = math.inf) -> Any:
@@ -228,6 +229,8 @@ class ServerConfig(Bounded):
 
     host:              address to listen on; 0.0.0.0: every IPv4 address of this host
     port:              port to listen on; 0: any free port
+    doors:             processes with HTTP and tokenizer in front of one with the router; 1: one
+                       process does both
     pd_ports:          first port of a range with one port per worker, for vLLM's routers; 0: any
                        free ports
     state_file:        file in which other commands find the service; None: one in a folder of this
@@ -251,6 +254,7 @@ class ServerConfig(Bounded):
 
     host: str = "127.0.0.1"
     port: int = at_least(0, default=8000)
+    doors: int = at_least(1, most=MAX_DOORS, default=1)
     pd_ports: int | None = at_least(0, default=None)
     state_file: str | None = None
     served_model_name: str | None = None
