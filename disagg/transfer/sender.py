@@ -151,6 +151,12 @@ class SendQueue:
         """Bytes of the frames that are not answered yet."""
         return sum(frame.size for frame in self._in_flight)
 
+    @property
+    def bytes_to_come(self) -> int:
+        """About how many bytes the receiver lacks, sent or not."""
+        lacks = self.manifest.num_items - len(self.peer_has)
+        return self.manifest.total_bytes * lacks // self.manifest.num_items
+
     def restart(self, peer_has: Mapping[int, int], credit: int) -> None:
         """Start over on a new attachment, whose receiver has these items already.
 
@@ -396,7 +402,7 @@ class Sender:
         attach = replace(
             self._attach_message,
             ticket=self.ticket,
-            direct=self._channel.options.direct,
+            direct=self._channel.wants_direct,
         )
         return await self._channel.attach(self, attach)
 
