@@ -1,11 +1,11 @@
-"""What does `--codec auto` do when a link gets slower?
+"""How `--codec auto` reacts when a link gets slower.
 
     python -m benchmarks.auto --json --out FILE
 
-Prompts one after another over a link that drops and returns, first under every codec, then under
-the one that the service chooses for each. The first token shall be decoded within a multiple of the
-time that computing a prompt takes, and attention outputs be off by no more than the budget. The
-link is that of `disagg bench compare`: its rate is a multiple of the KV that prefill makes.
+Prompts go one after another over a link whose rate drops and recovers, first under each codec, then
+under the codec that the service chooses per prompt. Goals: the first decoded token within a
+multiple of the compute time of a prompt, and an error of attention within the budget. As in `disagg
+bench compare`, the rate of the link is a multiple of the KV that prefill produces.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ NOTES = (
 
 
 def default_codecs() -> Sequence[str]:
-    """Those of `disagg bench compare`."""
+    """The codecs of `disagg bench compare`."""
     from disagg.bench.compare import CODECS
 
     return CODECS
@@ -49,11 +49,11 @@ def default_codecs() -> Sequence[str]:
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """The prompts and what is asked of them.
+    """The prompts and the goals.
 
-    requests: of each phase and codec
-    times:    the deadline, as a multiple of the time that computing a prompt takes
-    budget:   of the error of attention outputs
+    requests: per phase and codec
+    times:    the deadline, in compute times of a prompt
+    budget:   largest relative error of attention outputs
     """
 
     model: str | None = None
@@ -65,7 +65,7 @@ class AutoOptions:
 
 
 def measure_auto(options: AutoOptions) -> Row:
-    """A row for each codec, and one for the choice among them."""
+    """A row for each codec, and one for the choice of the service."""
     from disagg.bench.compare import config_of, texts_of
     from disagg.bench.workers import started_workers
 
@@ -106,7 +106,7 @@ async def _measure(
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A request that was served: its phase, the codec of its pages, and what it met."""
+    """A served request: its phase, the codec of its pages, and the goals that it met."""
 
     phase: int
     codec: str
@@ -167,7 +167,7 @@ def _row(
 
 
 def draw_auto(result: Row) -> str:
-    """The table for people."""
+    """The result as a table."""
     rows = []
     for row in result["rows"]:
         phases = []
@@ -180,12 +180,12 @@ def draw_auto(result: Row) -> str:
 def auto(
     model: Model = None,
     codec: Codecs = None,
-    requests: int = Option(50, min=1, help="Of each phase and codec."),
-    tokens: int = Option(512, min=256, max=8192, help="As samples have."),
+    requests: int = Option(50, min=1, help="Requests per phase and codec."),
+    tokens: int = Option(512, min=256, max=8192, help="Tokens per prompt."),
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Codecs that the service chooses, on a link that drops and returns."""
+    """Codecs chosen by the service on a link that gets slower and recovers."""
     check_codecs(model, codec or (), tokens=tokens + ANSWER_TOKENS)
     fields = without_none(codecs=codec)
     options = AutoOptions(model, requests=requests, tokens=tokens, **fields)

@@ -1,12 +1,12 @@
-"""How long a hand-off is at least, and what arriving prompts cost a running answer.
+"""The least latency of a hand-off, and how much arriving prompts slow down a running answer.
 
     python -m benchmarks.latency --json --out FILE
 
-A tiny prompt, loopback, an idle decode worker with the packaged model: from the last layer offered
-until its engine runs the prompt, on the clock of the host; and to the acknowledgement, one way
-more. Pages are ready and all layers are offered at once, so none is on its way before the last; the
-prompt is reserved and attached by then, as workers do before they compute. Then one answer is
-decoded alone, and while prompts arrive one after another, at 1 Gb/s and as fast as they come.
+A tiny prompt goes over loopback to an idle decode worker with the packaged model. Times are from
+the offer of the last layer until the engine runs the prompt, and until the acknowledgement is back.
+Pages are ready and all layers are offered at once, after reserve and attach, so nothing is sent
+early. Then one answer is decoded alone, and while prompts arrive one after another, at 1 Gb/s and
+without a limit.
 """
 
 import time
@@ -35,7 +35,7 @@ NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread
 
 @dataclass(frozen=True)
 class LatencyOptions:
-    """The tiny prompt, how often it is sent, and the answer that is decoded beside.
+    """The tiny prompt, the number of rounds, and the answer decoded while prompts arrive.
 
     arriving: tokens of the prompts that arrive meanwhile, for `seconds`
     """
@@ -49,12 +49,12 @@ class LatencyOptions:
 
 
 def measure_latency(options: LatencyOptions) -> Row:
-    """Send a prompt again and again, one at a time; then decode beside. Milliseconds.
+    """Send prompts one at a time; then decode an answer while prompts arrive. Milliseconds.
 
     running_ms:      from the last layer offered until the engine runs the prompt
-    acknowledged_ms: until its sender knows
-    admit_ms:        of these, from the commit at the decode worker to the inbox of its engine
-    decoding:        between the tokens of an answer, alone and while `received_gbps` arrive
+    acknowledged_ms: until the sender has the acknowledgement
+    admit_ms:        part of it: from the commit at the decode worker to the inbox of its engine
+    decoding:        gaps between tokens of an answer, alone and while `received_gbps` arrive
     """
     from benchmarks.recorded_worker import RecordedEnd
     from disagg.bench.handoff import SendingEnd, Way
@@ -133,20 +133,20 @@ def _decode(
 
 
 def draw_latency(result: Row) -> str:
-    """The tables for people."""
+    """The result as tables."""
     (row,) = result["rows"]
     columns = [name for name in row if name != "decoding"]
     return f"{table([row], columns)}\n\n{table(row['decoding'])}"
 
 
 def latency(
-    codec: str | None = None,
-    tokens: int | None = Option(None, min=1, help="Of the tiny prompt."),
+    codec: str | None = Option(None, help="Codec spec."),
+    tokens: int | None = Option(None, min=1, help="Length of the tiny prompt."),
     rounds: Rounds = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """From the last prefill layer to running, and what arriving prompts cost an answer."""
+    """Latency of a hand-off, and the cost of arriving prompts for a running answer."""
     check_codecs(None, [] if codec is None else [codec], tokens=(tokens or 0) + 1)
     fields = without_none(codec=codec, tokens=tokens, rounds=rounds)
     show(measure_latency(LatencyOptions(**fields)), out, as_json, draw_latency)

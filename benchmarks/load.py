@@ -1,10 +1,10 @@
-"""How long prompts wait for each other, and for whom.
+"""How long prompts wait for each other.
 
     python -m benchmarks.load --json --out FILE
 
-8 prompts of 1,500 tokens, and 40 of 4 to 1,500 that come while those are computed, for one pair of
-workers. Each should wait for those with less work left and for one chunk of a longer one: the
-tokens that the worker computed for others meanwhile say how much of it went to longer ones.
+One pair of workers gets 8 prompts of 1,500 tokens, and 40 of 4 to 1,500 tokens while these are
+computed. A prompt should wait only for those with less work left, and for one chunk of a longer
+prompt. The benchmark counts the tokens computed for longer prompts while a prompt waits.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ class Arrival:
 
 
 def measure_load(long: int = 8, others: int = 40) -> Row:
-    """A row for every prompt: how long it waited for its first token, and for whom.
+    """A row for every prompt: the time to its first token, and how much of it others took.
 
-    passed_over: tokens of less urgent prompts that were computed meanwhile
+    passed_over: tokens of less urgent prompts computed meanwhile
     busy:        share of the time in which the prefill worker computed
     """
     config = Config(transfer=TransferConfig(min_disagg_tokens=0))
@@ -116,10 +116,11 @@ async def _send_all(
 
 
 def passed_over(came: Mapping[Prompt, float], steps: Sequence[StepRecord]) -> list[int]:
-    """Tokens of less urgent prompts that were computed while each prompt waited: in steps that
-    ended after it came, and did not end it.
+    """Tokens of less urgent prompts computed while each prompt waited.
 
-    came: when, of each
+    Counts steps that ended after the prompt arrived, except the one that completed it.
+
+    came: arrival times
     """
     tokens_left = {prompt: len(prompt) for prompt in came}
     passed = Counter[Prompt]()
@@ -138,12 +139,12 @@ def passed_over(came: Mapping[Prompt, float], steps: Sequence[StepRecord]) -> li
 def _less_urgent_tokens(
     keys: Mapping[Prompt, float], prompt: Prompt, computed: Mapping[Prompt, int]
 ) -> int:
-    """Of a step, those of prompts that should have come after this one."""
+    """Tokens of a step that belong to prompts less urgent than this one."""
     return sum(count for other, count in computed.items() if keys[other] > keys[prompt])
 
 
 def load(out: Out = None, as_json: Json = False) -> None:
-    """How long 48 prompts of 4 to 1,500 tokens wait for each other, and should wait."""
+    """How long 48 prompts of 4 to 1,500 tokens wait for each other."""
     show(measure_load(), out, as_json)
 
 

@@ -1,16 +1,16 @@
-"""How much work is decoding on a GPU? Counted in machine code, for chips that need not be there.
+"""The work of decoding on a GPU, counted in machine code; needs no GPU.
 
     python -m benchmarks.machine_code --target sm_90 --json --out FILE
     python -m benchmarks.machine_code sm_90 kivi-2-4heads low-rank    # a row of JSON for each
 
 The figure that decides decode speed is instructions per element of K and V in the loop over pages:
 an H200 reads memory at full speed only below about 3.9 at 4 bit and 2.1 at 2 bit. It is counted in
-the disassembly, so a test on any machine can hold it. All other kernels are only checked for
-compiling and for spills. Each is compiled in a process of its own, because some configurations
-abort the compiler and the process with it.
+the disassembly, so a test can check it on any machine. All other kernels are only checked for
+compiling and for spills. Each is compiled in its own process, because some configurations crash the
+compiler.
 
-What is compiled is what a codec launches: its code runs on tensors without numbers, and launches
-are recorded instead of made. Heads have 128 channels unless the name says another number, as
+The kernels are those that codecs launch: their code runs on meta tensors, and launches are recorded
+instead of executed. Heads have 128 channels unless the name says another number, as
 kivi-2-D256-4heads does; there are 8 KV heads, and 32 sequences in a step.
 """
 
@@ -102,7 +102,7 @@ NOTES = "instructions of a thread for each element of K and V; no chip was neede
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments by name, and what the compiler is told."""
+    """A kernel with its arguments by name, and its compile options."""
 
     kernel: JITFunction
     arguments: dict[str, Any]
@@ -161,7 +161,7 @@ class LaunchRequest(NamedTuple):
     sequences: int = 32
 
     def launch(self, head_dim: int, chip: GPUTarget) -> Launch:
-        """With so many channels of a head."""
+        """The launch with this head dim."""
         for launch in launches(self, head_dim, chip):
             is_v = launch.arguments.get("IS_V", False)
             if launch.kernel.__name__ == self.kernel and is_v == self.is_v:
@@ -373,7 +373,7 @@ def over_pages(loops: list[list[str]], products: int) -> list[str]:
 
     There it is the shortest that loads ahead: one over other pages does fewer products, and one
     with masks, for the ends of a sequence, is longer. Of AMD code it is the first that multiplies
-    matrices: the other comes behind it. Loops within, of loads whose lanes differ, are counted as
+    matrices: the other follows it. Loops within, of loads whose lanes differ, are counted as
     if run once.
     """
 
@@ -457,7 +457,7 @@ def _cause(stderr: str) -> str:
 
 
 def read_machine_code(targets: Sequence[str] = tuple(TARGETS)) -> Row:
-    """What compilers for chips make of the kernels; UnknownNameError for an unknown target."""
+    """Figures of all kernels for these targets; UnknownNameError for an unknown one."""
     if unknown := set(targets) - set(TARGETS):
         raise UnknownNameError.of("target", min(unknown), TARGETS)
     rows = compile_all(LOOPS, targets)
@@ -467,12 +467,12 @@ def read_machine_code(targets: Sequence[str] = tuple(TARGETS)) -> Row:
 
 def machine_code(
     target: list[str] | None = Option(
-        None, "--target", help="sm_90; all unless given."
+        None, "--target", help="GPU, such as sm_90; default: all."
     ),
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """What attention and encoding cost on a GPU, read from machine code."""
+    """Count instructions, registers and spills of GPU kernels in machine code."""
     show(read_machine_code(**without_none(targets=target)), out, as_json)
 
 

@@ -1,10 +1,10 @@
-"""What does moving a running sequence cost?
+"""The cost of moving a running sequence.
 
     python -m benchmarks.moves --json --out FILE
 
-One answer at a time; in its middle its decode worker becomes a prefill worker, so that the sequence
-moves to the other one. The gap is the longest between two tokens from then until five tokens after
-the move. Beside it: prompt and answer prefilled again, as after a death.
+One answer at a time: halfway through, its decode worker becomes a prefill worker, so the sequence
+moves to the other decode worker. The gap is the longest time between two tokens from then until
+five tokens after the move. For comparison, prompt and answer are prefilled again, as after a crash.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ Digests = Counter[tuple[int, ...]]
 def witnessed() -> Iterator[tuple[Digests, Digests]]:
     """The bytes of sequences that leave workers of this process, and of those that arrive.
 
-    They are read in place: after a sequence has stopped, and before another engine has it.
+    They are read after a sequence has stopped, and before the other engine runs it.
     """
     departed, arrived = Digests(), Digests()
     begin, admit = MigrationHandoff.begin, DecodeSide.admit
@@ -100,7 +100,7 @@ class PageWitness(WorkerEnd):
 
 
 class MoveSample(NamedTuple):
-    """One answer: its longest gap around the move, all other gaps, and a prefill instead of it."""
+    """One answer: its longest gap around the move, other gaps, and a prefill instead of it."""
 
     gap_ms: float
     others_ms: list[float]
@@ -111,10 +111,10 @@ class MoveSample(NamedTuple):
 def measure_moves(rounds: int = 20) -> Row:
     """A row for every codec and length of a prompt.
 
-    moves, equal:   how many there were; with equal digests of all records on both sides
-    gap_ms, itl_ms: between tokens, at a move and else
-    stopped_ms:     from the last token at one worker until the other one has acknowledged it all
-    prefill_ms:     until the first decoded token, had prompt and answer been prefilled again
+    moves, equal:   number of moves, and of those with equal records on both sides
+    gap_ms, itl_ms: between tokens, at the move and elsewhere
+    stopped_ms:     from the last token at one worker to the acknowledgement of the other
+    prefill_ms:     time to the first decoded token if prompt and answer are prefilled again
     """
     return result_of(asyncio.run(_measure(rounds)), NOTES, rounds=rounds)
 
@@ -229,11 +229,11 @@ async def _counts(group: WorkerGroup) -> Counter[str]:
 
 
 def moves(
-    runs: int = Option(20, min=1, help="Medians are of this many."),
+    runs: int = Option(20, min=1, help="Runs per median."),
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """What an answer notices when it goes on at another decode worker."""
+    """Gaps in an answer that moves to another decode worker."""
     show(measure_moves(runs), out, as_json)
 
 

@@ -1,10 +1,10 @@
-"""Does the wire hide behind prefill?
+"""How well transfers overlap with prefill.
 
     python -m benchmarks.overlap --json --out FILE
 
-Time to the first decode token through a token bucket of 50 Mb/s, in bursts of at most 64 KiB. A
-prompt cannot decode before it is computed, nor before its KV has crossed the link: the bound is
-max(compute, wire). Beside it: when pages leave only after the whole prompt is computed.
+Time to the first decode token over a link of 50 Mb/s (a token bucket, bursts of at most 64 KiB). A
+prompt cannot decode before it is computed and its KV has crossed the link, so the bound is
+max(compute, wire). For comparison, pages are sent only after the whole prompt is computed.
 """
 
 import asyncio
@@ -49,9 +49,9 @@ def measure_overlap(runs: int = 5) -> Row:
 def summarise(codec: str, early: Sequence[Answer], late: Sequence[Answer]) -> Row:
     """The medians of two sides, in milliseconds; ratios are to `bound_ms` = max(compute, wire).
 
-    compute_ms: until the first token, which prefill emits as soon as it has it
-    wire_ms:    all bytes of the hand-off at the pace of the link
-    overlapped_ms, after_ms: until the first decoded token, with pages leaving early or afterwards
+    compute_ms: time to the first token, which prefill emits
+    wire_ms:    all bytes of the hand-off at the rate of the link
+    overlapped_ms, after_ms: time to the first decoded token, with pages sent early or afterwards
     """
     wire_bytes = int(median(kv.get("wire_bytes", 0) for _, kv in early))
     wire_ms = wire_bytes * 8 / (LINK_MBPS * 1e3)
@@ -73,7 +73,7 @@ def summarise(codec: str, early: Sequence[Answer], late: Sequence[Answer]) -> Ro
 
 
 def measure_side(overlap: bool, runs: int) -> dict[str, list[Answer]]:
-    """Runs of every codec with a fresh pair of workers; one more is to warm up."""
+    """Runs of every codec with a fresh pair of workers, after one to warm up."""
     transfer = TransferConfig(
         link_mbps=LINK_MBPS,
         burst_bytes=BURST_BYTES,

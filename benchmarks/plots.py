@@ -2,10 +2,11 @@
 
     python -m benchmarks.plots            # writes docs/plots/*.svg
 
-Each plot is an SVG that follows the reader's colour scheme: text and axes take the colour of a
-style sheet inside the file. Nothing is measured here.
+Text and axes take their colour from a style sheet inside the SVG, which follows the reader's colour
+scheme. Nothing is measured here.
 """
 
+import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -224,7 +225,7 @@ def draw_capacity() -> Figure:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """As SVG without a background, in the colours of whoever looks at it."""
+    """Write an SVG without a background that follows the reader's colour scheme."""
     text = StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue().replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
@@ -243,6 +244,11 @@ PLOT_OF = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plots",
+        description="Draw docs/plots/*.svg from the JSON under benchmarks/results/.",
+    )
+    parser.parse_args()
     mpl.rcParams.update(
         {
             "svg.fonttype": "none",

@@ -1,4 +1,4 @@
-"""A worker that records what its engine does and when, for `latency` and `load`."""
+"""A worker that records the steps and tokens of its engine, for `latency` and `load`."""
 
 import asyncio
 import time
@@ -23,8 +23,8 @@ StepRecord = tuple[float, float, dict[Prompt, int]]
 class RecordedWorker(Worker):
     """A worker with a record of its engine.
 
-    steps:       those that computed prompts
-    token_times: the name of a request and the time, for every token
+    steps:       the steps that computed prompts
+    token_times: (request, time) of every token
     """
 
     def __init__(self, config: Config, role: Role, name: str):

@@ -1,10 +1,10 @@
-"""What does a service cost beside a dense batch and beside `LLM`?
+"""The overhead of a service over a dense batch and over `LLM`.
 
     python -m benchmarks.streams --json --out FILE
 
-Every process has one thread of torch, but a service has several processes; a client in one more
-asks over HTTP. A dense batch is `generate` of transformers: prompts padded on the left, and as many
-steps as the longest answer has; only tokens that were asked for count.
+Every process has one thread of torch, but a service has several processes, and its client is one
+more, over HTTP. A dense batch is `generate` of transformers: prompts padded on the left, as many
+steps as the longest answer; only requested tokens count.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ Batch = Sequence[LoadRequest]
 
 @dataclass(frozen=True)
 class StreamsOptions:
-    """Which requests, to which model.
+    """The model and the requests.
 
-    streams, prompt, output: of the batch, and tokens of each
-    arriving: tokens of long prompts
-    beside:   streams while these arrive, and tokens of their answers
-    codecs:   of known prompts
+    streams, prompt, output: size of the batch, and tokens of each
+    arriving: tokens of the long prompts
+    beside:   number of streams while these arrive, and tokens of their answers
+    codecs:   for known prompts
     """
 
     model: str | None = None
@@ -131,7 +131,7 @@ class LlmEnd:
         self._llm = LLM(model)
 
     async def seconds(self, prompt: str, tokens: int) -> float:
-        """The time of an answer of so many tokens."""
+        """The time of an answer of this many tokens."""
         began = time.perf_counter()
         self._llm.generate(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
         return time.perf_counter() - began
@@ -161,7 +161,7 @@ class ClientEnd:
 
 
 class Questions:
-    """Prompts for a model, none of which was asked before."""
+    """Prompts for a model, each of them new."""
 
     def __init__(self, model: str | None):
         self.tokenizer = Tokenizer.load(model)
@@ -184,13 +184,13 @@ class Questions:
 
 
 def measure_streams(options: StreamsOptions) -> Row:
-    """The selected parts: rows of batches, of equal and of mixed lengths, and others.
+    """The selected parts: batches of equal and of mixed lengths, and the others.
 
-    share:    of the gain of a dense batch, over one stream, that the service has too
-    overhead: milliseconds that the service takes longer than `LLM`: for the first token, and for
+    share:    the service's gain over one stream, relative to the gain of a dense batch
+    overhead: milliseconds that the service takes longer than `LLM`, for the first token and for
               each further one
-    beside:   between the tokens of streams, with a long prompt on its way and without
-    known:    until the second token of a prompt that is new, and of the same once more
+    beside:   gaps between tokens of streams, with a long prompt arriving and without
+    known:    time to the second token of a new prompt, and of the same prompt again
     """
     questions = Questions(options.model)
     batches = _make_batches(options, questions)
@@ -251,7 +251,7 @@ def _range_text(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class MeasuredService:
-    """A service that is measured: its client, and which server and model the client asks."""
+    """The service under test: its client, and the server and model that the client uses."""
 
     options: StreamsOptions
     client: Child
@@ -311,7 +311,7 @@ class MeasuredService:
         }
 
     def beside(self) -> Row:
-        """Gaps between tokens of streams, with a long prompt on its way and without."""
+        """Gaps between tokens of streams, with a long prompt arriving and without."""
         count, tokens = self.options.beside
         batch = self.questions.make(count, self.options.prompt, tokens)
         long = self.questions.make(MAX_ARRIVING, self.options.arriving, 1)
@@ -368,12 +368,14 @@ def _summary(times: Sequence[RequestTimes]) -> Row:
 
 def streams(
     model: Model = None,
-    part: list[str] | None = Option(None, help="May be repeated; all of them."),
+    part: list[str] | None = Option(
+        None, help="Part of the benchmark; may be repeated; default: all."
+    ),
     rounds: Rounds = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """A service beside a dense batch and `LLM`; long and known prompts beside others."""
+    """Compare a service with a dense batch and with `LLM`; send long and known prompts."""
     has_rounds = not part or PARTS_BY_ROUNDS & {*part}
     refuse_idle(not has_rounds, "without the parts overhead and known", rounds=rounds)
     options = StreamsOptions(model, **without_none(rounds=rounds, parts=part))

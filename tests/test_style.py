@@ -115,9 +115,7 @@ def bindings(tree: ast.AST) -> Iterator[str]:
 
 
 def limit(path: Path) -> float:
-    is_kernel = path.is_relative_to(ROOT / "kernels") or path.is_relative_to(
-        ROOT / "tests/kernels"
-    )
+    is_kernel = path.is_relative_to(ROOT / "kernels")
     return MAX_KERNEL_DENSITY if is_kernel else MAX_DENSITY
 
 

@@ -1,4 +1,4 @@
-"""Everything that a GPU must tell us, in one call.
+"""All GPU benchmarks and checks, in one call.
 
     python -m benchmarks.gpu --out DIR                       all steps, on a GPU
     python -m benchmarks.gpu --out DIR --rehearse            the same at tiny sizes, on a CPU
@@ -22,17 +22,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--out", type=Path, required=True, help="where gpu.json and gpu.log go"
+        "--out", type=Path, required=True, help="folder for gpu.json and gpu.log"
     )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU")
     parser.add_argument(
-        "--only", nargs="+", choices=NAMES, default=NAMES, metavar="STEP"
+        "--only",
+        nargs="+",
+        choices=NAMES,
+        default=NAMES,
+        metavar="STEP",
+        help=f"steps to run: {', '.join(NAMES)}",
     )
     parser.add_argument(
-        "--budget", type=float, default=480.0, help="seconds, for all steps"
+        "--budget",
+        type=float,
+        default=480.0,
+        help="seconds for all steps; default: 480",
     )
     parser.add_argument(
-        "--cache", type=Path, help="kernels compiled before, as .tar.xz"
+        "--cache", type=Path, help="archive of compiled kernels, .tar.xz"
     )
     return parser.parse_args(arguments)
 

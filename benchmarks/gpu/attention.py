@@ -331,7 +331,7 @@ def read_profile(text: str, specs: Sequence[str]) -> Iterator[Row]:
     """
     start = re.search(r'^"ID"', text, re.MULTILINE)
     if start is None:
-        yield {"profiled": "ncu", "reason": "no table in what it printed"}
+        yield {"profiled": "ncu", "reason": "no table in its output"}
         return
     launches: dict[str, Row] = {}
     for line in csv.DictReader(text[start.start() :].splitlines()):

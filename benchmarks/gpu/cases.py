@@ -2,7 +2,7 @@
 
 Kernels are compiled for formats, dtypes and numbers of query heads, not for lengths:
 decode steps of an 8B model, attention by itself and the checks of equality share
-theirs. So one list says what is compiled before a GPU is there.
+theirs. So one list has all kernels to compile in advance.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique among cases; short for what is as usual."""
+        """Unique among cases; omits what is default."""
         shape = f"{self.heads}x{self.per_head}-D{self.head_dim}-{self.dtype}"
         marks = [f"window{self.window}"] if self.window else []
         marks += [f"cap{self.cap:g}"] if self.cap else []
@@ -106,7 +106,7 @@ def models() -> list[Case]:
 
 
 def equality() -> list[Case]:
-    """What is held against the reference, the most served first."""
+    """The cases to compare with the reference, the most served first."""
     return [*served(), *softmaxes(), *shapes(), *models()]
 
 

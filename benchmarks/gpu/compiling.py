@@ -1,5 +1,4 @@
-"""Every kernel that the steps launch, compiled without a GPU: what it needs, and a
-cache to carry.
+"""Compiles every kernel of the steps without a GPU: a table of resources, and a cache to carry.
 
     python -m benchmarks.gpu.compiling --cache DIR --out kernels.json --pack cache.tar.xz
 
@@ -147,9 +146,9 @@ class Compiles:
 
 
 def compile_job(job: Job, target: str, measured: Set[str] | None) -> Iterator[Row]:
-    """A row for each kernel of a job, with what it needs unless its hash is known.
+    """A row for each kernel of a job, with its resources unless its hash is known.
 
-    known: None: nobody asks what kernels need, and their launchers are built
+    known: hashes; None: measure no resources, but build launchers
     """
     hashes = set[str]()
     for launch in launches_of(job, target):
@@ -169,7 +168,7 @@ def compile_job(job: Job, target: str, measured: Set[str] | None) -> Iterator[Ro
 
 
 def _needs(kernel: CompiledKernel, target: str) -> Row:
-    """What a program takes of a processor."""
+    """The resources of a program."""
     code = read_cubin(kernel.asm["cubin"])
     return {
         "registers": code.registers,

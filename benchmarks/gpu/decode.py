@@ -52,7 +52,7 @@ STATIC_S = 45.0  # kept for the last rows: compiling takes most of it
 
 @dataclass(frozen=True)
 class Size:
-    """Streams of so many tokens each."""
+    """A number of streams and their tokens."""
 
     streams: int
     tokens: int
@@ -146,7 +146,7 @@ def _arena_bytes(runner: Runner, plan: Plan, tokens: int) -> int:
 
 
 def _fitting(runner: Runner, nbytes: int) -> int:
-    """Streams of so many bytes each that fit beside the model."""
+    """How many streams of this many bytes fit next to the model."""
     if runner.device.type != "cuda":
         return MOST_STREAMS
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()

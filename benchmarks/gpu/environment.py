@@ -1,6 +1,4 @@
-"""Step 1: what there is. Device, clocks, versions, tools, and how fast memory is
-copied.
-"""
+"""Step 1: device, clocks, versions, tools, and the bandwidth of copies."""
 
 import os
 import shutil
@@ -37,7 +35,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def describe_device(device: torch.device) -> Row:
-    """What torch and the driver say of it."""
+    """The device according to torch and the driver."""
     if device.type != "cuda":
         return {"name": "stand-in", "processors": os.cpu_count()}
     about = torch.cuda.get_device_properties(device)
@@ -91,7 +89,7 @@ def copy_speed(device: torch.device) -> float:
 
 
 def headline(rows: list[Row]) -> list[str]:
-    """The device, and what it copies."""
+    """The device and its bandwidth."""
     by_name = {row["what"]: row for row in rows if "what" in row}
     lines = []
     if device := by_name.get("device"):

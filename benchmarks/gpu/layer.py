@@ -185,7 +185,7 @@ class Layer:
 
 
 def widened(step: GroupStep, rows: int) -> GroupStep:
-    """The same step over a table of so many units, of which the last have no work."""
+    """The same step over a table of this many units, of which the last have no work."""
     assert step.units is not None
     table = step.units.table
     idle = table.new_zeros(max(0, rows - len(table)), table.shape[1])
@@ -253,9 +253,7 @@ def by_reference() -> Iterator[None]:
 
 @contextmanager
 def registers(most: int | None) -> Iterator[None]:
-    """Attention compiled for at most so many registers a thread; None: as it is
-    served.
-    """
+    """Attention compiled for at most this many registers a thread; None: as served."""
     options = plan.compile_options
     if most is None:
         yield

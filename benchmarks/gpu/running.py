@@ -1,5 +1,4 @@
-"""Steps in processes of their own, each with its share of the time, and what is said of
-them.
+"""Runs each step in its own process with a share of the time, and reports the results.
 
 A step is forked from a process that has imported everything and has touched no GPU. Its
 rows are on disk as soon as they are there, so one that hangs or dies loses none.
@@ -155,7 +154,7 @@ def _write(rows: Sequence[Row], file: Path) -> None:
 
 
 def keep(results: Sequence[Result], out: Path) -> None:
-    """Write all results so far, and the log of the last one behind the others."""
+    """Write all results so far, and append the log of the last one."""
     steps = {x.step.name: x.as_row() for x in results}
     summary = result_of([], NOTES)
     del summary["rows"]

@@ -1,6 +1,4 @@
-"""What a step is given, and what it gives back: rows, which are written as they
-come.
-"""
+"""The input of a step, and its output: rows, written as they come."""
 
 import time
 from collections.abc import Callable, Iterator

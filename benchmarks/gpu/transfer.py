@@ -3,8 +3,7 @@
 Encoding is that of one layer, in place, beside a copy of as many bytes. A hand-off is
 between two processes that have an arena on the device each: layers are encoded, copied
 to pinned memory on a stream of their own, framed, sent over loopback, verified and
-copied into the other arena. Paced, it is a link of so many Gb/s. Both ends say what
-they waited for.
+copied into the other arena, also over a paced link. Both ends report their waits.
 
     sender     encode ─► stage (waits for the copy) ─► frames ══╗
     receiver   arena ◄─ write (seconds on its loop) ◄─ verify ◄═╝
@@ -137,7 +136,7 @@ def _finish(call: Call, device: torch.device) -> None:
 
 
 class TimedArena(DeviceArena):
-    """An arena on a device that counts what its callers wait.
+    """An arena on a device that counts the time its callers wait.
 
     stage_s: until staged bytes were on the host · write_s: in `write`
     """

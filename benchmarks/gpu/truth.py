@@ -1,7 +1,7 @@
 """Step 4: greedy answers on exact pages are those of transformers, on the same device.
 
 The packaged model and small random ones of served families, in fp32. An answer may
-differ from `generate` only behind a tie; recorded steps and eager ones must choose the
+differ from `generate` only after a tie; recorded steps and eager ones must choose the
 same tokens.
 """
 

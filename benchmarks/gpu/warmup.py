@@ -1,6 +1,4 @@
-"""Before the steps: the cache that travelled is unpacked, and what is left is compiled
-at once.
-"""
+"""Before the steps: unpack the carried cache, and compile the missing kernels in parallel."""
 
 import os
 import shutil
@@ -17,9 +15,7 @@ ARCHIVE = "DISAGG_KERNEL_CACHE"  # of the environment: the archive, where one tr
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """What was compiled, and how long that took; failures are of the steps that want
-    the kernel.
-    """
+    """The compiled kernels and times; a failure is reported by the step that needs the kernel."""
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     began = time.monotonic()
     archive = os.environ.get(ARCHIVE)
@@ -42,9 +38,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def _target() -> str:
-    """The chip of this machine, asked without CUDA: processes are still to be
-    forked.
-    """
+    """The chip of this machine, without initialising CUDA: processes are forked later."""
     if shutil.which("nvidia-smi") is None:
         return "sm_90"
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -54,7 +48,7 @@ def _target() -> str:
 
 
 def headline(rows: list[Row]) -> list[str]:
-    """What travelled and what was left."""
+    """How many kernels were carried, and how many compiled."""
     summary: Row = {}
     for row in rows:
         summary |= row

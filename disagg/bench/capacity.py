@@ -1,8 +1,8 @@
-"""`disagg bench capacity`: the sequences that fit in a memory, and their speed.
+"""`disagg bench capacity`: the sequences that fit in memory, and their speed.
 
-Both are measured here, and modelled for Llama 3.1 8B on GPUs by arithmetic alone: bytes that fit,
-and the time in which the GPU could read weights and KV, or multiply. That is a bound that no kernel
-reaches, and every such row says so.
+Both are measured on this machine, and modelled for Llama 3.1 8B on GPUs: the bytes that fit, and
+the least time to read weights and KV or to multiply. No kernel reaches this bound; each modelled
+row says so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ NOTES = (
 
 
 class Gpu(NamedTuple):
-    """From its data sheet: bytes, bytes a second, dense bf16 operations a second."""
+    """Figures of a data sheet: bytes, bytes a second, dense bf16 operations a second."""
 
     memory: float
     bandwidth: float
@@ -44,11 +44,11 @@ GPUS = {"H100 SXM": Gpu(80e9, 3.35e12, 989e12), "H200": Gpu(141e9, 4.8e12, 989e1
 
 @dataclass(frozen=True)
 class CapacityOptions:
-    """What is measured.
+    """What to measure.
 
-    memory_mb: for KV, of the measured rows
-    tokens:    of each sequence
-    most:      sequences that are measured, if more fit
+    memory_mb: memory for KV, for measured rows
+    tokens:    length of each sequence
+    most:      limit of measured sequences, if more fit
     """
 
     device: str = "cpu"
@@ -63,8 +63,8 @@ class CapacityOptions:
 def measure_capacity(options: CapacityOptions) -> Row:
     """A row for every codec and machine; `ratio` is of tokens a second to the first codec.
 
-    sequences: that fit
-    measured:  of them, in the steps
+    sequences: how many fit
+    measured:  how many of them decoded
     kv_mb:     of one sequence
     """
     check_model(options.model, options.device, options.codecs)

@@ -1,12 +1,12 @@
 """`disagg bench compare`: co-located against disaggregated serving, by codec and by link.
 
-Two workers with a thread each, and a link between them whose rate is a multiple of the KV in fp16
-that prefill makes a second. That rate is measured first. It is what matters: an 8B meets the same
-ratios on a GPU.
+Two workers with one thread each are joined by a link. Its rate is a multiple of the fp16 KV that
+prefill produces per second, which is measured first: only this ratio matters, and an 8B model on a
+GPU has the same ones.
 
-Co-located, both workers do everything; disaggregated, one computes prompts and the other decodes. A
-prompt arrives whenever one could have been computed. With `cached`, prefill has its exact KV
-already, so that the link is all there is to wait for. Every prompt is sent whole, again too.
+Co-located, both workers do everything; disaggregated, one computes prompts and the other decodes.
+Prompts arrive as fast as prefill can compute them. With `cached`, prefill already has their exact
+KV, so requests wait for the link alone. Every prompt is sent whole, even if it was sent before.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of prefill, alone: seconds of one prompt, and bytes of KV that it makes a second in fp16."""
+    """Prefill alone: seconds per prompt, and bytes of fp16 KV per second."""
 
     prefill_s: float
     kv_bytes_per_s: float
@@ -121,9 +121,9 @@ async def _measure(
 def config_of(
     model: str | None, codecs: Sequence[str] = (), prefix_cache: bool = False
 ) -> Config:
-    """Of workers whose link can be paced, and that send every page of every prompt.
+    """The config of workers with a paced link that send every page of every prompt.
 
-    codecs: that they choose from
+    codecs: the codecs to choose from
     """
     return Config(
         codec=AUTO if codecs else DEFAULT_CODEC,
@@ -135,7 +135,7 @@ def config_of(
 
 
 def texts_of(model: str | None, tokens: int, count: int) -> list[Prompt]:
-    """Prompts of so many tokens, one after another in Python's documentation."""
+    """Consecutive prompts of this many tokens from Python's documentation."""
     text = "\n".join(topics.values())[: MOST_CHARS * tokens * count]
     ids = Tokenizer.load(model).encode(text)
     if len(ids) < tokens * count:
@@ -160,11 +160,11 @@ async def measure_speed(
 
 
 def kv_figures(answers: Sequence[Answer]) -> list[Row]:
-    """Of hand-offs, as far as they came in time; PeerLostError if none did."""
+    """Figures of the hand-offs reported in time; PeerLostError if there are none."""
     figures = [kv for _, kv in answers if kv]
     if not figures:
         raise PeerLostError(
-            "a prefill worker did not tell in time what its hand-offs took"
+            "a prefill worker did not report the times of its hand-offs in time"
         )
     return figures
 
@@ -202,7 +202,7 @@ def _cell_row(answers: Sequence[Answer], duration_s: float) -> Row:
 
 
 def verdict(result: Row) -> str:
-    """When disaggregation loses, in one line."""
+    """The links on which disaggregation loses, in one line."""
     colocated, *disaggregated = result["rows"]
     losing_rates: dict[str, list[str]] = {}
     for row in disaggregated:
@@ -225,5 +225,5 @@ def verdict(result: Row) -> str:
 
 
 def draw_compare(result: Row) -> str:
-    """The table for people, and the verdict."""
+    """The result as a table, and the verdict."""
     return f"{table(result['rows'], COLUMNS)}\n\n{verdict(result)}"

@@ -1,8 +1,8 @@
 """`disagg bench decode`: steps of a whole model on pages of each codec.
 
-The model has random weights and a real shape. Contexts are not computed by it: made-up K and V are
-encoded and written to pages as a prompt is, which is faster and costs a step the same. Codecs run
-by turns in one process, so that a busy machine is busy for all.
+The model has random weights and a real shape. Contexts are synthetic K and V, encoded and written
+to pages as a prompt is: faster than computing them, and a step costs the same. Codecs take turns in
+one process, so that a busy machine slows all of them alike.
 """
 
 import json
@@ -93,12 +93,12 @@ NOTES = "medians by turns; a step is plan, forward pass and greedy choice, for a
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """What is measured.
+    """What to measure.
 
     sizes:   "sequences x tokens"
-    steps:   of each codec in a round
-    dtype:   of weights; "": that of the device
-    threads: of torch on a CPU; 0: as many as it chooses
+    steps:   steps of each codec in a round
+    dtype:   dtype of the weights; "": default of the device
+    threads: torch threads on a CPU; 0: torch's default
     """
 
     device: str = "cpu"
@@ -117,9 +117,9 @@ def run(options: DecodeOptions) -> Row:
     kv_bytes: of a token, pages and tail
     plan_ms:  of a step, on the host
     ratio:    how many times faster a step is than on raw pages
-    own:      share of a step that is not the model's own modules, on a CPU: planning, appending,
-              attending, sampling; by turns with steps whose attention does nothing
-    faster_from: tokens of each sequence from which a step is faster than on raw pages, if any
+    own:      share of a step outside of the model's modules, on a CPU: planning, appending,
+              attending, sampling; measured in turn with steps whose attention does nothing
+    faster_from: sequence length from which a step is faster than on raw pages, if any
     """
     check_model(options.model, options.device, options.codecs)
     sizes = [parse_size(text) for text in options.sizes or SIZES[options.device]]
@@ -220,10 +220,11 @@ def _add_faster_from(rows: Sequence[Row]) -> None:
 
 
 def faster_from(ratios: Sequence[tuple[int, float]]) -> int | None:
-    """The tokens from which a codec is faster, between two measured sizes by a straight line.
+    """The sequence length from which a codec is faster, interpolated between measured sizes.
 
-    ratios: (tokens, how many times faster) of sizes with as many sequences
-    None:   it is not faster at the largest; where it is at the smallest already, that one
+    That is the smallest size if the codec is faster there; None if it is slower at the largest.
+
+    ratios: (tokens, how many times faster) of sizes with equally many sequences
     """
     faster_tokens, faster_ratio = 0, 0.0
     for tokens, ratio in sorted(ratios, reverse=True):
@@ -237,7 +238,7 @@ def faster_from(ratios: Sequence[tuple[int, float]]) -> int | None:
 
 
 class Decoding:
-    """Sequences of one codec that decode step by step; the first WARM_UP steps are over.
+    """Sequences of one codec that decode step by step, warmed up.
 
     times:     seconds of planning a step, and of all of it
     modules_s: seconds of the same step without attention
@@ -297,7 +298,7 @@ class Decoding:
         self.times.append((planned - began, time.perf_counter() - began))
 
     def pass_modules(self) -> None:
-        """The model's own modules for the tokens of a step; attention gives zeros."""
+        """Run only the model's modules for the tokens of a step; attention returns zeros."""
         began = time.perf_counter()
         self._runner.forward(self._batch([]))
         self.modules_s.append(time.perf_counter() - began)

@@ -1,8 +1,8 @@
 """Both ends of a hand-off between two processes, without a model.
 
-Receiver, pool and server of the one end are those that serve, and so are channel and sender of the
-other, which is the router too. A link's rate is kept by a token bucket in the sender, or by the
-kernel (`link.py`).
+One end has the receiver, pool and server of a decode worker, the other the channel and sender of a
+prefill worker; it also plays the router. The rate of a link is limited by a token bucket in the
+sender, or by the kernel (`link.py`).
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class ReceivingEnd(HandoffEnd):
         return WorkerInfo("sink", Role.DECODE, address, EPOCH, MODEL)
 
     async def listen_raw(self, host: str, nbytes: int) -> int:
-        """The port of a socket that reads so many bytes into memory."""
+        """The port of a socket that reads this many bytes into memory."""
         return link.serve_raw(host, nbytes)
 
     async def settle(self) -> int:
@@ -121,7 +121,7 @@ class ReceivingEnd(HandoffEnd):
 
 @dataclass(frozen=True)
 class Way:
-    """How a prompt is sent: to which worker, in which frames, and how fast at most."""
+    """How a prompt is sent: the worker, the frames and the rate limit."""
 
     target: WorkerInfo
     security: Security | None = None
@@ -144,9 +144,9 @@ class PromptRecords:
 class Sent:
     """One prompt sent. Times on the monotonic clock of the host, in seconds.
 
-    began_at:  when its first layer had its turn; it was reserved and attached by then
+    began_at:  start of the first layer, after reserve and attach
     seconds:   from then to the acknowledgement
-    offered_s: from then until the last layer was offered
+    offered_s: from then to the offer of the last layer
     cpu_s:     processor time of the sending process
     """
 
@@ -244,7 +244,7 @@ class SendingEnd(HandoffEnd):
         return self._channels[way]
 
     def _job(self, spec: str, tokens: int) -> Job:
-        """One that ends when it is admitted, and begins as no other does: no page is known."""
+        """A job that ends when it is admitted and shares no prefix with others."""
         number = next(self._numbers)
         beginning = (number % 100, number // 100 % 100, number // 10000)
         prompt = (*beginning, *[1] * tokens)[:tokens]
@@ -306,7 +306,7 @@ class Pair:
 
 @contextmanager
 def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[Pair]:
-    """Both ends, the receiving one with a pool of so many bytes for prompts under these plans."""
+    """Both ends; the receiver's pool has this many bytes for prompts under these plans."""
     if netns:
         link.check_available()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

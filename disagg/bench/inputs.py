@@ -1,6 +1,6 @@
-"""Inputs of benchmarks: made-up keys and values, shape and slabs of a prompt, pages.
+"""Inputs of benchmarks: synthetic keys and values, shapes and slabs of prompts, pages.
 
-Keys and values have the statistics that the papers rely on, without a pretrained model:
+Keys and values have the statistics that the papers rely on:
 
     K   a few fixed channels of large, nearly uniform magnitude (KIVI figure 2, OTT figure 1a), in
         slowly rotating RoPE pairs; low-rank token structure plus noise; a few tokens small in all
@@ -9,11 +9,11 @@ Keys and values have the statistics that the papers rely on, without a pretraine
     q   away from the mean key, by `sink`, so that small keys win; towards a few tokens' content
 
 `sink` 0.5 makes content heads, 1.0 and more sink heads. All randomness comes from one generator, so
-tensors follow from seed, shape and knobs. On plain Gaussian tensors the premises of the papers
-vanish: never rank codecs on them.
+tensors follow from seed, shape and knobs. Never rank codecs on plain Gaussian tensors, which have
+none of these properties.
 
-Layers for attention are prompts written as a worker writes them, to records in shuffled order, so
-that reading is as scattered as in a service. Sequences of a layer have the same tokens.
+Layers for attention are prompts written by the code of a worker to records in shuffled order, so
+reads are as scattered as in a service. All sequences of a layer have the same tokens.
 """
 
 import math
@@ -45,19 +45,19 @@ SLAB_BYTES = 16 << 20
 HUGE_PAGE = 2 << 20  # bytes; numpy asks for such pages
 FRESH_BYTES = 64 << 20  # more than malloc ever takes from memory that was used before
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
-# RoPE pairs behind this share of them rotate slowly enough to stay channels
+# RoPE pairs after this share of them rotate slowly enough to stay channels
 SLOW_PAIRS = 0.86
 THETA = 1e4
 LAYER = 2  # of the model: some codecs treat the first two as others
 
 
 def shape_of(layers: int = 32, heads: int = 8, head_dim: int = 128) -> KVShape:
-    """Of a model without windows, in fp16; the defaults are those of Llama 3.1 8B."""
+    """The KV shape of a model without windows, in fp16; by default Llama 3.1 8B."""
     return KVShape(layers, heads, head_dim, "float16", (None,) * layers)
 
 
 def check_device(device: str, otherwise: str) -> None:
-    """ConfigError for a device that is not there; `otherwise`: what works without it."""
+    """ConfigError for a missing device; `otherwise`: the alternative to suggest."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"there is no CUDA device here; {otherwise}")
 
@@ -69,9 +69,9 @@ def slabs_for(
     sequences: int = 1,
     spare: int = 0,
 ) -> int:
-    """How many slabs prompts take; PromptTooLongError where a record does not fit any.
+    """The number of slabs that prompts take; PromptTooLongError if a record fits no slab.
 
-    spare: records of every layout that each sequence has besides, to grow into
+    spare: further records of every layout per sequence, to grow into
     """
     counts = plan.records(tokens)
     if spare:
@@ -91,7 +91,7 @@ def slabs_for(
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a made layer looks like.
+    """Statistics of a synthetic layer.
 
     kv_heads, group: KV heads, and query heads for each; n: tokens; num_queries: of the last ones
     loud, loudness:  large channels of K for each head, and their magnitude
@@ -244,12 +244,12 @@ class StepShape:
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """One codec's pages of a shape, without the tails behind them.
+    """The pages of one codec for a shape, without tails.
 
-    nbytes:  of pages, segments and side records that a step reads
+    nbytes:  bytes of pages, segments and side records that a step reads
     q:       [B, 1, Hq, D] fp32
-    k, v:    [H, tokens, D] fp32 - the values that the pages of each sequence decode to
-    present: [H, tokens] bool - those that the codec has not dropped
+    k, v:    [H, tokens, D] fp32 - the decoded pages of each sequence
+    present: [H, tokens] bool - tokens that the codec has not dropped
     """
 
     codec: Codec
@@ -270,8 +270,10 @@ class PagedLayer:
         return attend(self.q, views, Softmax(self.shape.scale), self.units)
 
     def layer_call(self) -> Callable[[], Tensor]:
-        """The same as [B, Hq, D], as a decode step calls it for each layer: on a CPU one call of
-        the C library, prepared for all layers at once."""
+        """`attend` as [B, Hq, D], called as a decode step calls it.
+
+        On a CPU that is one call of the C library, prepared for all layers at once.
+        """
         shape = self.shape
         views = views_of(self.group, LAYER, self.arena, self.tables)
         no_row = torch.zeros(shape.batch, dtype=torch.int32)
@@ -290,13 +292,13 @@ class PagedLayer:
         return lambda: calls.run(0, q, new, new, True, softmax)
 
     def error(self) -> float:
-        """Of `attend`, relative, against `exact`."""
+        """The relative error of `attend` against `exact`."""
         exact = self.exact()
         return float((self.attend().double() - exact).norm() / exact.norm())
 
     @property
     def captured(self) -> bool:
-        """Whether Triton runs it on a GPU; the torch reference asks the host for lengths."""
+        """Whether it runs as a CUDA graph; the torch reference cannot, as it reads lengths."""
         views = views_of(self.group, LAYER, self.arena, self.tables[:1])
         return self.q.is_cuda and all(serves_gpu(view.fmt) for view in views)
 
@@ -312,7 +314,7 @@ class PagedLayer:
 
 
 def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
-    """Write a prompt of which all tokens of the shape are in pages, once for each sequence."""
+    """Write a prompt for each sequence, with all tokens of the shape in pages."""
     codec = get_codec(spec)
     group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
     n = group.sink + shape.tokens + group.residual
@@ -373,8 +375,9 @@ def _step_queries(shape: StepShape) -> Tensor:
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """A copy of x on a host, in huge pages where Linux has them, as the arena of a service is: it
-    begins where one does, in memory that nothing used before.
+    """A copy of x in huge pages, if Linux has them, like the arena of a service.
+
+    It starts at a huge page, in fresh memory.
     """
     memory = np.empty(x.nbytes + FRESH_BYTES, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE
@@ -385,7 +388,7 @@ def in_huge_pages(x: Tensor) -> Tensor:
 def _scattered(
     group: LayerGroup, n: int, count: int, arena: GrowingArena
 ) -> list[GroupState]:
-    """Records for sequences of n tokens: those of each kind in no order."""
+    """Records for sequences of n tokens, shuffled within each kind."""
     ids = []
     for _ in range(count):
         ids += allocate_group(group, n, arena).ids()
@@ -395,7 +398,7 @@ def _scattered(
 
 
 def _bytes_of(group: LayerGroup, table: PageTable) -> int:
-    """What attention reads of one layer, of sequences that are alike."""
+    """Bytes that attention reads of one layer, for equal sequences."""
     nbytes = table.pages.numel() * group.layer_bytes(table.layout)
     if group.segment is not None and table.segments is not None:
         nbytes += table.segments.numel() * group.layer_bytes(group.segment)

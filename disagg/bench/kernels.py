@@ -1,9 +1,9 @@
-"""`disagg bench kernels`: what attention and encoding cost, on a CPU or a GPU.
+"""`disagg bench kernels`: times of attention and encoding on a CPU or a GPU.
 
-Attention is a decode step of one layer on codes, beside fp16 in the same process; encoding is that
-of one layer, beside a copy. All codecs and baselines of one shape are measured by turns, so that a
-busy machine is busy for all. On a GPU each call of attention is a CUDA graph that begins with a
-cold L2 cache, after a check of correctness; on a CPU it runs the code of a service.
+Attention is one layer of a decode step on codes, compared with fp16 in the same process; encoding
+of one layer is compared with a copy. All codecs and baselines of one shape take turns, so that a
+busy machine slows all of them alike. On a GPU each call of attention is a CUDA graph that starts
+with a cold L2 cache, and is checked first; on a CPU it runs the code of a service.
 """
 
 import statistics
@@ -81,7 +81,7 @@ Timer = Callable[[Sequence[Call], int], list[float]]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What is measured; `runs`: medians are of this many; no `shapes`: those of the device."""
+    """What to measure. runs: per median; shapes: empty: defaults of the device."""
 
     device: str = "cpu"
     runs: int = 15
@@ -101,7 +101,7 @@ class AttentionCase(NamedTuple):
 
 
 def run(options: KernelOptions) -> Row:
-    """The result as a JSON object; ConfigError for a device that is not there."""
+    """The result as a JSON object; ConfigError for a missing device."""
     check_device(options.device, "`python -m benchmarks.machine_code` needs none")
     device = torch.device(options.device)
     more: Row = {}
@@ -125,7 +125,7 @@ def run(options: KernelOptions) -> Row:
 def measure_cases(
     cases: Sequence[AttentionCase], device: torch.device, runs: int
 ) -> list[Row]:
-    """A row for every case; all of one shape are measured together."""
+    """A row for every case; cases of one shape take turns."""
     copied = copy_speed(device, runs)
     by_shape: dict[StepShape, list[AttentionCase]] = {}
     for case in cases:
@@ -142,7 +142,7 @@ def measure_cases(
 
 
 def cases_of(options: KernelOptions, device: torch.device) -> list[AttentionCase]:
-    """What is measured: codecs, shapes and backends."""
+    """The cases to measure: codecs, shapes and backends."""
     shapes = options.shapes or SHAPES[device.type]
     best = library.backend()
     cases = [
@@ -168,11 +168,14 @@ def measure_attend(
 ) -> dict[AttentionCase, Row]:
     """All codecs at one shape beside the baselines of the device, by turns; medians.
 
-    copied:   GB/s of a large copy; the others are of a row:
-    gb_per_s: compressed bytes in a second, read or (alignedkv) skipped; of_copy: share of `copied`
+    copied:   GB/s of a large copy
+
+    Of each row:
+
+    gb_per_s: compressed bytes a second, read or (alignedkv) skipped; of_copy: share of `copied`
     captured: whether it ran as a CUDA graph
     ratio:    how many times faster than the fastest baseline
-    error:    relative, against fp64 attention on the values of the pages
+    error:    relative, against fp64 attention on the decoded pages
     """
     errors = {case: _on_backend(case, layer.error)() for case, layer in layers.items()}
     baselines = make_baselines(next(iter(layers.values())))
@@ -210,7 +213,7 @@ def measure_attend(
 
 
 def _attend_call(case: AttentionCase, layer: PagedLayer) -> tuple[Call, bool]:
-    """Attention as a service runs it, and whether that is a CUDA graph."""
+    """Attention as in a service, and whether it runs as a CUDA graph."""
     if layer.captured:
         return _try_capture(layer.attend)
     with library.forced(case.backend):
@@ -219,7 +222,7 @@ def _attend_call(case: AttentionCase, layer: PagedLayer) -> tuple[Call, bool]:
 
 
 def _on_backend(case: AttentionCase, call: Callable[[], Any]) -> Callable[[], Any]:
-    """A call on the backend of a case; on the one that is used anyway, the call itself."""
+    """A call forced to the backend of a case; the call itself if that is the default."""
     if case.backend == library.backend():
         return call
 
@@ -235,7 +238,7 @@ def measure_encode(
 ) -> list[Row]:
     """Encode one layer with every codec, and copy it, by turns.
 
-    gb_per_s: of fp16 input; copies: in that time
+    gb_per_s: fp16 input per second; copies: that fit into the same time
     """
     layer = make_prompt(tokens, ENCODE_HEADS, HEAD_DIM)
     q, k, v = layer.q.to(device), layer.k.to(device), layer.v.to(device)
@@ -266,15 +269,17 @@ def measure_encode(
 
 
 def _finish(call: Call, device: torch.device) -> None:
-    """Call and wait for what it started."""
+    """Call and wait until the device has finished."""
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def make_baselines(layer: PagedLayer) -> dict[str, Call]:
-    """Decode on fp16 K and V of the same shape, by everything at hand; on a CPU also fp32 and bf16,
-    in huge pages, as the pages of codecs are."""
+    """Attention of the same shape on uncompressed K and V, by every implementation at hand.
+
+    In fp16, on a CPU also fp32 and bf16; in huge pages, as the pages of codecs are.
+    """
     shape = layer.shape
     copies = (shape.batch, -1, -1, -1)
     k = layer.k.half().expand(copies).contiguous()
@@ -323,7 +328,7 @@ def compiled_flex(shape: StepShape) -> Callable[..., Tensor]:
 
 @cache
 def is_runnable(name: str) -> bool:
-    """Whether torch attends in a dtype here; there are machines whose bf16 ends the process."""
+    """Whether torch attends in a dtype here; on some machines bf16 crashes the process."""
     x = f"torch.zeros(1, 1, 64, 64, dtype={DTYPES[name]})"
     code = f"import torch; torch.nn.functional.scaled_dot_product_attention(*3 * [{x}])"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True)
@@ -331,7 +336,7 @@ def is_runnable(name: str) -> bool:
 
 
 def copy_speed(device: torch.device, runs: int) -> float:
-    """GB that a large copy reads in a second, times two, for it writes as much."""
+    """GB/s of a large copy, reads and writes added up."""
     timer: Timer = time_cuda if device.type == "cuda" else time_cpu
     source = torch.zeros(COLD_BYTES // 4, device=device)
     target = torch.empty_like(source)
@@ -340,7 +345,7 @@ def copy_speed(device: torch.device, runs: int) -> float:
 
 
 def time_cpu(calls: Sequence[Call], runs: int) -> list[float]:
-    """Median microseconds of each call, by turns."""
+    """Median microseconds of each call, in turn."""
     times: list[list[float]] = [[] for _ in calls]
     for number in range(runs + 1):
         for call, call_times in zip(calls, times, strict=True):
@@ -353,7 +358,7 @@ def time_cpu(calls: Sequence[Call], runs: int) -> list[float]:
 
 
 def time_cuda(calls: Sequence[Call], runs: int) -> list[float]:
-    """Median microseconds of each call, by turns, each after writes that fill the L2 cache."""
+    """Median microseconds of each call, in turn; writes fill the L2 cache before each."""
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for _ in range(runs):
@@ -374,7 +379,7 @@ def time_cuda(calls: Sequence[Call], runs: int) -> list[float]:
 
 
 def _try_capture(call: Call) -> tuple[Call, bool]:
-    """The replay of a call as a CUDA graph, and True; the call itself where it cannot be one."""
+    """The call as a CUDA graph and True, or the call itself and False if it cannot be captured."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):

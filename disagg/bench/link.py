@@ -1,13 +1,13 @@
-"""What lies between two processes of a benchmark: a link, a raw socket, a proxy.
+"""Connections between two processes of a benchmark: a paced link, a raw socket, a proxy.
 
-The link has a chosen rate: a veth pair with the kernel's token bucket between the network
-namespaces of the two processes themselves, so it disappears with them, however the benchmark ended.
-It needs root on Linux, iproute2 and util-linux.
+The link is a veth pair between the network namespaces of the two processes, paced by the kernel's
+token bucket. It disappears with the processes, however the benchmark ends. It needs root on Linux,
+iproute2 and util-linux.
 
-The raw socket is what hand-offs are compared with: the same bytes, memory to memory. One
-connection, `sendall` of 2 MiB at a time from one arena, `recv_into` another; nothing is checked.
+The raw socket is the baseline of hand-offs: the same bytes, memory to memory, over one connection,
+`sendall` of 2 MiB at a time from one arena and `recv_into` another; nothing is checked.
 
-The proxy is a port in front of a process's own: closed, it cuts the process off.
+The proxy is a port in front of a process's own; closing it cuts the process off.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ PROXY_BYTES = 1 << 18  # that a proxy passes on at once
 
 
 def available() -> bool:
-    """Whether this process may make a link here."""
+    """Whether this process can create a link."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return False
     if not all(shutil.which(tool) for tool in ("ip", "tc", "unshare", "nsenter")):
@@ -49,7 +49,7 @@ def available() -> bool:
 
 
 def check_available() -> None:
-    """ConfigError where no link can be made."""
+    """ConfigError if no link can be created."""
     if not available():
         raise ConfigError(
             "a link between network namespaces needs root on Linux, where these may be made, and "
@@ -58,7 +58,7 @@ def check_available() -> None:
 
 
 def join(pids: Sequence[int]) -> None:
-    """Link two isolated processes: they have the addresses HOSTS."""
+    """Link two isolated processes, which get the addresses HOSTS."""
     near, far = (
         ["name", device, "netns", str(pid)]
         for device, pid in zip(DEVICES, pids, strict=True)
@@ -87,12 +87,12 @@ def _run_at(pid: int, *command: str) -> None:
 
 
 def congestion() -> str:
-    """The TCP congestion control of this process's sockets that choose none, as gRPC's do."""
+    """The default TCP congestion control of this process, which gRPC uses."""
     return Path(CONGESTION_FILE).read_text().strip()
 
 
 def serve_raw(host: str, nbytes: int) -> int:
-    """The port of a socket: reads each connection into the same memory, answers with the count."""
+    """The port of a socket that reads connections into the same memory and answers the count."""
     # written to here: no page faults later
     memory = memoryview(np.full(nbytes, 0, np.uint8).data)
     server = socket.create_server((host, 0))
@@ -117,7 +117,7 @@ def serve_raw(host: str, nbytes: int) -> int:
 
 
 def send_raw(host: str, port: int, data: memoryview) -> int:
-    """Send bytes and wait until all have been read; the count that the server answers."""
+    """Send bytes and wait until all have been read; returns the server's count."""
     with socket.create_connection((host, port)) as connection:
         with contextlib.suppress(OSError):  # a kernel without it has its own
             connection.setsockopt(
@@ -130,13 +130,14 @@ def send_raw(host: str, port: int, data: memoryview) -> int:
 
 
 class TcpProxy:
-    """A port in front of another one."""
+    """A port in front of another one. `passed_bytes`: in both directions."""
 
     def __init__(self, address: str):
         host, _, port = address.rpartition(":")
         self._target = (host, int(port))
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
+        self.passed_bytes = 0
 
     async def open(self) -> str:
         """Let connections through; the address to use."""
@@ -167,8 +168,8 @@ class TcpProxy:
             target_reader, target_writer = target
             writers.append(target_writer)
             copies = [
-                asyncio.create_task(_copy(reader, target_writer)),
-                asyncio.create_task(_copy(target_reader, writer)),
+                asyncio.create_task(self._copy(reader, target_writer)),
+                asyncio.create_task(self._copy(target_reader, writer)),
             ]
             try:
                 await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
@@ -179,8 +180,10 @@ class TcpProxy:
         for each in writers:
             each.transport.abort()
 
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(PROXY_BYTES):
-        writer.write(data)
-        await writer.drain()
+    async def _copy(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while data := await reader.read(PROXY_BYTES):
+            self.passed_bytes += len(data)
+            writer.write(data)
+            await writer.drain()

@@ -1,11 +1,11 @@
-"""`disagg bench transfer --plane`: what the channels of the plane cost beside a TCP socket.
+"""`disagg bench transfer --plane`: the channels of the data plane compared with a TCP socket.
 
     disagg bench transfer --plane --netns         loopback and links of 1, 5 and 10 Gb/s, as root
 
-One hand-off of arbitrary bytes over one stream, reserved and attached: frames of 2 MiB, credit,
-digests checked at the other end, records in the pool, commit. Beside it a socket brings as many
-bytes from the same memory to as much. Rounds are interleaved; figures are medians, and a ratio is
-the median of the rounds' ratios, since machines have moods.
+One hand-off of arbitrary bytes over one stream, after reserve and attach: frames of 2 MiB, credit,
+digests checked by the receiver, records in the pool, commit. A plain socket moves the same number
+of bytes from the same memory. Rounds are interleaved. Figures are medians; a ratio is the median of
+the ratios of single rounds, because the speed of a machine varies over time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ NOTES = "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of rec
 
 
 class Route(NamedTuple):
-    """How bytes are sent: by "tcp", "grpc" or "direct", over TLS or not."""
+    """A channel, "tcp", "grpc" or "direct", over TLS or not."""
 
     channel: str
     tls: bool
@@ -40,7 +40,7 @@ SOCKET = Route("tcp", tls=False)
 
 
 class Timing(NamedTuple):
-    """Of one sending, in seconds: on the clock, and of the processors of both ends."""
+    """One transfer, in seconds: wall clock, and processor time of both ends."""
 
     seconds: float
     sender_cpu_s: float
@@ -51,16 +51,15 @@ Round = Mapping[Route, Timing]
 
 
 def measure_plane(options: TransferOptions) -> Row:
-    """A row for every link, loopback and with `netns` the others, and every channel; medians.
+    """A row for every link and channel: loopback, and with `netns` the paced links; medians.
 
-    Of the first codec and prompt length; of the fields of TransferOptions, those that PLANE leaves
-    at their default mean nothing here.
+    Uses the first codec and prompt length, and those fields of TransferOptions that PLANE sets.
 
     channel:               "grpc" or "direct", over `tls` or not
-    plane_gbps, tcp_gbps:  1e9 bits of records per second, of the channel and of the socket
-    ratio:                 of them, round by round
+    plane_gbps, tcp_gbps:  1e9 bits of records per second, through the channel and the socket
+    ratio:                 of these, round by round
     plane_cpu, tcp_cpu:    processor seconds per 1e9 bytes of records, of both processes
-    congestion:            of the kernel, for gRPC; of the others: `link.CONGESTION`
+    congestion:            control of the kernel, for gRPC; others use `link.CONGESTION`
     """
     rows: list[Row] = []
     codec, tokens = options.codecs[0], options.tokens[0]
@@ -89,7 +88,7 @@ def measure_plane(options: TransferOptions) -> Row:
 
 
 def _sends(pair: Pair, codec: str, nbytes: int) -> dict[Route, Callable[[], Sent]]:
-    """What sends the bytes, by route."""
+    """The function that sends the bytes, by route."""
     port = pair.receiver.ask("listen_raw", pair.host, nbytes)
     sends: dict[Route, Callable[[], Sent]] = {
         SOCKET: partial(pair.sender.ask, "send_raw", codec, pair.host, port)
@@ -144,7 +143,7 @@ def _rows(common: Row, rounds: Sequence[Round]) -> Iterator[Row]:
 
 
 def draw_plane(result: Row) -> str:
-    """The table for people; processor seconds per GB are of sender + receiver."""
+    """The result as a table; processor seconds per GB are sender + receiver."""
     rows = []
     for row in result["rows"]:
         cpu = {

@@ -1,7 +1,4 @@
-"""What a benchmark reports: how far it is, and a result for files.
-
-It knows neither what is measured nor the command line.
-"""
+"""Reports of a benchmark: its progress on stderr, and its result as JSON."""
 
 import json
 import os
@@ -31,9 +28,9 @@ def progress(
     name: Callable[[T], str],
     seconds: Callable[[T], float] | None = None,
 ) -> Iterator[T]:
-    """The cases one by one; stderr has the number and name of each, once a second at most.
+    """Yields the cases; writes the number and name of each to stderr, at most once a second.
 
-    seconds: that a case is expected to take; else all are expected to take as long
+    seconds: expected time of a case; by default all take equally long
     """
     cases = list(cases)
     expected_s = [seconds(case) if seconds else 1.0 for case in cases]
@@ -55,9 +52,9 @@ def progress(
 
 
 def _estimate(elapsed_s: float, past_s: float, future_s: float, trust_s: float) -> str:
-    """The time that is left, in words; empty before anything has been measured.
+    """The remaining time, in words; empty before the first measurement.
 
-    past_s, future_s: expected; the more `trust_s`, the less they are scaled by what was measured
+    past_s, future_s: expected times; scaled to the measured ones, the less the larger `trust_s`
     """
     if not past_s:
         return ""
@@ -66,7 +63,7 @@ def _estimate(elapsed_s: float, past_s: float, future_s: float, trust_s: float) 
 
 
 def announce(line: str) -> None:
-    """A line on stderr for people who wait."""
+    """Write a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -95,7 +92,7 @@ def _program() -> str:
 
 
 def version_of(package: str) -> str:
-    """Its version; "none" where it is not installed, as on a machine that only runs kernels."""
+    """The version of a package; "none" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

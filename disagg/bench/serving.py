@@ -1,8 +1,8 @@
-"""`disagg bench serve`: load on any OpenAI server, in the manner of `vllm bench serve`.
+"""`disagg bench serve`: load on any OpenAI server, compatible with `vllm bench serve`.
 
-Same flags, same table, same keys of the JSON, and the same meaning of each: times are measured by
-the client; TTFT ends with the first event that has a choice, TPOT is the rest by the tokens but
-one, ITL is between events. Requests leave by a Poisson process of `request_rate`, or at the times
+Flags, table and JSON keys are the same, and mean the same. Times are measured by the client: TTFT
+ends with the first event that has a choice, TPOT is the remaining time divided by the tokens minus
+one, ITL is between events. Requests arrive by a Poisson process of `request_rate`, or at the times
 of a trace.
 """
 
@@ -47,10 +47,10 @@ BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 class ServeOptions:
     """The server, and how requests are sent.
 
-    max_concurrency: requests in flight at once; None: as many as there are
-    request_rate:    a second; infinite: all at once
-    burstiness:      of the gamma process between them; 1: Poisson
-    self_timed:      at the times of the trace, instead
+    max_concurrency: requests in flight at once; None: no limit
+    request_rate:    requests per second; infinite: all at once
+    burstiness:      of the gamma distributed gaps; 1: Poisson
+    self_timed:      send at the times of the trace instead
     goodput:         milliseconds that "ttft", "tpot" and "e2el" may take for a request to be good
     extra_body:      additional fields of every body
     """
@@ -83,7 +83,7 @@ class ServeOptions:
 class RequestTimes:
     """What the client measured of one request; seconds.
 
-    start_s:  on its clock; waited_s: before that, for `max_concurrency`
+    start_s:  on the client's clock; waited_s: before that, for `max_concurrency`
     gaps_s:   between events
     """
 
@@ -99,14 +99,14 @@ class RequestTimes:
 
     @property
     def tpot_s(self) -> float:
-        """Of a token behind the first one; 0 where there is none."""
+        """Seconds per token after the first one; 0 without any."""
         if self.tokens <= 1:
             return 0.0
         return (self.e2el_s - self.ttft_s) / (self.tokens - 1)
 
     @property
     def decoded_s(self) -> float:
-        """Until its second token, the first one of a decode worker."""
+        """Time to the second token, the first one of a decode worker."""
         return self.ttft_s + self.gaps_s[0]
 
     def note(self) -> None:
@@ -120,9 +120,9 @@ class RequestTimes:
 
 
 def find_model(base_url: str, name: str | None = None) -> tuple[str, str]:
-    """A model by its server's name, the first unless named, and its source: vLLM's `root`.
+    """A model's name at the server, by default the first, and its source (vLLM's `root`).
 
-    PeerLostError where no server answers.
+    PeerLostError if no server answers.
     """
     try:
         response = httpx.get(f"{base_url}/v1/models", timeout=30).raise_for_status()
@@ -190,12 +190,12 @@ async def visit_all(
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """Made once: it takes 20 ms, for which all streams of this loop would wait."""
+    """Cached: creating it takes 20 ms, which would stall all streams of this loop."""
     return httpx.create_ssl_context()
 
 
 def departures(options: ServeOptions, requests: Sequence[LoadRequest]) -> list[float]:
-    """When each request leaves, in seconds; the last one exactly at the configured rate."""
+    """When each request is sent, in seconds; the last one exactly at the configured rate."""
     if options.self_timed:
         return [request.at_s for request in requests]
     if options.request_rate == float("inf"):
@@ -271,7 +271,7 @@ def _on_event(times: RequestTimes, event: Row) -> None:
 def summarize(
     options: ServeOptions, times: Sequence[RequestTimes], duration_s: float
 ) -> Row:
-    """Figures of all requests; those that failed count only as such."""
+    """Figures of all requests; failed ones are only counted."""
     completed = [x for x in times if not x.error]
     for x in completed:
         x.tokens = x.tokens or 1 + len(x.gaps_s)  # of a server that sends no usage

@@ -1,4 +1,4 @@
-"""Tables for people: as wide as the terminal, or as their cells where there is no terminal."""
+"""Tables as text: as wide as the terminal, or as their cells if piped."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ MIN_WRAPPED = 12  # columns of text are wrapped to no less than this
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """All tables of a result: its rows, and every other list of rows that it holds."""
+    """All tables of a result: its rows, and its other lists of rows."""
     lists = [result["rows"]]
     for name, value in result.items():
         if name != "rows" and isinstance(value, list):

@@ -1,14 +1,14 @@
-"""`disagg bench transfer`: what compression is worth on a link.
+"""`disagg bench transfer`: how much time compression saves on a link.
 
     disagg bench transfer                               the column of the README, in a minute
     disagg bench transfer --gbps 0.1 --gbps 1 --gbps 10 --plot transfer.png
 
-KV shaped as in Llama 3.1 8B goes from one process to another: a prefill worker and a decode worker
-without a model (`handoff.py`). A link's rate is kept by a token bucket in the sender, or with
-`--netns` by the kernel.
+KV of the shape of Llama 3.1 8B goes from one process to another: a prefill worker and a decode
+worker without a model (`handoff.py`). The rate of the link is limited by a token bucket in the
+sender, or with `--netns` by the kernel.
 
-Every prompt, realistic and made up, goes twice, with its pages ready before the clock starts, and
-encoded layer by layer while it is sent. The clock ends at the acknowledgement.
+Every prompt is synthetic, and sent twice: with its pages encoded before the clock starts, and
+encoded layer by layer while it is sent. The clock stops at the acknowledgement.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
 LINK_SHARE = 0.8  # of the time: with less, the rest of the machine is the bottleneck
-# for the estimate of how long it will take: fp16 bytes that are made up and encoded a second, and
+# for the estimate of how long it will take: fp16 bytes generated and encoded a second, and
 # the start of both processes
 ENCODE_BYTES_PER_S = 2e8
 START_S = 5.0
@@ -44,7 +44,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """What is sent, over what and how often; `threads` are torch's, where prompts are encoded."""
+    """The prompts, links and rounds; `threads`: of torch, in the sender."""
 
     codecs: tuple[str, ...] = CODECS
     tokens: tuple[int, ...] = (2048,)
@@ -58,7 +58,7 @@ class TransferOptions:
 
 @dataclass(frozen=True)
 class EncodeStep:
-    """Make up a prompt and encode it, to be sent by the next steps."""
+    """Generate and encode a prompt, which the next steps send."""
 
     tokens: int
     codec: str
@@ -69,7 +69,7 @@ class EncodeStep:
 
 @dataclass(frozen=True)
 class SendStep:
-    """Send a prompt once; `pages`: "ready" before, or encoded "inline"."""
+    """Send a prompt once; `pages`: "ready" beforehand, or encoded "inline"."""
 
     tokens: int
     gbps: float
@@ -85,11 +85,11 @@ def measure(options: TransferOptions) -> Row:
 
     Sizes in bytes, times in seconds.
     pages:          "ready" before the clock starts, or encoded "inline", in `encode_s`
-    payload_bytes:  records; `wire_bytes` is all that crossed, both ways
+    payload_bytes:  of records; `wire_bytes`: all traffic, both ways
     link_s:         wire_bytes at the link's rate: no transfer is faster
     byte_ratio:     raw payload / payload; `time_ratio` is the same of the seconds
-    bottleneck:     "link"; "encode", if that alone takes longer; "plane", if the rest of the
-                    machine takes a fifth of the time or more
+    bottleneck:     "link"; "encode", if encoding alone takes longer; "plane", if everything else
+                    takes a fifth of the time or more
     crossover_gbps: on links faster than this, encode takes longer than the link; inline rows only
     """
     codecs = dict.fromkeys([RAW, *options.codecs])
@@ -124,7 +124,7 @@ def make_steps(
 
 
 def expected_seconds(step: EncodeStep | SendStep, plans: Mapping[str, Plan]) -> float:
-    """About what a step takes."""
+    """Roughly the time of a step."""
     encode_s = Manifest(plans[RAW], step.tokens).total_bytes / ENCODE_BYTES_PER_S
     if isinstance(step, EncodeStep):
         return encode_s
@@ -142,7 +142,7 @@ def _run(
     pair: Pair,
     steps: Iterator[EncodeStep | SendStep],
 ) -> dict[SendStep, list[Sent]]:
-    """What was sent, by step; a step of several rounds comes several times."""
+    """The results by step; a step of several rounds has several."""
     target = pair.receiver.ask("listen", pair.host)
     sent: dict[SendStep, list[Sent]] = {}
     way = Way(target, direct=options.channel == "direct")
@@ -162,7 +162,7 @@ def _run(
 
 
 def _paced(way: Way, gbps: float, netns: bool) -> Way:
-    """For a link of this rate; the sender keeps it itself unless the kernel does."""
+    """The way for a link of this rate; the sender paces itself unless the kernel does."""
     bytes_per_s = 1e9 * gbps / 8
     frame_bytes = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), FRAME_BYTES))
     return replace(
@@ -209,7 +209,7 @@ def _rows(
 
 
 def draw(result: Row) -> str:
-    """The table for people."""
+    """The result as a table."""
     rows = []
     for row in result["rows"]:
         rows.append(

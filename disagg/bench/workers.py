@@ -59,7 +59,7 @@ class WorkerEnd:
 def started_workers(
     config: Config, *roles: Role, process: type[WorkerEnd] = WorkerEnd
 ) -> Iterator[tuple[list[Child], list[WorkerInfo]]]:
-    """Workers of these roles, and where each can be reached."""
+    """Workers of these roles, and the address of each."""
     with ExitStack() as stack:
         children = [stack.enter_context(Child(process)) for _ in roles]
         infos = []
@@ -103,5 +103,5 @@ async def visit(
 
 
 def prompt_of(tokens: int, number: int) -> Prompt:
-    """A prompt of this length; prompts of other numbers share no page with it."""
+    """A prompt of this length; prompts with different numbers share no page."""
     return tuple(Tokenizer.load().encode(f"{number}. " + TEXT * tokens)[:tokens])

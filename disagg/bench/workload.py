@@ -1,8 +1,8 @@
 """The requests of `disagg bench serve`, as `vllm bench serve` makes them: same seed, same lengths.
 
-random      so many tokens, consecutive ones of the vocabulary from a random one on
+random      consecutive tokens of the vocabulary, from a random one on
 sharegpt    JSON: [{"conversations": [{"value": prompt}, {"value": answer}]}]
-azure       CSV: TIMESTAMP,ContextTokens,GeneratedTokens; random prompts of these lengths
+azure       CSV: TIMESTAMP,ContextTokens,GeneratedTokens; random prompts with these lengths
 mooncake    JSON lines: timestamp (ms), input_length, output_length, hash_ids; equal hashes are
             equal text, so that prefixes are shared as in the trace
 """
@@ -42,7 +42,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """Which requests, and how many; `path` is of the file, lengths and spread are of "random"."""
+    """The requests; `path`: of the data set's file; lengths and spread: for "random"."""
 
     dataset: str = "random"
     path: Path | None = None
@@ -55,7 +55,7 @@ class WorkloadOptions:
 
 
 def make_requests(options: WorkloadOptions, tokenizer: Tokenizer) -> list[LoadRequest]:
-    """The requests, in order; ConfigError for a file without any."""
+    """The requests, in order; ConfigError if the file has none."""
     if options.dataset != "random" and options.path is None:
         raise ConfigError(f"data set {options.dataset} wants --dataset-path FILE")
     dataset = DATASETS[options.dataset](options, PromptMaker(tokenizer, options.seed))
@@ -98,8 +98,10 @@ class PromptMaker:
         return int(self.rng.integers(0, self.tokenizer.size))
 
     def fit(self, ids: Sequence[int], length: int) -> tuple[str, int]:
-        """A text of these tokens, cut or filled up to `length`; and how many it has: the tokens of
-        a decoded text may differ, so that a few more or less may remain."""
+        """A text of these tokens, cut or filled up to `length`, and its number of tokens.
+
+        That may differ a little from `length`, because decoded text may be tokenised differently.
+        """
         tokens = list(ids)
         for refits in range(MAX_REFITS + 1):
             text = self.tokenizer.decode(tokens, special=True)

@@ -1,4 +1,4 @@
-"""Codecs: how a number is approximated. `get_codec(spec)` finds one by name and options.
+"""Codecs: how K and V are compressed. `get_codec(spec)` returns one by name and options.
 
 A codec knows layouts and kernels; it knows no pool, no wire and no model.
 """

@@ -1,4 +1,4 @@
-"""AlignedKV: fp16 in bit planes, of which attention reads what it needs (arXiv:2409.16546)."""
+"""AlignedKV: fp16 in bit planes, of which attention reads only what it needs (arXiv:2409.16546)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from disagg.kv.plan import LayerGroup
 
 @dataclass(frozen=True)
 class AlignedKV(Codec):
-    """Every bit is stored; a query reads those that its sum can hold.
+    """All bits are stored; attention reads only those that change the sum.
 
     It saves memory traffic in attention, not memory. The planes of a page lie one after another, so
     the coarse ones can be sent first.
@@ -84,6 +84,6 @@ class AlignedKV(Codec):
 
 @lru_cache
 def aligned_format(page: Layout, head_dim: int) -> AlignedFormat:
-    """What a kernel needs to know of an AlignedKV page."""
+    """The format in which kernels read an AlignedKV page."""
     offsets = {plane.name: plane.offset for plane in page.planes}
     return AlignedFormat(page.tokens, head_dim, page.block_bytes, **offsets)

@@ -33,7 +33,7 @@ BANDS: Mapping[int, tuple[tuple[int, int], ...]] = {
 
 @dataclass(frozen=True)
 class Banded(SinkCodec):
-    """K in bands of channels of different widths, V rotated by a Hadamard matrix.
+    """K in bands of channels with different numbers of bits, V rotated by a Hadamard matrix.
 
     Each KV head has its channels of K in an order: those that matter most to scores have 4 bits,
     others 2, and with bits=2 the last quarter only its mean in each page. The order is by mean q^2

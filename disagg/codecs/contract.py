@@ -1,16 +1,16 @@
-"""The codec contract: what a compression method must say and do. One file per paper implements it.
+"""The codec contract: what every compression method implements, one file per paper.
 
 A codec is a frozen dataclass of its options; its spec string `name:option=value,...` rebuilds it.
 It is stateless over one layer:
 
     encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
-    flush     the same for one page sealed while decoding; where a page can be sealed by itself, the
-              codec only says its `seal_format`, and the append of a decode step writes it
-    format_of the layout of pages              ->  what attention needs to know to read them
+    flush     one page sealed while decoding   ->  its bytes; a codec whose pages depend on nothing
+              else has a `seal_format` instead, and the append of a decode step writes the page
+    format_of the layout of pages              ->  the format in which kernels read them
     decode    those bytes                      ->  the K' and V' that attention sees, for tests
 
-`encode` writes what travels, what the pool stores and what attention reads. Nothing on the way from
-prefill to a token calls `decode`.
+The bytes of `encode` are sent, stored in the pool and read by attention. Serving never calls
+`decode`.
 """
 
 from abc import ABC, abstractmethod
@@ -59,11 +59,11 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a codec may look at in one layer, besides the tokens that it encodes; after RoPE.
+    """One layer of the prompt to which the encoded tokens belong, after RoPE.
 
-    total:   its tokens
-    k:       [H, done, D] - the keys so far
-    queries: None where none were recorded
+    total:   tokens of the whole prompt
+    k:       [H, done, D] - the keys computed so far
+    queries: None if they were not recorded
     """
 
     total: int
@@ -73,11 +73,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Queries:
-    """What codecs may know of the queries of a prompt.
+    """The queries of a prompt that codecs choose by.
 
-    last:    [Hq, W, D] - of its last W tokens, as far as they are computed
-    squares: [H, D] fp64 - sums of squares over the tokens of `lead_of` and query heads of a KV head
-    softmax: how the model attends with them; None: scores are scaled by D**-0.5
+    last:    [Hq, W, D] - of the last W tokens, as far as they are computed
+    squares: [H, D] fp64 - q^2 summed over the tokens of `lead_of` and the query heads of a KV head
+    softmax: of the model; None: scores are scaled by D**-0.5
     """
 
     last: Tensor
@@ -86,24 +86,27 @@ class Queries:
 
     @classmethod
     def of(cls, q: Tensor, heads: int, total: int) -> "Queries":
-        """From the queries of the last W of `total` tokens, q [Hq, W, D], of `heads` KV heads."""
+        """From q [Hq, W, D], the queries of the last W of `total` tokens."""
         squares = squares_by_unit(q, heads, before=total - q.shape[1])
         return cls(q, sum_lead(squares, total))
 
 
 def lead_of(total: int) -> tuple[int, int]:
-    """First and end of the tokens of a prompt that order channels: 64 .. 575, or as many as it has;
-    all of a prompt that has less than a page of them."""
+    """The tokens of a prompt whose queries and keys order the channels: [first, end).
+
+    These are 64 .. 575. A prompt with less than a page of them uses all its tokens.
+    """
     first = LEAD_FIRST if total >= LEAD_FIRST + PAGE_TOKENS else 0
     return first, min(total, LEAD_END)
 
 
 def squares_by_unit(q: Tensor, heads: int, before: int) -> Tensor:
-    """Sums of squares of queries, over each 16 tokens that may order channels and the query heads
-    of a KV head.
+    """q^2 of a chunk of a prompt, summed over units of 16 tokens and the query heads of a KV head.
 
-    q:       [Hq, c, D] - behind `before` tokens
-    returns: [LEAD_UNITS, H, D] fp64, in multiples of 2**-20, so that chunks add up in any order
+    Only tokens before LEAD_END count; see `lead_of`.
+
+    q:       [Hq, c, D] - queries of tokens before .. before + c - 1
+    returns: [LEAD_UNITS, H, D] fp64, multiples of 2**-20: chunks add up exactly in any order
     """
     before = min(before, LEAD_END)
     first, tokens_before = divmod(before, RAW_TOKENS)
@@ -112,15 +115,15 @@ def squares_by_unit(q: Tensor, heads: int, before: int) -> Tensor:
 
 
 def sum_lead(squares: Tensor, total: int) -> Tensor:
-    """The sum of those that order the channels of a prompt of `total` tokens: [H, D]."""
+    """The units of `lead_of(total)`, added up: [H, D]."""
     first, end = lead_of(total)
     return squares[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0)
 
 
 def one_of(default: object, values: Sequence[object], expected: str = "") -> Any:
-    """An option of a codec: a field with its default, and the values that it may have.
+    """An option of a codec: a dataclass field with a default and a range of allowed values.
 
-    expected: how a ConfigError describes them; by default it lists them
+    expected: describes the values in a ConfigError; by default they are listed
     """
     if not expected:
         *others, last = map(str, values)
@@ -139,8 +142,8 @@ class Codec(ABC):
     last_queries:  how many queries of a prompt's end `encode` needs
     lead:          first tokens of a prompt that all its pages depend on
     no_sink:       why the first tokens cannot stay exact in front of the pages
-    attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
-                   `decode` gives, in fp32; in fp64 it is 1e-12, unless it approximates by design
+    attend_errors: by CPU backend: relative error in fp32 against exact attention on the output of
+                   `decode`. In fp64 it is 1e-12, except for codecs that approximate by design
     """
 
     name: ClassVar[str]
@@ -177,7 +180,7 @@ class Codec(ABC):
 
     @property
     def attend_error(self) -> float:
-        """The bound of attention by what computes it on this machine."""
+        """The entry of `attend_errors` for the backend of this machine."""
         return self.attend_errors[backend()]
 
     @property
@@ -212,8 +215,10 @@ class Codec(ABC):
         return None
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        """The planes of a page sealed while decoding, with all that belongs to it. None: it is
-        like any other page, and joins the first segment where there are any."""
+        """The planes of a page sealed while decoding, if they differ; such a page needs no segment.
+
+        None: it has the `page_layout` and joins the first segment, if there are segments.
+        """
         return None
 
     def layer_group(
@@ -260,8 +265,8 @@ class Codec(ABC):
         k, v:   [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of T
         first:  position of the first token; the start of a segment, or of a page
         layer:  of the model
-        prompt: for codecs that choose by all of it
-        target: where the blocks are written to; None: they are in the result
+        prompt: for codecs whose choices depend on more than these tokens
+        target: where to write the blocks; None: they are returned
         error:  see the codec's own docstring
         """
 
@@ -286,25 +291,27 @@ class Codec(ABC):
         return self.encode(k, v, first, layer, Prompt(k.shape[1], k), None)
 
     def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> Format:
-        """What kernels need to know of pages with a layout, and of the segments that they join.
-        By default they are exact K and V."""
+        """The format in which kernels read pages of a layout and their segments.
+
+        By default they are exact K and V.
+        """
         return exact_format(page)
 
     @abstractmethod
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """The (k', v') [H, n, D] of dtype that these bytes stand for; for tests and reports."""
+        """k' and v' [H, n, D] of dtype, as attention sees them; for tests and reports."""
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
-        """Which tokens attention sees at all: [H, n] bool; all, unless the codec drops some."""
+        """Tokens that attention sees: [H, n] bool. All of them, unless the codec drops tokens."""
         count, heads = encoded.blocks.shape[:2]
         shape = (heads, count * group.page.tokens)
         return torch.ones(shape, dtype=torch.bool, device=encoded.blocks.device)
 
 
 def seed_of(layer: int, first: int) -> int:
-    """The seed of a segment: which layer it belongs to and the position where it begins."""
+    """The seed of a segment, from its layer and the position of its first token."""
     return (layer << 20) + first // STRETCH_TOKENS
 
 

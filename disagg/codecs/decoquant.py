@@ -12,9 +12,9 @@ from disagg.kv.page import FinalAt
 class DecoQuant(QuantizedCodec):
     """K = T_L T_S for every block of channels; T_L symmetric in `bits`, T_S in 16 bits.
 
-    T_S comes from the singular value decomposition of a segment of 2,048 tokens, for each KV head,
-    K and V by themselves; tokens decoded later use the first segment's. Attention multiplies the
-    query and the output by T_S instead of building K and V.
+    T_S comes from the singular value decomposition of a segment of 2,048 tokens, separately for
+    each KV head, K and V. Tokens decoded later use that of the first segment. Attention multiplies
+    the query and the output by T_S instead of building K and V.
 
     bits:   2 (that is -1, 0, 1), 4 or 8; 4.14 a number at 4 and head dim 128
     block:  channels that T_S mixes; it divides the head dim

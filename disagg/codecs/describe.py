@@ -1,4 +1,4 @@
-"""What a codec costs in bytes, from its layouts alone: no tensor is made."""
+"""The bytes that a codec stores, computed from its layouts alone."""
 
 import json
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class CodecRow:
     page_bytes:       a layer page: the blocks of all KV heads
     segment_bytes:    a layer's part of a segment record; 0 where the codec has none
     fp16_pct:         bytes stored for `tokens` tokens, tail included, in percent of fp16
-    fp16_pct_mean:    the mean of that over tokens .. tokens + 63: no luck with page boundaries
-    ppl_pct, kl:      measured: what perplexity rises by, nats a token; None: not of this spec
+    fp16_pct_mean:    its mean over tokens .. tokens + 63, to even out page boundaries
+    ppl_pct, kl:      measured: rise of perplexity, nats a token; None: this spec was not measured
     """
 
     name: str
@@ -39,7 +39,7 @@ class CodecRow:
 
 
 def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
-    """The row of one codec; UnknownNameError or ConfigError where the spec cannot be."""
+    """The row of one codec; UnknownNameError or ConfigError for an invalid spec."""
     codec = get_codec(spec, head_dim)
     group = codec.layer_group((0,), heads, head_dim, "float16")
     cost = measured_costs()["codecs"].get(codec.spec, {})
@@ -59,13 +59,13 @@ def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
 
 
 def describe_all(heads: int, head_dim: int, tokens: int) -> list[CodecRow]:
-    """Every registered codec that holds this head dim by default, by name."""
+    """Every registered codec whose defaults fit this head dim, by name."""
     return [describe(name, heads, head_dim, tokens) for name in codec_names(head_dim)]
 
 
 @cache
 def measured_costs() -> dict[str, Any]:
-    """What codecs cost in quality, by canonical spec in `codecs`; `model` says on which."""
+    """Measured loss of quality: `codecs` by canonical spec, and the `model` it was measured on."""
     costs: dict[str, Any] = json.loads(COSTS.read_text())
     return costs
 

@@ -1,4 +1,4 @@
-"""Pages of exact K and V: what a kernel needs to know of them, and writing raw ones."""
+"""Pages of exact K and V: their formats, and writing raw pages."""
 
 from functools import lru_cache
 
@@ -33,7 +33,7 @@ def exact_format(layout: Layout, side: Layout | None = None) -> ExactFormat:
 
 
 def slots_format(side: Layout) -> SlotsFormat:
-    """What a kernel needs to know of a side record."""
+    """The format in which kernels read a side record."""
     offsets = {plane.name: plane.offset for plane in side.planes}
     return SlotsFormat(side.plane("states").shape[0], side.block_bytes, **offsets)
 

@@ -1,4 +1,4 @@
-"""GEAR: a quantised backbone, a low-rank matrix for what it misses, outliers (arXiv:2403.05527)."""
+"""GEAR: a quantised backbone, a low-rank fit of its error, and outliers (arXiv:2403.05527)."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -15,8 +15,8 @@ RANKS = range(1, 17), "expected 1 to 16"
 class GearL(SinkCodec):
     """GEAR-L: the backbone plus A B^T, fitted to its residual for each segment and KV head.
 
-    A lies in the pages, B in the segment. A page sealed while decoding has both in it, of a smaller
-    rank: however many there are, attention is one run.
+    A lies in the pages, B in the segment. A page sealed while decoding holds both, with a smaller
+    rank, so all such pages are one run.
 
     bits:        2, 4 or 8; by default 3.03, 5.03, 9.03 a number at head dim 128, half a bit more
                  at 64
@@ -24,7 +24,7 @@ class GearL(SinkCodec):
     group:       of the kivi backbone; kcvt has no groups
     rank:        of a prompt's segments; decode_rank: of a page sealed while decoding
     error:       over a segment and head, |X' - X| <= (1 + 2**-9) |D - X| in the Frobenius norm,
-                 where D is what the backbone alone makes of X: A B^T is a projection of X - D
+                 where D is X under the backbone alone: A B^T is a projection of X - D
     cost:        bits=2: 3.53 bits, +19.0 %, KL 0.1797; bits=4 on kcvt: 5.29 bits, +1.5 %, KL 0.0168
     source:      GEAR, arXiv:2403.05527, Algorithms 1 and 2; three rounds of power iteration
     """

@@ -13,7 +13,7 @@ class Kcvt(SinkCodec):
     """Asymmetric round-to-nearest; the scales of K live in the segment, those of V in the page.
 
     K has one group for each channel of a segment of 2,048 tokens, V one for each token and KV head.
-    A page sealed while decoding holds both: however many there are, attention is one run.
+    A page sealed while decoding holds both, so all such pages are one run.
 
     bits:   2, 4 or 8; with scales 2.13, 4.13, 8.13 a number at head dim 128
     error:  |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its

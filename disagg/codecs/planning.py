@@ -1,4 +1,4 @@
-"""From a spec and the shape of a model's KV to a plan: which codec serves which layers.
+"""Plans: which codec serves which layers, parsed from a spec for the KV shape of a model.
 
 "kivi:bits=2"                                 every layer
 "0-1:kivi:bits=4;2-:kivi:bits=2"              layers 0 and 1, then the rest
@@ -35,8 +35,8 @@ class KVShape:
 def parse_plan(spec: str, shape: KVShape) -> Plan:
     """The plan of a model under a spec.
 
-    UnknownNameError for an unknown codec or option; ConfigError where a layer has no codec or two,
-    or where a codec cannot hold this head dim and there is no other.
+    UnknownNameError for an unknown codec or option; ConfigError if a layer has no codec or two, or
+    if no codec of the spec fits this head dim.
     """
     *choices, last = (_codecs_by_layer(choice, shape) for choice in spec.split("|"))
     for codecs in choices:

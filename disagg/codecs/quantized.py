@@ -1,4 +1,4 @@
-"""What codecs of quantised pages share, so that each codec is little more than its planes.
+"""The common part of codecs with quantised pages: each only declares its planes.
 
 A codec of this kind names its planes; `page_format` turns their names, shapes and offsets into the
 numbers that kernels read:
@@ -6,8 +6,8 @@ numbers that kernels read:
     page      {k,v}_codes   {k,v}_scale {k,v}_zero   {k,v}_low   {k,v}_index {k,v}_delta   valid
     segment   k_scale k_zero (instead of the page's)   {k,v}_basis   {k,v}_rotation
 
-A scale without a zero belongs to symmetric codes. A page sealed while decoding may hold all of
-these, those of a segment too.
+A scale without a zero belongs to symmetric codes. A page sealed while decoding may hold the planes
+of a segment too.
 """
 
 from abc import abstractmethod
@@ -39,10 +39,10 @@ SINKS = (0, 64)
 
 @dataclass(frozen=True)
 class QuantizedCodec(Codec):
-    """A codec whose pages hold codes, scales, and what corrects them.
+    """A codec whose pages hold codes, scales and corrections.
 
     k_by, v_by:     how scales lie: "column", "row" or "block", see kernels/formats.py
-    segment_tokens: that share a segment, where there are any
+    segment_tokens: tokens that share a segment, if the codec has segments
     """
 
     k_by: ClassVar[str] = "column"
@@ -172,7 +172,7 @@ def half_planes(**shapes: tuple[int, ...]) -> Planes:
 def page_format(
     page: Layout, segment: Layout | None, head_dim: int, k_by: str, v_by: str
 ) -> PageFormat:
-    """What a kernel needs to know of pages with these planes."""
+    """The format in which kernels read pages with these planes."""
     valid = [plane.offset for plane in page.planes if plane.name == "valid"]
     return PageFormat(
         tokens=page.tokens,

@@ -1,4 +1,4 @@
-"""From a spec string to a codec: `get_codec("kivi:bits=2,group=64,residual=64")`."""
+"""Codecs by spec string: `get_codec("kivi:bits=2,group=64,residual=64")`."""
 
 from contextlib import suppress
 from dataclasses import fields
@@ -41,12 +41,12 @@ GROUPS = (64, 32, 16)  # channels that share a scale, unless a spec says how man
 
 
 def codec_names(head_dim: int | None = None) -> list[str]:
-    """The names that `get_codec` knows; with a head dim, those that hold it by default."""
+    """All names of codecs; with a head dim, those whose defaults fit it."""
     return sorted(name for name in CODECS if head_dim is None or holds(name, head_dim))
 
 
 def holds(spec: str, head_dim: int) -> bool:
-    """Whether a codec has pages of this head dim."""
+    """Whether a codec fits this head dim."""
     try:
         get_codec(spec, head_dim).page_layout(head_dim)
     except ConfigError:
@@ -56,11 +56,11 @@ def holds(spec: str, head_dim: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def get_codec(spec: str, head_dim: int | None = None) -> Codec:
-    """The codec that a spec describes; options left out have their defaults.
+    """The codec of a spec; options that it omits have their defaults.
 
     head_dim: where the spec names no group, the largest of GROUPS that divides it is taken
 
-    UnknownNameError lists the known codecs or options; ConfigError names a value that cannot be.
+    UnknownNameError lists the known codecs or options; ConfigError names an invalid value.
     """
     name, _, tail = spec.strip().partition(":")
     if name not in CODECS:

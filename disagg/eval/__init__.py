@@ -1,1 +1,1 @@
-"""What codecs do to a model's text, on the pages that are served: perplexity, recall, bytes."""
+"""Quality of a model under each codec, on pages as they are served: perplexity, recall, bytes."""

@@ -1,8 +1,8 @@
-"""A prompt computed once, and its KV under any codec, fed further tokens.
+"""Feeds tokens to the KV of a prompt under any codec; the prompt is computed once.
 
-The pages are written, grown and attended by the functions that the workers run, so the result is
-that of the service, with its kernels and 16-bit tails. A codec's `reconstruct` would be faster, but
-it cannot stand for codecs that decide at read, nor for kernels.
+Pages are written, grown and attended by the functions that the workers run, so the result is that
+of the service, with its kernels and 16-bit tails. Attention on a codec's `decode` would be faster,
+but it would cover neither the kernels nor codecs that decide while reading.
 """
 
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ class PagedKV:
         return [outputs[layer] for layer in sorted(outputs)]
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Append tokens; each sees all before it. Logits [m, V] fp32 behind each of them."""
+        """Append m tokens; each sees all before it. Returns the logits after each: [m, V] fp32."""
         logits: list[Tensor] = []
         done = 0
         while done < len(tokens):

@@ -52,19 +52,19 @@ CODECS = (
     "alignedkv",
 )
 FILLER_CHARS = 200_000  # characters of the first text between pass keys
-ANSWER_TOKENS = 1024  # a long answer: resident bytes behind it are reported too
+ANSWER_TOKENS = 1024  # resident bytes are also reported after an answer of this length
 
 
 @dataclass(frozen=True)
 class EvalOptions:
     """The codecs to judge, and the texts and tasks to judge them on.
 
-    codecs:  empty: those of CODECS that hold the model's head dim
+    codecs:  empty: those of CODECS that fit the model's head dim
     texts:   files, or "python"
     rows:    rows of each text
-    prompt:  tokens compressed
-    score:   tokens fed behind them
-    free:    greedy tokens behind the prompt and one more token, compared with those of exact KV
+    prompt:  tokens to compress
+    score:   tokens fed after the prompt
+    free:    greedy tokens to compare with exact KV, after the prompt and one more token
     passkeys, keys: lengths of prompts with a pass key in them, and keys of each length
     streaming: tails are sealed while tokens are fed, as in the service; else fed tokens stay exact
     threads: of torch; on a busy machine several threads wait for each other
@@ -159,11 +159,11 @@ class Judge:
         """The figures of one case.
 
         spec:       the codec with all its options, so that later defaults do not change it
-        nll:        sum, nats of the scored tokens under exact KV
-        delta, delta_squares: sums, of the nats that the codec adds to each of them, and of squares
-        kl, top1:   sums, of KL(exact || codec) in nats, and of equal best tokens
+        nll:        sum over the scored tokens, nats under exact KV
+        delta, delta_squares: sums of the nats that the codec adds to each token, and of squares
+        kl, top1:   sums of KL(exact || codec) in nats, and of equal best tokens
         same:       greedy tokens before the first that differs
-        errors:     relative, of attention outputs per layer: the last queries of the prompt
+        errors:     relative error of attention per layer, for the last queries of the prompt
         """
         tokens = self.rows[case.text][case.row]
         truth = self._truth_of(case.text, case.row)
@@ -193,7 +193,7 @@ class Judge:
         }
 
     def sizes(self, spec: str) -> Row:
-        """The bytes of a plan: at hand-off, and behind an answer of `ANSWER_TOKENS`."""
+        """The bytes of a plan: at hand-off, and after an answer of `ANSWER_TOKENS`."""
         plan = parse_plan(spec, self.runner.shape)
         prompt = self.options.prompt
         bits = sum(len(group.layers) * bits_per_element(group) for group in plan.groups)
@@ -217,7 +217,7 @@ class Judge:
     def _greedy(
         self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]
     ) -> list[int]:
-        """Greedy tokens behind the first that is scored; their tails are always sealed."""
+        """Greedy tokens after the first scored one; their tails are always sealed."""
         kv = PagedKV(self.runner, codec, prompt)
         return greedy(kv, tokens[self.options.prompt], self.options.free)
 
@@ -237,6 +237,6 @@ def _check_lengths(options: EvalOptions, context: int) -> None:
 def percent_of_fp16(plan: Plan, tokens: int) -> float:
     """The bytes of a sequence in all layers, tail included, in percent of fp16.
 
-    In layers with windows only the tokens that the next one sees count, on both sides.
+    In layers with windows only tokens visible to the next one count, in both terms.
     """
     return 100 * plan.nbytes(tokens) / (FP16_BYTES * plan.numbers(tokens))

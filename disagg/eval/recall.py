@@ -1,6 +1,6 @@
-"""Greedy answers: pass keys found again by length and depth, and how long an answer stays the same.
+"""Greedy answers: pass keys recalled by length and depth, and how long answers stay the same.
 
-The wording is that of the default model's training (`training/rows.py`); digits stand apart.
+The wording is that of the default model's training (`training/rows.py`), digits apart by blanks.
 """
 
 import random
@@ -16,7 +16,7 @@ from disagg.model.tokenizer import Tokenizer
 
 Row = dict[str, Any]  # a JSON object
 
-ANSWER_TOKENS = 10  # at most: five digits and what is before each
+ANSWER_TOKENS = 10  # at most: five digits and a blank before each
 DEPTHS = (0.1, 0.5, 0.9)  # of the text before the question
 PLACES = ("harbor", "garden", "mill", "tower", "castle", "school", "market", "chapel")
 
@@ -104,7 +104,7 @@ class Recall:
 
 
 def greedy(kv: PagedKV, token: int, count: int) -> list[int]:
-    """The most likely tokens behind one, each fed in turn."""
+    """`count` greedy tokens after a first one, each fed in turn."""
     tokens: list[int] = []
     for _ in range(count):
         token = int(kv.feed([token]).argmax())

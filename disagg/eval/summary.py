@@ -1,4 +1,4 @@
-"""From rows to one line for each codec: its cost in quality, with the standard error."""
+"""Summaries of rows: the cost in quality of each codec, with its standard error."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
     kl:         nats a token
     top1_pct:   tokens whose best guess is that of exact KV
     same:       mean number of greedy tokens before the first that differs
-    error, error_min, error_max: relative, of attention outputs: mean, least and most of the layers
+    error, error_min, error_max: relative error of attention outputs over layers
     """
     by_spec: dict[str, list[Row]] = {}
     for row in rows:
@@ -92,7 +92,7 @@ def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def table_rows(summary: Sequence[Row]) -> list[list[tuple[str, str]]]:
-    """A table for people: per codec, the heads of the columns and cells; ">": right-aligned."""
+    """A table: column headers (">": right-aligned) and the cells of each codec."""
     has_free = any(line["same"] for line in summary)
     return [_table_row(line, has_free) for line in summary]
 

@@ -1,4 +1,4 @@
-"""Rows of tokens for the judge: spread evenly over texts, all of the same length."""
+"""Rows of tokens for `Judge`: of equal length, spread evenly over texts."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def cut_rows(
         ids = tokenizer.encode(text[start : start + CHARS_PER_TOKEN * tokens])
         if len(ids) < tokens:
             raise ConfigError(
-                f"the text has {len(ids)} tokens behind character {start:,}; row {i + 1} of "
+                f"the text has {len(ids)} tokens after character {start:,}; row {i + 1} of "
                 f"{count} takes {tokens}: ask for fewer or shorter rows"
             )
         rows.append(ids[:tokens])

@@ -1,1 +1,1 @@
-"""Pictures of what benchmarks measured. Needs the extra `disagg[plot]`."""
+"""Plots of benchmark results. Needs the extra `disagg[plot]`."""

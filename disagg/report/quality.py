@@ -1,4 +1,4 @@
-"""Quality against bytes: one point for each codec that `disagg eval` judged."""
+"""A plot of quality against bytes, with a point for each codec of `disagg eval`."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -17,7 +17,7 @@ LEAST = {"kl": 1e-5, "ppl_pct": 1e-2}  # smaller values are drawn here
 
 
 def draw(summary: Sequence[Row], title: str, file: Path) -> None:
-    """Draw a summary to a file whose name says the format."""
+    """Draw a summary; the suffix of the file is the format."""
     figure = new_figure(12, 5.5)
     figure.suptitle(title, fontsize=11)
     for panel, (key, label) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):

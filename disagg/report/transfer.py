@@ -1,8 +1,8 @@
-"""Times against the rate of the link, one line for each codec.
+"""Plots of times against the rate of the link, one line per codec.
 
-For `bench transfer`: the time to the first decode token. Solid lines: encoded while it is sent;
-dashed: encoded beforehand. A cross marks a point where encode takes longer than the link: from
-there on a faster link no longer helps. For `bench compare`: seconds of a request, beside co-located
+For `bench transfer`: the time to the first decode token. Solid lines: encoded while sending;
+dashed: encoded beforehand. A cross marks a point where encoding takes longer than the link, so that
+a faster link no longer helps. For `bench compare`: seconds per request, and those of co-located
 workers.
 """
 
@@ -54,13 +54,13 @@ KEY = (
 
 
 def draw(result: Row, file: Path) -> None:
-    """Draw a result of either benchmark to a file whose name says the format."""
+    """Draw a result of either benchmark; the suffix of the file is the format."""
     picture = compare_figure if "kv_bytes_per_s" in result else transfer_figure
     picture(result).savefig(file, dpi=150)
 
 
 def transfer_figure(result: Row) -> Figure:
-    """The picture of `bench transfer`, with a panel for each prompt length."""
+    """The plot of `bench transfer`, with a panel for each prompt length."""
     rows = sorted(result["rows"], key=lambda row: row["gbps"])
     lengths = sorted({row["tokens"] for row in rows})
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
@@ -128,7 +128,7 @@ def draw_log_scale(panel: Axes) -> None:
 
 
 def compare_figure(result: Row) -> Figure:
-    """The picture of `bench compare`, with a panel for each measure of a request."""
+    """The plot of `bench compare`, with a panel for each measure of a request."""
     figure = new_figure(12, 5.5)
     colocated, *disaggregated = result["rows"]
     prompts = "known to prefill" if result["cached"] else "computed"

@@ -46,6 +46,9 @@ class WorkerHandler(Protocol):
         router: the caller, which the worker follows from now on
         """
 
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        """Drop outputs that the router has: by rid, those below an index."""
+
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Forget an attempt and all before it, known or not, with their outputs."""
 
@@ -85,6 +88,11 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
                 for part in _parts(step.to_proto()):
                     yield part.SerializeToString()
 
+    async def acknowledge(data: bytes) -> bytes:
+        request = parse(pb.AcknowledgeRequest, data)
+        await handler.acknowledge(have=dict(request.have), router=request.router)
+        return pb.AcknowledgeResponse().SerializeToString()
+
     async def abort(data: bytes) -> bytes:
         request = parse(pb.AbortRequest, data)
         await handler.abort(
@@ -106,6 +114,7 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
     calls = {
         "Reserve": reserve,
         "Submit": submit,
+        "Acknowledge": acknowledge,
         "Abort": abort,
         "Fence": fence,
         "Status": status,
@@ -172,6 +181,10 @@ class WorkerClient(WorkerHandler):
                     yield StepEvents.from_proto(parse(pb.EventsResponse, data))
         finally:
             call.cancel()
+
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        request = pb.AcknowledgeRequest(have=have, router=router)
+        await self._call("Acknowledge", request, pb.AcknowledgeResponse)
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         request = pb.AbortRequest(rid=rid, attempt=attempt, reason=reason)

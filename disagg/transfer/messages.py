@@ -129,8 +129,8 @@ class Job:
 
     rid: str
     attempt: int
-    prompt: tuple[int, ...]
-    emitted: tuple[int, ...] = ()
+    prompt: Sequence[int]
+    emitted: Sequence[int] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     codec: str = ""
     deadline_s: float = 300.0
@@ -235,13 +235,18 @@ class Submit:
 class Load:
     """How much a worker could take now, in bytes and sequences, and how many wait for room.
 
-    role: what it admits; None: the role it started with
+    role:      what it admits; None: the role it started with
+    step:      number of the engine's step that runs, or ran last
+    stalled_s: seconds without progress of the running step, which progresses with each layer of a
+               prompt; 0 while no step runs
     """
 
     free_bytes: int = 0
     slots: int = 0
     waiting: int = 0
     role: Role | None = None
+    step: int = 0
+    stalled_s: float = 0.0
 
     def to_proto(self) -> pb.Load:
         return pb.Load(
@@ -249,6 +254,8 @@ class Load:
             slots=self.slots,
             waiting=self.waiting,
             role=None if self.role is None else f"ROLE_{self.role.name}",
+            step=self.step,
+            stalled_s=self.stalled_s,
         )
 
     @classmethod
@@ -260,6 +267,8 @@ class Load:
             slots=message.slots,
             waiting=message.waiting,
             role=_role_from_proto(message.role) if has_role else None,
+            step=message.step,
+            stalled_s=message.stalled_s,
         )
 
 

@@ -151,6 +151,11 @@ class WorkerService:
             async for step in steps:
                 yield step
 
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        """Drop outputs that the router has: by rid, those below an index."""
+        self.event_log.check(router)
+        self.event_log.acknowledge(have)
+
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free everything that an attempt holds, on either side."""
         self.reservations.abort(rid, attempt, reason)
@@ -286,7 +291,14 @@ class WorkerService:
         """What it could take now; something waits whenever it may not reserve."""
         engine = self._engine.load
         waiting = 0 if self._engine.may_reserve() else max(1, engine.waiting)
-        return Load(engine.free_bytes, engine.slots, waiting, self.role)
+        return Load(
+            free_bytes=engine.free_bytes,
+            slots=engine.slots,
+            waiting=waiting,
+            role=self.role,
+            step=self._engine.num_steps,
+            stalled_s=self._engine.stalled_s,
+        )
 
     def _tokens_that_fit(self, nbytes: int) -> int:
         """Tokens of its own codec, in prompts as long as the context."""

@@ -5,9 +5,9 @@
     torch           softmax; 32 weights, high plane of V     -> levels of the tokens of V
     plane_values    weights, V at these levels               -> partial results of units
 
-A level says how much of a number is read: 0 all 16 bits, 1 the first 12, 2 the first 8; what is not
-read counts as 100...0. A plane is read where one of the queries of a program needs it. Nothing asks
-the host, so a CUDA graph can hold it. Planes are encoded by torch.
+A level is the part of a number that is read: 0 all 16 bits, 1 the first 12, 2 the first 8; unread
+bits count as 100...0. A plane is read if any query of the program needs it. Nothing waits for the
+host, so a CUDA graph can record it. Planes are encoded by torch.
 """
 
 from collections.abc import Callable

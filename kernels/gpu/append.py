@@ -32,7 +32,7 @@ def append_kernel(
     """K or V (axis 2) of one new token (axis 0) and KV head (axis 1).
 
     arena_ptr:    u8; k_ptr, v_ptr: [N, H, D] of any float dtype, strides in items
-    sealed_ptr .. stretches_ptr, base .. seed: as sealing.py says; FMT: None where nothing seals
+    sealed_ptr .. stretches_ptr, base .. seed: see sealing.py; FMT: None if nothing seals
     DTYPE:        that of raw pages; BANDS: how many bands K has
     """
     i_row = tl.program_id(0).to(tl.int64)
@@ -89,7 +89,7 @@ def append_token(
 
 @triton.jit
 def load_new(p, mask, DTYPE: tl.constexpr):
-    """New numbers as raw pages hold them; what these cannot hold saturates, NaN stays."""
+    """New numbers in the dtype of raw pages; numbers beyond it saturate, NaN stays."""
     x = tl.load(p, mask=mask, other=0.0).to(tl.float32)
     LARGEST: tl.constexpr = largest_of(DTYPE)
     x = tl.where(tl.abs(x) > LARGEST, tl.where(x > 0, LARGEST, -LARGEST), x)
@@ -167,7 +167,7 @@ def seal(
 
 @triton.jit
 def store_factors(x_t, o_t, o_d, m_d, block, seed, SIDE: tl.constexpr):
-    """A and B of what is missing of a page, x_t [D, T]."""
+    """Store A and B of the error of a page, x_t [D, T]."""
     RANK: tl.constexpr = SIDE.low_rank.rank
     a, b = fit_page(x_t, o_d, m_d, seed, RANK)
     o_r = tl.arange(0, WIDTH)[None, :]

@@ -46,7 +46,7 @@ from disagg.kernels.view import View, WorkPlan
 
 @dataclass(frozen=True)
 class Chip:
-    """What kernels do differently on this chip.
+    """The properties of a chip that kernels depend on.
 
     codes, float8: how it unpacks codes, and floats of 8 bits; see bits.py
     operand:       the dtype in which exact tokens are multiplied, if not their own

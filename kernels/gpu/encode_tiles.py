@@ -1,4 +1,4 @@
-"""Quantising one side of one block in registers: what encode.py and append.py are made of.
+"""Quantising one side of one block in registers; shared by encode.py and append.py.
 
 A side is a matrix whose rows are cut into fields and whose columns are cut into halves; each part
 is padded to a power of two, so that packing is a plain sum over fields and halves and nothing is
@@ -42,7 +42,7 @@ def is_padded(part: int) -> bool:
 
 @triton.jit
 def finite(x):
-    """x in fp32; what fp16 cannot hold saturates, NaN becomes 0."""
+    """x in fp32; numbers beyond fp16 saturate, NaN becomes 0."""
     x = x.to(tl.float32)
     return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
 
@@ -148,7 +148,7 @@ def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def encode_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
-    """Write one side of a block; returns what its codes and slots miss of x [R, C].
+    """Write one side of a block; returns the error of its codes and slots [R, C].
 
     x:       finite numbers in fp32, 0 where m_x is not set
     row, column: [R], [C] indices of the side; m_r, m_c: which of them exist, m_x: both [R, C]
@@ -280,7 +280,7 @@ def float8_bits(x):
 def store_float8(x, m_x, row, column, block, SIDE: tl.constexpr):
     """Store x [R, C] over one scale, as bytes [rows][columns].
 
-    The scale is fp32, with zeros behind it up to the 16 bytes at which every plane begins.
+    The scale is fp32, padded with zeros to 16 bytes, where the next plane begins.
     """
     top = tl.max(tl.max(tl.where(m_x, tl.abs(x), 0.0), 1), 0)
     scale = tl.maximum(tl.div_rn(top, 448.0), 2.0**-100)
@@ -321,7 +321,7 @@ def choose_outliers(x, m_x, SIDE: tl.constexpr):
 
 @triton.jit
 def store_outliers(block, missing, picks, column, m_c, SIDE: tl.constexpr):
-    """Store sparse slots of what is missing at `picks`; returns what is still missing then."""
+    """Store the error at `picks` in sparse slots; returns the rest of it."""
     SLOTS: tl.constexpr = SIDE.sparse.slots
     R: tl.constexpr = SIDE.rows // SIDE.fields
     R_PAD: tl.constexpr = triton.next_power_of_2(R)

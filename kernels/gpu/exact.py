@@ -3,14 +3,13 @@
 Part of attend.py's kernel.
 
 The Triton form of reference/exact.py. An iteration takes a tile of four strips of 16 slots, each at
-its own address (four raw pages), so that bookkeeping is paid once for 64 tokens; of more than 128
-channels it takes two. fp16 goes to the tensor core as it is. bf16 has too few digits for q and p,
-so these go as two bf16 terms. fp32 goes as three tf32 products, or as fp32 where there are none: an
-exact cache stays exact.
+its own address (four raw pages), so that bookkeeping is paid once for 64 tokens; with more than 128
+channels it takes two strips. fp16 goes to the tensor core as it is. bf16 has too few digits for q
+and p, so these go as two bf16 terms. fp32 goes as three tf32 products, or as fp32 on chips without
+tf32: an exact cache stays exact.
 
-Which token is in a slot is the one thing in which these pages differ. Tokens that are counted need
-no load and leave whole tiles without a mask. Positions are loaded one tile ahead, beside the page
-ids, so that nothing waits for them.
+These pages differ only in which token a slot holds. Counted tokens need no load, and most tiles
+need no mask. Positions are loaded one tile ahead, with the page ids, so nothing waits for them.
 """
 
 import triton
@@ -102,7 +101,7 @@ def attend_exact(
 
 @triton.jit
 def operands(x, DTYPE: tl.constexpr):
-    """fp32 x as what a product with DTYPE takes: a tuple of one or two tiles whose sum is x."""
+    """fp32 x as operands of a product with DTYPE: one or two tiles that add up to x."""
     x_high = x.to(DTYPE)
     if DTYPE == tl.bfloat16:
         return x_high, (x - x_high.to(tl.float32)).to(DTYPE)
@@ -122,7 +121,7 @@ def load_pages(row_ptr, i_tile, width, FMT: tl.constexpr):
 
 @triton.jit
 def addresses(block_ptr, pages, FMT: tl.constexpr):
-    """Where the strips of a tile begin, but for the offset of K or V."""
+    """The start of each strip of a tile, without the offset of K or V."""
     ITEM: tl.constexpr = block_ptr.dtype.element_ty.primitive_bitwidth // 8
     blocks = ()
     for j in tl.static_range(len(pages)):
@@ -180,9 +179,9 @@ def add_tile(
 
 @triton.jit
 def last_slot(hi, width, FMT: tl.constexpr):
-    """The end of the slots that may hold something: slots of the side record that have pages.
+    """The end of the slots that may hold a token: slots of the side record that have pages.
 
-    Or the tokens that the sequence shows, because a short row of a table repeats pages behind them.
+    Or the tokens of the sequence, if fewer: a short row of a table is padded with repeated pages.
     """
     if FMT.side is not None:
         return tl.minimum(width * STRIP, FMT.side.slots)

@@ -1,9 +1,9 @@
-"""The keys under which Triton finds a compiled kernel again.
+"""Stable keys for Triton's cache of compiled kernels.
 
-A key has the source of a kernel and of its helpers, and their globals. Triton 3.6 leaves out the
-globals of a helper that no other kernel used before (2026-11; 3.9 does not): the key depends on
-what a process runs first, so after a restart with other codecs kernels were compiled anew.
-Here all keys are made in one order, before anything is launched.
+A key is made of the source of a kernel and its helpers, and their globals. Triton 3.6 omits the
+globals of a helper that no kernel has used before (2026-11; fixed in 3.9). Its keys therefore
+depend on which kernel runs first, and a restart with other codecs compiled everything again.
+Here all keys are computed in one order, before any launch.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ MODULES = ("bits", "encode", "append", "attend", "combine", "lowrank", "aligned"
 
 @cache
 def settle() -> None:
-    """Make the keys of all kernels, once in a process. Under the interpreter there are none."""
+    """Compute the keys of all kernels, once per process. The interpreter has none."""
     for name in MODULES:
         module = import_module(f"disagg.kernels.gpu.{name}")
         for attribute, kernel in vars(module).items():

@@ -1,4 +1,4 @@
-"""Power iteration on a GPU: A and B of what codes and sparse slots miss of a segment.
+"""Power iteration on a GPU: A B^T fitted to the error of codes and sparse slots of a segment.
 
 One program takes one side of one head and segment, and reads its residual X [n, D] five times:
 
@@ -7,9 +7,9 @@ One program takes one side of one head and segment, and reads its residual X [n,
     Z  = X^T X Q;  W: such that X Q W is orthonormal, found from Q^T Z
     A  = X Q W sqrt(n),  B = Z W / sqrt(n)
 
-Nothing is added up across programs, so the same input gives the same bytes. Factors that meet X are
-two fp16 terms over a power of two known before: X is fp16 and goes to the tensor core as it is. The
-reference takes A from a QR decomposition; A B^T is the same in any basis of A.
+Programs add nothing to each other's sums, so the same input gives the same bytes. X goes to the
+tensor core as fp16; the factors multiplied with it are two fp16 terms each, scaled by a power of
+two. The reference takes A from a QR decomposition; A B^T is the same in any basis of A.
 """
 
 import triton

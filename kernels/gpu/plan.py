@@ -219,7 +219,7 @@ class Span:
         return cls(tile_of(fmt), first, end, most, owner, segments)
 
     def most_units(self, programs: int) -> int:
-        """The most units of this many sequences that show no more tokens.
+        """The most units that this many sequences of at most `most` tokens can have.
 
         Pages that are sealed while decoding may belong to the first segment again.
         """
@@ -269,7 +269,7 @@ def units_of_spans(
 
 
 def most_units(spans: Sequence[Span], heads: int, device: torch.device) -> int:
-    """The most units of this many sequences that show no more of each view; at most MAX_GRID."""
+    """The most units that this many sequences can have in views of this size; at most MAX_GRID."""
     programs = _programs(spans, heads, device)
     return min(MAX_GRID, sum(span.most_units(programs) for span in spans))
 

@@ -1,6 +1,6 @@
-"""What the values of one page of codes add to the sums of attention.
+"""The product of weights and one page of codes, added to the sums of attention.
 
-The sums are a tuple of tuples, empty where a format has no such thing:
+The sums are a tuple of tuples, empty if the format does not need them:
 
     o  four fields of channels (two, one) [W, C * X] fp32, in code units
     z  sums over zeros [16, C * X], one for every X groups of channels; of its rows, those count
@@ -51,7 +51,7 @@ def load_block_scale(block, SIDE: tl.constexpr):
 
 @triton.jit
 def value_bias(block, bias, SIDE: tl.constexpr):
-    """The largest bias of p, up to `bias`, with which p times what is in V stays in fp16."""
+    """The largest bias of p, up to `bias`, with which products of p and V stay in fp16."""
     if SIDE.scale.by == "block":
         top = load_block_scale(block, SIDE)
     else:
@@ -83,7 +83,7 @@ def add_values(
     block, p, decay, sums, own,
     FMT: tl.constexpr, X: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
-    """The sums, decayed, plus what the values of one page add.
+    """The sums, decayed, plus those of one page.
 
     The order takes the fewest registers at once; with sparse slots it differs.
 
@@ -206,7 +206,7 @@ def add_sparse(
     SIDE: tl.constexpr,
     UNPACK_MODE: tl.constexpr,
 ):
-    """The fields o, decayed, plus what sparse slots add to the columns of their groups."""
+    """The fields o, decayed, plus the sparse slots."""
     W: tl.constexpr = SIDE.rows // SIDE.fields
     GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
     sparse = sparse_sums(
@@ -233,7 +233,7 @@ def add_sparse(
 def add_fields(
     words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr
 ):
-    """The fields o [W, C * X] plus what their codes add.
+    """The fields o [W, C * X] plus the codes.
 
     words: [W, U]; weighted: what `weigh` returned for every X groups
     A field is channels f * W + w; where these lie in several groups, each group takes its rows.

@@ -1,9 +1,9 @@
 """Scores of a page of codes: a unit of work prepares its queries once, then multiplies each page.
 
-A unit never leaves a segment, so what a segment shares is multiplied into q before its pages: the
-order of channels, a rotation, scales, a low-rank basis. Then come codes under any scale, low rank,
-sparse slots and the mask. K in bands of columns is a product for each band, over sums of the same
-rows. formats.py says what there is.
+A unit lies within one segment, so the segment's order of channels, rotation, scales and low-rank
+basis are applied to q once, before the loop over pages. Each page then adds its codes, low rank,
+sparse slots and mask. K in bands of columns is one product per band, added to the same scores.
+formats.py describes all formats.
 """
 
 import triton
@@ -28,13 +28,13 @@ from disagg.kernels.gpu.tiles import (
 
 @triton.jit
 def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.constexpr):
-    """(q, folded, low, sums) and the power of two that scores are multiplied by, [C].
+    """The query of a unit, (q, folded, low, sums), and the power of two to multiply scores by, [C].
 
     p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
-    q:       of each band of K, fp16 [H, C * COPIES] in [-1, 1], a tile for each of `query_parts`
-    folded:  what `fold_scale` gives for scales of the segment, else ()
-    low:     (B^T q fp16 [16, C * COPIES],), in the unit of q, or () where no segment has B
-    sums:    [C * COPIES] fp32, over channels of each group of row scales, or ()
+    q:       per band of K: fp16 [H, C * COPIES] in [-1, 1], a tile for each of `query_parts`
+    folded:  q with the scales of the segment, see `fold_scale`; () without such scales
+    low:     (B^T q fp16 [16, C * COPIES],), in the unit of q; () without a basis in the segment
+    sums:    [C * COPIES] fp32, sums of q over each group of row scales; () without row scales
     """
     SIDE: tl.constexpr = FMT.k
     COUNT: tl.constexpr = len(FMT.k_sides)
@@ -77,7 +77,7 @@ def load_parts(
     BAND: tl.constexpr,
     FMT: tl.constexpr,
 ):
-    """The channels of q that columns of a band hold, scaled: fp32 [C, H] for each of its parts."""
+    """The channels of q in a band of columns, scaled: fp32 [C, H] for each part."""
     SIDE: tl.constexpr = side_of(FMT, BAND)
     PARTS: tl.constexpr = query_parts(SIDE, p_q.shape[0] * COPIES)
     H: tl.constexpr = SIDE.columns // PARTS
@@ -96,7 +96,7 @@ def load_parts(
 
 @triton.jit
 def operand(parts, unit, COPIES: tl.constexpr):
-    """fp16 [H, C * COPIES] of each of the parts [C, H] of q, in a unit [C]."""
+    """The parts [C, H] of q as operands fp16 [H, C * COPIES], in a unit [C]."""
     q = ()
     for j in tl.static_range(len(parts)):
         b_q = (parts[j] / unit[:, None]).to(tl.float16)
@@ -106,9 +106,9 @@ def operand(parts, unit, COPIES: tl.constexpr):
 
 @triton.constexpr_function
 def query_parts(side: Side, columns: int) -> int:
-    """In how many tiles the columns of K are worked on: two where `fold_scale` can use `two_rows`.
+    """Tiles that the columns of K are split into: two where `fold_scale` can use `two_rows`.
 
-    columns: of the product; a tile has at least 16 of those of K
+    columns: of the product; a tile has at least 16 columns of K
     """
     can_use = side.scale.by == "column" and side.rotation is None and side.columns >= 32
     return 2 if can_use and columns == 8 else side.halves
@@ -139,7 +139,7 @@ def rotate_rows(x, segment, SIDE: tl.constexpr):
 
 @triton.jit
 def fold_scale(block, g, q, SIDE: tl.constexpr):
-    """q with the scales of row group g folded in, and what the zeros add to its sums.
+    """q with the scales of row group g folded in, and the bias that the zeros add to scores.
 
     q:       [H, C] fp16 for each of `query_parts`
     returns: [H, C] fp16 for each of them; bias [R, C] fp32, all rows equal
@@ -182,11 +182,11 @@ def fold_scale(block, g, q, SIDE: tl.constexpr):
 def two_rows(
     block, first, apart, H: tl.constexpr, H_PAD: tl.constexpr, SIDE: tl.constexpr
 ):
-    """A tensor-core operand of zeros [16, H_PAD] fp16: 8 equal rows, and 8 others that are equal.
+    """A tensor-core operand of zeros [16, H_PAD] fp16: two different rows, each repeated 8 times.
 
-    H zeros from `first` on, and as many from `apart` behind it. With 16 equal rows each register
-    would take two moves. So two products share the operand: one uses the upper rows of its result,
-    the other the lower rows, and the rest is dropped.
+    The rows are the H zeros from `first` on, and those `apart` after them. Two products share the
+    operand: one uses the upper rows of its result, the other the lower rows. With 16 equal rows
+    each register would take two moves.
     """
     if SIDE.scale.zero is None:
         return tl.full([16, H_PAD], SIDE.scale.center, tl.float16)
@@ -200,11 +200,11 @@ def two_rows(
 
 @triton.jit
 def project(home, q, SIDE: tl.constexpr):
-    """B^T q as fp16 [16, C], and what it and q are multiplied by so that it fits.
+    """B^T q as fp16 [16, C], and the factor that it and q are multiplied by so that it fits fp16.
 
-    home: the block that has B
+    The factor is 1 unless B has numbers above 256, and never below 2**-8, so q stays precise.
 
-    That is 1 unless B has numbers above 256, and never below 2**-8, which leaves q exact enough.
+    home: the block that holds B
     """
     RANK: tl.constexpr = SIDE.low_rank.rank
     H: tl.constexpr = SIDE.columns // len(q)
@@ -242,7 +242,7 @@ def group_sum(q, g, SIDE: tl.constexpr):
 def load_codes(block, j, PARTS: tl.constexpr, SIDE: tl.constexpr):
     """Part j of the code words of a side: int16 [rows/fields, columns/halves/PARTS].
 
-    Of floats the bytes.
+    Of float8 these are the bytes.
     """
     R: tl.constexpr = SIDE.rows // SIDE.fields
     S: tl.constexpr = SIDE.columns // SIDE.halves
@@ -277,7 +277,7 @@ def codes_of(
 
 @triton.jit
 def weight_of(f: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
-    """What sums over codes_of a field are multiplied by to be sums over codes."""
+    """The factor that turns sums over `codes_of` a field into sums over codes."""
     if SIDE.floating:
         return float8_weight(UNPACK_MODE)
     else:
@@ -329,11 +329,12 @@ def column_scores(
     block, q, folded, low,
     COPIES: tl.constexpr, FMT: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of all bands, with scales by column, which are in q or go into it here; and low rank.
+    """Scores of the codes of all bands, with scales by column, and of the low rank.
 
-    Low rank is added by a product that continues from s. That costs nothing more, and because it
-    comes last, p reaches the tensor core as the codes of V do: behind a `join` the compiler would
-    take four items of a row at a time, which fits neither ldmatrix nor the zeros (Triton 3.9).
+    Scales of a segment are in q already; those of a page are folded in here. The low rank is a
+    product that accumulates into s, at no extra cost. It must come last: after a `join` the
+    compiler would lay out p with four items of a row together, which fits neither ldmatrix nor the
+    zeros (Triton 3.9).
     """
     SIDE: tl.constexpr = FMT.k
     FIELDS: tl.constexpr = FMT.k.fields
@@ -356,7 +357,7 @@ def column_scores(
 
 @triton.jit
 def band_scores(block, q, folded, s, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr):
-    """What a band adds to the scores s, [R, C * COPIES] of each field; s: () for none.
+    """The scores s plus those of a band: [R, C * COPIES] for each field; s: () at first.
 
     A band without codes adds its means times q to all tokens of a page.
     """
@@ -401,7 +402,7 @@ def band_scores(block, q, folded, s, SIDE: tl.constexpr, UNPACK_MODE: tl.constex
 def row_scores(
     block, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr
 ):
-    """Codes with scales by row, or one for all: the sum over each group of columns is scaled."""
+    """Scores of codes with scales by row, or one for all: sums per group of columns, scaled."""
     HALVES: tl.constexpr = SIDE.halves
     FIELDS: tl.constexpr = SIDE.fields
     H: tl.constexpr = SIDE.columns // SIDE.halves
@@ -452,7 +453,7 @@ def row_scores(
 
 @triton.jit
 def low_rank_scores(block, q, low, T: tl.constexpr, SIDE: tl.constexpr):
-    """A B^T q: [T, C] fp32; low: B^T q of the segment, () where the page has B."""
+    """A B^T q: [T, C] fp32; low: B^T q of the segment, () if B is in the page."""
     b_a = repeat_factor(block, SIDE, T)
     if SIDE.low_rank.shared:
         return tl.dot(b_a, low[0])
@@ -465,8 +466,8 @@ def low_rank_scores(block, q, low, T: tl.constexpr, SIDE: tl.constexpr):
 def load_factor(block, o_t, o_r, SIDE: tl.constexpr):
     """A of a page: fp16 at tokens o_t and ranks o_r.
 
-    Beyond the rank there is 0 or, where that needs no mask, A again: what it meets there is 0, or
-    what comes of it is dropped.
+    Beyond the rank it is 0, or A again where that saves a mask: those rows meet zeros, or their
+    result is dropped.
     """
     RANK: tl.constexpr = SIDE.low_rank.rank
     p_a = as_scales(block, SIDE.low_rank.a) + o_t * RANK
@@ -478,7 +479,7 @@ def load_factor(block, o_t, o_r, SIDE: tl.constexpr):
 
 @triton.jit
 def repeat_factor(block, SIDE: tl.constexpr, T: tl.constexpr):
-    """A of a page: fp16 [T, 16], as `load_factor` has it but loaded once."""
+    """A of a page: fp16 [T, 16], as `load_factor` but loaded once."""
     RANK: tl.constexpr = SIDE.low_rank.rank
     if 16 % RANK == 0:
         b_a = tl.load(as_scales(block, SIDE.low_rank.a) + tl.arange(0, T * RANK))

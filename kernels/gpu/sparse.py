@@ -1,4 +1,4 @@
-"""What sparse slots add to the sums of one page: a scatter that the tensor cores do.
+"""Sparse slots of one page, added to its sums: a scatter on tensor cores.
 
 A slot says that x[r, c] is off by delta. Contracted with a vector q over the columns it adds
 delta * q[c] to row r, and many slots may name one row. As a matrix product it is
@@ -27,7 +27,7 @@ BOTH = tl.constexpr(
 
 @triton.jit
 def sparse_rows(lo_ptr, FMT: tl.constexpr, SHAPE: tl.constexpr):
-    """What rows are compared with, made once before the pages; () without sparse slots.
+    """Row numbers to compare slots with, built once per unit; () without sparse slots.
 
     Row numbers of a part of K [W, 1] and of V [W, 1]; which copy a column is [1, C]; all int16
     """
@@ -60,7 +60,7 @@ def sparse_sums(
     block, x, sums, rows, copy,
     PARTS: tl.constexpr, COPIES: tl.constexpr, SIDE: tl.constexpr, UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
-    """What the sparse slots of a side add to its rows: [W, C] fp32 for each of its parts.
+    """The sparse slots of a side, summed into its rows: [W, C] fp32 for each part.
 
     x:    fp16 for each half of the columns: what they are contracted with, [U, C * COPIES]
     sums: what they are added to, [W, C * COPIES] fp32 for every COPIES parts; () for 0

@@ -1,4 +1,4 @@
-"""What the attention kernels share: units, query columns, the running softmax, tiles.
+"""Shared by the attention kernels: units, query columns, the running softmax, tiles.
 
 Operands are swapped: tokens (of K) and channels (of V) are the rows of a matrix product and queries
 its columns, because tensor cores want 16 rows but only 8 columns. A column is a (query, query head)
@@ -26,9 +26,9 @@ def find_unit(units_ptr, i_slot):
 
 @triton.jit
 def column_of(i_head, i_block, queries, SHAPE: tl.constexpr):
-    """The columns of a program, [C] each: query m, row among M * Hq of the sequence, is it real.
+    """The columns of a program, [C] each: query m, row among M * Hq of the sequence, not padding.
 
-    Its KV head is that of grid axis 0, on which there is a program for each.
+    The KV head is that of grid axis 0.
     """
     i_column = i_block * SHAPE.columns + tl.arange(0, SHAPE.columns)
     i_m = i_column // SHAPE.group
@@ -87,7 +87,7 @@ def hide(s, o_t, lo, hi):
 
 @triton.jit
 def store_lse(p_lse, m, l, bias, m_c):
-    """Store log2-sum-exp [C] of a finished softmax and return what its sums are multiplied by."""
+    """Store log2-sum-exp [C] of a finished softmax; returns the factor that normalises its sums."""
     total = tl.sum(l, 0)
     tl.store(p_lse, m + tl.log2(total) - bias, mask=m_c)
     return tl.where(total > 0, 1.0 / total, 0.0)
@@ -179,9 +179,9 @@ def in_halves(x, HALVES: tl.constexpr):
 
 @triton.jit
 def settle(x):
-    """x [rows, columns] in a layout of its own, however it was computed.
+    """x [rows, columns] in a register layout of its own.
 
-    The compiler then brings it once, before the loop, into the registers where a tensor core wants
-    it; else it does so again for every page, through shared memory (Triton 3.9, 2026-11).
+    The compiler then moves it into tensor-core registers once, before the loop. Otherwise it does
+    so for every page, through shared memory (Triton 3.9, 2026-11).
     """
     return tl.split(tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], 2]))[0]

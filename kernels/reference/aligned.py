@@ -1,6 +1,6 @@
-"""Precision-aligned attention on bit planes, in plain torch: how many bits each number needs.
+"""Precision-aligned attention on bit planes, in plain torch: reads only the bits that matter.
 
-The exponent of an addend says how far its last bits lie below the others; those are not read:
+An addend much smaller than the largest one contributes only its leading bits; the rest is not read:
 
     K   drop of a channel = largest (exponent of q + of the channel's maximum) - this one
     V   drop of a token   = least over channels (exponent of the output - of the maximum) - of p
@@ -44,7 +44,7 @@ EXPONENT = 10  # bits below the exponent field
 
 @dataclass(frozen=True)
 class Bits:
-    """Bits read of the numbers that a query sees: k, v [B, M, Hq] fp32, the mean of each."""
+    """Mean bits read of each number of K and of V that a query sees: [B, M, Hq] fp32."""
 
     k: Tensor
     v: Tensor
@@ -58,7 +58,7 @@ def attend(
 ) -> tuple[Partial, Bits]:
     """Attention over bit planes. Arguments and partial result as in `exact.attend`.
 
-    Works on as many sequences and KV heads at a time as keep the intermediate results in a cache.
+    Sequences and KV heads are processed in chunks whose intermediate results fit a cache.
 
     returns: (o, lse), and the bits that were read for it
     error:   about 2**-10 relative against exact attention on the fp16 numbers
@@ -102,7 +102,7 @@ def _attend_by_heads(
 
 
 def _concatenate(results: list[list[Tensor]], dim: int) -> list[Tensor]:
-    """Each output of all results, one behind the other."""
+    """The outputs of all results, concatenated."""
     return [torch.cat(parts, dim) for parts in zip(*results, strict=True)]
 
 
@@ -201,7 +201,7 @@ def read_planes(
 
 
 def k_drops(columns: Tensor, tops: Tensor) -> Tensor:
-    """How many bits each channel's last bit lies below the largest: [B, H, D, N] i32.
+    """By how many powers of two each channel of K lies below the largest: [B, H, D, N] i32.
 
     columns: [B, H, D, N] - scaled queries
     tops:    [B, H, D, N] - exponent fields of the maxima
@@ -215,7 +215,7 @@ def v_drops(
     high: Tensor,
     tops: Tensor,
 ) -> Tensor:
-    """The same for the tokens of V: [B, H, n, N] i32.
+    """By how many powers of two each token of V lies below the output: [B, H, n, N] i32.
 
     p:    [B, H, n, N] weights
     high: [B, H, n, D] V from its high planes
@@ -250,7 +250,7 @@ def exponents(x: Tensor) -> Tensor:
 
 
 def _by_level(x: Tensor, drop: Tensor) -> list[Tensor]:
-    """x split into three that add up to it: what is contracted with 16, 12 and 8 bits."""
+    """x split by level into three tensors that add up to it: for 16, 12 and 8 bits."""
     level = levels_of(drop)
     return [x * (level == i) for i in range(len(LEVELS))]
 
@@ -267,7 +267,7 @@ def mean_bits(
     counted: Tensor | None,
     m: int,
 ) -> Tensor:
-    """Bits read on the mean [B, M, Hq] of drops [B, H, n, N], where they are counted."""
+    """The mean number of bits read [B, M, Hq], from drops [B, H, n, N]."""
     bits = 16.0 - 4.0 * levels_of(drop)
     weight = torch.ones_like(bits) if counted is None else counted.float()
     total = weight.sum(2).clamp_min(1.0)

@@ -7,7 +7,7 @@ Attention works on the compressed form. With x = scale * (code + zero) per group
 
 so the scale goes into the vector, the zero into one number per group, and K and V are never built.
 Both lines are the same contraction, because V is stored as K is with tokens and channels swapped.
-Whatever else a query or a segment can absorb is absorbed once:
+Rotations, orders, segment scales and low-rank bases are applied once, to queries and outputs:
 
     scores   q -> T_S q -> q * scale of the segment, B^T q       once for each query and segment
              or q in the order of K's columns
@@ -15,8 +15,8 @@ Whatever else a query or a segment can absorb is absorbed once:
     output   p -> codes @ (p * scale), A^T p, + sparse           for each page, summed by segment
              T_S^T (...), + B (A^T p), or rotated back           once for each query and segment
 
-K in bands of columns is that many contractions, each with its part of q; where a band has no bits,
-every token of a page gets the same: sum_c q[c] mean[c].
+K in bands of columns is one contraction per band, each with its part of q. A band without bits adds
+the same to every token of a page: sum_c q[c] mean[c].
 """
 
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ def attend(
 ) -> Partial:
     """Attention over pages of codes. Arguments and results as in `exact.attend`.
 
-    error: at most 1e-5 relative in fp32, 1e-12 in fp64, against exact attention on what
-           `decode` makes of the pages
+    error: at most 1e-5 relative in fp32, 1e-12 in fp64, against exact attention on the output
+           of `decode`
     """
     fmt = view.fmt
     assert isinstance(fmt, PageFormat)
@@ -77,7 +77,7 @@ def decode(
     fmt: PageFormat,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """What attention sees: blocks [..., block_bytes] u8 -> k', v' [..., tokens, D] of dtype.
+    """k' and v' [..., tokens, D] of dtype, as attention sees blocks [..., block_bytes] u8.
 
     segments: [..., segment_bytes] u8 - the segment of each block, if the format has any
     """
@@ -99,7 +99,7 @@ def decode(
 
 @dataclass(frozen=True)
 class Shared:
-    """The segments that pages of B sequences share, and which of them each page belongs to.
+    """The segments of B sequences, and the segment of each page.
 
     blocks: [B, S] records
     owner:  [B, P] i64
@@ -337,7 +337,7 @@ def _dequantize(
     shared: Blocks,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What codes and sparse slots stand for: [..., rows, columns] of dtype."""
+    """Codes and sparse slots dequantised: [..., rows, columns] of dtype."""
     source = shared if side.scale.shared else pages
     scales, zeros = source.scales(side, dtype)
     scales = expand(scales, side)

@@ -1,14 +1,14 @@
-"""Sealing pages, in plain torch: the spec of the encode kernels, and what a CPU can always do.
+"""Sealing pages, in plain torch: the spec of the encode kernels, and the fallback on a CPU.
 
-For each side, in this order, what its format has of
+Each side takes these steps, as far as its format has them:
 
     hadamard    K's channels in order, V's rotated              as the frozen segment says
     rotate      x -> T_L with T_L T_S = x                       T_S of the segment, new or frozen
     set aside   the outliers of each column -> sparse slots     their mean takes their place
     quantise    -> codes, scales, zeros                         of the page or of the segment
-    low rank    what is still missing -> A B^T
+    low rank    the remaining error -> A B^T
 
-all in fp32, every number rounded as it is stored before the next step uses it.
+All arithmetic is fp32. A number is rounded to its stored dtype before the next step uses it.
 """
 
 from collections.abc import Iterator
@@ -47,8 +47,8 @@ def encode(
 ) -> tuple[Tensor, Tensor | None]:
     """Seal the pages of consecutive segments, of one layer.
 
-    k, v:    [H, n, D] of any float dtype - n is a multiple of fmt.tokens; NaN becomes 0, what fp16
-             cannot hold saturates
+    k, v:    [H, n, D] of any float dtype - n is a multiple of fmt.tokens; NaN becomes 0, numbers
+             beyond fp16 saturate
     absent:  [H, n] bool - tokens that the mask of their page leaves out; the mean of their group of
              K's scales takes their place, in K and in V. None: all are present
     returns: blocks [n / tokens, H, block_bytes] u8, segments [S, H, segment_bytes] u8 if any
@@ -86,7 +86,7 @@ def append(
     """Write one token per row into raw pages, then the pages that they complete.
 
     k, v:    [N, H, D]
-    sealing: which rows complete a page, as sealing.py draws it; None: no row does
+    sealing: the rows that complete a page, see sealing.py; None: there are none
     """
     fmt = rows.fmt
     heads = k.shape[1]
@@ -140,12 +140,12 @@ def sum_squares(
     heads: int,
     begun: int,
 ) -> Tensor:
-    """Sums of squares of q over the query heads of a KV head and units of 16 tokens.
+    """q^2 summed over the query heads of a KV head and units of 16 tokens.
 
-    Each square is a multiple of 2**-20, so that sums of sums are the same in any order.
+    Squares are rounded to multiples of 2**-20, so sums are exact in any order.
 
     q:       [Hq, n, D]
-    begun:   tokens of the first unit that came before
+    begun:   tokens of the first unit that precede q
     returns: [units, heads, D] fp64
     """
     tokens = q.transpose(0, 1).float()  # [n, Hq, D]
@@ -166,7 +166,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     """K's channels in the order of a segment, and V rotated with its signs.
 
-    What is beyond fp16 after that saturates.
+    Numbers beyond fp16 saturate.
     """
     head_dim = k.shape[2]
     order = hadamard.read_order(segment, rotation, head_dim).unsqueeze(1)
@@ -204,7 +204,7 @@ def _encode_segments(
 ) -> None:
     """Write segments [S, H, segment_bytes] u8 and the pages that share them, head by head.
 
-    A page that has a basis of its own is its own segment: `segments` are the blocks then.
+    A page with a basis of its own is its own segment: `segments` are then the blocks.
     """
     heads, n, _ = k.shape
     if not n:
@@ -229,7 +229,7 @@ def _write_mask(
     tokens: int,
     absent: Tensor | None,
 ) -> None:
-    """Write which tokens of each page are present."""
+    """Write the mask of present tokens of each page."""
     mask = DenseBlocks(blocks).plane(torch.uint8, offset, (1, tokens // 8))
     mask.fill_(255)
     if absent is not None:
@@ -248,7 +248,7 @@ def _encode_side(
 ) -> None:
     """Write one side of x [H, n, D] into its pages, and into the segment that they share.
 
-    is_new: the rotation of the segment is made here; else it is there
+    is_new: compute the rotation of the segment; else read it
     """
     x = finite(x)
     if side.rotation:
@@ -281,7 +281,7 @@ def _encode_codes(
     pages: DenseBlocks,
     shared: DenseBlocks,
 ) -> Tensor | None:
-    """Write codes, scales and slots of x [P, H, rows, columns]; what they miss of x, if needed."""
+    """Write codes, scales and slots of x [P, H, rows, columns]; returns their error, if needed."""
     if side.floating:
         codes, scales = quantize.to_float8(x)
         pages.words(side).copy_(codes)
@@ -315,7 +315,7 @@ def _encode_outliers(
     sparse: Sparse,
     pages: DenseBlocks,
 ) -> None:
-    """Move what codes miss [P, H, rows, columns] at outliers [P, H, columns, slots] to slots."""
+    """Move the error [P, H, rows, columns] at outliers [P, H, columns, slots] to sparse slots."""
     by_column = missing.transpose(2, 3)
     delta = by_column.gather(3, rows)
     delta = delta.clamp_(-quantize.LARGEST, quantize.LARGEST)

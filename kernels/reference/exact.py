@@ -22,7 +22,7 @@ def attend(
     scale: float,
     cap: float = 0.0,
 ) -> Partial:
-    """Attention over slots; `ExactFormat` says which token each slot holds.
+    """Attention over slots of exact K and V; for the token of each slot see `ExactFormat`.
 
     q:       [B, M, Hq, D] fp32 or fp64 - query head i reads KV head i // (Hq / heads)
     scale, cap: as in `Softmax`
@@ -78,7 +78,7 @@ def _visible_by_side_record(
 def _visible_by_page_positions(view: View, fmt: ExactFormat) -> Tensor:
     """[B, H, P * slots, M] bool: which slots each query sees, by the positions in the pages.
 
-    A short row is padded with pages that it shows elsewhere, behind the tokens it covers.
+    A short row of the page table is padded with other pages of its sequence; these do not count.
     """
     assert fmt.positions is not None
     blocks = ArenaBlocks(view.arena, view.pages, view.base, view.heads, fmt.block_bytes)

@@ -1,7 +1,7 @@
-"""Channels of K in another order, channels of V rotated: what `HadamardRotation` says.
+"""Channels of K reordered, channels of V rotated, as `HadamardRotation` describes.
 
-Both are exact in fp32 up to rounding and cost attention nothing per token. They are undone on
-queries and outputs: K is never put back in order, and V is never rotated back.
+Both are exact in fp32 up to rounding and cost attention nothing per token: they are undone on
+queries and outputs, never on K and V.
 """
 
 import torch

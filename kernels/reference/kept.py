@@ -1,13 +1,13 @@
-"""Which tokens a KV head keeps, in torch on any device: outliers kept exact, and heavy hitters.
+"""The tokens that a KV head keeps exact: outliers and heavy hitters. In torch, on any device.
 
-Each head chooses for itself, so slot s of head 0 and of head 1 hold different tokens. A side record
-says for each slot which position it holds, its score and its state:
+Heads choose independently, so slot s of head 0 and of head 1 hold different tokens. A side record
+has the position, score and state of each slot:
 
-    FREE     nothing here yet
+    FREE     empty
     POOL     one of the best so far; a better token may take its place in the pool
-    RETIRED  no longer one of the best, but kept: its place among the codes is gone
+    RETIRED  no longer one of the best; it stays exact, because no page has codes for it
 
-Slots are only appended; a change of state is a flag. Nothing asks the host for a number.
+Slots are only appended; retiring one sets a flag. Nothing waits for the host.
 """
 
 from dataclasses import dataclass
@@ -64,8 +64,8 @@ def keep_outliers(
 ) -> Tensor:
     """Let tokens first .. first+n-1 compete with the pool by |K|_1, and keep the winners.
 
-    The `count` lowest scores of a head are its pool from then on; of equals the earlier wins. A
-    head with too few free slots for its winners stays as it is.
+    The `count` lowest scores of a head form its new pool; the earlier of equal tokens wins. A head
+    with too few free slots for its winners does not change.
 
     k, v:    [H, n, D] of the raw dtype
     returns: [H, n] bool - the winners. They take free slots in order of position; pool members
@@ -94,9 +94,9 @@ def weights_received(
     softmax: Softmax,
     total: int,
 ) -> Tensor:
-    """How much attention each of the first n tokens gets from the last W of `total`: [H, n] fp32.
+    """Attention that each of the first n tokens gets from the last W of `total`: [H, n] fp32.
 
-    The softmax is over these n tokens, which only scales what a query gives them, as sinks would.
+    The softmax is over these n tokens only, which scales the weights of each query by a constant.
 
     q: [Hq, W, D] - queries of tokens total - W .. total - 1
     k: [H, n, D]
@@ -148,7 +148,7 @@ def _token_of_slot(
     used: Tensor,
     num_slots: int,
 ) -> Tensor:
-    """Which of the n tokens each slot takes, -1 for none: [H, slots] i64.
+    """The index of the new token for each slot, -1 for none: [H, slots] i64.
 
     is_winner: [H, n] bool
     used:      [H, 1] - slots in use before

@@ -1,6 +1,6 @@
-"""Power iteration for a low-rank product, and the rotation of a segment; plain torch, any device.
+"""Low-rank products by power iteration, and the rotation of a segment; torch, any device.
 
-Both depend on nothing but their input and a seed made of numbers, so bytes are reproducible.
+Both depend only on their input and an integer seed, so bytes are reproducible.
 """
 
 import torch

@@ -204,7 +204,7 @@ def exact_tokens(blocks: Tensor, fmt: ExactFormat) -> tuple[Tensor, Tensor]:
 
 
 def store_blocks(target: Target, blocks: Tensor) -> None:
-    """Copy blocks [P, H, block_bytes] u8 to where they belong."""
+    """Copy blocks [P, H, block_bytes] u8 to their pages."""
     if not blocks.numel():
         return
     records = _records(target.arena, target.base, blocks[0].numel())

@@ -26,8 +26,9 @@ Per group of K (tokens of one channel) or V (channels of one token), x in fp32, 
 Every operation of `fitted` and of a sum is rounded to fp32 by itself, none is fused, and sums add
 row after row to 0, the first row first.
 
-The second term makes a constant group exact in fp16 and keeps the zero in range; the third keeps
-the scale from vanishing. Rounding is to nearest, ties to even. x' = scale * (code + zero).
+Of the terms of the asymmetric scale, the second makes a constant group exact in fp16 and keeps the
+zero in range; the third keeps the scale from vanishing. Rounding is to nearest, ties to even, and
+x' = scale * (code + zero).
 """
 
 import torch
@@ -44,7 +45,7 @@ SHARES = {2: 0.66, 4: 1.0}  # of the range that codes cover, by bits
 
 
 def finite(x: Tensor) -> Tensor:
-    """x in fp32: NaN becomes 0, and what fp16 cannot hold saturates. Never waits for a GPU."""
+    """x in fp32: NaN becomes 0, numbers beyond fp16 saturate. Never waits for a GPU."""
     return torch.nan_to_num(x.float(), nan=0.0).clamp_(-LARGEST, LARGEST)
 
 
@@ -54,7 +55,7 @@ def to_fp16(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, fmt: ExactFormat) -> Tensor:
-    """K or V as raw pages hold it; what their dtype cannot hold saturates."""
+    """K or V in the dtype of raw pages; numbers beyond it saturate."""
     dtype = getattr(torch, fmt.dtype)
     limits = torch.finfo(dtype)
     return x.to(dtype).clamp(limits.min, limits.max)
@@ -193,7 +194,7 @@ def with_means(
     mean: Tensor,
     index: Tensor,
 ) -> Tensor:
-    """x with the mean of each column in the place of its outliers, so that they widen no range."""
+    """x with outliers replaced by the mean of their column, so they widen no range."""
     by_column = x.transpose(-1, -2)
     replaced = by_column.scatter(-1, index, mean.expand(index.shape))
     return replaced.transpose(-1, -2)
@@ -204,7 +205,7 @@ def with_group_means(
     absent: Tensor,
     group: int,
 ) -> Tensor:
-    """x [H, n, D] fp32 with the mean of the others of its group in the place of absent tokens."""
+    """x [H, n, D] fp32 with absent tokens replaced by the mean of the others in their group."""
     groups = x.unflatten(1, (-1, group))  # [H, n/group, group, D]
     present = (~absent).unflatten(1, (-1, group)).unsqueeze(-1)
     count = present.sum(2, keepdim=True).clamp_min(1)
@@ -213,7 +214,7 @@ def with_group_means(
 
 
 def _quantize_shared(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One group for each head and column, over all pages."""
+    """One group per head and column, over all pages."""
     pages, _, rows, columns = x.shape
     tall = x.transpose(0, 1).reshape(
         -1, pages * rows, columns

@@ -1,4 +1,4 @@
-"""What every attention in plain torch shares: query columns, visibility of tokens, the softmax.
+"""Shared by all attention in plain torch: query columns, visible tokens, the softmax.
 
 The arithmetic runs in the dtype of q, so that fp64 shows the algebra to be exact.
 """

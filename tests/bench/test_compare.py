@@ -88,7 +88,7 @@ def test_figures_that_do_not_come_in_time_are_left_out(monkeypatch):
 
 
 def test_a_cell_without_any_figures_is_an_error(monkeypatch):
-    with pytest.raises(PeerLostError, match="did not tell in time"):
+    with pytest.raises(PeerLostError, match="did not report the times"):
         measure_cell(monkeypatch, [{}, {}])
 
 

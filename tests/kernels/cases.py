@@ -1,5 +1,6 @@
 """Paged inputs for the kernel tests, and exact attention to hold the answers against."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -258,6 +259,16 @@ FORMATS = {
 }
 
 
+def named_format(name: str, **changes) -> PageFormat:
+    """A format of FORMATS, with other options where they are passed."""
+    return make_format(**(FORMATS[name] | changes))
+
+
+def int32(*rows) -> Tensor:
+    """Ids and positions as tables hold them."""
+    return torch.tensor(rows, dtype=torch.int32)
+
+
 def raw_format(dtype: str, head_dim: int) -> ExactFormat:
     size = 16 * head_dim * getattr(torch, dtype).itemsize
     return ExactFormat(dtype, head_dim, 2 * size, 0, size)
@@ -391,6 +402,17 @@ def random_kv(
     return k, torch.randn(shape, generator=generator)
 
 
+def sequence_kv(
+    n: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """k and v [H, n, D] of one sequence, as of `random_kv`; n is filled up to whole pages."""
+    k, v = random_kv([n], heads, head_dim, T)
+    return k[0].to(dtype), v[0].to(dtype)
+
+
 def place(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """blocks [B, P, H, block_bytes] at shuffled addresses: the arena and pages [B, P]."""
     batch, count = blocks.shape[:2]
@@ -425,6 +447,10 @@ def exact_attention(
     scores = scores.masked_fill(~visible, -torch.inf)
     p = scores.softmax(-1).nan_to_num(0.0)
     return torch.einsum("bmhn,bhnd->bmhd", p, v), scores.logsumexp(-1)
+
+
+def are_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def assert_alike(

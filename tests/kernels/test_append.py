@@ -1,7 +1,6 @@
-"""Appends of Triton and of the C library write the very bytes of the reference, pages that they
-complete included."""
+"""Appends of Triton and of the C library write the bytes of the reference, and seal as it does."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,14 +17,15 @@ from disagg.kernels.sealing import NO_PAGE, NewRows, Sealing, SealRows, Target
 from tests.kernels.cases import (
     BASE,
     DEVICE,
-    FORMATS,
     SEGMENT_BASE,
     banded_format,
+    int32,
     make_format,
+    named_format,
     quant_format,
-    random_kv,
     random_segment,
     raw_format,
+    sequence_kv,
 )
 from tests.synthetic import relative_error
 
@@ -36,11 +36,14 @@ SEALED = {
     "D256-in-two-blocks": quant_format(4, 256, 64, 64),
 }
 KINDS = ("kivi", "pertoken", "pertoken-2bit", "int8", "fp8")
-SEALED |= {name: make_format(**FORMATS[name]) for name in KINDS}
+SEALED |= {name: named_format(name) for name in KINDS}
 SEALED |= {
-    f"banded-{b}-D{dim}": banded_format(b, dim)
-    for b, dim in ((2, 64), (3, 64), (2, 256))
+    "banded-2-D64": banded_format(2, 64),
+    "banded-3-D64": banded_format(3, 64),
+    "banded-2-D256": banded_format(2, 256),
 }
+SOURCE_DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+RAW_DTYPES = ["float16", "bfloat16", "float32"]
 
 
 @pytest.fixture(params=["triton", *library.PATHS])
@@ -48,13 +51,24 @@ def append(request):
     """An append of tensors on a CPU, by either."""
 
     def by_triton(
-        arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing=None
+        arena: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: NewRows,
+        sealing: Sealing | None = None,
     ) -> None:
-        on_device = arena.to(DEVICE, copy=True)
+        device_arena = arena.to(DEVICE, copy=True)
         if sealing is not None:
-            sealing = replace(sealing, rows=moved(sealing.rows))
-        gpu.append(on_device, k.to(DEVICE), v.to(DEVICE), moved(rows), sealing)
-        arena.copy_(on_device)
+            device_rows = moved(sealing.rows)
+            sealing = replace(sealing, rows=device_rows)
+        gpu.append(
+            device_arena,
+            k.to(DEVICE),
+            v.to(DEVICE),
+            moved(rows),
+            sealing,
+        )
+        arena.copy_(device_arena)
 
     if request.param == "triton":
         yield by_triton
@@ -79,40 +93,50 @@ def empty_arenas(nbytes: int) -> tuple[Tensor, Tensor]:
     return arena, arena.clone()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", RAW_DTYPES)
 def test_bytes_equal_those_of_the_reference(dtype, append):
-    fmt = raw_format(dtype, 80)
     heads = 3
-    rows = torch.randn(6, heads, 3 * 80).to(getattr(torch, dtype))
-    k = rows[..., 80:160]  # views, as a fused projection gives them
-    v = rows[..., 160:]
-    pages = torch.tensor([600, 0, 300, NO_PAGE, 0, 300], dtype=torch.int32)
-    slots = torch.tensor([15, 0, 7, 2, 1, 8], dtype=torch.int32)
+    head_dim = 80
+    item = getattr(torch, dtype).itemsize
+    fused = torch.randn(6, heads, 3 * head_dim).to(getattr(torch, dtype))
+    _, k, v = fused.split(head_dim, 2)  # views, as a fused projection gives them
+    rows = NewRows(
+        pages=int32(600, 0, 300, NO_PAGE, 0, 300),
+        slots=int32(15, 0, 7, 2, 1, 8),
+        fmt=raw_format(dtype, head_dim),
+        base=BASE,
+    )
     actual, expected = empty_arenas(1000 * 128)
-    for run, arena in ((append, actual), (reference.append, expected)):
-        run(arena, k, v, NewRows(pages, slots, fmt, BASE))
+
+    append(actual, k, v, rows)
+    reference.append(expected, k, v, rows)
 
     assert torch.equal(actual, expected)
 
-    item = getattr(torch, dtype).itemsize
+    numbers = 5 * heads * 2 * head_dim  # of five rows; one has no page
+    nonzero = (expected != 0).sum()
+    assert nonzero > numbers * (item - 1)
+    assert nonzero <= numbers * item
 
-    assert (expected != 0).sum() > 5 * heads * 2 * 80 * (item - 1)  # five of six rows
-    assert (expected != 0).sum() <= 5 * heads * 2 * 80 * item
 
-
-@pytest.mark.parametrize("source_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("source_dtype", SOURCE_DTYPES)
 @pytest.mark.parametrize("path", library.PATHS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", RAW_DTYPES)
 def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, source_dtype):
     if path not in library.paths():
         pytest.skip(f"this machine cannot run {path}")
-    x = torch.randn(2, 4, HEADS, 80) * 10.0 ** torch.randint(-8, 6, (80,))
+    magnitudes = 10.0 ** torch.randint(-8, 6, (80,))
+    x = torch.randn(2, 4, HEADS, 80) * magnitudes
     x[:, 0, :, :4] = torch.tensor([torch.inf, -torch.inf, -65519.9, 3.4e38])
     k, v = x.to(source_dtype)
-    pages = torch.tensor([300, 0, 300, 90]).int()
-    slots = torch.tensor([15, 0, 7, 2]).int()
-    rows = NewRows(pages, slots, raw_format(dtype, 80), BASE)
+    rows = NewRows(
+        pages=int32(300, 0, 300, 90),
+        slots=int32(15, 0, 7, 2),
+        fmt=raw_format(dtype, 80),
+        base=BASE,
+    )
     actual, expected = empty_arenas(500 * 128)
+
     with library.forced(path):
         cpu.append(actual, k, v, rows)
     reference.append(expected, k, v, rows)
@@ -120,86 +144,133 @@ def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, source_
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("source_dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_what_is_no_number_is_none_in_a_tail(dtype, source_dtype, append):
-    fmt = raw_format(dtype, 80)
-    at = torch.zeros(1, 1).int()
+@pytest.mark.parametrize("source_dtype", SOURCE_DTYPES)
+@pytest.mark.parametrize("dtype", RAW_DTYPES)
+def test_nan_stays_nan_in_a_tail(dtype, source_dtype, append):
     x = torch.randn(1, HEADS, 80).to(source_dtype)
     x[..., ::7] = torch.nan
     x[0, 1, 77] = -torch.nan
+    rows = NewRows(
+        pages=int32(0),
+        slots=int32(0),
+        fmt=raw_format(dtype, 80),
+        base=BASE,
+    )
     arena = torch.zeros(500 * 128, dtype=torch.uint8)
-    append(arena, x, x, NewRows(at[0], at[0], fmt, BASE))
 
-    for stored in gather_raw(arena, at, fmt, BASE, HEADS):
-        assert torch.equal(stored[0, :, 0].isnan(), x[0].isnan())
+    append(arena, x, x, rows)
+
+    tails = rows.pages.unsqueeze(0)
+    for stored in gather_raw(arena, tails, rows.fmt, BASE, HEADS):
+        first_token = stored[0, :, 0]
+        assert torch.equal(first_token.isnan(), x[0].isnan())
 
 
 def test_scattered_channels_and_ids_are_read_where_they_are(append):
     """K and V need not be contiguous, nor the tables of a step."""
-    fmt = raw_format("float32", 64)
-    actual, expected = empty_arenas(9 << 16)
     k = torch.randn(2, 64, 3).transpose(1, 2)[:, ::2]
     v = torch.randn(2, 2, 128)[..., ::2]
-    pages, slots = torch.tensor([[0, 3], [600, 9]]).int().unbind(1)
-    for run, arena in ((append, actual), (reference.append, expected)):
-        run(arena, k, v, NewRows(pages, slots, fmt, BASE))
+    pages, slots = int32([0, 3], [600, 9]).unbind(1)
+    rows = NewRows(pages, slots, raw_format("float32", 64), BASE)
+    actual, expected = empty_arenas(9 << 16)
+
+    append(actual, k, v, rows)
+    reference.append(expected, k, v, rows)
 
     assert expected.any()
     assert torch.equal(actual, expected)
 
 
-def page_ids(fmt, raw: ExactFormat) -> tuple[int, int]:
-    """What a page id grows by, and the id of the page that is sealed."""
-    largest = max(raw.block_bytes, fmt.block_bytes, fmt.segment_bytes)
-    stride = -(-(BASE + HEADS * largest) // 128)
-    return stride, 9 * stride
-
-
-def make_tail(fmt, raw: ExactFormat, own: bool):
+@dataclass(frozen=True)
+class Tails:
     """Two tails of T tokens and a row for each; the second one's page is complete.
 
-    own: whether the row's token is the last one of that page; else it goes to another raw page
+    k, v: [2, H, D] - the rows
+    page: the id of the page that is sealed
     """
-    stride, page = page_ids(fmt, raw)
-    segment = page + stride
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(5))
-    tails = order.view(2, 4) * stride
-    pages = torch.tensor([tails[0, 1], tails[1, 3] if own else 8 * stride])
-    slots = torch.tensor([6, 15 if own else 0])
-    rows = SealRows(
-        pages=torch.tensor([NO_PAGE, page]).int(),
-        tails=tails.int(),
-        segments=torch.tensor([segment, segment]).int(),
-        stretches=torch.tensor([0, 12]).int(),
-    )
+
+    arena: Tensor
+    k: Tensor
+    v: Tensor
+    rows: NewRows
+    sealing: Sealing
+    page: int
+
+
+def make_tails(fmt, raw: ExactFormat, own: bool) -> Tails:
+    """own: the row's token is the last one of that page; else it goes to another raw page."""
+    largest = max(raw.block_bytes, fmt.block_bytes, fmt.segment_bytes)
+    stride = -(-(BASE + HEADS * largest) // 128)
+    page = 9 * stride
+    segment = 10 * stride
     arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(5))
+    tails = order.view(2, 4).int() * stride
+    seals = SealRows(
+        pages=int32(NO_PAGE, page),
+        tails=tails,
+        segments=int32(segment, segment),
+        stretches=int32(0, 12),
+    )
     if fmt.hadamard:
-        target = Target(arena, rows.segments[:1], SEGMENT_BASE)
+        target = Target(arena, seals.segments[:1], SEGMENT_BASE)
         store_blocks(target, random_segment(fmt, HEADS, 4)[None])
-    dtype = getattr(torch, raw.dtype)
-    k, v = random_kv([64], HEADS, raw.head_dim, 64)
-    k = k[0].to(dtype).transpose(0, 1)  # [T, H, D]
-    v = v[0].to(dtype).transpose(0, 1)
-    at = tails[1].int().repeat_interleave(16)
-    slot = torch.arange(16).repeat(4).int()
-    reference.append(arena, k, v, NewRows(at, slot, raw, BASE))
-    if own:  # what was in its place before
-        x = torch.full_like(k[-1:], 7)
-        reference.append(arena, x, x, NewRows(at[-1:], slot[-1:], raw, BASE))
+    k, v = tokens_first(raw)
+    fill_tail(arena, k, v, tails[1], raw)
+    if own:
+        overwrite_last(arena, k, tails[1], raw)
     last = -1 if own else 5
-    new_k = torch.stack([k[3] + 1, k[last]])
-    new_v = torch.stack([v[3] + 1, v[last]])
-    return arena, new_k, new_v, pages.int(), slots.int(), rows
+    last_page = int(tails[1, 3]) if own else 8 * stride
+    last_slot = 15 if own else 0
+    rows = NewRows(
+        pages=int32(int(tails[0, 1]), last_page),
+        slots=int32(6, last_slot),
+        fmt=raw,
+        base=BASE,
+    )
+    return Tails(
+        arena,
+        k=torch.stack([k[3] + 1, k[last]]),
+        v=torch.stack([v[3] + 1, v[last]]),
+        rows=rows,
+        sealing=Sealing(seals, fmt, BASE, SEGMENT_BASE, seed=3 << 20),
+        page=page,
+    )
 
 
-def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tensor]:
+def tokens_first(raw: ExactFormat) -> tuple[Tensor, Tensor]:
+    """K and V of a page's tokens: [T, H, D]."""
+    dtype = getattr(torch, raw.dtype)
+    k, v = sequence_kv(64, HEADS, raw.head_dim, dtype)
+    return k.transpose(0, 1), v.transpose(0, 1)
+
+
+def fill_tail(arena, k, v, tail, raw) -> None:
+    rows = NewRows(
+        pages=tail.repeat_interleave(16),
+        slots=torch.arange(16).repeat(4).int(),
+        fmt=raw,
+        base=BASE,
+    )
+    reference.append(arena, k, v, rows)
+
+
+def overwrite_last(arena, k, tail, raw) -> None:
+    """Something else is in the place of the token that completes the page."""
+    x = torch.full_like(k[-1:], 7)
+    rows = NewRows(tail[-1:], int32(15), raw, BASE)
+    reference.append(arena, x, x, rows)
+
+
+def append_both(append, tails: Tails) -> tuple[Tensor, Tensor]:
     """The arena after the append under test, and after the reference."""
-    expected, k, v, pages, slots, rows = make_tail(fmt, raw, own)
-    actual = expected.clone()
-    sealing = Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20)
-    for run, arena in ((append, actual), (reference.append, expected)):
-        run(arena, k, v, NewRows(pages, slots, raw, BASE), sealing)
+    actual = tails.arena.clone()
+    expected = tails.arena.clone()
+    for run, arena in (
+        (append, actual),
+        (reference.append, expected),
+    ):
+        run(arena, tails.k, tails.v, tails.rows, tails.sealing)
     return actual, expected
 
 
@@ -210,39 +281,38 @@ def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tenso
 )
 def test_completed_pages_are_those_of_the_reference(name, dtype, own, append):
     fmt = SEALED[name]
+    tails = make_tails(fmt, raw_format(dtype, fmt.head_dim), own)
 
+    actual, expected = append_both(append, tails)
+
+    block = load_blocks(expected, int32(tails.page), BASE, HEADS, 64)
     assert fmt.is_sealable
-
-    raw = raw_format(dtype, fmt.head_dim)
-    actual, expected = append_both(append, fmt, raw, own)
-
     assert torch.equal(actual, expected)
-
-    page = torch.tensor(page_ids(fmt, raw)[1:2])
-    block = load_blocks(expected, page, BASE, HEADS, 64)
-
     assert not (block == 0x5A).all()
 
 
 @pytest.mark.parametrize("name", ["gear-l-own", "gear-own", "gear-odd-own"])
-def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(
-    name, append
-):
-    fmt = make_format(**FORMATS[name])
-
-    assert fmt.is_sealable
-
+def test_completed_pages_with_factors_decode_as_the_reference_does(name, append):
+    fmt = named_format(name)
     raw = raw_format("float16", fmt.head_dim)
+    tails = make_tails(fmt, raw, own=True)
+
     decoded = []
-    page = torch.tensor(page_ids(fmt, raw)[1:])
-    for arena in append_both(append, fmt, raw, True):
-        block = load_blocks(arena, page, BASE, HEADS, fmt.block_bytes)
+    for arena in append_both(append, tails):
+        block = load_blocks(
+            arena,
+            int32(tails.page),
+            BASE,
+            HEADS,
+            fmt.block_bytes,
+        )
         decoded.append(codes.decode(block, None, fmt))
 
+    assert fmt.is_sealable
     for x, y in zip(*decoded, strict=True):
-        assert relative_error(x, y.double()) <= 1e-3
+        assert relative_error(x, y) <= 1e-3
 
 
-def test_pages_that_need_more_than_one_tile_or_a_segment_are_not_for_an_append():
-    for name in ("decoquant", "ott", "kcvt", "gear"):
-        assert not make_format(**FORMATS[name]).is_sealable
+@pytest.mark.parametrize("name", ["decoquant", "ott", "kcvt", "gear"])
+def test_pages_of_several_tiles_or_with_segments_are_not_sealable(name):
+    assert not named_format(name).is_sealable

@@ -33,6 +33,11 @@ class Pages:
     m: int = 1
 
 
+OF_EVERY_WIDTH = {
+    "b2": {"v_group": 32},
+    "b4": {"bits": 4, "head_dim": 96, "group": 32},
+    "int8": cases.FORMATS["int8"],
+}
 PAGES = {
     name: Pages(cases.make_format(**options)) for name, options in cases.FORMATS.items()
 }
@@ -49,16 +54,12 @@ PAGES |= {
 PAGES |= {
     f"{name}-for-{width}": Pages(cases.make_format(**options), width, 1 + (width == 16))
     for width in (1, 2, 4, 5, 7, 8, 16)
-    for name, options in {
-        "b2": {"v_group": 32},
-        "b4": {"bits": 4, "head_dim": 96, "group": 32},
-        "int8": cases.FORMATS["int8"],
-    }.items()
+    for name, options in OF_EVERY_WIDTH.items()
 }
-PAGES["gear-l-for-1"] = Pages(cases.make_format(**cases.FORMATS["gear-l"]), 1)
-PAGES["gear-l-shared-for-7"] = Pages(
-    cases.make_format(**cases.FORMATS["gear-l-shared"]), 7
-)
+PAGES |= {
+    "gear-l-for-1": Pages(cases.named_format("gear-l"), 1),
+    "gear-l-shared-for-7": Pages(cases.named_format("gear-l-shared"), 7),
+}
 MORE = ("banded-2-D128", "raw-float16-D80")
 
 
@@ -96,23 +97,29 @@ def attend(
 
 def check(case: cases.Case, backend: str, cap: float = 0.0) -> None:
     """Within what the backend states; what it leaves to the reference is skipped."""
+    allowed = bounds(case, backend)
+    expected = cases.exact_attention(case, 0.2, cap)
+
+    answer = attend(case, backend, cap)
+
+    cases.assert_alike(answer, expected, **allowed)
+
+
+def bounds(case: cases.Case, backend: str) -> dict[str, float]:
+    """What `assert_alike` allows a backend."""
     fmt = case.view.fmt
     raw = isinstance(fmt, ExactFormat)
     if backend == TRITON:
         if not raw and not is_supported(fmt):
             pytest.skip("left to the reference")
-        bounds = (1e-5 if raw and fmt.dtype == "float32" else 1e-3), 2e-3, 1e-3
-    elif backend == library.TORCH:
-        bounds = 1e-5, 1e-5, 1e-6
-    else:
-        assert cpu.is_served(fmt, case.q)
-        coded = not raw and not fmt.k.floating
-        bounds = (
-            (library.CODE_ERRORS[backend], 2e-3, 1e-6) if coded else (1e-6, 1e-5, 1e-6)
-        )
-    cases.assert_alike(
-        attend(case, backend, cap), cases.exact_attention(case, 0.2, cap), *bounds
-    )
+        single = raw and fmt.dtype == "float32"
+        return {"tolerance": 1e-5 if single else 1e-3, "near": 2e-3, "rtol": 1e-3}
+    if backend == library.TORCH:
+        return {"tolerance": 1e-5}
+    assert cpu.is_served(fmt, case.q)
+    if raw or fmt.k.floating:
+        return {"tolerance": 1e-6}
+    return {"tolerance": library.CODE_ERRORS[backend], "near": 2e-3}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -129,12 +136,19 @@ def test_scores_are_capped(name, cap, backend):
 
 
 @pytest.mark.parametrize("name", [*cases.FORMATS, *MORE])
-def test_who_sees_nothing_gets_zero_and_minus_infinity(name, backend):
+def test_a_query_that_sees_nothing_gets_zero_and_minus_infinity(name, backend):
     case = case_of(name, backend == TRITON)
-    check(case.seeing(hi=torch.zeros_like(case.view.hi)), backend)
+    hi = torch.zeros_like(case.view.hi)
+
+    check(case.seeing(hi=hi), backend)
 
 
-LO = torch.tensor([[131, 132], [64, 65], [3, 90], [50, 60]], dtype=torch.int32)
+LO = cases.int32(
+    [131, 132],
+    [64, 65],
+    [3, 90],
+    [50, 60],
+)
 WINDOWED = [cases.quant_format(bits, 64, 32, 32) for bits in (2, 4)]
 WINDOWED += [cases.raw_format("float16", dim) for dim in (64, 256)]
 
@@ -142,18 +156,42 @@ WINDOWED += [cases.raw_format("float16", dim) for dim in (64, 256)]
 @pytest.mark.parametrize("fmt", WINDOWED, ids=["b2", "b4", "raw", "raw-D256"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_queries_see_what_their_windows_show(fmt, width, backend):
-    small = backend == TRITON
-    case = cases.make_case(fmt, [300, 170, 90, 40], 1 if small else 2, width, m=2)
+    case = cases.make_case(
+        fmt,
+        lengths=[300, 170, 90, 40],
+        heads=1 if backend == TRITON else 2,
+        width=width,
+        m=2,
+    )
+
     check(case.seeing(lo=LO), backend)
 
 
 def test_long_and_short_sequences_share_the_units_of_work(backend):
-    check(
-        cases.make_case(cases.quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4),
-        backend,
+    case = cases.make_case(
+        cases.quant_format(2, 64, 64, 64),
+        lengths=[450, 5, 64, 130, 0],
+        heads=1,
+        width=4,
     )
 
+    check(case, backend)
 
-@pytest.mark.parametrize(("lengths", "run"), [([390, 70, 0], 3), ([130], 1)])
+
+@pytest.mark.parametrize(
+    ("lengths", "run"),
+    [
+        ([390, 70, 0], 3),
+        ([130], 1),
+    ],
+)
 def test_units_of_work_stay_within_segments_of_any_length(lengths, run, backend):
-    check(cases.make_case(cases.make_format(rank=2), lengths, 1, 4, run=run), backend)
+    case = cases.make_case(
+        cases.make_format(rank=2),
+        lengths,
+        heads=1,
+        width=4,
+        run=run,
+    )
+
+    check(case, backend)

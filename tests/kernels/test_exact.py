@@ -17,6 +17,7 @@ from tests.kernels.cases import (
     Case,
     append_records,
     assert_alike,
+    int32,
     place,
     raw_format,
 )
@@ -28,85 +29,169 @@ def source(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def aligned(nbytes: int) -> int:
+    """Planes begin on 16 bytes."""
+    return -(-nbytes // 16) * 16
+
+
 def heavy_format(slots: int, head_dim: int, tokens: int = 64) -> ExactFormat:
-    size = 2 * slots * head_dim
-    positions = None if slots == tokens else 2 * size
-    end = 2 * size + (0 if positions is None else 4 * slots)
-    block = -(-end // 16) * 16
-    return ExactFormat("float16", head_dim, block, 0, size, slots, tokens, positions)
+    """`slots` of `tokens` are in a page, with their positions unless that is all."""
+    plane = 2 * slots * head_dim
+    with_positions = slots != tokens
+    position_bytes = 4 * slots if with_positions else 0
+    return ExactFormat(
+        dtype="float16",
+        head_dim=head_dim,
+        block_bytes=aligned(2 * plane + position_bytes),
+        k=0,
+        v=plane,
+        slots=slots,
+        tokens=tokens,
+        positions=2 * plane if with_positions else None,
+    )
 
 
 def heavy_case(
     fmt: ExactFormat, lengths: list[int], heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(arena, pages [B, P], tokens that each sequence covers [B]); each head chose for itself."""
+    """(arena, pages [B, P], tokens that each sequence covers [B, 1]); heads chose apart."""
     counts = [n // fmt.tokens for n in lengths]
     batch = len(lengths)
     width = max(counts)
     shape = (batch, width, heads, 2, fmt.slots, fmt.head_dim)
     numbers = torch.randn(shape, generator=source(fmt.slots)).half()
     planes = numbers.flatten(3).view(torch.uint8)
-    blocks = torch.zeros(batch, width, heads, fmt.block_bytes, dtype=torch.uint8)
+    blocks = torch.zeros(
+        batch,
+        width,
+        heads,
+        fmt.block_bytes,
+        dtype=torch.uint8,
+    )
     blocks[..., : planes.shape[-1]] = planes
     if fmt.positions is not None:
-        for row, count in enumerate(counts):
-            for head in range(heads):
-                order = torch.randperm(count * fmt.tokens, generator=source(row + head))
-                chosen = order[: count * fmt.slots].sort().values.int()
-                positions = chosen.view(count, fmt.slots).view(torch.uint8)
-                end = fmt.positions + 4 * fmt.slots
-                blocks[row, :count, head, fmt.positions : end] = positions
+        write_positions(blocks, fmt, counts)
     arena, pages = place(blocks)
     for row, count in enumerate(counts):
         pages[row, count:] = pages[row, 0]
-    return arena, pages, torch.tensor(counts) * fmt.tokens
+    covered = [[count * fmt.tokens] for count in counts]
+    return arena, pages, int32(*covered)
+
+
+def write_positions(blocks: Tensor, fmt: ExactFormat, counts: list[int]) -> None:
+    """Each head of a row with some pages has chosen other tokens, and names them in order."""
+    start = fmt.positions
+    end = start + 4 * fmt.slots
+    for row, count in enumerate(counts):
+        for head in range(blocks.shape[2]):
+            order = torch.randperm(
+                count * fmt.tokens,
+                generator=source(row + head),
+            )
+            chosen = order[: count * fmt.slots].sort().values
+            by_page = chosen.int().view(count, fmt.slots)
+            blocks[row, :count, head, start:end] = by_page.view(torch.uint8)
 
 
 def check(view: View, width: int, m: int) -> None:
     """Attention of `width` query heads for each KV head, m queries of a sequence."""
-    batch = view.pages.shape[0]
-    head_dim = view.fmt.head_dim
-    q = torch.randn(batch, m, view.heads * width, head_dim, generator=source(width))
-    q_on_device, view_on_device = Case(q, view, q, q).on(DEVICE)
-    o, lse = merge(gpu.attend(q_on_device, [view_on_device], 0.15))
+    q = torch.randn(
+        view.pages.shape[0],
+        m,
+        view.heads * width,
+        view.fmt.head_dim,
+        generator=source(width),
+    )
     expected = exact.attend(q.double(), view, 0.15)
     assert expected[0].any()
-    assert_alike((o.cpu(), lse.cpu()), expected, 1e-3, 2e-3, 1e-3)
+
+    case = Case(q, view, k=q, v=q)
+    q_on_device, view_on_device = case.on(DEVICE)
+    o, lse = merge(gpu.attend(q_on_device, [view_on_device], 0.15))
+
+    assert_alike(
+        (o.cpu(), lse.cpu()),
+        expected,
+        tolerance=1e-3,
+        near=2e-3,
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.parametrize(
     ("slots", "head_dim", "width"),
-    [(32, 64, 4), (2, 64, 1), (20, 128, 3), (48, 80, 7), (64, 96, 8), (10, 256, 4)],
+    [
+        (32, 64, 4),
+        (2, 64, 1),
+        (20, 128, 3),
+        (48, 80, 7),
+        (64, 96, 8),
+        (10, 256, 4),
+    ],
 )
 def test_attention_over_heavy_hitters_is_that_of_the_reference(slots, head_dim, width):
     fmt = heavy_format(slots, head_dim)
-    arena, pages, covered = heavy_case(fmt, [460, 64, 0, 200], 2)
-    hi = covered.int().unsqueeze(1)
-    lo = torch.zeros_like(hi)
-    view = View(pages, lo, hi, fmt, arena=arena, base=BASE, heads=2)
+    arena, pages, covered = heavy_case(fmt, [460, 64, 0, 200], heads=2)
+    view = View(
+        pages=pages,
+        lo=torch.zeros_like(covered),
+        hi=covered,
+        fmt=fmt,
+        arena=arena,
+        base=BASE,
+        heads=2,
+    )
 
-    check(view, width, 1)
+    check(view, width, m=1)
 
 
 @pytest.mark.parametrize("slots", [16, 40, 64])
 def test_windows_and_several_queries_see_different_heavy_hitters(slots):
     fmt = heavy_format(slots, 64)
-    arena, pages, covered = heavy_case(fmt, [330, 140, 64], 1)
-    hi = covered.int().unsqueeze(1).expand(3, 3).contiguous()
-    lo = torch.tensor([[201, 202, 203], [63, 64, 65], [0, 60, 64]], dtype=torch.int32)
-    check(View(pages, lo, hi, fmt, arena=arena, base=BASE, heads=1), 5, 3)
+    arena, pages, covered = heavy_case(fmt, [330, 140, 64], heads=1)
+    view = View(
+        pages=pages,
+        lo=int32(
+            [201, 202, 203],
+            [63, 64, 65],
+            [0, 60, 64],
+        ),
+        hi=covered.expand(3, 3).contiguous(),
+        fmt=fmt,
+        arena=arena,
+        base=BASE,
+        heads=1,
+    )
+
+    check(view, width=5, m=3)
 
 
-def test_pages_that_do_not_fit_a_tile_or_do_not_say_their_positions_are_refused():
+def test_pages_too_large_for_a_tile_or_without_positions_are_refused():
     fmt = heavy_format(128, 64, tokens=256)
-    arena, pages, covered = heavy_case(fmt, [256], 1)
-    hi = covered.int().unsqueeze(1)
-    view = View(pages, 0 * hi, hi, fmt, arena=arena, base=BASE, heads=1)
+    arena, pages, covered = heavy_case(fmt, [256], heads=1)
+    view = View(
+        pages=pages,
+        lo=torch.zeros_like(covered),
+        hi=covered,
+        fmt=fmt,
+        arena=arena,
+        base=BASE,
+        heads=1,
+    )
+    q = torch.zeros(1, 1, 1, 64)
 
     with pytest.raises(ValueError, match="128 slots"):
-        gpu.attend(torch.zeros(1, 1, 1, 64), [view], 1.0)
+        gpu.attend(q, [view], 1.0)
     with pytest.raises(ValueError, match="without positions"):
-        ExactFormat("float16", 64, 1 << 14, 0, 1 << 13, slots=40, tokens=64)
+        ExactFormat(
+            dtype="float16",
+            head_dim=64,
+            block_bytes=1 << 14,
+            k=0,
+            v=1 << 13,
+            slots=40,
+            tokens=64,
+        )
 
 
 def outlier_case(
@@ -114,25 +199,42 @@ def outlier_case(
 ) -> tuple[Tensor, Tensor, Tensor, ExactFormat]:
     """(arena, pages [B, K], sides [B], format); used: slots in use of each sequence."""
     batch = len(used)
-    width = -(-max(used) // 16)
-    shape = (batch, width, heads, 2 * 16 * head_dim)
-    values = torch.randn(shape, generator=source(slots)).to(getattr(torch, dtype))
+    page_counts = [-(-count // 16) for count in used]
+    shape = (batch, max(page_counts), heads, 2 * 16 * head_dim)
+    numbers = torch.randn(shape, generator=source(slots))
+    values = numbers.to(getattr(torch, dtype))
     arena, pages = place(values.view(torch.uint8))
-    for row, count in enumerate(used):
-        pages[row, max(1, -(-count // 16)) :] = pages[row, 0]
-    states = 8 * slots + -8 * slots % 16
-    side = SlotsFormat(slots, states + -(-slots // 16) * 16, 0, 4 * slots, states)
+    for row, page_count in enumerate(page_counts):
+        pages[row, max(1, page_count) :] = pages[row, 0]
+    states = aligned(8 * slots)
+    side = SlotsFormat(
+        slots=slots,
+        block_bytes=states + aligned(slots),
+        positions=0,
+        scores=4 * slots,
+        states=states,
+    )
     records = torch.zeros(batch, heads, side.block_bytes, dtype=torch.uint8)
     for row, count in enumerate(used):
         for head in range(heads):
-            filled = max(0, count - head)  # heads have not filled as many
-            chosen = torch.randperm(700, generator=source(9 * row + head))[:slots].int()
-            state = torch.full((slots,), FREE, dtype=torch.uint8)
-            state[:filled] = torch.tensor([POOL, RETIRED]).repeat(slots)[:filled]
-            records[row, head, : 4 * slots] = chosen.view(torch.uint8)
-            records[row, head, states : states + slots] = state
+            filled = max(0, count - head)  # the second head has a slot less
+            seed = 9 * row + head
+            write_side(records[row, head], side, filled, seed)
     arena, sides = append_records(arena, records, SIDE_BASE)
-    return arena, pages, sides, replace(raw_format(dtype, head_dim), side=side)
+    fmt = replace(raw_format(dtype, head_dim), side=side)
+    return arena, pages, sides, fmt
+
+
+def write_side(record: Tensor, side: SlotsFormat, filled: int, seed: int) -> None:
+    """Positions of all slots; the first `filled` are in the pool and retired by turns."""
+    slots = side.slots
+    order = torch.randperm(700, generator=source(seed))
+    positions = order[:slots].int()
+    state = torch.full((slots,), FREE, dtype=torch.uint8)
+    by_turns = torch.tensor([POOL, RETIRED]).repeat(slots)
+    state[:filled] = by_turns[:filled]
+    record[: 4 * slots] = positions.view(torch.uint8)
+    record[side.states : side.states + slots] = state
 
 
 OUTLIERS = [
@@ -148,14 +250,19 @@ OUTLIERS = [
 def test_attention_over_outliers_is_that_of_the_reference(
     dtype, head_dim, slots, width
 ):
-    used = [min(slots, x) for x in (3, 33, 0, 90)]
-    arena, pages, sides, fmt = outlier_case(dtype, head_dim, used, slots, 2)
-    hi = torch.tensor([[700], [350], [500], [640]], dtype=torch.int32)
+    used = [min(slots, count) for count in (3, 33, 0, 90)]
+    arena, pages, sides, fmt = outlier_case(
+        dtype,
+        head_dim,
+        used,
+        slots,
+        heads=2,
+    )
     view = View(
-        pages,
-        torch.zeros_like(hi),
-        hi,
-        fmt,
+        pages=pages,
+        lo=int32([0], [0], [0], [0]),
+        hi=int32([700], [350], [500], [640]),
+        fmt=fmt,
         sides=sides,
         arena=arena,
         heads=2,
@@ -163,20 +270,30 @@ def test_attention_over_outliers_is_that_of_the_reference(
         side_base=SIDE_BASE,
     )
 
-    check(view, width, 1)
+    check(view, width, m=1)
 
 
 def test_windows_and_several_queries_see_different_outliers():
-    arena, pages, sides, fmt = outlier_case("float16", 64, [35, 20, 1], 35, 1)
-    hi = torch.tensor(
-        [[200, 400, 700], [0, 70, 90], [700, 700, 700]], dtype=torch.int32
+    arena, pages, sides, fmt = outlier_case(
+        "float16",
+        head_dim=64,
+        used=[35, 20, 1],
+        slots=35,
+        heads=1,
     )
-    lo = torch.tensor([[100, 300, 100], [0, 0, 80], [0, 699, 700]], dtype=torch.int32)
     view = View(
-        pages,
-        lo,
-        hi,
-        fmt,
+        pages=pages,
+        lo=int32(
+            [100, 300, 100],
+            [0, 0, 80],
+            [0, 699, 700],
+        ),
+        hi=int32(
+            [200, 400, 700],
+            [0, 70, 90],
+            [700, 700, 700],
+        ),
+        fmt=fmt,
         sides=sides,
         arena=arena,
         heads=1,
@@ -184,4 +301,4 @@ def test_windows_and_several_queries_see_different_outliers():
         side_base=SIDE_BASE,
     )
 
-    check(view, 5, 3)
+    check(view, width=5, m=3)

@@ -11,6 +11,8 @@ from disagg.kernels.sealing import Segmentation
 from tests.kernels import cases
 from tests.synthetic import relative_error
 
+LARGEST_FP16 = 65504.0
+
 
 def blocks_of(k, v, fmt):
     blocks, _ = encode.encode(k, v, fmt, Segmentation())
@@ -19,60 +21,92 @@ def blocks_of(k, v, fmt):
 
 def decoded(k, v, fmt):
     """k and v [H, n, D] as their pages stand for them."""
-    by_page = codes.decode(blocks_of(k, v, fmt), None, fmt)
+    blocks = blocks_of(k, v, fmt)
+    by_page = codes.decode(blocks, None, fmt)
     return [x.transpose(0, 1).flatten(1, 2) for x in by_page]
 
 
 def test_merge_of_disjoint_tokens_is_attention_over_all():
     fmt = cases.quant_format(4, 64, 32, 32)
-    case = cases.make_case(fmt, [300, 64], 2, 3)
-    cut = torch.tensor([[190], [64]], dtype=torch.int32)
-    front = case.seeing(hi=torch.minimum(case.view.hi, cut))
-    back = case.seeing(lo=cut)
-
-    halves = [codes.attend(half.q, half.view, 0.2) for half in (front, back)]
-
+    case = cases.make_case(
+        fmt,
+        lengths=[300, 64],
+        heads=2,
+        width=3,
+    )
     expected, _ = cases.exact_attention(case, 0.2)
+    cut = cases.int32([190], [64])
+    front_end = torch.minimum(case.view.hi, cut)
 
-    assert relative_error(merge(halves), expected) <= 1e-5
+    front = case.seeing(hi=front_end)
+    back = case.seeing(lo=cut)
+    front_answer = codes.attend(front.q, front.view, 0.2)
+    back_answer = codes.attend(back.q, back.view, 0.2)
+    merged = merge([front_answer, back_answer])
+
+    assert relative_error(merged, expected) <= 1e-5
 
 
 def test_merge_of_nothing_visible_is_0():
-    empty = (torch.zeros(1, 1, 2, 64), torch.full((1, 1, 2), -torch.inf))
+    o = torch.zeros(1, 1, 2, 64)
+    lse = torch.full((1, 1, 2), -torch.inf)
+    empty = (o, lse)
 
-    assert not merge([empty, empty]).any()
+    merged = merge([empty, empty])
+
+    assert not merged.any()
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_what_fp16_cannot_hold_saturates_and_nan_becomes_a_number(bits):
+def test_numbers_beyond_fp16_saturate_and_nan_becomes_finite(bits):
     fmt = cases.quant_format(bits, 64, 32, 32)
-    k, v = (x[0] for x in cases.random_kv([128], 2, 64, 64))
-    for place, value in enumerate((torch.inf, -torch.inf, 1e30, -7e4)):
+    k, v = cases.sequence_kv(128, heads=2, head_dim=64)
+    too_large = (torch.inf, -torch.inf, 1e30, -7e4)
+    for place, value in enumerate(too_large):
         k[0, place, place] = value
         v[1, 70 + place, place] = value
     k[0, 3, 50] = torch.nan
     v[0, 9, 1] = torch.nan
 
-    for x, y in zip((k, v), decoded(k, v, fmt), strict=True):
-        huge = x.abs() > 65504
-        saturated = x[huge].clamp(-65504, 65504)
+    decoded_k, decoded_v = decoded(k, v, fmt)
+
+    for x, y in ((k, decoded_k), (v, decoded_v)):
+        huge = x.abs() > LARGEST_FP16
+        saturated = x[huge].clamp(-LARGEST_FP16, LARGEST_FP16)
         assert torch.isfinite(y).all()
         assert torch.allclose(y[huge], saturated, rtol=2e-3)
 
 
-def test_bytes_do_not_depend_on_how_pages_are_cut_into_chunks(monkeypatch):
+def test_bytes_do_not_depend_on_how_pages_are_cut(monkeypatch):
     fmt = cases.quant_format(2, 64, 32, 32)
-    k, v = (x[0].half() for x in cases.random_kv([448], 3, 64, 64))
+    k, v = cases.sequence_kv(
+        448,
+        heads=3,
+        head_dim=64,
+        dtype=torch.float16,
+    )
     whole = blocks_of(k, v, fmt)
 
-    pages = zip(k.split(64, 1), v.split(64, 1), strict=True)
-    page_by_page = [blocks_of(page_k, page_v, fmt) for page_k, page_v in pages]
+    page_by_page = [
+        blocks_of(page_k, page_v, fmt)
+        for page_k, page_v in zip(
+            k.split(64, 1),
+            v.split(64, 1),
+            strict=True,
+        )
+    ]
 
     assert torch.equal(whole, torch.cat(page_by_page))
 
     monkeypatch.setattr(encode, "CHUNK_ELEMENTS", 1)
+    in_small_chunks = blocks_of(k, v, fmt)
 
-    assert torch.equal(whole, blocks_of(k, v, fmt))
+    assert torch.equal(whole, in_small_chunks)
+
+
+def block_lengths(x):
+    """The norms of blocks of 64 channels."""
+    return x.unflatten(2, (2, 64)).norm(dim=3)
 
 
 def test_a_rotation_is_undone_and_keeps_lengths():
@@ -81,12 +115,10 @@ def test_a_rotation_is_undone_and_keeps_lengths():
 
     y = rotate(x, signs)
 
-    assert torch.allclose(unrotate(y, signs), x, atol=1e-5)
-
-    # blocks of 64 channels do not mix
-    lengths = x.unflatten(2, (2, 64)).norm(dim=3)
-    rotated_lengths = y.unflatten(2, (2, 64)).norm(dim=3)
-
+    undone = unrotate(y, signs)
+    lengths = block_lengths(x)
+    rotated_lengths = block_lengths(y)
+    assert torch.allclose(undone, x, atol=1e-5)
     assert torch.allclose(rotated_lengths, lengths, rtol=1e-5)
 
 
@@ -97,25 +129,28 @@ def dequantize(quantized):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_a_stretched_scale_keeps_mean_and_energy_of_a_group(bits):
-    x = torch.randn(7, 64, 40) + 3 * torch.randn(7, 1, 40)
+    spread = torch.randn(7, 64, 40)
+    offset = torch.randn(7, 1, 40) * 3
+    x = spread + offset
+    mean = x.mean(1, keepdim=True)
+    largest = x.abs().amax(1, keepdim=True)
+    energy = (x - mean).square().sum(1)
+    plain = dequantize(quantize(x, 64, bits))
 
     fitted = dequantize(quantize_fitted(x, 64, bits))
 
-    mean = x.mean(1)
-    fitted_mean = fitted.mean(1)
-    tolerance = 2**-10 * (mean.abs() + x.abs().amax(1))
+    fitted_mean = fitted.mean(1, keepdim=True)
+    mean_error = (fitted_mean - mean).abs()
+    mean_bound = 2**-10 * (mean.abs() + largest)
+    assert (mean_error <= mean_bound).all()
 
-    assert ((fitted_mean - mean).abs() <= tolerance).all()
+    projection = (x - mean) * (fitted - fitted_mean)
+    assert torch.allclose(projection.sum(1), energy, rtol=2e-3)
 
-    d = x - mean.unsqueeze(1)
-    e = fitted - fitted_mean.unsqueeze(1)
-
-    assert torch.allclose((d * d).sum(1), (d * e).sum(1), rtol=2e-3)
-
-    plain = dequantize(quantize(x, 64, bits))
     allowed = 1 if bits == 2 else 1.02
-
-    assert (fitted - x).norm() < allowed * (plain - x).norm()
+    error = (fitted - x).norm()
+    plain_error = (plain - x).norm()
+    assert error < allowed * plain_error
 
 
 @pytest.mark.parametrize("way", [quantize, quantize_fitted])
@@ -137,17 +172,16 @@ def test_constant_groups_are_exact(bits, value, way):
 
     group_codes, scale, zero = way(x, 64, bits)
 
-    assert not group_codes.any()
-
     product = scale.float() * zero.float()
-    stored = product.half().float()[:, 0]
-
-    assert torch.equal(stored, x[:, 0]) or (value, way) == (-0.1, quantize_fitted)
+    stored = product.half().float()
+    is_rounded = value == -0.1 and way is quantize_fitted
+    assert not group_codes.any()
+    assert torch.equal(stored[:, 0], x[:, 0]) or is_rounded
 
 
 def test_pages_with_an_order_need_a_frozen_segment():
     fmt = cases.banded_format(2, 64)
-    k, v = (x[0] for x in cases.random_kv([128], 2, 64, 64))
+    k, v = cases.sequence_kv(128, heads=2, head_dim=64)
 
     with pytest.raises(ValueError, match="frozen segment"):
         encode.encode(k, v, fmt, Segmentation(128))
@@ -155,11 +189,15 @@ def test_pages_with_an_order_need_a_frozen_segment():
 
 def test_pages_with_an_order_saturate_what_fp16_cannot_hold():
     fmt = cases.banded_format(2, 64)
-    k, v = (1e5 * x[0] for x in cases.random_kv([128], 2, 64, 64))
+    k, v = cases.sequence_kv(128, heads=2, head_dim=64)
+    k *= 1e5
+    v *= 1e5
     segment = cases.random_segment(fmt, heads=2, seed=0)
     cut = Segmentation(128, 0, segment)
 
     blocks, segments = encode.encode(k, v, fmt, cut)
 
-    for x in codes.decode(blocks, segments.expand(2, -1, -1), fmt):
-        assert torch.isfinite(x).all()
+    owned = segments.expand(2, -1, -1)
+    decoded_k, decoded_v = codes.decode(blocks, owned, fmt)
+    assert torch.isfinite(decoded_k).all()
+    assert torch.isfinite(decoded_v).all()

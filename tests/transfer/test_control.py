@@ -42,7 +42,7 @@ GRANT = Grant(2**64 - 1, 7)
 STEPS = [
     StepEvents(
         (TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)),
-        Load(1 << 40, 3, 1, Role.NONE),
+        Load(1 << 40, 3, 1, Role.NONE, step=9, stalled_s=0.5),
     ),
     StepEvents((TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3}),)),
     StepEvents((TokenEvent("s", 0, 6, error=CapacityError("no room")),)),
@@ -59,6 +59,7 @@ class Worker:
         self.told.reserve.return_value = GRANT
         self.told.status.return_value = STATUS
         self.told.submit.return_value = None
+        self.told.acknowledge.return_value = None
         self.told.abort.return_value = self.told.fence.return_value = None
         self.told.events.side_effect = self.events
         self.steps = STEPS
@@ -91,12 +92,14 @@ async def test_calls_arrive_as_they_were_made():
     async with open_worker() as (worker, client):
         assert await client.reserve(JOB, 9, "me") == GRANT
         await client.submit(SUBMIT)
+        await client.acknowledge({"r": 3}, "me")
         await client.abort("r", 2, "client gone")
         await client.fence(10, "me")
         assert await client.status() == STATUS
         assert worker.told.mock_calls == [
             call.reserve(job=JOB, epoch=9, router="me"),
             call.submit(submit=SUBMIT),
+            call.acknowledge(have={"r": 3}, router="me"),
             call.abort(rid="r", attempt=2, reason="client gone"),
             call.fence(epoch=10, router="me"),
             call.status(),
