@@ -167,11 +167,14 @@ class SendQueue:
             raise CorruptFrameError(
                 f"the receiver has item {last} of a prompt with {self.manifest.num_items} items"
             )
-        self.peer_has = {
-            index: peer_digest
-            for index, peer_digest in peer_has.items()
-            if self._sent_digests.get(index, peer_digest) == peer_digest
-        }
+        altered = [
+            index
+            for index, own_digest in self._sent_digests.items()
+            if peer_has.get(index, own_digest) != own_digest
+        ]
+        self.peer_has = dict(peer_has)
+        for index in altered:
+            del self.peer_has[index]
         self._in_flight.clear()
         self._queue.clear()
         self._ready = None
@@ -215,7 +218,7 @@ class SendQueue:
             ticket=ticket,
             tokens=self.manifest.tokens,
             plan=self.manifest.plan.fingerprint,
-            digests=tuple(digests[index] for index in range(self.manifest.num_items)),
+            digests=tuple(map(digests.__getitem__, range(self.manifest.num_items))),
             first_token=first_token,
             extras=extras,
         )
@@ -240,6 +243,9 @@ class SendQueue:
         return len(self._offered_at) == self.manifest.num_items
 
     def _enqueue(self, items: Iterable[Item]) -> None:
+        if not self.peer_has:
+            self._queue.extend(items)
+            return
         self._queue += [
             item for item in items if self.manifest.index_of(item) not in self.peer_has
         ]
