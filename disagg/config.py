@@ -123,7 +123,8 @@ class TransferConfig(Bounded):
     min_disagg_tokens: shorter prompts are computed on the decode worker, without a hand-off. None:
                  prompts whose hand-off would be no smaller than their KV in fp16. With a codec that
                  is never smaller, such as raw, every prompt is handed off
-    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates
+    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates; if
+                 it cannot be opened, gRPC
     """
 
     lease_s: float = at_least(0.001, default=10.0)
