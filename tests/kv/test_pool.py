@@ -170,7 +170,7 @@ def test_nothing_is_evicted_for_what_does_not_fit_anyway(pool, shape, count):
     assert pool.kept_keys() == [b"a"]
 
 
-def test_a_third_shape_evicts_the_least_recently_used_of_all_shapes(pool):
+def test_a_third_shape_evicts_the_least_recently_used(pool):
     keep(pool, b"a", 32)
     keep(pool, b"b", 12, ODD)
     pool.used([b"a"])
@@ -180,7 +180,7 @@ def test_a_third_shape_evicts_the_least_recently_used_of_all_shapes(pool):
 
 
 @pytest.mark.parametrize(("slabs", "spared"), [(16, 2), (200, 4)])
-def test_cached_pages_leave_an_eighth_of_the_slabs_and_at_most_four(slabs, spared):
+def test_cached_pages_leave_an_eighth_of_slabs_at_most_four(slabs, spared):
     pool = make_pool(slabs * SLAB_BYTES)
     for number in range(17 * slabs):
         keep(pool, b"%d" % number, 1)
