@@ -1,26 +1,22 @@
-"""Answers under kills, freezes, drains and cut links.
+"""Answers under faults of workers, hosts and the network.
 
     python -m benchmarks.chaos --seed 12 --minutes 10 --json --out FILE
+    python -m benchmarks.chaos --fault hang --fault router_cut_off
 
 Every answer is compared with the answer to the same prompt before any fault. Every 6 to 12 seconds
-one of the healthy workers, chosen at random, is
-
-    killed    by SIGKILL; another one takes its place
-    frozen    for 5 s, about as long as the router waits before it declares a worker dead
-    drained   another one takes its place; its sequences move and it leaves
-    cut off   for 2 to 8 s: all its connections break and new ones are refused
+a random fault hits a random worker that has none; `faults.py` says what each is. A fault of all
+workers waits until none has a fault, and the next fault waits for it. No process may open more than
+256 files.
 
 At the end no worker may hold records or reservations, and no process or port may remain. With
 `--calm` there are no faults, and the memory of the workers must not grow.
 """
 
 import asyncio
-import os
 import random
-import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -28,7 +24,15 @@ from statistics import median
 from typer import Option
 
 from benchmarks import command
-from benchmarks.worker_group import WorkerGroup, WorkerProcess, running_group
+from benchmarks.faults import (
+    ALL_FAULTS,
+    GROUP_FAULTS,
+    WORKER_FAULTS,
+    Faults,
+    FaultyWorker,
+    limited_files,
+)
+from benchmarks.worker_group import WorkerGroup, running_group
 from disagg.bench.result import Row, announce, result_of
 from disagg.bench.tables import table
 from disagg.bench.workers import Prompt, prompt_of
@@ -36,13 +40,12 @@ from disagg.cli.bench import Out, show, without_none
 from disagg.cli.checks import check_codecs
 from disagg.cli.options import Json, refuse_idle
 from disagg.config import DEFAULT_CODEC, Config, RouterConfig
-from disagg.errors import DisaggError
+from disagg.errors import DisaggError, UnknownNameError
 
 NUM_PROMPTS = 8  # different ones, of 40 to 320 tokens
 STEP_TOKENS = 40
-FREEZE_S = 5.0
-CUT_OFF_S = (2.0, 8.0)  # least and most
-DRAIN_S = 60.0
+POLL_S = 0.1
+EVERYBODY = "all"  # hit by a fault of all workers
 NOTES = "seconds; gaps are between tokens of an answer, and before the first one"
 SUMMARY = (
     "completed",
@@ -61,6 +64,7 @@ class ChaosOptions:
 
     tokens:   per answer
     pauses_s: shortest and longest pause between two faults
+    faults:   names of those that happen
     calm:     no faults
     """
 
@@ -73,18 +77,26 @@ class ChaosOptions:
     codec: str = DEFAULT_CODEC
     pauses_s: tuple[float, float] = (6.0, 12.0)
     deadline_s: float = 120.0
+    faults: Sequence[str] = ALL_FAULTS
     calm: bool = False
 
 
 def measure_chaos(options: ChaosOptions) -> Row:
     """A row for every fault; also counts of answers and leaks."""
-    return asyncio.run(_measure(options))
+    for name in options.faults:
+        if name not in ALL_FAULTS:
+            raise UnknownNameError.of("fault", name, ALL_FAULTS)
+    announce(f"seed {options.seed}")
+    with limited_files():
+        return asyncio.run(_measure(options))
 
 
 async def _measure(options: ChaosOptions) -> Row:
     router = RouterConfig(deadline_s=options.deadline_s)
     config = Config(codec=options.codec, router=router)
-    async with running_group(config, options.prefill, options.decode) as group:
+    async with running_group(
+        config, options.prefill, options.decode, FaultyWorker
+    ) as group:
         prompts = [
             prompt_of(STEP_TOKENS * (number + 1), number)
             for number in range(NUM_PROMPTS)
@@ -159,6 +171,7 @@ class FaultInjector:
         self._prompts = prompts
         self._expected = expected
         self._random = random.Random(options.seed)
+        self._faults = Faults(group, self._random)
         self._faulty: set[str] = set()  # workers by name
         self._over = False
 
@@ -184,7 +197,6 @@ class FaultInjector:
             await asyncio.sleep(duration_s)
             self._over = True
             return rows
-        faults = (self._kill, self._freeze, self._drain, self._cut_off)
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -192,44 +204,36 @@ class FaultInjector:
                 at_s = time.monotonic() - began
                 if at_s > duration_s:
                     break
-                fault = self._random.choice(faults)
-                names = sorted(self._group.workers.keys() - self._faulty)
-                if not names:
-                    continue
-                name = self._random.choice(names)
-                row = {"at_s": at_s, "worker": name, "what": fault.__name__[1:]}
+                fault = self._random.choice(self._options.faults)
+                name = await self._next_worker(fault)
+                row = {"at_s": at_s, "worker": name, "what": fault}
                 rows.append(row)
                 announce(" ".join(map(str, row.values())))
-                tasks.create_task(self._inject(fault, self._group.workers[name]))
+                injection = tasks.create_task(self._inject(fault, name))
+                if fault in GROUP_FAULTS:
+                    await injection
         self._over = True
         return rows
 
-    async def _inject(
-        self, fault: Callable[[WorkerProcess], Awaitable[None]], worker: WorkerProcess
-    ) -> None:
-        self._faulty.add(worker.name)
-        await fault(worker)
-        self._faulty.discard(worker.name)
+    async def _next_worker(self, fault: str) -> str:
+        """The worker that a fault hits; waits until there is one without another fault."""
+        while True:
+            names = sorted(self._group.workers.keys() - self._faulty)
+            if fault in GROUP_FAULTS and not self._faulty:
+                return EVERYBODY
+            if fault in WORKER_FAULTS and names:
+                return self._random.choice(names)
+            await asyncio.sleep(POLL_S)
 
-    async def _kill(self, worker: WorkerProcess) -> None:
-        os.kill(worker.child.pid, signal.SIGKILL)
-        await self._group.remove(worker)
-        await self._group.start(worker.role)
+    async def _inject(self, fault: str, name: str) -> None:
+        self._faulty.add(name)
+        await self._run_fault(fault, name)
+        self._faulty.discard(name)
 
-    async def _freeze(self, worker: WorkerProcess) -> None:
-        os.kill(worker.child.pid, signal.SIGSTOP)
-        await asyncio.sleep(FREEZE_S)
-        os.kill(worker.child.pid, signal.SIGCONT)
-
-    async def _drain(self, worker: WorkerProcess) -> None:
-        await self._group.start(worker.role)
-        await asyncio.to_thread(worker.child.ask, "leave", DRAIN_S)
-        await self._group.remove(worker)
-
-    async def _cut_off(self, worker: WorkerProcess) -> None:
-        worker.proxy.close()
-        await asyncio.sleep(self._random.uniform(*CUT_OFF_S))
-        await worker.proxy.open()
+    def _run_fault(self, fault: str, name: str) -> Awaitable[None]:
+        if fault in GROUP_FAULTS:
+            return GROUP_FAULTS[fault](self._faults)
+        return WORKER_FAULTS[fault](self._faults, self._group.workers[name])
 
 
 def draw_chaos(result: Row) -> str:
@@ -243,14 +247,19 @@ def chaos(
     minutes: float = Option(10.0, min=0.1, help="Duration."),
     codec: str | None = Option(None, help="Codec spec."),
     streams: int = Option(40, min=1, help="Concurrent answers."),
+    fault: list[str] | None = Option(
+        None, "--fault", help=f"{', '.join(ALL_FAULTS)}; may be repeated; default: all."
+    ),
     calm: bool = Option(False, "--calm", help="Inject no faults."),
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Stream answers while workers are killed, frozen, drained and cut off."""
-    refuse_idle(calm, "with --calm, which has no faults", seed=seed is not None)
+    """Stream answers while workers are killed, frozen, hung, drained, cut off and upgraded."""
+    refuse_idle(
+        calm, "with --calm, which has no faults", seed=seed is not None, fault=fault
+    )
     check_codecs(None, [] if codec is None else [codec])
-    fields = without_none(codec=codec, seed=seed)
+    fields = without_none(codec=codec, seed=seed, faults=fault)
     options = ChaosOptions(minutes=minutes, streams=streams, calm=calm, **fields)
     show(measure_chaos(options), out, as_json, draw_chaos)
 

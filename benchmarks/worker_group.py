@@ -2,7 +2,8 @@
 
 Each worker is a process behind a proxy; the router is in this process. No Ray:
 
-    router, other workers ──► TcpProxy ──► worker       a closed proxy cuts the worker off
+    router ─────────► TcpProxy ──► worker       closed proxies cut the worker off from the router,
+    other workers ──► TcpProxy ──► worker       from other workers, or from both
 
 In place of Ray, the group reports deaths to the router and starts replacements.
 """
@@ -21,7 +22,7 @@ from disagg.bench.child import Child
 from disagg.bench.link import LOOPBACK, TcpProxy
 from disagg.bench.workers import WorkerEnd
 from disagg.config import Config
-from disagg.errors import DeadlineError
+from disagg.errors import DeadlineError, DisaggError
 from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role, WorkerStatus
@@ -35,19 +36,38 @@ IDLE_GAUGES = {"arena_bytes", "cached_pages", "cached_bytes"}  # of an idle work
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """A worker as its group has it."""
+    """A worker as its group has it.
+
+    router_proxy, peer_proxy: in front of it, for the router and for other workers
+    """
 
     name: str
     role: Role
     child: Child
-    proxy: TcpProxy
+    router_proxy: TcpProxy
+    peer_proxy: TcpProxy
     link: Link
+
+    @property
+    def proxies(self) -> tuple[TcpProxy, TcpProxy]:
+        return self.router_proxy, self.peer_proxy
+
+    def cut_off(self) -> None:
+        """Break its connections, and refuse new ones."""
+        for proxy in self.proxies:
+            proxy.close()
+
+    async def restore(self) -> None:
+        """Let connections through again."""
+        for proxy in self.proxies:
+            await proxy.open()
 
 
 class WorkerGroup:
     """Workers by name, and their router.
 
     process: the object of each worker's process
+    prepare: called with the process of each worker before it starts
     proxies: of all workers that ever were
     """
 
@@ -55,20 +75,27 @@ class WorkerGroup:
         self.router = Router(config.router)
         self.workers: dict[str, WorkerProcess] = {}
         self.proxies: list[TcpProxy] = []
-        self._config = config
+        self.prepare: Callable[[Child], object] = lambda child: None
+        self.config = config
         self._process = process
         self._numbers = count()
 
-    async def start(self, role: Role) -> WorkerProcess:
-        """Start a worker and add it to the router."""
+    async def start(self, role: Role, config: Config | None = None) -> WorkerProcess:
+        """Start a worker and add it to the router; raises the DisaggError that it raised."""
         name = f"{role}-{next(self._numbers)}"
         child = await asyncio.to_thread(Child, self._process)
-        info = await asyncio.to_thread(child.ask, "start", self._config, role, name)
-        proxy = TcpProxy(info.address)
-        self.proxies.append(proxy)
-        info = replace(info, address=await proxy.open())
-        link = connect(info.address)
-        worker = WorkerProcess(name, role, child, proxy, link)
+        try:
+            await asyncio.to_thread(self.prepare, child)
+            arguments = config or self.config, role, name
+            info = await asyncio.to_thread(child.ask, "start", *arguments)
+        except DisaggError:
+            await asyncio.to_thread(child.__exit__)
+            raise
+        router_proxy, peer_proxy = TcpProxy(info.address), TcpProxy(info.address)
+        self.proxies += [router_proxy, peer_proxy]
+        info = replace(info, address=await peer_proxy.open())
+        link = connect(await router_proxy.open())
+        worker = WorkerProcess(name, role, child, router_proxy, peer_proxy, link)
         self.workers[name] = worker
         self.router.add(WorkerConnection(info, WorkerClient(link)))
         return worker
@@ -77,7 +104,7 @@ class WorkerGroup:
         """Take a worker out that is dead, or has nothing to do any more."""
         del self.workers[worker.name]
         self.router.died(worker.name)
-        worker.proxy.close()
+        worker.cut_off()
         await worker.link.close()
         await asyncio.to_thread(worker.child.__exit__)
 

@@ -36,6 +36,11 @@ def one_of(*names: str) -> Any:
     return field(default=names[0], metadata={"names": names})
 
 
+def secret() -> Any:
+    """A field, not set by default, whose value is never printed."""
+    return field(default=None, metadata={"secret": True})
+
+
 @dataclass(frozen=True)
 class Bounded:
     """Checks its fields: ConfigError for a wrong value, with the key as a user would write it."""
@@ -87,6 +92,8 @@ class EngineConfig(Bounded):
     watermark:        share of the arena that is kept free for running sequences to grow
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     torch_threads:    threads per worker; None: the host's cores divided by its workers
+    stuck_s:          a step without progress for this long ends its worker, with the stacks of its
+                      threads in the log; each layer of a prompt is progress
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
@@ -99,6 +106,7 @@ class EngineConfig(Bounded):
     watermark: float = at_least(0, most=1, default=0.02)
     prefix_cache: bool = True
     torch_threads: int | None = at_least(1, most=1024, default=None)
+    stuck_s: float = at_least(1, default=60.0)
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,8 @@ class ClusterConfig(Bounded):
     ports:   port range of the workers on every host, [first, last]; None: any free ports
     runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
+    replace_s: a worker that is silent for this long, or whose engine does not finish a step, is
+              killed and another one starts
     grace_s:  time for running requests to finish when the service or a worker stops
     detach:   on a cluster, keep the workers for orphan_s after the service ends, so that the next
               service can use them
@@ -181,6 +191,7 @@ class ClusterConfig(Bounded):
     ports: list | None = None
     runtime_env: dict | None = None
     orphan_s: float = at_least(0, default=60.0)
+    replace_s: float = at_least(0.001, default=60.0)
     grace_s: float = at_least(0, default=5.0)
     detach: bool = False
 
@@ -223,11 +234,16 @@ class ServerConfig(Bounded):
                        user
     served_model_name: model name in the API; None: the model's name, or that of its folder
     max_body_bytes:    larger request bodies are refused while they arrive
-    silence_s:         a connection is closed if the client sends nothing for this long inside a
-                       request or between two; it stays open while the client waits for a response
+    silence_s:         a connection is closed if the header of a request takes longer than this, or
+                       if the client pauses for this long in a body; it stays open while the client
+                       waits for a response
+    idle_s:            a connection is closed if no request begins for this long after a response
+    max_connections:   further connections are refused with 503; None: 200 fewer than the limit of
+                       open files, which is raised as far as the system allows
     api_key:           key that clients must send as "Authorization: Bearer KEY"
-    api_key_file:      file with more keys, one per line; read at start
-    tls_certificate, tls_key: PEM files; both together turn on HTTPS
+    api_key_file:      file with more keys, one per line; read at start and on SIGHUP
+    metrics_key:       key for GET /metrics, beside the API keys; None: it is open to everybody
+    tls_certificate, tls_key: PEM files; both together turn on HTTPS. Read again on SIGHUP
     allowed_origins:   web origins allowed by CORS, ["https://chat.example"]; ["*"]: all
     log_level:         "info", "debug", "warning" or "error"
     log_format:        "text", or "json": one object per line
@@ -239,9 +255,12 @@ class ServerConfig(Bounded):
     state_file: str | None = None
     served_model_name: str | None = None
     max_body_bytes: int = at_least(1024, default=8 << 20)
-    silence_s: float = at_least(0.001, default=30.0)
-    api_key: str | None = None
+    silence_s: float = at_least(0.001, default=20.0)
+    idle_s: float = at_least(0.001, default=120.0)
+    max_connections: int | None = at_least(1, default=None)
+    api_key: str | None = secret()
     api_key_file: str | None = None
+    metrics_key: str | None = secret()
     tls_certificate: str | None = None
     tls_key: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
@@ -340,6 +359,26 @@ def replace_keys(config: T, changes: Mapping[str, Any], prefix: str = "") -> T:
                 f"config key {name} is {value!r}; it holds keys of its own"
             )
     return dataclasses.replace(config, **changed)  # type: ignore[type-var]
+
+
+def settings_by_key(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in groups, such as `asdict(config)`, by their whole key: "engine.max_sequences"."""
+    settings: dict[str, Any] = {}
+    for group, value in groups.items():
+        if isinstance(value, Mapping):
+            for name, nested in value.items():
+                settings[f"{group}.{name}"] = nested
+        else:
+            settings[group] = value
+    return settings
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, or that only one side has."""
+    keys = dict.fromkeys((*old, *new))
+    return [
+        key for key in keys if key not in old or key not in new or old[key] != new[key]
+    ]
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:

@@ -195,7 +195,7 @@ class LLM:
         """The KV of a prompt is complete: decode it."""
         job = admission.job
         params = SamplingParams(**job.sampling)
-        request = Request(job.rid, job.prompt, params, job.codec)
+        request = Request(job.rid, tuple(job.prompt), params, job.codec)
         first_token = admission.commit.first_token
         self._decode.submit(Admit(request, admission.groups, (first_token,)))
 

@@ -2,11 +2,12 @@
 
     prelude, 32 bytes: magic · version · type · sizes · xxh3 │ header: msgpack │ payload: bytes
 
-The unit is an *item*, one layer page of one record. Both sides derive the same list of a prompt's
-items, so each item is named by its index in that list and never by an address. A page frame carries
-items, each with its digest. The commit frame is the last of a hand-off and names the digest of
-every item. The checksum of the prelude covers prelude and header, and the digests in the header
-cover the payload: every byte is checked once. Packing joins nothing and unpacking copies nothing.
+Frames carry *items*: an item is one layer page of one record. Both workers derive the same list of
+a prompt's items, so each item is named by its index in that list and never by an address. A page
+frame carries items, each with its digest. The commit frame is the last of a hand-off and names the
+digest of every item. The checksum of the prelude covers prelude and header, and the digests in the
+header cover the payload: every byte is checked once. Packing joins nothing and unpacking copies
+nothing.
 """
 
 import struct
@@ -49,7 +50,7 @@ PlainValue = (
 
 @dataclass(frozen=True)
 class Ticket:
-    """Which reservation a frame belongs to.
+    """The reservation that a frame belongs to.
 
     nonce: of the reservation
     epoch: the incarnation of the decode worker that made it
@@ -63,7 +64,11 @@ class Ticket:
 
 @dataclass(frozen=True)
 class PageFrame:
-    """Some items of a prompt: the index, the digest and the bytes of each."""
+    """Some items of a prompt.
+
+    indices: of the items, in the order of `transfer.records.Manifest`
+    digests: of their bytes · payload: these bytes, an item each
+    """
 
     ticket: Ticket
     indices: tuple[int, ...]
@@ -73,14 +78,14 @@ class PageFrame:
 
 @dataclass(frozen=True)
 class Commit:
-    """The last frame of a hand-off: what must have arrived, and what only prefill knows.
+    """The last frame of a hand-off: the digests of all items, and values that only prefill knows.
 
     Only a commit completes a hand-off; the end of a stream does not.
 
     tokens:      length of the prompt
     plan:        fingerprint of the plan that fixes the order of the items
     digests:     one per item, in the order of `transfer.records.Manifest`
-    first_token: sampled by prefill; decode starts behind it
+    first_token: sampled by prefill; decode starts after it
     extras:      plain values that only prefill knows (log-probabilities, say)
     """
 
@@ -97,6 +102,7 @@ Frame = PageFrame | Commit
 
 FrameType = IntEnum("FrameType", ["PAGES", "COMMIT"])  # numbers in the prelude
 
+_INDICES = "places"  # the name of `PageFrame.indices` on the wire
 # names and types in msgpack: of every header, of page frames, and of the payload of a commit
 _HEADER_FIELDS: dict[str, type] = {
     "nonce": int,
@@ -104,7 +110,7 @@ _HEADER_FIELDS: dict[str, type] = {
     "gen": int,
     "digests": bytes,
 }
-_PAGES_FIELDS: dict[str, type] = {**_HEADER_FIELDS, "places": list, "sizes": list}
+_PAGES_FIELDS: dict[str, type] = {**_HEADER_FIELDS, _INDICES: list, "sizes": list}
 _COMMIT_FIELDS: dict[str, type] = {
     "tokens": int,
     "plan": str,
@@ -136,7 +142,7 @@ def pack(frame: Frame) -> list[Buffer]:
         "digests": digests,
     }
     if isinstance(frame, PageFrame):
-        header["places"] = frame.indices
+        header[_INDICES] = frame.indices
         header["sizes"] = [*map(len, payload)]
     packed_header = msgpack.packb(header)
     payload_bytes = sum(map(len, payload))
@@ -203,7 +209,7 @@ def frame_message(parts: Sequence[Buffer]) -> bytes:
 def message_frame(message: Buffer) -> memoryview:
     """The frame in the bytes of a PushRequest or a CommitRequest, not copied."""
     view = memoryview(message)
-    # the frame begins behind the tag and a size of 1 to 5 bytes
+    # the frame begins after the tag and a size of 1 to 5 bytes
     for start in range(2, min(7, len(view) + 1)):
         if view[:start] == _FRAME_TAG + _varint(len(view) - start):
             return view[start:]
@@ -253,7 +259,7 @@ def _ticket(header: Mapping[str, Any]) -> Ticket:
 def _page_frame(
     ticket: Ticket, header: Mapping[str, Any], payload: memoryview
 ) -> PageFrame:
-    indices = tuple(header["places"])
+    indices = tuple(header[_INDICES])
     sizes = header["sizes"]
     digests = unpack_digests(header["digests"])
     has_items = 0 < len(indices) <= MAX_ITEMS

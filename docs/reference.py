@@ -130,9 +130,7 @@ def options(command: click.Command, context: click.Context) -> Iterator[str]:
         help_text = getattr(parameter, "help", None) or ""
         if getattr(parameter, "hidden", False) or "--help" in parameter.opts:
             continue
-        names = ", ".join(
-            f"`{x}`" for x in [*parameter.opts, *parameter.secondary_opts]
-        )
+        names = ", ".join(f"`{name}`" for name in names_of(parameter))
         default = parameter.default
         is_plain = isinstance(default, str | int | float) and not isinstance(
             default, bool
@@ -140,6 +138,13 @@ def options(command: click.Command, context: click.Context) -> Iterator[str]:
         shown = f"`{default}`" if is_plain else ""
         text = help_text.replace("|", "\\|").replace("\n", " ")
         yield f"| {names} | {shown} | {text} |"
+
+
+def names_of(parameter: click.Parameter) -> list[str]:
+    """The names of an option, or the placeholder of a positional argument."""
+    if parameter.param_type_name == "argument":
+        return [(parameter.metavar or parameter.name.upper()).strip("[]")]
+    return [*parameter.opts, *parameter.secondary_opts]
 
 
 def main(check: bool) -> int:

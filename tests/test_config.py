@@ -41,7 +41,7 @@ def test_what_is_shown_can_be_loaded_again(tmp_path):
     ("flags", "known_names"),
     [
         ({"codex": "raw"}, "codec, codecs, engine"),
-        ({"server.prot": 1}, "server.max_body_bytes, server.pd_ports, server.port"),
+        ({"server.prot": 1}, "server.metrics_key, server.pd_ports, server.port"),
         ({"model.device": "tpu"}, "unknown model.device 'tpu'; known: auto, cpu, cuda"),
     ],
     ids=["top", "nested", "value"],

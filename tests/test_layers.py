@@ -31,8 +31,10 @@ FLOORS = [  # bottom to top; rooms on one floor do not know each other
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 THIRD_PARTY = {  # package: where alone it may be imported
     "ray": [
-        "disagg/launch/ray_cluster.py",
-        "disagg/launch/ray_actor.py",
+        "disagg/launch/ray_connection.py",  # starts and joins Ray
+        "disagg/launch/shared_facts.py",  # Ray's key-value store
+        "disagg/launch/actors.py",  # starts actors and calls them
+        "disagg/launch/ray_actor.py",  # runs as an actor
         "disagg/serve_app.py",
     ],
     "transformers": ["disagg/model/"],

@@ -37,7 +37,7 @@ from disagg.paged.layer import (
     write_prompt,
     write_step,
 )
-from disagg.paged.page_tables import GroupStep, block_size, plan_step, upload
+from disagg.paged.page_tables import GroupStep, appendable, plan_step, upload
 
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
 DIRT = 0xFF  # read as a float of any width it is no number
@@ -131,7 +131,7 @@ class Layer:
         """Tokens that all sequences may append in one step, as many as the case
         wants.
         """
-        return min(block_size(self.group, n, self.case.block) for n in self.n)
+        return min(appendable(self.group, n, self.case.block) for n in self.n)
 
     def plan(self, m: int) -> GroupStep:
         """The step in which every sequence appends m tokens, on the device."""

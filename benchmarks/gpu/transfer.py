@@ -156,9 +156,9 @@ class TimedArena(DeviceArena):
 
         return wait
 
-    def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+    def write(self, pieces: Sequence[tuple[int, memoryview | bytes]]) -> None:
         began = time.perf_counter()
-        super().write(places)
+        super().write(pieces)
         self.write_s += time.perf_counter() - began
 
 

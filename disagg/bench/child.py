@@ -60,7 +60,7 @@ class Child:
             answer = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             raise PeerLostError(
-                f"process {self.pid} ended with {self._wait()}"
+                f"process {self.pid} ended with {self.wait()}"
             ) from error
         if isinstance(answer, DisaggError):
             raise answer
@@ -72,12 +72,12 @@ class Child:
     def __exit__(self, *_: object) -> None:
         """Returns when the process has ended."""
         self._pipe.close()
-        if self._wait(END_S) is None:
+        if self.wait(END_S) is None:
             os.kill(self.pid, signal.SIGKILL)
-            self._wait()
+            self.wait()
 
-    def _wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit code; None while the process runs."""
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait until the process has ended: its exit code; None while it runs."""
         self._process.join(timeout_s)
         return self._process.exitcode
 

@@ -130,13 +130,14 @@ def send_raw(host: str, port: int, data: memoryview) -> int:
 
 
 class TcpProxy:
-    """A port in front of another one."""
+    """A port in front of another one. `passed_bytes`: in both directions."""
 
     def __init__(self, address: str):
         host, _, port = address.rpartition(":")
         self._target = (host, int(port))
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
+        self.passed_bytes = 0
 
     async def open(self) -> str:
         """Let connections through; the address to use."""
@@ -167,8 +168,8 @@ class TcpProxy:
             target_reader, target_writer = target
             writers.append(target_writer)
             copies = [
-                asyncio.create_task(_copy(reader, target_writer)),
-                asyncio.create_task(_copy(target_reader, writer)),
+                asyncio.create_task(self._copy(reader, target_writer)),
+                asyncio.create_task(self._copy(target_reader, writer)),
             ]
             try:
                 await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
@@ -179,8 +180,10 @@ class TcpProxy:
         for each in writers:
             each.transport.abort()
 
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(PROXY_BYTES):
-        writer.write(data)
-        await writer.drain()
+    async def _copy(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while data := await reader.read(PROXY_BYTES):
+            self.passed_bytes += len(data)
+            writer.write(data)
+            await writer.drain()

@@ -1,4 +1,4 @@
-"""All commands in one application, and how an error looks from outside."""
+"""All commands in one application, and how errors are printed."""
 
 import json
 import sys
@@ -98,7 +98,7 @@ def _status(arguments: Sequence[str], as_json: bool) -> int:
 
 
 def check_text(arguments: Sequence[str]) -> None:
-    """ConfigError for an argument that is no text: Ray reads the command line too, and breaks."""
+    """ConfigError for an argument that is not UTF-8: Ray reads the command line too, and fails."""
     for argument in arguments:
         try:
             argument.encode()

@@ -214,6 +214,24 @@ def transfer(
     show(measure_plane(plane_options), out, as_json, draw_plane)
 
 
+@app.command()
+def front(
+    part: list[str] | None = Option(
+        None,
+        "--part",
+        help="relay, burst, long-prompts, hung-engine, sleepy, ignored-fields, scores or "
+        "link-again; may be repeated; default: all.",
+    ),
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure what a front end relays and what can hold it up, with fake workers."""
+    from disagg.bench.front import FrontOptions, draw_front, measure_front
+
+    result = measure_front(FrontOptions(parts=part or ()))
+    show(result, out, as_json, draw_front)
+
+
 def without_none(**values: Any) -> dict[str, Any]:
     """Options that were set; the others have defaults."""
     return {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`disagg bench serve`: the flags of `vllm bench serve` that say something of a server."""
+"""`disagg bench serve`: load a server, with the flags of `vllm bench serve`."""
 
 import re
 from dataclasses import dataclass
@@ -211,15 +211,13 @@ def measure(
 
 
 def load_tokenizer(ref: str) -> "Tokenizer":
-    """ModelError that names the option where a server found its model in a place of its own."""
+    """Load a tokenizer; ModelError names --tokenizer, since the model may be on the server only."""
     from disagg.model.tokenizer import Tokenizer
 
     try:
         return Tokenizer.load(ref)
     except ModelError as error:
-        raise ModelError(
-            f"{error}; --tokenizer FOLDER names one that is here"
-        ) from error
+        raise ModelError(f"{error}; set --tokenizer FOLDER") from error
 
 
 @dataclass(frozen=True)

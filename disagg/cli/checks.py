@@ -1,6 +1,6 @@
-"""What can be known before workers start: model, codecs, sizes, and a whole request.
+"""Checks before workers start: model, codecs, sizes, and a whole request.
 
-A wrong value is reported within a second, before torch or Ray is imported where that is possible.
+A wrong value is reported within a second, if possible before torch or Ray is imported.
 """
 
 import json
@@ -18,7 +18,7 @@ DEFAULT_CODEC_DIM = 16  # the default codec takes heads of any multiple
 
 
 def check_request(config: Config, body: Mapping[str, Any]) -> None:
-    """Raise what a service would answer to a request: its model, codec, length and fields."""
+    """Raise the error that a service would return for a request."""
     from disagg.model.chat import read_template
     from disagg.server.limits import check_prompt, check_text
     from disagg.server.schema import ChatRequest, CompletionRequest
@@ -31,13 +31,11 @@ def check_request(config: Config, body: Mapping[str, Any]) -> None:
     schema = ChatRequest if is_chat else CompletionRequest
     schema.read(json.dumps(body).encode())
     if is_chat and read_template(config.model.name) is None:
-        raise RequestError(
-            f"{info.path.name!r} has no chat template; without --chat it goes on"
-        )
+        raise RequestError(f"{info.path.name!r} has no chat template; leave out --chat")
 
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
-    """What the files of a model say: sizes, tokenizer, and that the codecs fit."""
+    """Description and tokenizer of the model; ConfigError for a codec that does not fit it."""
     from disagg.model.chat import read_template
     from disagg.model.describe import check_weights
     from disagg.model.tokenizer import Tokenizer

@@ -44,7 +44,7 @@ def complete(
     """Stream an answer to a `prompt` or to `messages`; `show` gets every piece of text.
 
     Leaving early cancels the request at the service.
-    Raises the error that the service named, or PeerLostError where it names none.
+    Raises the error that the service reports, or PeerLostError if the connection is lost.
     """
     is_chat = "messages" in body
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
@@ -63,7 +63,9 @@ def complete(
         for event in _events(response):
             _add_event(answer, event, times, show)
     if not answer.finish_reason:
-        raise PeerLostError(f"the answer of {service.url} broke off")
+        raise PeerLostError(
+            f"the connection to {service.url} was lost in the middle of the answer"
+        )
     answer.ttft_ms = 1e3 * (times[1] - times[0])
     answer.tpot_ms = 1e3 * (times[-1] - times[1]) / max(1, answer.completion_tokens - 1)
     return answer
@@ -93,10 +95,10 @@ def _add_event(
 def persist(
     service: RunningService, body: Mapping[str, Any], show: Callable[[str], None]
 ) -> Answer:
-    """`complete`, and again from the start if the service is lost on the way and comes back.
+    """Like `complete`, but repeat the request if the service is lost and comes back.
 
-    The same seed gives the same answer, of which only the new part is shown. TransferError if the
-    second answer differs from what was shown, PeerLostError if no service answers for RESUME_S.
+    The same seed gives the same answer; only its new part is shown. TransferError if the second
+    answer differs from what was shown, PeerLostError if no service answers for RESUME_S.
     """
     shown = ""
     seed = body.get("seed")
@@ -108,7 +110,10 @@ def persist(
             nonlocal received, shown
             received += piece
             if not (received.startswith(shown) or shown.startswith(received)):
-                raise TransferError("the answer broke off, and comes out otherwise now")
+                raise TransferError(
+                    "the connection was lost, and the repeated answer differs from the text "
+                    "already shown"
+                )
             new = received[len(shown) :]
             if new:
                 shown = received
@@ -152,7 +157,7 @@ def _json_of(
     service: RunningService, path: str, body: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     with _exchange(service, path, body, ANSWER_S) as response:
-        problem = f"{service.url} does not answer with JSON; is it a disagg service?"
+        problem = f"the answer of {service.url} is not JSON; is it a disagg service?"
         return _object(response.read(), problem)
 
 
@@ -187,7 +192,9 @@ def _exchange(
                 raise _error(service.url, response.status_code, response.read())
             yield response
     except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise ConfigError(f"{service.url} cannot be asked so: {error}") from error
+        raise ConfigError(
+            f"the request cannot be sent to {service.url}: {error}"
+        ) from error
     except httpx.TransportError as error:
         hint = _hint(error, parts.scheme)
         raise PeerLostError(
@@ -196,7 +203,7 @@ def _exchange(
 
 
 def _hint(error: Exception, scheme: str) -> str:
-    """What may be wrong between a client and a server that do not understand each other."""
+    """The likely cause of a transport error, to be added to its message."""
     import httpx
 
     causes: list[BaseException] = [error]
@@ -212,7 +219,7 @@ def _hint(error: Exception, scheme: str) -> str:
 
 
 def _trust(certificate: str | None) -> ssl.SSLContext:
-    """Trust in what this host trusts; or in one certificate, whatever name it carries."""
+    """Trust the authorities of this host, or only one certificate, for any host name."""
     try:
         trust = ssl.create_default_context(cafile=certificate)
     except OSError as error:
@@ -227,13 +234,12 @@ def _trust(certificate: str | None) -> ssl.SSLContext:
 
 @contextmanager
 def understood(service: RunningService) -> Iterator[None]:
-    """PeerLostError where the JSON of an answer is not that of such a service."""
+    """Raise PeerLostError if reading an answer fails because it lacks what was expected."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        problem = f"{service.url} answers otherwise than expected"
         raise PeerLostError(
-            f"{problem}; is it a disagg service? ({error!r})"
+            f"unexpected answer from {service.url}; is it a disagg service? ({error!r})"
         ) from error
 
 
@@ -244,10 +250,12 @@ def _parts(url: str) -> SplitResult:
         host = parts.hostname
         _ = parts.port  # ValueError for a port that is no number or too large
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL of a service: {error}") from error
+        raise ConfigError(f"{url!r} is not the URL of a service: {error}") from error
     is_http = parts.scheme in ("http", "https")
     if not is_http or not host or not host.isprintable() or " " in host:
-        raise ConfigError(f"{url!r} is no URL of a service; write http://host:port")
+        raise ConfigError(
+            f"{url!r} is not the URL of a service; expected http://host:port"
+        )
     return parts
 
 
@@ -275,5 +283,5 @@ def _events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
         if data == "[DONE]":
             return
         if data and not data.startswith(":"):
-            problem = f"{data[:80]!r} is no event of an answer; is it a disagg service?"
+            problem = f"{data[:80]!r} is not part of an answer; is it a disagg service?"
             yield _object(data, problem)

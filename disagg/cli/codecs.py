@@ -1,4 +1,4 @@
-"""`disagg codecs` and `disagg page`: what a codec costs, and where its bytes are."""
+"""`disagg codecs` and `disagg page`: sizes of codecs, and the layout of their pages."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,6 +1,6 @@
-"""`disagg doctor`: do the kernels of this machine compute what their references compute?
+"""`disagg doctor`: compare the kernels of this machine with their references.
 
-Exit status 1 if any does not.
+Exit status 1 if one of them is wrong.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`disagg eval`: what codecs cost in quality, all on the same rows of text in one run."""
+"""`disagg eval`: the quality of codecs, compared on the same text in one run."""
 
 import json
 from collections.abc import Sequence
@@ -90,21 +90,19 @@ def evaluate(
 def _check(
     model: str | None, texts: Sequence[str], out: Path | None, resume: bool
 ) -> None:
-    """What can be known before torch is imported, which takes seconds."""
+    """Check what does not need torch, whose import takes seconds."""
     from disagg.eval.texts import read_text
     from disagg.model.describe import locate_model
 
     locate_model(model)
     if len({read_text(text)[0] for text in texts}) < len(texts):
-        raise ConfigError(
-            f"two of {', '.join(texts)} have one name, and rows are told by theirs"
-        )
+        raise ConfigError(f"two of {', '.join(texts)} have the same name; rename one")
     if resume:
         _earlier(out)
 
 
 def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) -> Row:
-    """Every case that is left; the file has each row as soon as it is known."""
+    """Measure the remaining cases, and write each row to the file at once."""
     from disagg.bench.result import progress, write
     from disagg.eval.quality import Case
     from disagg.eval.recall import RecallCase
@@ -150,7 +148,7 @@ def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
 
 
 def _options(judge: "Judge") -> Row:
-    """What rows depend on, but for the model and their codecs."""
+    """The options that rows depend on, except the model and codecs."""
     values = asdict(judge.options)
     return {name: values[name] for name in SHAPE_OPTIONS}
 
@@ -162,16 +160,16 @@ def _earlier_rows(judge: "Judge", out: Path) -> tuple[list[Row], list[Row]]:
     same_model = fingerprint == judge.runner.fingerprint
     if not same_model or options_of_run != options_of_file:
         raise ConfigError(
-            f"{out} is of another model or of {options_of_file}; this run: {options_of_run}"
+            f"{out} is of another model or options, {options_of_file}; this run: {options_of_run}"
         )
     return rows, keys
 
 
 def _earlier(out: Path | None) -> tuple[str, Row, list[Row], list[Row]]:
     """Fingerprint, options, rows and pass keys of a file; ConfigError for one without."""
-    rule = "--resume goes on with a result of `disagg eval`, the file of --out"
+    rule = "--resume continues an earlier result of `disagg eval`, the file of --out"
     if out is None or not out.is_file():
-        raise ConfigError(f"{rule}, and there is none")
+        raise ConfigError(f"{rule}, which does not exist")
     try:
         result = json.loads(out.read_text())
         return (
@@ -181,7 +179,7 @@ def _earlier(out: Path | None) -> tuple[str, Row, list[Row], list[Row]]:
             result["keys"],
         )
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{rule}; {out} is none: {error!r}") from error
+        raise ConfigError(f"{rule}; {out} is not one: {error!r}") from error
 
 
 def _save_costs(result: Row) -> None:

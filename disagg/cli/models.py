@@ -1,4 +1,4 @@
-"""`disagg models`: whether a model can be served, and what its KV takes, before it is fetched."""
+"""`disagg models`: whether a model can be served, and how large its KV is."""
 
 import re
 from dataclasses import asdict
@@ -57,12 +57,12 @@ def check(
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "80GB" or "24GiB"; ConfigError for what is no size."""
+    """Bytes of "80GB" or "24GiB"; ConfigError for anything else."""
     match = re.fullmatch(r"([0-9.]+)\s*((?:[MGT]i?)?)B?", text.strip())
     try:
         return int(float(match[1]) * UNITS[match[2]])  # type: ignore[index]
     except (TypeError, ValueError):
-        raise ConfigError(f"{text!r} is no size; write 80GB or 24GiB") from None
+        raise ConfigError(f"{text!r} is not a size; expected 80GB or 24GiB") from None
 
 
 def _draw(fit: "ModelFit") -> None:

@@ -1,9 +1,9 @@
-"""Options that several commands share, and the config that comes out of them."""
+"""Options that several commands share, and the configuration they produce."""
 
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +68,7 @@ def refuse_idle(idle: object, where: str, **values: object) -> None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """ConfigError for a file that cannot be written, before anything is measured for it."""
+    """ConfigError for a file that cannot be written; checked before measuring."""
     if path is not None:
         target = path.absolute()
         nearest = next(x for x in (target, *target.parents) if x.exists())
@@ -76,19 +76,19 @@ def writable(path: Path | None) -> Path | None:
         is_below_file = nearest != target and not nearest.is_dir()
         if is_folder or is_below_file or not os.access(nearest, os.W_OK):
             raise ConfigError(
-                f"{path} cannot be written; expected a file where you may write"
+                f"cannot write {path}; expected a file in a writable folder"
             )
     return path
 
 
 def drawable(path: Path | None) -> Path | None:
-    """ConfigError unless a picture can be drawn there, before anything is measured for it."""
+    """ConfigError unless a picture can be written here; checked before measuring."""
     if path is not None:
         if path.suffix not in PICTURES or not path.parent.is_dir():
             formats = ", ".join(PICTURES)
             raise ConfigError(
-                f"no picture can be written to {path}; "
-                f"expected a file in a folder that exists, {formats}"
+                f"cannot draw to {path}; "
+                f"expected a {formats} file in an existing folder"
             )
         import disagg.report.transfer  # noqa: F401  # ConfigError without matplotlib
     return writable(path)
@@ -101,16 +101,30 @@ Plot = Annotated[
 
 
 def print_config(config: Config, as_json: bool) -> None:
-    """As YAML that `--config` reads, or as JSON."""
+    """As YAML that `--config` reads, or as JSON; secrets are printed as ***."""
+    settings = without_secrets(config)
     if as_json:
-        print_json(asdict(config))
+        print_json(settings)
         return
     import yaml
 
     print(
         "# null: not set; engine.arena_bytes is 256 MiB on a CPU, by memory_share on a GPU"
     )
-    print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+    print(yaml.safe_dump(settings, sort_keys=False), end="")
+
+
+def without_secrets(config: Any) -> dict[str, Any]:
+    """A configuration as plain values, with *** for each secret that is set."""
+    settings: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            settings[field.name] = without_secrets(value)
+        else:
+            is_hidden = value and field.metadata.get("secret")
+            settings[field.name] = "***" if is_hidden else value
+    return settings
 
 
 def state_path(path: Path | str | None, name: str = ClusterConfig.name) -> Path:

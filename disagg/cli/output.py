@@ -21,14 +21,14 @@ SHORT_TOKENS = 256  # longer prompts have pages that are sealed
 
 
 def tell(line: str) -> None:
-    """Print a line on standard error; a closed pipe or a full disk there stops no work."""
+    """Print a line on standard error; ignore a closed pipe or a full disk."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
     """One JSON value on one line."""
-    print(json.dumps(value), flush=True)  # who reads a pipe waits for it
+    print(json.dumps(value), flush=True)  # the reader of a pipe waits for it
 
 
 def print_table(
@@ -69,7 +69,7 @@ def _print_bytes(kv: Mapping[str, Any]) -> None:
     resident = kv["resident_bytes"]
     saves_nothing = not wire or min(wire, resident) >= fp16
     if kv["tokens"] < SHORT_TOKENS and saves_nothing:
-        outcome = "too few to hand off, computed whole at a decode worker"
+        outcome = "too few to hand off; computed on the decode worker"
         if wire:
             outcome = f"too few to save anything; {wire:,} bytes sent, {fp16:,} as fp16"
         print(f"KV of {kv['tokens']} tokens: {outcome}")
@@ -96,11 +96,11 @@ def _print_bytes(kv: Mapping[str, Any]) -> None:
 
 @contextmanager
 def stages(is_live: bool = True) -> Iterator[Callable[[str], None]]:
-    """Report on standard error what goes on, for as long as this block takes.
+    """Report progress on standard error while this block runs.
 
-    is_live: on a terminal, one line that is overwritten, with the seconds so far. A process in the
-             background, or one that stays (`disagg serve`), gets a line per stage instead: what it
-             overwrites could be the answer of another command
+    is_live: on a terminal, overwrite one line, with the seconds so far. In the background, and for
+             a process that stays (`disagg serve`), print a line per stage instead: the overwritten
+             line could be the output of another command
     """
     if not (is_live and _owns_terminal()):
         began = time.monotonic()

@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,19 +23,20 @@ from disagg.cli.output import print_json, stages, tell
 from disagg.cli.shutdown import RAY_STOP_S, ShutdownGuard
 from disagg.cli.state_file import RunningService, read_state
 from disagg.config import Config, replace_keys
-from disagg.errors import ConfigError, DeadlineError, PeerLostError
+from disagg.errors import ConfigError, DeadlineError, DisaggError, PeerLostError
 from disagg.launch.reaper import birth
 
 if TYPE_CHECKING:
     from disagg.server.service import Service
 
-STOP_S = 5.0  # beyond what the end may take
+STOP_S = 5.0  # beyond the time limits of the service itself
 POLL_S = 0.05
 PRIVATE = {  # a service for one prompt listens on this host, for one client
     "host": "127.0.0.1",
     "port": 0,
     "api_key": None,
     "api_key_file": None,
+    "metrics_key": None,
     "tls_certificate": None,
     "tls_key": None,
     "pd_ports": None,
@@ -103,7 +105,7 @@ def serve(
     """Serve completions until stopped."""
     if model is not None and model_argument is not None:
         raise ConfigError(
-            f"the model is {model_argument!r} and --model {model!r}; give one of them"
+            f"two models: {model_argument!r} and --model {model!r}; expected one"
         )
     flags = {
         "model.name": model or model_argument,
@@ -129,31 +131,35 @@ def serve(
         "server.log_format": log_format,
         "server.state_file": state_file and str(state_file),
     }
-    settings = options.read_config(config, sets, flags)
+    read_settings = partial(options.read_config, config, sets, flags)
     if show_config:
-        options.print_config(settings, as_json)
+        options.print_config(read_settings(), as_json)
     else:
-        run_service(settings, as_json)
+        run_service(read_settings, as_json)
 
 
 def split_specs(specs: str | None) -> list[str] | None:
-    """Specs that stand between commas; the options of one spec are joined by commas too."""
+    """Split specs at commas, but not at the commas between options of one spec."""
     return specs and re.split(r",(?![\w-]+=)", specs)  # type: ignore[return-value]
 
 
 def split_origins(origins: str | None) -> str | list[str] | None:
-    """Origins between commas, or a list as vLLM takes it."""
+    """Split origins at commas; a JSON list, as vLLM takes it, stays as it is."""
     is_list = not origins or origins.startswith("[")
     return origins if is_list else origins.split(",")  # type: ignore[union-attr]
 
 
 def read_api_key(api_key: str | None) -> str | None:
-    """The flag, else the environment: typer takes an empty variable, an error here, for none."""
+    """The flag, else the variable: typer ignores an empty one, which is an error here."""
     return os.environ.get("DISAGG_API_KEY") if api_key is None else api_key
 
 
-def run_service(config: Config, as_json: bool) -> None:
-    """Serve until a stop signal or `disagg stop`; the state file lives as long."""
+def run_service(read_settings: Callable[[], Config], as_json: bool) -> None:
+    """Serve until a stop signal or `disagg stop`; the state file exists as long.
+
+    read_settings: called again on SIGHUP
+    """
+    config = read_settings()
     path = options.state_path(config.server.state_file, config.cluster.name)
     state_files.check_unannounced(path)
     check_model(config)
@@ -172,15 +178,27 @@ def run_service(config: Config, as_json: bool) -> None:
                 stack.callback(guard.begin)
             mark_ready()
             guard.started()
+            hung_up = guard.take_hang_up()
             print_start(service, config, as_json)
             while not service.stopped.wait(1.0):
                 guard.take_signals()  # a restarted Ray has set its own handlers
+                if hung_up.is_set():
+                    hung_up.clear()
+                    reload_settings(service, read_settings)
     except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
         tell("stopped")
 
 
+def reload_settings(service: "Service", read_settings: Callable[[], Config]) -> None:
+    """Apply changed settings; those that cannot be used change nothing."""
+    try:
+        service.reload(read_settings())
+    except DisaggError as error:
+        tell(f"settings not read again: {error}")
+
+
 def state_of(service: "Service", config: Config) -> RunningService:
-    """What the state file says of a service in this process."""
+    """The entry of a service in this process for the state file."""
     certificate = config.server.tls_certificate
     return RunningService(
         url=service.url,
@@ -193,7 +211,7 @@ def state_of(service: "Service", config: Config) -> RunningService:
 
 
 def print_start(service: "Service", config: Config, as_json: bool) -> None:
-    """Where it listens, and what its owner should know."""
+    """Print where it listens, its workers and links, and warnings."""
     if as_json:
         print_json({"url": service.url, "pid": os.getpid()})
     for line in (*service.links, *service.pd_addresses, *open_access_warnings(config)):
@@ -212,14 +230,14 @@ def open_access_warnings(config: Config) -> list[str]:
         is_local = host == "localhost"
     if is_local:
         return []
-    return [f"warning: whoever reaches {host} may use this service, without a key"]
+    return [f"warning: anyone who can reach {host} can use this service without a key"]
 
 
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Stop the running service and wait for its end."""
     state = running(state_file)
     if state.ready:
-        with suppress(PeerLostError):  # it is ending already, and HTTP goes first
+        with suppress(PeerLostError):  # it is ending already, and HTTP ends first
             client.post(state, "/stop")
     else:
         os.kill(state.pid, signal.SIGTERM)
@@ -242,7 +260,9 @@ def running(state_file: Path | None) -> RunningService:
     path = options.state_path(state_file)
     state = read_state(path)
     if state is None:
-        raise PeerLostError(f"no service runs, says {path}; `disagg serve` starts one")
+        raise PeerLostError(
+            f"no service is running (state file {path}); `disagg serve` starts one"
+        )
     return state
 
 
@@ -264,9 +284,9 @@ def ready(path: Path) -> RunningService | None:
 
 @contextmanager
 def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
-    """The URL of a service that ends with this block, whatever ends it.
+    """The URL of a service that lives as long as this block.
 
-    body: the request it is for; its errors are raised before anything starts
+    body: the request it is for; errors in it are raised before anything starts
     """
     check_request(config, body)
     config = replace_keys(config, {"server": PRIVATE})

@@ -1,7 +1,7 @@
-"""How `disagg serve` and `disagg submit` end: by a signal, and within a bounded time.
+"""`disagg serve` and `disagg submit` end on a signal, within a bounded time.
 
-Ray's C++ code waits without end for a raylet that got the signal too, or that no longer answers,
-and Python's signal handlers wait for it. This guard ends the process then; the reaper of a
+Ray's C++ code may wait forever for a raylet that also got the signal or no longer answers, and
+Python's signal handlers wait for that code. This guard ends the process then; the reaper of a
 private Ray removes what is left.
 """
 
@@ -16,24 +16,24 @@ from typing import Self
 
 from disagg.cli.output import tell
 
-STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # SIGHUP: a closed terminal
+# SIGHUP: a closed terminal
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RAY_STOP_S = 15.0  # for everything that Ray does at the end
 
 
 class ShutdownGuard:
-    """Ends this process on the first stop signal, whatever hangs; ignored signals stay ignored.
+    """Ends this process on the first stop signal, even if Ray hangs; ignored signals stay ignored.
 
-    grace_s: how long answers may take to finish, and then again workers
+    grace_s: time for answers to finish, and the same again for workers
     """
 
     def __init__(self, grace_s: float):
         self._limit_s = 2 * grace_s + RAY_STOP_S
         self._ignore_until = 0.0
         self._started = threading.Event()
+        self._hung_up = threading.Event()
+        self._ends_with_terminal = True
+        self._handlers = dict.fromkeys(STOP_SIGNALS, self._interrupt)
 
     def __enter__(self) -> Self:
         self._wakeup, watched = socket.socketpair()
@@ -42,7 +42,7 @@ class ShutdownGuard:
             self._wakeup.fileno(), warn_on_full_buffer=False
         )
         threading.Thread(target=self._watch, args=[watched], daemon=True).start()
-        message = b"stopped, though Ray answers no more\n"
+        message = b"stopped; Ray did not answer\n"
         self._timer = threading.Timer(self._limit_s, _exit_now, [message, 1])
         self._timer.daemon = True
         self.take_signals()
@@ -55,18 +55,29 @@ class ShutdownGuard:
         self._wakeup.close()
 
     def started(self) -> None:
-        """From here on signal handlers suffice; until now a signal ended the process by force."""
+        """The start is over: from now on signal handlers end the process, not `os._exit`."""
         self._started.set()
 
     def begin(self) -> None:
-        """The end begins and must be over within its time."""
+        """Shutdown begins; end the process by force if it takes too long."""
         self._timer.start()
 
     def take_signals(self) -> None:
-        """Again after each start of Ray, whose C++ handler of SIGTERM aborts the process."""
+        """Install our handlers, again after each start of Ray, whose own abort the process."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._interrupt)
+                signal.signal(number, self._handlers[number])
+
+    def take_hang_up(self) -> threading.Event:
+        """From now on SIGHUP sets the event, unless it says that our terminal was closed.
+
+        `nohup` and a service without a terminal get no such message.
+        """
+        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._ends_with_terminal = has_terminal() and not is_ignored
+        self._handlers[signal.SIGHUP] = self._hang_up
+        signal.signal(signal.SIGHUP, self._hang_up)
+        return self._hung_up
 
     def reporting(self, report: Callable[[str], None]) -> Callable[[str], None]:
         """Reports stages, and takes the signals before each."""
@@ -78,7 +89,7 @@ class ShutdownGuard:
         return take_signals_and_report
 
     def _interrupt(self, *_: object) -> None:
-        """Start the end once: signals come in twos, and a second one would leave half undone."""
+        """Start the shutdown once: signals come in pairs, and a second one would interrupt it."""
         if time.monotonic() < self._ignore_until:
             return
         self._ignore_until = time.monotonic() + RAY_STOP_S
@@ -86,13 +97,28 @@ class ShutdownGuard:
             tell("stopping ...")
         raise KeyboardInterrupt
 
+    def _hang_up(self, *_: object) -> None:
+        if self._ends_with_terminal and not has_terminal():
+            self._interrupt()
+        self._hung_up.set()
+
     def _watch(self, watched: socket.socket) -> None:
-        """End the process where a signal during the start is not handled in time."""
+        """End the process if a signal during the start is not handled in time."""
         with watched:
             while received := watched.recv(1):
                 number = received[0]
                 if number in STOP_SIGNALS and not self._started.wait(RAY_STOP_S):
                     _exit_now(b"stopped while Ray started\n", 128 + number)
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal that is open."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    os.close(terminal)
+    return True
 
 
 def _exit_now(message: bytes, status: int) -> None:

@@ -5,6 +5,7 @@ Only its owner may read or write it, because it holds the secret that stops the 
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,11 @@ from disagg.errors import ConfigError
 from disagg.launch.reaper import birth
 
 MAX_PID = 1 << 31
+MAX_CHARS = 1 << 16  # of a state file
+ROOT = 0
+# a link or a pipe in place of the file is an error, and neither is followed or waited for
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+DRAFT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 @dataclass(frozen=True)
@@ -49,20 +55,46 @@ class RunningService:
 
 def write_state(path: Path, state: RunningService) -> None:
     """Write the file at once and for this user alone; ConfigError where that fails."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = f"{path.name}.{os.getpid()}"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(state), file)
-        draft.replace(path)
+        with open_folder(path.parent) as folder:
+            with suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=folder)
+            descriptor = os.open(draft, DRAFT_FLAGS, 0o600, dir_fd=folder)
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(asdict(state), file)
+                os.replace(draft, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                os.unlink(draft, dir_fd=folder)
+                raise
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise ConfigError(
             f"state file {path} cannot be written: {error.strerror}"
         ) from error
+
+
+@contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """A descriptor of the folder of a state file.
+
+    ConfigError for a folder in which another user could replace our files: it has to belong to this
+    user or to root, and others may write to it only if its sticky bit is set.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        status = os.fstat(descriptor)
+        owners = {status.st_uid, path.lstat().st_uid}  # of a link too
+        is_open_to_others = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        if not owners <= {os.getuid(), ROOT} or is_open_to_others:
+            raise ConfigError(
+                f"the folder {path} of the state file belongs to another user or may be written "
+                "by others; remove it, or set --state-file"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def check_unannounced(path: Path) -> None:
@@ -70,8 +102,9 @@ def check_unannounced(path: Path) -> None:
     running = read_state(path)
     if running is not None:
         raise ConfigError(
-            f"a service runs at {running.url} (process {running.pid}), says {path}; "
-            "`disagg stop` ends it, --state-file FILE --port PORT starts another one beside it"
+            f"a service is already running at {running.url} (process {running.pid}, state file "
+            f"{path}); stop it with `disagg stop`, or start another one with --state-file FILE "
+            "--port PORT"
         )
 
 
@@ -98,21 +131,18 @@ def read_state(path: Path) -> RunningService | None:
 
 
 def previous_token(path: Path) -> str | None:
-    """The token of a service that was killed: clients that resume at the next one still use it."""
+    """The token of a service that was killed; its clients use it to resume at the next one."""
     state = _parse_state(path)
     return state.token if state else None
 
 
 def _parse_state(path: Path) -> RunningService | None:
     try:
-        status = path.stat()
-        text = path.read_text()
+        text = _read_own(path)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"state file {path} cannot be read: {error}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"state file {path} belongs or is open to others; remove it")
     try:
         state = RunningService(**json.loads(text))
         _check_target(state)
@@ -123,8 +153,24 @@ def _parse_state(path: Path) -> RunningService | None:
     return state
 
 
+def _read_own(path: Path) -> str:
+    """The text of a file of this user; ConfigError for one that others could read or write.
+
+    What is checked is what is read, by its descriptor: a name may point elsewhere a moment later.
+    """
+    with open_folder(path.parent) as folder:
+        descriptor = os.open(path.name or ".", READ_FLAGS, dir_fd=folder)
+        with os.fdopen(descriptor) as file:
+            status = os.fstat(descriptor)
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise ConfigError(
+                    f"state file {path} belongs to another user or is open to others; remove it"
+                )
+            return file.read(MAX_CHARS)
+
+
 def _check_target(state: RunningService) -> None:
-    """ValueError unless the process id is that of one process: 0 and -1 signal many."""
+    """ValueError unless the process id names one process: 0 and -1 would signal many."""
     is_one_process = type(state.pid) is int and 0 < state.pid < MAX_PID
     if not is_one_process or type(state.url) is not str:
-        raise ValueError(f"no process {state.pid!r} is at {state.url!r}")
+        raise ValueError(f"process {state.pid!r} at {state.url!r} cannot be a service")

@@ -1,4 +1,4 @@
-"""`disagg submit`: one prompt, its continuation, and what the hand-off saved."""
+"""`disagg submit`: send one prompt, print the answer and what the hand-off saved."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from disagg.cli.state_file import RunningService, read_state
 from disagg.errors import CancelledError, RequestError
 
 PACKAGED_HINT = (
-    "note: the packaged model continues books and does not chat; try --model smollm2"
+    "note: the packaged model continues text and cannot chat; try --model smollm2"
 )
 
 
@@ -124,8 +124,8 @@ def find_service(
         return
     if running:
         tell(
-            "starting a service of its own with these settings; "
-            f"{running.url} has others"
+            "starting a private service with these settings; "
+            f"the running one at {running.url} has others"
         )
     if "messages" in body and config.model.name is None:
         tell(PACKAGED_HINT)
@@ -138,7 +138,7 @@ def print_piece(piece: str) -> None:
     try:
         print(piece, end="", flush=True)
     except OSError as error:
-        problem = f"nobody reads the answer any more: {error.strerror}"
+        problem = f"standard output is closed: {error.strerror}"
         raise CancelledError(problem) from error
 
 

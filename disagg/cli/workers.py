@@ -64,11 +64,11 @@ def parse_counts(counts: list[str]) -> dict[str, int]:
     body: dict[str, int] = {}
     for count in counts:
         if not re.fullmatch(r"(prefill|decode)=[0-9]{1,9}", count):
-            raise ConfigError(f"{count!r} is no prefill=NUMBER or decode=NUMBER")
+            raise ConfigError(f"{count!r}: expected prefill=NUMBER or decode=NUMBER")
         role, number = count.split("=")
         if role in body:
             raise ConfigError(
-                f"{' '.join(counts)!r} names a role twice; expected it once"
+                f"{' '.join(counts)!r} names a role twice; name each role once"
             )
         body[role] = int(number)
     return body
@@ -95,7 +95,7 @@ def reports(service: RunningService, repeat: bool) -> Iterator[dict[str, Any]]:
 
 
 def draw(report: dict[str, Any]) -> None:
-    """One screen."""
+    """Print a status report as one screen of text."""
     parts = [report["model"], report["codec"], f"{report['requests']} requests"]
     for key in ("queued", "moved", "retried"):
         if report.get(key):
@@ -109,10 +109,10 @@ def draw(report: dict[str, Any]) -> None:
     for role, number in report.get("wanted", {}).items():
         if current[role] < number:
             print(
-                f"{role}: {current[role]} of {number}; more load, or wait for a place"
+                f"{role}: {current[role]} of {number}; more are loading or wait for resources"
             )
         elif current[role] > number:
-            print(f"{role}: {current[role]} of {number}; the others leave")
+            print(f"{role}: {current[role]} of {number}; the others are leaving")
 
 
 def row_of(worker: dict[str, Any]) -> list[str]:

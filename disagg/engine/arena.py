@@ -74,22 +74,22 @@ class DeviceArena:
 
         return wait
 
-    def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+    def write(self, pieces: Sequence[tuple[int, memoryview | bytes]]) -> None:
         """Start the copies. The caller waits only where MAX_WRITES are in flight, for the oldest:
         its event loop serves others meanwhile."""
-        if not places:  # torch refuses empty lists
+        if not pieces:  # torch refuses empty lists
             return
-        sizes = [len(data) for _, data in places]
+        sizes = [len(data) for _, data in pieces]
         host = self._host_bytes(sum(sizes))
         host_places = []
         host_start = 0
-        for _, data in places:
+        for _, data in pieces:
             host_places.append((host_start, data))
             host_start += len(data)
         HostArena(host.numpy().data).write(host_places)
         with self._arriving.beside_the_kernels():
             parts = host.to(self._tensor.device, non_blocking=True).split(sizes)
-            pages = [self._tensor[start : start + len(data)] for start, data in places]
+            pages = [self._tensor[start : start + len(data)] for start, data in pieces]
             torch._foreach_copy_(pages, parts)
             self._writes.append(self._arriving.mark())
         self._arriving.before_the_kernels()

@@ -108,6 +108,9 @@ class Engine:
         self._draining = False
         self._last_refused: Sequence | None = None  # the last to find no room
         self._output = StepOutput()  # of the running step
+        self.num_steps = 0  # begun so far
+        # when the running step began, or last computed a layer of a prompt
+        self._progressed_at: float | None = None
 
     def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
@@ -141,6 +144,15 @@ class Engine:
         )
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds without progress of the running step; 0 while none runs. Any thread.
+
+        A step progresses when it begins, and with each layer of a prompt that it computes.
+        """
+        progressed_at = self._progressed_at
+        return 0.0 if progressed_at is None else self._clock() - progressed_at
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and no record held for another worker."""
         scheduler = self._scheduler
@@ -164,6 +176,14 @@ class Engine:
 
     def step(self) -> StepOutput:
         """One turn of the loop. Never blocks; with nothing to do it returns an empty output."""
+        self.num_steps += 1
+        self._progressed_at = self._clock()
+        try:
+            return self._step()
+        finally:
+            self._progressed_at = None
+
+    def _step(self) -> StepOutput:
         while not self._inbox.empty():
             self._handle(self._inbox.get())
         scheduled, allocation = self._schedule()
@@ -433,6 +453,7 @@ class Engine:
         units = self._prefixes.open(sequence, sequence.n + entry.count)
 
         def sink(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+            self._progressed_at = self._clock()
             if sequence.error is not None:
                 return
             try:

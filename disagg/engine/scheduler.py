@@ -19,7 +19,7 @@ from disagg.errors import CapacityError
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.pool import Pool
 from disagg.kv.state import allocate_group
-from disagg.paged.page_tables import block_size
+from disagg.paged.page_tables import appendable
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Scheduler:
         count = min(sequence.length - n, 1 + spare)
         if count <= 1:
             return 1
-        return min(block_size(group, n, count) for group in groups)
+        return min(appendable(group, n, count) for group in groups)
 
     def prompts(self, now: float) -> list[Sequence]:
         """Sequences whose prompts are not computed, most urgent first; those without room too."""

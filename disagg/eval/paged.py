@@ -24,7 +24,7 @@ from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
 from disagg.paged.layer import LayerRecords, PromptChunk, views_of, write_prompt
 from disagg.paged.page_tables import (
-    block_size,
+    appendable,
     build_tables,
     plan_step,
     plan_units,
@@ -122,7 +122,7 @@ class PagedKV:
         while done < len(tokens):
             remaining = len(tokens) - done
             count = min(
-                block_size(group, self.num_tokens, remaining)
+                appendable(group, self.num_tokens, remaining)
                 for group, _ in self._groups
             )
             logits.append(self._step(tokens[done : done + count]))

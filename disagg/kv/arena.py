@@ -1,4 +1,4 @@
-"""The bytes that pages live in. On a GPU, `engine/arena.py` has another arena of this protocol."""
+"""The memory that holds pages. `engine/arena.py` has the arena of a GPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ Copies = Callable[
 
 
 class Arena(Protocol):
-    """Bytes that pages live in, on a host or on a device.
+    """Memory that holds pages, on a host or on a device.
 
     on_host: `read` returns views and costs nothing; otherwise it copies, and `stage` copies many
              spans at once
@@ -24,14 +24,13 @@ class Arena(Protocol):
     def read(self, start: int, nbytes: int) -> memoryview:
         """The bytes at an offset: a view on a host, a copy from a device."""
 
-    def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
-        """Copy bytes to their offsets, many at once. Later readers find them there, and the caller
-        may reuse its memory."""
+    def write(self, pieces: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        """Copy pieces (offset, bytes). Later reads see them; the caller may reuse its memory."""
 
     def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
         """Start reading many spans (offset, nbytes).
 
-        fresh: read behind the kernels that this thread has launched
+        fresh: read after the kernels that this thread has launched
         """
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -53,8 +52,8 @@ class HostArena:
     def read(self, start: int, nbytes: int) -> memoryview:
         return self._view[start : start + nbytes]
 
-    def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
-        for start, data in places:
+    def write(self, pieces: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        for start, data in pieces:
             self._view[start : start + len(data)] = data
 
     def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:

@@ -1,8 +1,8 @@
-"""Where every byte is. Pure arithmetic: no tensors, no arena, no codec by name.
+"""The offset of every byte of a record. Pure arithmetic: no tensors, no arena, no codec by name.
 
     arena        uint8, one per worker; a page id is an address in it: byte offset / 128
     page         T tokens of one sequence     │ layer page │ layer page │ ...  of a layer group
-    layer page   what is sent and hashed      │ block │ block │ ...            one per KV head
+    layer page   is sent and hashed whole     │ block │ block │ ...            one per KV head
     block        planes, 16-byte aligned      │ K codes │ V codes │ K scale │ ...
 
 A segment, a side record and a raw page have the same structure, with layouts of their own. Codecs
@@ -47,7 +47,7 @@ def align(size: int, to: int) -> int:
 
 
 class Kind(StrEnum):
-    """What a layout describes."""
+    """The kinds of records."""
 
     PAGE = "page"
     SEGMENT = "segment"
@@ -60,7 +60,7 @@ class Kind(StrEnum):
 
 
 class Item(NamedTuple):
-    """One layer page of a hand-off: the unit that is sent, hashed and acknowledged.
+    """One layer page of a hand-off: it is sent, hashed and acknowledged whole.
 
     group, layer: index of the layer group in the plan, of the layer in the model
     record:       index among the records of this kind that the sequence has in the group
@@ -85,7 +85,7 @@ def items_of(kind: Kind, group: int, layer: int, records: Iterable[int]) -> list
 
 
 class FinalAt(StrEnum):
-    """When the bytes of a codec's pages are final: what can be sent early, shared and resumed."""
+    """When the bytes of a codec's pages are final, so that they can be sent, shared and resumed."""
 
     PAGE = "page"
     SEGMENT = "segment"

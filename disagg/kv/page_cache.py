@@ -1,7 +1,7 @@
 """Pages that outlive their owners: each set under a key, until its room is needed.
 
-The cache knows keys and the order of use; the pool knows who owns a page and where it lies. An
-entry is idle while no page of it has an owner; only idle entries may be evicted.
+The cache knows keys and the order of use; the pool counts the owners of a page. An entry is idle
+while none of its pages has an owner; only idle entries may be evicted.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from disagg.kv.plan import RecordShape
 
-STALE_PLACES = 64  # tolerated in an order of eviction before it is rebuilt
+MAX_STALE = 64  # stale entries of a heap before it is rebuilt
 
 
 @dataclass(eq=False)
@@ -34,10 +34,10 @@ class CachedPages:
 class PageCache:
     """Kept pages by key, and which of them to evict first: the idle entry not used for longest.
 
-    Taking pages is not using them, so an entry that is idle again has its old place in the order of
-    use, which may be anywhere. The order of each shape is therefore a heap of (used, key). Its
-    places are not removed when an entry is used, owned or dropped: they are stale from then on, and
-    skipped when they come to the front. Eviction costs what it evicts, however many pages are kept.
+    Only `use` counts as using: an entry that becomes idle again keeps its age, so it may belong
+    anywhere in the order of use. Each shape therefore has a heap of (used, key). When an entry is
+    used, owned or dropped, its (used, key) stays in the heap, stale, and is skipped when it comes
+    to the front. The cost of an eviction does not depend on how many pages are kept.
 
     entries: in the order of keeping · entry_of: the entry of each kept page
     """
@@ -67,7 +67,7 @@ class PageCache:
         self._ticks += 1
         entry.used = self._ticks
         if not entry.owned:
-            self._place(entry)
+            self._push(entry)
 
     def on_owned(self, page: int) -> None:
         """A kept page without an owner got one."""
@@ -78,7 +78,7 @@ class PageCache:
         entry = self.entry_of[page]
         entry.owned -= 1
         if not entry.owned:
-            self._place(entry)
+            self._push(entry)
 
     def least_recently_used(self, shapes: Iterable[RecordShape]) -> CachedPages | None:
         """The idle entry of these shapes not used for longest; None if there is none."""
@@ -103,11 +103,11 @@ class PageCache:
             heappop(order)  # stale
         return None
 
-    def _place(self, entry: CachedPages) -> None:
-        """Give an idle entry its place in the order of eviction."""
+    def _push(self, entry: CachedPages) -> None:
+        """Put an idle entry into the heap of its shape."""
         order = self._order.setdefault(entry.shape, [])
         heappush(order, (entry.used, entry.key))
-        if len(order) > 2 * len(self.entries) + STALE_PLACES:
+        if len(order) > 2 * len(self.entries) + MAX_STALE:
             order[:] = sorted(
                 (other.used, other.key)
                 for other in self.entries.values()

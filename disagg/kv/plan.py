@@ -1,7 +1,7 @@
-"""Which records a sequence is made of: layer groups and the plan of a model.
+"""Layer groups and the plan of a model: how many records a sequence has, and of which layouts.
 
 A sequence of n tokens in one layer group is `sealed(n) = T * floor(max(0, n - sink - R) / T)`
-tokens in pages, behind the sink and before R .. R+T-1 tokens of the tail, both in raw pages.
+tokens in pages, after the sink and before R .. R+T-1 tokens of the tail, both in raw pages.
 
     position 0    sink                                  sink + sealed(n)                n
     │ raw │ raw ...│ page │ page │ ... │ page │ page │ ...│ raw │ raw │ ... │ raw (part) │
@@ -33,7 +33,7 @@ from disagg.kv.page import (
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What the pool needs to know of a record.
+    """Size of a record, for the pool.
 
     fingerprint: of its layout; records of one fingerprint share slabs
     zeroed:      whether it may be partly filled, so that its bytes must be zeroed
@@ -53,7 +53,7 @@ class LayerGroup:
     residual: R, the least number of exact tokens in the tail
     sink:     first tokens that stay exact, a multiple of 16; 0 where there is a window
     lead:     first tokens of a prompt that all its pages depend on, besides those they hold
-    flush_page: layout of pages sealed while decoding, which hold all that belongs to them; None:
+    flush_page: layout of pages sealed while decoding, which need no segment; None:
             the layout of a prompt's pages
     kept_per_seal, kept_limit: exact tokens that one seal sets aside in raw pages, and all of them
     """
@@ -137,8 +137,8 @@ class LayerGroup:
     def dropped(self, n: int) -> int:
         """Leading tokens in pages that no query after n tokens sees: neither kept nor sent.
 
-        What becomes final together is dropped together. Nothing is dropped where pages say the
-        positions of their tokens. One segment stays, for the next page to join.
+        Pages that become final together are dropped together. Nothing is dropped where a codec
+        keeps positions of tokens. One segment stays, for the next page to join.
         """
         window = self.window
         if window is None or self.kept_limit or self.final_at is FinalAt.PROMPT:

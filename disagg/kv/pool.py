@@ -1,13 +1,13 @@
-"""The pool: who owns each page of an arena, and which pages outlive their owners.
+"""The pool: counts the owners of each page of an arena, and caches pages under keys.
 
     free ──allocate──► owned ──keep──► owned and kept ──last owner releases──► cached ──► free
                                              ▲                                   │   room is needed
                                              └───────────────take────────────────┘
 
-`slabs.py` finds room for records of any shape, `page_cache.py` orders what is kept under a key. An
+`slabs.py` finds room for records of any shape, `page_cache.py` orders the pages kept under keys. An
 allocation that finds no room evicts cached pages, least recently used first: those of its own shape
-while some slabs are free, so that other shapes find room too, then those of any shape. Emptying a
-slab for another shape evicts all that was cached in it, old and new.
+while some slabs are free, so that other shapes find room too, then those of any shape. To empty
+a slab for another shape, all cached pages in it are evicted, old and new.
 
 The pool never looks inside a page, except to zero those that may be partly filled. Any thread may
 call: every call is atomic. Bytes are not locked; they belong to the owner of the page.
@@ -158,7 +158,7 @@ class Pool:
 
     @atomic
     def take(self, keys: Sequence[bytes]) -> list[CachedPages]:
-        """What is kept under the leading keys, up to the first unknown one, owned by the caller."""
+        """Own the pages kept under the leading keys, up to the first unknown key."""
         entries = []
         for key in keys:
             entry = self._cache.entries.get(key)
@@ -170,7 +170,7 @@ class Pool:
 
     @atomic
     def used(self, keys: Sequence[bytes]) -> None:
-        """Evict what is kept under these keys last, and the first key last of all."""
+        """Evict the pages under these keys last, and those of the first key last of all."""
         for key in reversed(keys):
             entry = self._cache.entries.get(key)
             if entry is not None:
@@ -189,7 +189,7 @@ class Pool:
 
     @atomic
     def kept_keys(self, note_type: type = object) -> list[bytes]:
-        """The keys of what is kept with a note of this type, in the order of keeping."""
+        """The keys of pages kept with a note of this type, in the order of keeping."""
         entries = self._cache.entries.values()
         return [entry.key for entry in entries if isinstance(entry.note, note_type)]
 
@@ -206,7 +206,7 @@ class Pool:
                 break
 
     def _evict(self, shapes: Iterable[RecordShape]) -> bool:
-        """Drop what of these shapes was not used for longest; False if there is nothing."""
+        """Drop the least recently used pages of these shapes; False if there are none."""
         entry = self._cache.least_recently_used(shapes)
         if entry is None:
             return False
@@ -217,7 +217,7 @@ class Pool:
         self.cached_pages += change
         self.cached_bytes += change * self._slabs.slab_of(page).shape.nbytes
 
-    # -- what is left
+    # -- counts
 
     @atomic
     def free_pages(self, shape: RecordShape) -> int:
@@ -238,7 +238,7 @@ class Pool:
 
     @atomic
     def gauges(self) -> dict[str, int]:
-        """What is owned, what is only cached, and the size of the arena."""
+        """Pages and bytes that are owned, those that are only cached, and the size of the arena."""
         return {
             "referenced_pages": self.referenced_pages,
             "used_bytes": self.used_bytes,

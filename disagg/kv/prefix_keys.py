@@ -44,7 +44,7 @@ class PrefixBlock:
         ]
 
 
-def units_of(plan: Plan, tokens: int) -> tuple[tuple[PrefixBlock, ...], ...]:
+def prefix_blocks(plan: Plan, tokens: int) -> tuple[tuple[PrefixBlock, ...], ...]:
     """The blocks of a prompt of `tokens` tokens: for each layer group, in token order.
 
     A group has none if its records are final only with the whole prompt: those may be written to
@@ -64,7 +64,7 @@ def content_keys(
     tokens = array("q", prompt)
     if sys.byteorder == "big":
         tokens.byteswap()
-    blocks = units_of(plan, len(prompt))
+    blocks = prefix_blocks(plan, len(prompt))
     return tuple(
         tuple(_group_keys(model, group, tokens, blocks_of_group))
         for group, blocks_of_group in zip(plan.groups, blocks, strict=True)
@@ -80,7 +80,7 @@ def _group_keys(
     """A chain of hashes: each key covers the model, the group and every token up to its block.
 
     All pages of a group may depend on the lead of the prompt, so their keys cover that too, even
-    where it ends behind them.
+    where it ends after them.
     """
     view, size = memoryview(tokens).cast("B"), tokens.itemsize
     lead = min(group.lead, len(tokens))

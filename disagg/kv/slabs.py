@@ -102,11 +102,11 @@ class SlabAllocator:
         )
 
     def slab_index(self, page: int) -> int:
-        """Which slab a page lies in."""
+        """The index of the slab that holds a page."""
         return page * ARENA_UNIT // self.slab_bytes
 
     def slab_of(self, page: int) -> Slab:
-        """The slab of a page in use."""
+        """The slab that holds a page."""
         return self._slabs[self.slab_index(page)]
 
     def check_integrity(self, pages_in_use: Collection[int]) -> None:
@@ -133,10 +133,12 @@ class SlabAllocator:
         check_count("free pages", sum(self._free_pages.values()), free_pages)
 
 
-def check_count(name: str, noted: object, actual: object) -> None:
-    """LayoutError where a running count is not what counting anew gives."""
-    if noted != actual:
-        raise LayoutError(f"{name}: {noted} are noted, {actual} are there")
+def check_count(name: str, running: object, actual: object) -> None:
+    """LayoutError unless a running count equals a count of the pages."""
+    if running != actual:
+        raise LayoutError(
+            f"{name}: the running count is {running}, the pages have {actual}"
+        )
 
 
 def _check_slab(index: int, slab: Slab, in_use: set[int]) -> None:
@@ -145,5 +147,5 @@ def _check_slab(index: int, slab: Slab, in_use: set[int]) -> None:
     if is_free_twice or in_use & free or in_use | free != set(slab.pages):
         raise LayoutError(
             f"slab {index}: {len(in_use)} owned and {len(free)} free pages "
-            f"do not make the {len(slab.pages)} it holds"
+            f"are not its {len(slab.pages)} pages, each once"
         )

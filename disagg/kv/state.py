@@ -1,4 +1,4 @@
-"""Which records a sequence owns in a layer group, as page ids. Pure arithmetic; no bytes."""
+"""The records that a sequence owns in a layer group, as page ids. Pure arithmetic; no bytes."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class Allocator(Protocol):
 
 @dataclass
 class Run:
-    """Pages in token order under one layout and one segment, which no kernel crosses.
+    """Pages in token order with one layout and one segment; a kernel's work never crosses its end.
 
     first: tokens in the pages before it
     pages: 32-bit ids in one buffer, so that a page table of thousands is a single copy

@@ -1,6 +1,6 @@
-"""A private Ray session: its secret, its folder, and a guard that removes both. Knows no Ray.
+"""A private Ray session: its secret, its folder, and a guard process that cleans up. No Ray.
 
-Enter it before `disagg.launch.ray_cluster` is imported: Ray reads its environment then.
+Enter it before `disagg.launch.ray_cluster` is imported: Ray reads its environment at import.
 """
 
 import os
@@ -12,34 +12,34 @@ from pathlib import Path
 from typing import Self
 
 REAPER = Path(__file__).parent / "reaper.py"
-REAP_S = 60.0  # it kills after 3 s; a busy machine takes its time
+REAP_S = 60.0  # the reaper kills after 3 s; a busy machine takes longer
 # longest path of a temporary folder: Ray appends up to 80 characters for its sockets
 MAX_TMP_CHARS = 20
 
 QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
-    "RAY_prestart_worker_first_driver": "0",  # there are no tasks that it could do
-    # its own address is this host's on loopback, as on those systems: any other may go away
+    "RAY_USAGE_STATS_ENABLED": "0",  # no question, no report, no file in the home folder
+    "RAY_prestart_worker_first_driver": "0",  # it would wait for tasks, and there are none
+    # use the loopback address as on those systems: any other address may go away
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_worker_niceness": "0",  # Ray would run workers at 15, behind everything else here
-    # a busy machine is no dead one: Ray's own limits gave its only node up at load 6
+    "RAY_worker_niceness": "0",  # Ray's default is 15, behind every other process
+    # a busy machine is not dead: with its default limits Ray gave up its only node at load 6
     "RAY_health_check_timeout_ms": "60000",
     "RAY_health_check_failure_threshold": "10",
-    # threads of torch that wait for work leave a core to others sooner than they would
+    # idle threads of torch release their core sooner than by default
     "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leave the workers' view of GPUs alone, no warning
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep the workers' view of GPUs, without a warning
 }
 
-# else a paragraph on standard output for every worker that dies, whatever `log_to_driver` says
+# without these Ray prints a paragraph for every worker that dies, whatever `log_to_driver` says
 SILENT = {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 
 
 class Session:
-    """Everything of a private service that lives outside of this process.
+    """What a private service has outside of this process; nothing of it remains after the end.
 
     token:  secret of Ray and of the gRPC plane
-    folder: closed to other users; its path is short, as Ray puts sockets below it, whose paths may
-            have 107 characters
+    folder: closed to other users. Its path is short, since Ray puts sockets below it, and the
+            path of a socket has at most 107 characters
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Returns when nothing is left."""
+        """Returns when all processes of the session are gone."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)

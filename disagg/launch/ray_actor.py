@@ -7,29 +7,34 @@ import threading
 
 import ray
 
-from disagg.config import Config
+from disagg.config import changed_keys
 from disagg.errors import ConfigError, DisaggError
 from disagg.launch.resources import worker_config
-from disagg.transfer.messages import Role, WorkerInfo
+from disagg.launch.start_protocol import (
+    Message,
+    config_of,
+    failure,
+    success,
+    worker_settings,
+)
+from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, protected
 
-FAILED_S = (
-    5.0  # in which the error of a failed start can be read, before the process ends
-)
-# a front end that is gone watches no longer than this beside the next one
-WATCH_S = 1.0
-TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
+# the process of a failed start ends after this; until then its error can be read
+FAILED_S = 5.0
+WATCH_S = 1.0  # the watch of a front end that is gone ends this long after the next one's begin
+TAKEOVER_S = 5.0  # the connection of a killed service may look open for this long
 
 
 class WorkerActor:
     """The methods of a worker that its service calls through Ray."""
 
     def __init__(
-        self, config: Config, role: Role, name: str, authority: Authority | None
+        self, settings: Message, role: str, name: str, authority: dict[str, str] | None
     ):
         faulthandler.enable()
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are reported by name
-        self._config = config
+        self._settings = settings
         self._role = role
         self._name = name
         self._authority = authority
@@ -38,57 +43,77 @@ class WorkerActor:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
-    def start(self, host: str | None, config: Config) -> WorkerInfo | tuple[str, str]:
-        """Load and serve; the next time, how it can be reached, unless another service has it.
+    def start(self, host: str | None, settings: Message) -> Message:
+        """Load and serve, if it does not yet; the reply says how it can be reached.
 
-        An error is returned as (reason, message).
+        host:     address to listen on; None: the one that Ray knows
+        settings: of the front end that calls
+
+        The reply is an error if it cannot load, runs with other settings, or has a router of
+        another service.
         """
-        if config != self._config:
-            until = f"until {self._config.cluster.orphan_s:g} s after its last router"
-            return ConfigError.reason, f"{self._name} runs with other settings, {until}"
-        if not self._loaded:
-            try:
-                self._load(host)
-            except Exception as error:
-                # a detached actor would stay
+        address = host or ray.util.get_node_ip_address()
+        try:
+            self._check_settings(settings)
+            if not self._loaded:
+                self._load(address)
+                self._loaded = True
+                end = threading.Thread(target=self._end_with_worker, daemon=True)
+                end.start()
+            self._check_alone()
+        except Exception as error:
+            if not self._loaded:
+                # Ray would keep a detached actor
                 threading.Timer(FAILED_S, os._exit, [1]).start()
-                if isinstance(error, DisaggError):
-                    return error.reason, str(error)
-                raise
-            self._loaded = True
-            end = threading.Thread(
-                target=self._end_with_worker, name="end", daemon=True
-            )
-            end.start()
-        if not self._worker.wait_alone(TAKEOVER_S):
-            other = "works for another service; stop that one, or use another cluster"
-            return ConfigError.reason, f"{self._name} {other}"
-        return self._worker.info
+            if isinstance(error, DisaggError):
+                return failure(address, error)
+            raise
+        return success(address, self._worker.info)
 
-    def _load(self, host: str | None) -> None:
-        # not at the head: the process that launches need not load torch and transformers
+    def _check_settings(self, settings: Message) -> None:
+        """ConfigError unless the worker has the settings that it would get from this front end."""
+        self._config = config_of(self._settings)
+        own = worker_settings(self._config)
+        changed = changed_keys(own, worker_settings(config_of(settings)))
+        if changed:
+            orphan_s = self._config.cluster.orphan_s
+            raise ConfigError(
+                f"{self._name} runs with other settings ({', '.join(changed)}), "
+                f"until {orphan_s:g} s after its last router"
+            )
+
+    def _check_alone(self) -> None:
+        """ConfigError while a router of another service follows the worker."""
+        if not self._worker.wait_alone(TAKEOVER_S):
+            raise ConfigError(
+                f"{self._name} works for another service; "
+                "stop that one, or use another cluster.name"
+            )
+
+    def _load(self, address: str) -> None:
+        # not at the top: the launching process needs neither torch nor transformers
         import torch
 
         from disagg.worker.worker import Worker, settle_memory
 
-        torch.set_num_threads(
-            1
-        )  # of this thread, which loads; the engine's has its own
-        address = host or ray.util.get_node_ip_address()
-        security = protected(self._config.security, self._authority, address)
+        # of this thread, which loads; the engine's thread has its own number
+        torch.set_num_threads(1)
+        authority = Authority(**self._authority) if self._authority else None
+        security = protected(self._config.security, authority, address)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
         config = worker_config(self._config, gpus, host_resources())
-        self._worker = Worker(config, self._role, self._name, address, security)
+        self._worker = Worker(config, Role(self._role), self._name, address, security)
         self._worker.start()
         settle_memory()
 
+    @ray.method(concurrency_group="links")
     def meet(self, addresses: list[str]) -> list[str]:
-        """Measure the links to decode workers; what each can do, in words."""
+        """Measure the links to decode workers; returns their speeds, in words."""
         return self._worker.meet(addresses)
 
     @ray.method(concurrency_group="watch")
     def doing(self) -> str:
-        """What delays its start, in words; "" while it only loads."""
+        """What delays its start, in words; "" while it loads."""
         return self._worker.doing if hasattr(self, "_worker") else ""
 
     @ray.method(concurrency_group="watch")
@@ -98,21 +123,21 @@ class WorkerActor:
 
     @ray.method(concurrency_group="watch")
     def stop(self, grace_s: float | None = None) -> None:
-        """Finish or move its requests within the grace, then end; while it loads, end at once."""
+        """Finish or move its requests within the grace, then end. A loading one ends at once."""
         if not self._loaded:
             os._exit(0)
         self._worker.stop(grace_s)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Returns when the worker has ended, or another front end watches; raises its error."""
+        """Returns when the worker has ended or another front end watches; raises its error."""
         self._num_watches += 1
         number = self._num_watches
         while self._num_watches == number and not self._worker.wait(WATCH_S):
             pass
 
     def _end_with_worker(self) -> None:
-        """End the process: a detached actor would stay, and seem to work by its name."""
+        """End the process with the worker: Ray would keep a detached actor under its name."""
         try:
             self._worker.wait()
         finally:

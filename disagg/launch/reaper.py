@@ -1,9 +1,9 @@
-"""Removes what is left of a private service when its owner is gone, however it ended.
+"""Cleans up after a private service when its owner has ended, however it ended.
 
-A process of its own, started by path before anything else. It reads two lines from a pipe, the
-secret of the service and its folder. The end of the pipe means that the owner is gone or has
-finished. The processes of the service then get a moment to end by themselves. Standard library
-only, so that it starts at once and stays small.
+A process of its own, started by path before the service's other processes. It reads two lines from
+a pipe: the secret of the service and its folder. The end of the pipe means that the owner has
+ended. The processes of the service then have GRACE_S to end by themselves; then they are killed.
+Standard library only, so that it starts at once and stays small.
 """
 
 import contextlib
@@ -32,8 +32,9 @@ def main() -> None:
 def clean_up(secret: bytes, folder: str) -> None:
     """Returns when every process of the service is gone.
 
-    While a process starts a program, nothing of it can be read for a moment. So a process that was
-    recognised once counts until it is gone, and the end is QUIET_S without any.
+    A process that is starting a program cannot be recognised for a moment. So a process counts
+    from when it was first recognised until it is gone, and the service has ended after QUIET_S
+    without a process.
     """
     deadline = time.monotonic() + GRACE_S
     processes: dict[int, str] = {}  # when each one started, by its number
@@ -52,7 +53,7 @@ def clean_up(secret: bytes, folder: str) -> None:
 
 
 def update(processes: dict[int, str], secret: bytes, folder: str) -> None:
-    """Add the processes of the service that can be recognised now, remove those that are gone."""
+    """Add processes of the service that can be recognised now; remove those that are gone."""
     for pid in members(secret, folder):
         born = birth(pid)
         if born:
@@ -63,7 +64,7 @@ def update(processes: dict[int, str], secret: bytes, folder: str) -> None:
 
 
 def members(secret: bytes, folder: str) -> list[int]:
-    """The processes of the service that can be recognised now; none if there is no /proc."""
+    """Processes of the service that can be recognised now; none on a system without /proc."""
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
     spared = {os.getpid(), os.getppid()}  # this process, and the owner if it lives
     pids = {int(name) for name in names if name.isdecimal()} - spared
@@ -80,9 +81,9 @@ def carries(pid: int, secret: bytes) -> bool:
 
 
 def holds(pid: int, folder: str) -> bool:
-    """Whether a process has a file of the folder open, as all processes of Ray have their logs.
+    """Whether a process has a file in the folder open; every process of Ray has its log open.
 
-    Some of them write a title over the start of their environment, and so over the secret.
+    Some processes overwrite the start of their environment, and so the secret, with a title.
     """
     try:
         links = list(Path("/proc", str(pid), "fd").iterdir())
@@ -100,7 +101,7 @@ def target(link: Path) -> str:
 
 
 def birth(pid: int) -> str | None:
-    """When a process started, to tell it from a later one of the same number; None: gone."""
+    """When a process started, which tells it from a later one of the same number; None: gone."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The part of a host that each worker gets. Knows no Ray."""
+"""The share of a host that each worker gets. No Ray."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from disagg.transfer.messages import Role
 
 
 def equal_share(units: int, config: Config) -> float:
-    """Units of each worker: one, or an equal part of one so that all workers fit; 0 of 0."""
+    """Units per worker: one, or an equal fraction of one so that all workers fit."""
     if not units:
         return 0.0
     workers = sum(config.cluster.roles.values())
@@ -20,7 +20,7 @@ def equal_share(units: int, config: Config) -> float:
 
 
 def gpu_share(gpus: int, config: Config) -> float:
-    """GPUs of each worker: as set, else an equal share."""
+    """GPUs per worker: the setting, else an equal share."""
     if config.cluster.gpus is not None:
         return config.cluster.gpus
     if config.model.device == "cpu":
@@ -29,9 +29,9 @@ def gpu_share(gpus: int, config: Config) -> float:
 
 
 def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -> None:
-    """ConfigError for a number of workers that cannot be.
+    """ConfigError for a number of workers that can never start.
 
-    gpus: of the host, if there is only one; None: of a cluster, which may grow
+    gpus: of the only host; None on a cluster, which may grow
     """
     for role, number in counts.items():
         if not 1 <= number <= MAX_WORKERS:
@@ -41,7 +41,7 @@ def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -
 
 
 def check_place(gpus: int, config: Config, workers: int) -> None:
-    """ConfigError if workers would wait for ever for a place on the only host."""
+    """ConfigError if the only host can never have room for this many workers."""
     if config.cluster.pools:
         raise ConfigError(
             "cluster.pools is true on a private Ray, which has none; set cluster.address"
@@ -59,7 +59,7 @@ def check_place(gpus: int, config: Config, workers: int) -> None:
 
 
 def _workers_that_fit(gpus: int, share: float) -> int:
-    """A worker with a part of a GPU is on one GPU, so parts do not add up across GPUs."""
+    """A fraction of a GPU is on one GPU: fractions do not add up across GPUs."""
     if share > 1:
         return int(gpus // share)
     return gpus * int(1 / share + 1e-9)
@@ -68,13 +68,12 @@ def _workers_that_fit(gpus: int, share: float) -> int:
 def worker_config(
     config: Config, gpus: float, host_resources: Mapping[str, float]
 ) -> Config:
-    """The settings of one worker: its part of a GPU's memory, and its threads.
+    """The settings of one worker, with its share of a GPU's memory and its number of threads.
 
     gpus:           of this worker
-    host_resources: of this host, as Ray counts them; a pool's units are room for workers
+    host_resources: Ray's resources of this host; the units of a pool are room for workers
 
-    Unless a number is set, the threads are the cores of this host, shared by the workers that may
-    be on it.
+    Unless the number of threads is set, the workers that fit on this host share its cores.
     """
     engine = replace(
         config.engine,

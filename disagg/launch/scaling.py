@@ -1,4 +1,4 @@
-"""Which workers change their role, load or leave, so that each role has its count. No Ray."""
+"""Plans which workers load, leave or change their role to reach a count per role. No Ray."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from disagg.transfer.messages import Role
 
 if TYPE_CHECKING:
-    from disagg.launch.ray_cluster import Actor
+    from disagg.launch.actors import Actor
 
 
 @dataclass
 class ScalingPlan:
-    """Steps from the workers of now to the counts that were asked for."""
+    """The steps from the current workers to the target counts."""
 
     role_changes: "list[tuple[Actor, Role]]" = field(default_factory=list)
     loads: list[Role] = field(default_factory=list)
@@ -22,7 +22,10 @@ class ScalingPlan:
 def plan_scaling(
     actors: "Sequence[Actor]", counts: Mapping[Role, int], may_change_role: bool
 ) -> ScalingPlan:
-    """A surplus worker takes a role that lacks one, if it serves already; others load or leave."""
+    """Let surplus workers that serve take a role that lacks one; load the rest, or let them leave.
+
+    may_change_role: False where each role has hosts of its own
+    """
     plan = ScalingPlan()
     staying = {
         role: [x for x in actors if x.role is role and not x.leaves] for role in counts

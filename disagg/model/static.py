@@ -174,7 +174,7 @@ def _seals(decode: Decode) -> bool:
 
     It cannot begin a segment, as the first page of a sequence may.
     """
-    if any(seal.fresh for seal in decode.step.seals):
+    if any(seal.begins_segment for seal in decode.step.seals):
         return False
     return decode.codec.seal_format(decode.step.group.head_dim) is not None
 

@@ -1,13 +1,13 @@
-"""Growing sequences by m tokens: raw slots for the new ones, pages and segments for what is full.
+"""Append m tokens to sequences: slots in raw pages for the new tokens, pages for sealed ones.
 
-    tail before   │ raw │ raw │ raw │ raw │ raw │          the oldest T tokens of a full tail become
-    tail after                            │ raw │ raw +    a page; the raw pages read are freed last
+    tail before   │ raw │ raw │ raw │ raw │ raw │          the oldest T tokens of a full tail are
+    tail after                            │ raw │ raw +    sealed; their raw pages are freed after
+                                                           the last layer
+The sink comes before the tail and never changes.
 
-A sink is in front of both, and stays.
-
-Pages sealed while decoding have the layout `flush_page` where the group has one: all that belongs
-to such a page is in it. Otherwise, in a group with segments, a page joins the first segment of the
-sequence, and only the first page of all begins one.
+Pages sealed while decoding have the layout `flush_page` where the group has one, which needs no
+segment. Otherwise, in a group with segments, the page joins the first segment of the sequence; if
+the sequence has no page yet, it begins that segment.
 """
 
 from array import array
@@ -68,19 +68,19 @@ def _int32(ids: Sequence[int] | Sequence[list[int]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Seal:
-    """T tokens of a tail become a page.
+    """The oldest T tokens of a tail become a page.
 
-    index:  of the row that completes the page, among those of the group
-    first:  position of the first token sealed
-    fresh:  the page begins a segment
-    places: the records of the page and its segment, the tail that it is read from, and the side
-            record and kept pages of its sequence
+    index:   of the row whose token fills the tail, among the rows of the group
+    first:   position of the first sealed token
+    begins_segment: the page is the first of its segment
+    records: the new page and its segment, the raw pages of the sealed tokens, and the side record
+             and kept pages of the sequence
     """
 
     index: int
     first: int
-    fresh: bool
-    places: RecordIds
+    begins_segment: bool
+    records: RecordIds
 
 
 @dataclass
@@ -104,7 +104,7 @@ def begins_segment(group: LayerGroup, state: GroupState) -> bool:
 def take_records(
     group: LayerGroup, growths: Sequence[SequenceGrowth], allocator: Allocator
 ) -> NewRecords:
-    """Records for a whole step, before any state changes; CapacityError and nothing taken."""
+    """Take the records of a whole step, before any state changes; CapacityError takes nothing."""
     num_raws = num_pages = num_segments = 0
     for growth in growths:
         state, n = growth.state, growth.n + growth.m
@@ -135,7 +135,7 @@ def take_records(
 
 
 def _more_kept(group: LayerGroup, state: GroupState) -> int:
-    """Raw pages that the next seal may need for the tokens it sets aside."""
+    """Raw pages that the next seal may need for tokens that the codec keeps."""
     return group.kept_raws(state.seals + 1) - len(state.kept_pages)
 
 
@@ -160,7 +160,7 @@ def append_tokens(
 def seal_tails(
     group: LayerGroup, growths: Sequence[SequenceGrowth], records: NewRecords
 ) -> list[Seal]:
-    """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
+    """Seal each full tail. The raw codec's pages are raw pages, so only their ids move."""
     seals: list[Seal] = []
     raws_per_page = group.page.tokens // RAW_TOKENS
     sink = group.sink // RAW_TOKENS
@@ -206,16 +206,16 @@ def _seal_one(
 
 
 def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
-    """The pages that `count` rows complete, as an append reads them; on the host."""
+    """The seals of a step by row, of `count` rows, as the append kernel reads them; on the host."""
     pages = [NO_PAGE] * count
     tails = [[0] * (group.page.tokens // RAW_TOKENS)] * count
     segments = [0] * count
     stretches = [0] * count
     for seal in seals:
-        at = seal.places
-        pages[seal.index] = int(at.pages)
-        tails[seal.index] = at.tail.tolist()
-        segments[seal.index] = int(at.segments) if len(at.segments) else 0
+        ids = seal.records
+        pages[seal.index] = int(ids.pages)
+        tails[seal.index] = ids.tail.tolist()
+        segments[seal.index] = int(ids.segments) if len(ids.segments) else 0
         stretches[seal.index] = seal.first // STRETCH_TOKENS
     return SealRows(_int32(pages), _int32(tails), _int32(segments), _int32(stretches))
 
@@ -223,7 +223,7 @@ def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
 def _extend(
     state: GroupState, layout: Layout, segment: int | None, first: int, page: int
 ) -> None:
-    """Put a page behind the last one: into its run, or into a new one."""
+    """Add a page after the last one: to its run, or to a new one."""
     last = state.runs[-1] if state.runs else None
     if last is None or last.layout != layout or last.segment != segment:
         last = Run(layout, segment, first)

@@ -27,7 +27,7 @@ from disagg.paged.layer import (
     write_step,
 )
 from disagg.paged.page_tables import (
-    block_size,
+    appendable,
     build_tables,
     plan_step,
     plan_units,
@@ -98,7 +98,7 @@ class CompressedKV:
             raise RequestError(f"k is {[*k.shape]}; expected [{heads}, m, {head_dim}]")
         done = 0
         while done < k.shape[1]:
-            m = block_size(self.group, self.num_tokens, k.shape[1] - done)
+            m = appendable(self.group, self.num_tokens, k.shape[1] - done)
             growths = [SequenceGrowth(self._state, self.num_tokens, m, row=0)]
             records = take_records(self.group, growths, self._arena)
             step = plan_step(self.codec, self.group, growths, records, k.device)

@@ -117,7 +117,7 @@ def _complaint(finding: Finding, device: torch.device) -> str:
 
 
 def name_of(device: str) -> str:
-    """The hardware behind "cpu" or "cuda", in words."""
+    """The name of the hardware that "cpu" or "cuda" stands for."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return library.describe_backend()

@@ -1,7 +1,7 @@
-"""One layer of sequences over an arena: write a prompt, follow a step plan, read back.
+"""One layer of sequences over an arena: write a prompt, run a step, read pages back.
 
-The engine runs this for B sequences and L layers, `CompressedKV` for one of each: same code, same
-bytes. Knows ids, layouts and kernels; who owns a page is the pool's business.
+The engine runs this for B sequences and L layers, `CompressedKV` for one of each: the same code
+writes the same bytes. It knows ids, layouts and kernels, but no owners of pages.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Written:
 
 @dataclass(frozen=True)
 class LayerRecords:
-    """The records of a layer group in an arena: what they hold of one layer."""
+    """One layer of the records of a layer group, in an arena."""
 
     group: LayerGroup
     layer: int
@@ -122,7 +122,7 @@ def encodable(group: LayerGroup, done: int, total: int) -> int:
 def write_prompt(
     codec: Codec, records: LayerRecords, at: RecordIds, chunk: PromptChunk
 ) -> list[Written]:
-    """Encode what a chunk of prefill made final, into the records of a sequence.
+    """Encode the tokens that a chunk of prefill made final, into the records of a sequence.
 
     Pages are written as soon as their bytes are final; the side record and the raw pages of sink
     and tail with the last chunk.
@@ -138,7 +138,7 @@ def write_prompt(
 def _write_pages(
     codec: Codec, records: LayerRecords, at: RecordIds, chunk: PromptChunk
 ) -> list[Written]:
-    """Encode the pages that became final, with their segments and what they set aside."""
+    """Encode the pages that became final, with their segments and kept tokens."""
     group, total = records.group, chunk.total
     dropped = group.dropped(total)
     begin = dropped + chunk.peer_pages * group.page.tokens
@@ -174,7 +174,7 @@ def _write_pages(
 def _write_ends(
     codec: Codec, records: LayerRecords, at: RecordIds, chunk: PromptChunk
 ) -> list[Written]:
-    """Write what a whole prompt leaves beside its pages: side record, sink and tail."""
+    """Write the records of a whole prompt that are not pages: side record, sink and tail."""
     group = records.group
     sealed = group.sealed(chunk.total)
     written = []
@@ -201,7 +201,7 @@ def _write_ends(
 def write_step(
     codec: Codec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """Append the step's new tokens of one layer to the tails, and seal what is full.
+    """Append the step's new tokens of one layer to the tails, and seal the full ones.
 
     k, v: [N, H, D] - one row for each row of `step.rows`
     """
@@ -214,16 +214,18 @@ def write_step(
 
 
 def _flush(codec: Codec, records: LayerRecords, seal: Seal) -> None:
-    """Have the codec encode a page from the tail; appends that seal do it themselves."""
-    group, at, segments = records.group, seal.places, None
-    if group.segment is not None and len(at.segments) and not seal.fresh:
+    """Seal a tail with the codec's own encoder, where the append kernel does not."""
+    group = records.group
+    at = seal.records
+    segments = None
+    if group.segment is not None and len(at.segments) and not seal.begins_segment:
         segments = records.read(group.segment, at.segments)
     side, kept_pages = records.read_kept(at)
     before = Encoded(records.arena.new_zeros(0), segments, side, kept_pages)
     k, v = records.read_tail(at.tail)
     encoded = codec.flush(k, v, seal.first, records.layer, before)
     records.write(group.decode_page, at.pages, encoded.blocks)
-    if seal.fresh and encoded.segments is not None:
+    if seal.begins_segment and encoded.segments is not None:
         records.write(group.layout(Kind.SEGMENT), at.segments, encoded.segments)
     records.write_kept(at, encoded)
 
@@ -282,7 +284,7 @@ def attend_step(
 def views_of(
     group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
-    """What attention reads of all tables, whose tokens are disjoint."""
+    """A view of each table for attention; the tokens of two tables never overlap."""
     views = []
     for table in tables:
         segment = None if table.segments is None else group.segment_of(table.layout)
@@ -300,16 +302,16 @@ def views_of(
 
 
 def _new_rows(step: GroupStep, layer: int) -> NewRows:
-    """Where a layer's new tokens go."""
+    """The slots of a layer's new tokens."""
     raw = step.group.raw
     offset = step.group.layer_offset(raw, layer)
     return NewRows(step.pages, step.slots, exact_format(raw), offset)
 
 
 def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
-    """How the append of a layer seals what its rows complete; None: it does not."""
+    """How the append kernel of a layer seals full tails; None: the codec seals them."""
     group, rows = step.group, step.completed
-    if rows is None or any(seal.fresh for seal in step.seals):
+    if rows is None or any(seal.begins_segment for seal in step.seals):
         return None
     fmt = codec.seal_format(group.head_dim)
     if fmt is None:

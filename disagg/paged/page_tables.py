@@ -57,11 +57,11 @@ class PageTable(Table):
 
 @dataclass(frozen=True)
 class GroupStep:
-    """What one layer group does in a step; all tensors are int32.
+    """The plan of one layer group for a step; all tensors are int32.
 
     rows:    [N] - the step's rows (new tokens) that belong to this group, in order
     pages, slots: [N] - the raw page and the slot in it that each row is written to
-    seals:   pages that rows complete; completed: the same as the append reads it, None: no page
+    seals:   tails that are sealed; completed: the same for the append kernel, None: no seals
     queries: [B, M] - index into `rows` of each query; padding repeats a row of the batch
     answers: [N] - index into the queries, sequence by sequence, of each row
     tables:  page tables after the seals: of pages, those sealed while decoding, kept tokens, tails
@@ -82,11 +82,11 @@ class GroupStep:
     freed: tuple[int, ...]
 
 
-def block_size(group: LayerGroup, n: int, m: int) -> int:
-    """How many of m tokens may be appended to n in one step: the sealed part must not move twice.
+def appendable(group: LayerGroup, n: int, m: int) -> int:
+    """How many of m tokens may be appended to n in one step.
 
-    Only the first token of a step may trigger a seal; otherwise a query would see a page sealed by
-    a token after it, which decoding one by one would not.
+    Only the first token of a step may fill a tail. Otherwise an earlier query of the step would
+    attend to the sealed page, where decoding token by token attends to the exact tokens.
     """
     if group.page == group.raw:
         return m  # sealing a raw page changes no value
@@ -107,7 +107,7 @@ def plan_step(
 
     The plan is for a device, and still on the host: see `upload`.
     """
-    assert all(x.m == 1 or x.m == block_size(group, x.n, x.m) for x in growths)
+    assert all(x.m == 1 or x.m == appendable(group, x.n, x.m) for x in growths)
     longest = max(growth.m for growth in growths)
     pages, slots = append_tokens(group, growths, records)
     seals = seal_tails(group, growths, records)
@@ -123,7 +123,7 @@ def plan_step(
         answers=_int32(_answer_rows(growths, longest)),
         tables=tables,
         units=plan_units(group, tables, device),
-        freed=tuple(page for seal in seals for page in seal.places.tail.tolist()),
+        freed=tuple(page for seal in seals for page in seal.records.tail.tolist()),
     )
 
 
@@ -248,7 +248,7 @@ class PageTableBuilder:
     def _lead_pages(self, layout: Layout, first: Ints) -> Ints:
         """Pages by which each row begins after a strip of pages does: [B].
 
-        Strips are cut as if no page behind a window had been dropped, so that answers do not
+        Strips are cut as if no page before the window had been dropped, so that answers do not
         depend on it, to the bit.
         """
         is_tail = layout == self.group.raw != self.group.page
@@ -265,7 +265,7 @@ class PageTableBuilder:
         self, layout: Layout, first: Ints, num_pages: Ints
     ) -> tuple[Ints, Ints]:
         """First and end of the tokens that each query sees, of pages in order: [B, M] positions,
-        not counting the sink where the pages are behind it.
+        not counting the sink where the pages come after it.
 
         first:     [B] - first token of each row's pages
         num_pages: [B] - pages of each row
@@ -315,7 +315,7 @@ PARTS = (GroupStep, PageTable, Seal, RecordIds, SealRows, WorkPlan)
 class Upload(Generic[T]):
     """int32 tensors of a tree on a device, side by side in one buffer, so that one copy fills all.
 
-    tree: the tree with tensors of the device in place of those of the host
+    tree: the same tree, with tensors of the device
     """
 
     def __init__(self, tree: T, device: torch.device):
@@ -371,7 +371,7 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _tail_run(group: LayerGroup, state: GroupState) -> Run:
-    """The raw pages of a sequence as a run; a sink is in front."""
+    """The raw pages of a sequence as a run, those of the sink first."""
     first = state.num_pages * group.page.tokens
     return Run(group.raw, None, first, array("i", state.tail))
 

@@ -42,9 +42,9 @@ class TokenOutput:
 
     Not frozen: there is one for every token, and the router completes it in place.
 
-    logprobs: of the token, if requested; with the first token, those of the prompt come before
+    logprobs: of the token, if requested; with the first token, those of the prompt come first
     kv:       figures of the hand-off, once they have arrived; the router adds them
-    waited_s: the age of the request when this attempt began; the router adds it
+    waited_s: age of the request when this attempt began; the router adds it
     """
 
     rid: str

@@ -1,12 +1,12 @@
-"""Which codec a request gets that leaves the choice to the service: a rule over facts. No clock.
+"""Which codec the service chooses for a request with codec "auto". Pure rules, no clock.
 
     prefill worker  figures of a hand-off: errors of attention outputs under every listed codec, for
-                    sampled prompts; bytes a second of its frames ─► `CodecPolicy.learn`
+                    sampled prompts; speed of the link ─► `CodecPolicy.learn`
     any worker      at its start: bytes of prompts under every listed codec ─► `WorkerInfo.sizes`
     decode worker   with every step: free bytes ─► `Load`
-    RequestTable    when it binds a request to a pair: codec and reason ◄─ `CodecPolicy.choose`
+    RequestTable    when it sends a request to a pair: codec and reason ◄─ `CodecPolicy.choose`
 
-The request keeps its codec for life, replays and moves included.
+A request keeps its codec in replays and moves.
 """
 
 import math
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# share of the remaining time that may be used: links are not as steady as the last hand-off
+# share of the remaining time that a hand-off may take: links are slower at times
 TIME_SHARE = 0.8
-# an error is the mean of so many prompts; then older ones fade
+# an error is the mean of this many prompts; after that, older ones fade
 MEMORY = 16
 
 
@@ -36,11 +36,11 @@ def choose(
     free_bytes: float,
     timely_bytes: float,
 ) -> tuple[Candidate, str]:
-    """The most accurate codec within the budget that has room and arrives in time, and the reason.
+    """The most accurate codec whose pages fit and arrive in time, and the reason of the choice.
 
-    budget:       limit of the error
-    free_bytes:   at the decode worker
-    timely_bytes: that cross the link in time
+    budget:       largest acceptable error
+    free_bytes:   room at the decode worker
+    timely_bytes: bytes that the link can carry in time
 
     "accurate"    no codec within the budget is more accurate
     "room"        more accurate ones do not fit

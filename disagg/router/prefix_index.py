@@ -1,7 +1,7 @@
-"""Which beginnings of prompts a worker has, as far as the router can tell from what it sent there.
+"""Which prefixes of prompts a worker has in its cache: a guess from what the router sent there.
 
-A worker keeps what it computed or received until it needs the room, and does not report when it
-drops it. So this is a guess; a wrong one costs as much as a prompt without a cached prefix.
+A worker caches the KV of its prompts until it needs the room, and does not report when it drops an
+entry. A wrong guess costs no more than a prompt without a cached prefix.
 """
 
 from array import array
@@ -12,15 +12,13 @@ from hashlib import blake2b
 UNIT_TOKENS = 64
 MAX_UNITS = 1 << 15  # remembered of each worker: 2 million tokens
 KEY_BYTES = 12
+TAG_BYTES = 4  # of a codec
 
 
-def keys_of(prompt: Sequence[int], codec: str = "") -> tuple[bytes, ...]:
-    """A key for each 64 tokens of a prompt together with all tokens before.
-
-    codec: of its pages; "" for the tokens themselves
-    """
-    tokens = memoryview(array("q", prompt))
-    chain = blake2b(repr(codec).encode(), digest_size=KEY_BYTES)
+def keys_of(prompt: "array[int]") -> tuple[bytes, ...]:
+    """Keys of the prefixes of a prompt with 64, 128, 192 ... tokens."""
+    tokens = memoryview(prompt)
+    chain = blake2b(digest_size=KEY_BYTES)
     keys: list[bytes] = []
     for end in range(UNIT_TOKENS, len(prompt) + 1, UNIT_TOKENS):
         chain.update(tokens[end - UNIT_TOKENS : end])
@@ -28,23 +26,29 @@ def keys_of(prompt: Sequence[int], codec: str = "") -> tuple[bytes, ...]:
     return tuple(keys)
 
 
+def page_keys_of(keys: Sequence[bytes], codec: str) -> tuple[bytes, ...]:
+    """Keys of the same prefixes as pages of a codec."""
+    tag = blake2b(codec.encode(), digest_size=TAG_BYTES).digest()
+    return tuple(key + tag for key in keys)
+
+
 class KnownPrefixes:
-    """The beginnings that one worker has; the least recently used ones are forgotten."""
+    """The prefixes that one worker has; the least recently used ones are forgotten."""
 
     def __init__(self) -> None:
         self._units: OrderedDict[bytes, None] = OrderedDict()
 
     def tokens(self, keys: Sequence[bytes]) -> int:
-        """How many leading tokens of a prompt with these keys the worker has."""
+        """Length of the longest prefix with one of these keys that the worker has."""
         for index, key in enumerate(keys):
             if key not in self._units:
                 return UNIT_TOKENS * index
         return UNIT_TOKENS * len(keys)
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """The worker has all of a prompt.
+        """The worker has a whole prompt.
 
-        Its first units become the most recent: without them the others are of no use.
+        The shortest prefixes become the most recent, because the longer ones need them.
         """
         for key in reversed(keys):
             self._units[key] = None
@@ -54,7 +58,11 @@ class KnownPrefixes:
 
 
 def reason_of(tokens: int, longest: int) -> str:
-    """Why a worker was chosen that has `tokens` of a prompt, where the best has `longest`."""
+    """Label of a choice in the metrics.
+
+    tokens:  of the prompt that the chosen worker has in its cache
+    longest: the same of the worker that has most of it
+    """
     if not longest:
         return "nobody_knows_it"
     return "knows_most" if tokens == longest else "has_less_to_do"

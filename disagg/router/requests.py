@@ -8,33 +8,31 @@
     DECODE at a worker that stops decoding: room at another ─► MOVE ─► DECODE there
     from anywhere: client gone, no token for deadline_s, deaths ─► abort at P and D ─► done
 
-Decisions are pure: each method of `RequestTable` takes one event, changes the table and returns
-actions; `router.py` performs them. So the rules can be tested event by event, without a worker.
+Each method of `RequestTable` takes one event, changes the table and returns actions; `router.py`
+performs them. So the rules can be tested event by event, without a worker. Their details have
+files of their own: `placement` (which workers), `moves`, `failures`, `aborts`, `codec_policy`.
 
-This is the only queue. A request leaves it when a prefill worker P can start it and a decode worker
-D grants room; workers keep no queue, and a full one blocks no other. The request with the least
-work left goes first, and waiting makes up for work. A token is identified by (rid, attempt, index)
-and delivered once. The table keeps every token it delivered, so that the next attempt can replay
-them. A sequence that moves stays the same attempt: both workers may report a token of it.
+This is the only queue: workers keep none. A request leaves it when a prefill worker P can start it
+and a decode worker D grants room. A full worker holds up only the requests that need it. Short
+prompts go first; the longer a request waits, the shorter it counts. A token is identified by (rid,
+attempt, index) and delivered once. The table keeps the delivered tokens, so that the next attempt
+can replay them. A move does not end the attempt, so both of its workers may report a token.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from disagg.config import AUTO, RouterConfig
-from disagg.engine.sequence import urgency
 from disagg.errors import (
     CapacityError,
-    ConfigError,
     DeadlineError,
     DisaggError,
     PeerLostError,
-    RequestError,
     TransferError,
 )
+from disagg.router.aborts import Aborts
 from disagg.router.actions import (
     AbortAttempt,
     Action,
@@ -44,8 +42,19 @@ from disagg.router.actions import (
     TokenOutput,
 )
 from disagg.router.codec_policy import CodecPolicy
+from disagg.router.failures import blame, charge_death, is_final, pause_s
+from disagg.router.mismatches import MISMATCHES, Mismatches, mismatch_of
+from disagg.router.moves import (
+    MOVE_RETRY_S,
+    has_to_move,
+    is_outgrowing,
+    reserve_more,
+    reserve_target,
+)
 from disagg.router.placement import Placement
-from disagg.router.prefix_index import keys_of, reason_of
+from disagg.router.prefix_index import reason_of
+from disagg.router.request_queue import RequestQueue
+from disagg.router.request_state import Phase, RequestState, token_array
 from disagg.router.worker_state import WorkerState
 from disagg.transfer.messages import (
     Grant,
@@ -58,114 +67,14 @@ from disagg.transfer.messages import (
     serves,
 )
 
-# tokens that a sequence decodes on while its pages are copied to another worker
-MOVE_TOKENS = 24
-# pause of a request after a refusal, doubled up to the maximum
-RETRY_S = 0.1
-MAX_RETRY_S = 1.0
+# requests that `place` starts in one call
+STARTS_AT_ONCE = 64
 # how long a refusal for want of room keeps requests as long away from a worker
 FULL_S = 0.25
-# pause of a sequence before it asks another worker for room
-MOVE_RETRY_S = 1.0
 # within this time a worker reports the sequences that one that left handed over to it
 SPEAKS_S = 5.0
-# an abort is not repeated sooner
-ABORT_AGAIN_S = 1.0
 # factor of `WorkerState.recent_tokens` at each tick
 FADE = 0.966
-# another worker would fail in the same way
-PERMANENT = (RequestError, ConfigError)
-# these may pass, so only the deadline limits the attempts
-PASSING = (TransferError, CapacityError)
-
-
-Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
-
-
-@dataclass
-class RequestState:
-    """One request.
-
-    job:             its current attempt, which began at `attempt_began`
-    at:              the prefill and decode worker it has to use while they take part; "": any
-    prompt_keys, page_keys: of its beginnings, as tokens and as pages of its codec
-    cached_tokens:   of the prompt; `prefill` probably need not compute them
-    prefill, decode: names of its workers; the same name for local work
-    target:          name of the worker it is to move to
-    prefill_done:    its prefill worker has nothing more to compute
-    sender_left_at:  when the worker that hands it over left
-    avoid:           names of the pair that refused it last
-    blamed_workers:  every worker that it has counted a failure for
-    emitted:         tokens that were delivered
-    deaths:          of workers that computed nothing else
-    exclusive:       it runs alone on its workers, as it may cost one more death
-    codec_reason:    why the service chose its codec, if it did
-    """
-
-    job: Job
-    arrived: float
-    deadline: float
-    phase: Phase = Phase.QUEUED
-    at: tuple[str, str] = ("", "")
-    prompt_keys: tuple[bytes, ...] = ()
-    page_keys: tuple[bytes, ...] = ()
-    cached_tokens: int = 0
-    prefill: str | None = None
-    decode: str | None = None
-    target: str | None = None
-    prefill_done: bool = False
-    sender_left_at: float = math.inf
-    avoid: frozenset[str] = frozenset()
-    blamed_workers: set[str] = field(default_factory=set)
-    emitted: list[int] = field(default_factory=list)
-    deaths: int = 0
-    exclusive: bool = False
-    refusals: int = 0
-    not_before: float = 0.0
-    attempt_began: float = 0.0
-    codec_reason: str = ""
-
-    @property
-    def rid(self) -> str:
-        return self.job.rid
-
-    @property
-    def workers(self) -> list[str]:
-        """Names of its workers, each once."""
-        names = dict.fromkeys([self.prefill, self.decode, self.target])
-        return [name for name in names if name is not None]
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.phase in (Phase.DECODE, Phase.MOVE)
-
-    @property
-    def is_single_token(self) -> bool:
-        """Whether prefill's first token is the whole answer."""
-        return self.job.sampling.get("max_tokens") == 1
-
-    @property
-    def computed_by(self) -> str | None:
-        """The worker whose engine works on it now."""
-        if self.phase is Phase.PREFILL and not self.prefill_done:
-            return self.prefill
-        return self.decode if self.is_decoding else None
-
-    @property
-    def sender(self) -> str | None:
-        """The worker that has computed its part and hands it over to another."""
-        if self.phase is Phase.PREFILL and self.prefill_done:
-            return self.prefill
-        return self.decode if self.phase is Phase.MOVE else None
-
-    @property
-    def spare_tokens(self) -> int:
-        """Room for tokens that the answer had not reached when it asked its target for room."""
-        return self.job.moved - len(self.job.prompt) - len(self.job.emitted)
-
-    def urgency(self, now: float) -> float:
-        """Lower goes first, by the rule of the engine."""
-        return urgency(len(self.job.prompt), now - self.arrived)
 
 
 class RequestTable:
@@ -184,77 +93,117 @@ class RequestTable:
         self.moves = 0
         self.routed: Counter[tuple[str, str]] = Counter()
         self._config = config or RouterConfig()
-        # (worker, rid) -> when the worker was last asked to abort the request
-        self._aborted_at: dict[tuple[str, str], float] = {}
+        # whether requests may start, or have to move: `place` is due
+        self.needs_placing = False
+        self._queue = RequestQueue()
+        self._placement: Placement | None = (
+            None  # the latest, while requests are queued
+        )
+        self._num_submitted = 0
+        # names of workers that stopped decoding and may still have sequences
+        self._stopped_decoding: set[str] = set()
+        self._aborts = Aborts()
+        self._mismatches = Mismatches()
+        # why no pair of workers can hand over, if that is so, and why none can with a codec
+        self._mismatch: DisaggError | None = None
+        self._codec_mismatches: dict[str, DisaggError] = {}
         # bytes a token under the smallest codec so far: the least that a prompt takes
         self._token_bytes = 0.0
         # since when every request is queued and none can start
         self._stuck_since = math.inf
+
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on."""
+        self._config = config
 
     # -- events
 
     def submit(
         self, job: Job, now: float, at: tuple[str, str] = ("", "")
     ) -> list[Action]:
-        """A new request; it starts at once if there is room. at: as in `RequestState`."""
-        self.requests[job.rid] = RequestState(
-            job,
+        """A new request, which starts with the next `place` if there is room.
+
+        at: names of the workers that it has to use, as in `RequestState`
+        """
+        request = RequestState(
+            replace(job, prompt=token_array(job.prompt)),
+            serial=self._num_submitted,
             arrived=now,
             deadline=now + self._config.deadline_s,
             at=at,
-            prompt_keys=keys_of(job.prompt),
-            page_keys=keys_of(job.prompt, job.codec or "default"),
         )
-        return self._place(now)
+        self._num_submitted += 1
+        self.requests[job.rid] = request
+        self._queue.add(request)
+        if self._placement is None or self._placement.may_start(request, now):
+            self.needs_placing = True
+        return []
 
     def cancel(self, rid: str, now: float) -> list[Action]:
         """The client is gone or has enough; both workers abort the request."""
         request = self.requests.pop(rid, None)
         if request is None:
             return []
-        return self._abort(request, now) + self._place(now)
+        if request.phase is Phase.QUEUED:
+            self._queue.discard(request)
+            return []  # it leaves no room for another
+        self.needs_placing = True
+        return self._abort(request, now)
 
     def worker_up(self, info: WorkerInfo, now: float) -> list[Action]:
-        """A worker is ready, as a new incarnation if it was before; waiting requests may start."""
+        """A worker takes part. If it did before, it has dropped all requests that it had."""
         actions = self.worker_down(info.name, now, fenced=True)
         self.workers[info.name] = WorkerState(info)
-        return actions + self._place(now)
+        self._workers_changed()
+        return actions
 
     def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
-        """A worker is dead, or drops its requests (fenced): they start again elsewhere.
+        """A worker is dead, or has dropped its requests (fenced): they start again elsewhere.
 
-        If it died while it computed a single request, that request is charged with the death.
-        Before the last death that a request may cost it runs alone; after it, it fails.
-        A worker that announced that it leaves is charged to no request: it ends when it has handed
-        over everything, and the receiving workers are about to report those sequences.
+        A death counts against a request only if the worker computed no other one. One death before
+        the limit, the request shares its workers with no other; at the limit it fails.
+        The end of a worker with Role.NONE counts against no request: it has handed over everything,
+        and the receiving workers are about to report those sequences.
         """
         worker = self.workers.pop(name, None)
         if worker is None:
             return []
+        self._mismatches.forget(name)
+        self._workers_changed()
+        self._stopped_decoding.discard(name)
         has_left = worker.info.role is Role.NONE
         if not has_left:
-            self._charge_death(name)
+            charge_death(self.requests.values(), name, self._config.max_attempts)
         actions: list[Action] = []
         for request in list(self.requests.values()):
             if request.phase is Phase.DECODE and name == request.target:
                 request.target = None
             if has_left and name == request.sender and not fenced:
                 request.sender_left_at = now
-            elif self._depends_on(request, name):
+            elif request.depends_on(name):
                 actions += self._restart_or_fail(request, now)
-        return actions + self._place(now)
+        return actions
 
-    def update_load(self, worker: str, load: Load, now: float) -> list[Action]:
-        """A worker reports what it could take."""
+    def update_load(self, worker: str, load: Load) -> None:
+        """A worker reports how much more work it can take."""
         state = self.workers.get(worker)
-        if state is None or not state.update_load(load):
-            return []
-        return self._place(now)
+        if state is None:
+            return
+        old_role = state.info.role
+        if state.update_load(load):
+            self.needs_placing = True
+        role = state.info.role
+        if role is not old_role:
+            self._workers_changed()
+        if role.decodes:
+            self._stopped_decoding.discard(worker)
+        elif old_role.decodes:
+            self._stopped_decoding.add(worker)
 
     def on_grant(
         self, worker: str, rid: str, attempt: int, grant: Grant
     ) -> list[Action]:
-        """A decode worker has reserved room. (If the request is over, an abort is on its way.)"""
+        """A decode worker has reserved room. If the request is over, it was sent an abort."""
         request = self._current(rid, attempt)
         if request is None:
             return []
@@ -263,14 +212,10 @@ class RequestTable:
         if request.phase is Phase.RESERVE and request.prefill:
             request.phase = Phase.PREFILL
             return [Start(request.prefill, request.job, Work.PREFILL, worker, grant)]
-        if (
-            request.phase is Phase.DECODE
-            and request.decode
-            and worker == request.target
-        ):
-            emitted_since = len(request.emitted) - len(request.job.emitted)
-            if 2 * emitted_since > request.spare_tokens:
-                return [self._reserve_more(request, self.workers[worker])]
+        is_target = request.phase is Phase.DECODE and worker == request.target
+        if is_target and request.decode:
+            if is_outgrowing(request):
+                return [reserve_more(request, worker)]
             request.phase = Phase.MOVE
             return [Start(request.decode, request.job, Work.MOVE, worker, grant)]
         return []
@@ -281,14 +226,17 @@ class RequestTable:
         if event.stats:
             self._learn(worker, request, event)
         if request is None:
-            return self._abort_stale(worker, event, now)
+            if worker not in self.workers:
+                return []
+            return [*self._aborts.abort_stale(worker, event, now)]
         if event.error is not None:
             return self._on_error(request, worker, event.error, now)
 
         num_emitted = len(request.emitted)
-        actions = self._progress(request, worker, event.index, now)
+        actions: list[Action] = []
+        self._progress(request, worker, event.index)
         if event.token is not None:
-            actions = self._deliver(request, event, now) + actions
+            actions += self._deliver(request, event, now)
         has_gap = event.index > num_emitted
         ends_early = event.finish_reason and event.index + 1 != len(request.emitted)
         if has_gap or ends_early:
@@ -301,12 +249,8 @@ class RequestTable:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Give up what is too late, start what can start."""
-        self._aborted_at = {
-            key: aborted_at
-            for key, aborted_at in self._aborted_at.items()
-            if now < aborted_at + ABORT_AGAIN_S
-        }
+        """Fail requests that are past their deadline; others are tried again."""
+        self._aborts.forget_old(now)
         for worker in self.workers.values():
             worker.recent_tokens *= FADE
         actions: list[Action] = []
@@ -321,7 +265,8 @@ class RequestTable:
                     f"the request was in {request.phase}"
                 )
                 actions += self._fail(request, error, now)
-        return actions + self._place(now)
+        self.needs_placing = True
+        return actions
 
     # -- queries
 
@@ -333,57 +278,109 @@ class RequestTable:
             if worker in request.workers
         }
 
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
     def ready(self, now: float) -> bool:
-        """Whether a request that came now could hope for an answer."""
+        """Whether there are workers for a new request, and queued requests get to them."""
         roles = [x.info.role for x in self.workers.values() if now >= x.open_until]
         stuck_s = now - self._stuck_since
         return serves(roles) and stuck_s <= self._config.silence_s
 
     # -- placement
 
-    def _place(self, now: float) -> list[Action]:
-        """Move sequences that have to go elsewhere, then start queued requests."""
-        requests = self.requests.values()
-        queued = [x for x in requests if x.phase is Phase.QUEUED]
-        leaving = [x for x in requests if self._has_to_move(x, now)]
-        if not queued and not leaving:
+    def place(self, now: float) -> list[Action]:
+        """Move sequences that have to go elsewhere, then start queued requests.
+
+        Due after events that set `needs_placing`: once for all of them is enough.
+        """
+        self.needs_placing = False
+        self._placement = None
+        leaving = self._leaving(now)
+        if not self._queue and not leaving:
             self._stuck_since = math.inf
             return []
-        placement = Placement(requests, self.workers.values(), now)
+        requests = self.requests.values()
+        placement = Placement(
+            [request for request in requests if request.phase is not Phase.QUEUED],
+            self.workers.values(),
+            now,
+            self._mismatches,
+            self._token_bytes,
+        )
         # moves first: their KV is computed, and their workers wait to leave
         actions = self._move_all(leaving, placement)
-        actions += self._begin_all(queued, placement, now)
-        if actions or len(queued) < len(self.requests):
+        actions += self._begin_all(placement, now)
+        if self._mismatch is not None or self._codec_mismatches:
+            actions += self._refuse_unfit(now)
+        if actions or len(self._queue) < len(self.requests):
             self._stuck_since = math.inf
         else:
             self._stuck_since = min(self._stuck_since, now)
+        self._placement = placement
         return actions
+
+    def _leaving(self, now: float) -> list[RequestState]:
+        """The sequences that have to move: at workers that stopped decoding."""
+        if not self._stopped_decoding:
+            return []
+        requests = [
+            request
+            for request in self.requests.values()
+            if request.decode in self._stopped_decoding
+        ]
+        self._stopped_decoding = {x.decode for x in requests if x.decode is not None}
+        return [x for x in requests if has_to_move(x, self.workers, now)]
 
     def _move_all(
         self, requests: Iterable[RequestState], placement: Placement
     ) -> list[Action]:
         actions: list[Action] = []
         for request in requests:
-            tokens = len(request.job.prompt) + len(request.emitted)
-            target = placement.choose_target(request, tokens * self._token_bytes)
+            assert request.decode is not None
+            source = self.workers[request.decode]
+            target = placement.choose_target(request, source)
             if target is not None:
-                actions.append(self._reserve_target(request, target))
+                actions.append(reserve_target(request, target.name))
         return actions
 
-    def _begin_all(
-        self, queued: Iterable[RequestState], placement: Placement, now: float
-    ) -> list[Action]:
-        """Start what can start, the most urgent first."""
+    def _begin_all(self, placement: Placement, now: float) -> list[Action]:
+        """Start the queued requests that can start, the most urgent first.
+
+        After so many the rest is left to another call, so that none takes long.
+        """
         actions: list[Action] = []
-        waiting = [request for request in queued if now >= request.not_before]
-        waiting.sort(key=lambda request: (not request.exclusive, request.urgency(now)))
-        for request in waiting:
-            nbytes = len(request.job.prompt) * self._token_bytes
-            pair = placement.choose(request, nbytes)
+        for request in self._queue:
+            if now < request.not_before:
+                continue
+            pair = placement.choose(request)
             if pair is not None:
+                if len(actions) == STARTS_AT_ONCE:
+                    self.needs_placing = True
+                    break
+                self._queue.discard(request)
                 prefill, decode = pair
                 actions.append(self._begin(request, prefill, decode, now))
                 placement.add(request)
+        return actions
+
+    def _workers_changed(self) -> None:
+        """Other workers take part now, or in other roles."""
+        self.needs_placing = True
+        self._mismatch = mismatch_of(self.workers.values())
+        self._codec_mismatches.clear()
+
+    def _refuse_unfit(self, now: float) -> list[Action]:
+        """Fail the queued requests that need a hand-off which no pair of workers can do."""
+        decodes = [x.info for x in self.workers.values() if x.info.role.decodes]
+        shortest_split = max((info.min_tokens for info in decodes), default=0)
+        actions: list[Action] = []
+        for request in self._queue:
+            error = self._mismatch or self._codec_mismatches.get(request.job.codec)
+            is_whole = request.num_prompt_tokens < shortest_split
+            if error is not None and not is_whole and not request.is_single_token:
+                actions += self._fail(request, error, now)
         return actions
 
     def _begin(
@@ -407,7 +404,7 @@ class RequestTable:
         request.job = replace(
             request.job,
             attempt=request.job.attempt + 1,
-            emitted=tuple(request.emitted),
+            emitted=request.emitted[:],
             deadline_s=request.deadline - now,
             moved=0,
             waited_s=now - request.arrived,
@@ -425,7 +422,7 @@ class RequestTable:
         decode: WorkerState,
         now: float,
     ) -> None:
-        """Its codec, for life: one of those that the decode worker lists."""
+        """Choose its codec, for all attempts, among those that the decode worker lists."""
         prompt = request.job.prompt
         bytes_of = decode.info.bytes_of
         bytes_ahead = sum(
@@ -443,12 +440,11 @@ class RequestTable:
         )
         request.codec_reason = reason
         request.job = replace(request.job, codec=codec)
-        request.page_keys = keys_of(prompt, codec)
 
     def _count_prefixes(
         self, request: RequestState, prefill: WorkerState, decode: WorkerState
     ) -> None:
-        """Count why a request goes to these workers, and what they hold of it from now on."""
+        """Count why a request goes to these workers; from now on they have its prefixes."""
         prefill_tokens = prefill.prefixes.tokens(request.prompt_keys)
         request.cached_tokens = min(prefill_tokens, len(request.job.prompt) - 1)
         self._count_prefix(Role.PREFILL, prefill, request.prompt_keys)
@@ -462,39 +458,6 @@ class RequestTable:
         reason = reason_of(worker.prefixes.tokens(keys), longest)
         self.routed[role.value, reason] += 1
         worker.prefixes.add(keys)
-
-    # -- moves
-
-    def _has_to_move(self, request: RequestState, now: float) -> bool:
-        """Whether a sequence has to go elsewhere, and has more than a few tokens left.
-
-        A sequence with log-probabilities stays: both workers would have to report equal ones.
-        """
-        if request.phase is not Phase.DECODE or request.decode is None:
-            return False
-        if request.target or now < request.not_before:
-            return False
-        if self.workers[request.decode].info.role.decodes:
-            return False
-        sampling = request.job.sampling
-        tokens_left = sampling.get("max_tokens", 0) - len(request.emitted)
-        return tokens_left > MOVE_TOKENS and sampling.get("logprobs") is None
-
-    def _reserve_target(
-        self,
-        request: RequestState,
-        target: WorkerState,
-        spare_tokens: int = MOVE_TOKENS,
-    ) -> Action:
-        """Ask for room for the sequence as it will be when its pages have arrived."""
-        tokens = len(request.job.prompt) + len(request.emitted) + spare_tokens
-        request.target = target.name
-        request.job = replace(request.job, emitted=tuple(request.emitted), moved=tokens)
-        return Reserve(target.name, request.job)
-
-    def _reserve_more(self, request: RequestState, target: WorkerState) -> Action:
-        """The sequence outgrew its reservation, or is about to: ask for one twice as spacious."""
-        return self._reserve_target(request, target, 2 * request.spare_tokens)
 
     # -- progress and ends
 
@@ -517,10 +480,8 @@ class RequestTable:
         decode = request.decode if request is not None else None
         self.codec_policy.learn(stats, (worker, decode or ""))
 
-    def _progress(
-        self, request: RequestState, worker: str, index: int, now: float
-    ) -> list[Action]:
-        """A worker did its part of an attempt: the next prompt may take its place."""
+    def _progress(self, request: RequestState, worker: str, index: int) -> None:
+        """A worker has done its part of an attempt: other requests may take its place."""
         before = request.phase, request.prefill_done
         request.prefill_done = True
         if worker == request.target and request.phase is Phase.MOVE:
@@ -535,9 +496,8 @@ class RequestTable:
             for name in request.workers:
                 if name in self.workers:
                     self.workers[name].reset_failures()
-        if (request.phase, request.prefill_done) == before:
-            return []
-        return self._place(now)
+        if (request.phase, request.prefill_done) != before:
+            self.needs_placing = True
 
     def _deliver(
         self, request: RequestState, event: TokenEvent, now: float
@@ -563,17 +523,19 @@ class RequestTable:
         That one is aborted later, when it has reported the figures.
         """
         del self.requests[request.rid]
+        self.needs_placing = True
         spared = request.prefill if worker != request.prefill else None
         return [
             TokenOutput(request.rid, finish_reason=reason),
             *self._abort(request, now, spared),
-            *self._place(now),
         ]
 
     def _fail(
         self, request: RequestState, error: DisaggError, now: float
     ) -> list[Action]:
         del self.requests[request.rid]
+        self._queue.discard(request)
+        self.needs_placing = True
         return [*self._abort(request, now), FailRequest(request.rid, error)]
 
     # -- errors
@@ -582,40 +544,58 @@ class RequestTable:
         self, request: RequestState, worker: str, error: DisaggError, now: float
     ) -> list[Action]:
         if worker not in request.workers or worker not in self.workers:
-            return []  # the request was taken from it when it died
+            return []  # the request has left this worker
         if request.is_decoding and worker not in (request.decode, request.target):
-            # it did its part, but the acknowledgement was lost
+            # the hand-off is complete, but the prefill worker got no acknowledgement
             return [AbortAttempt(worker, request.rid, request.job.attempt)]
         return self._on_refusal(request, worker, error, now)
 
     def _on_refusal(
         self, request: RequestState, worker: str, error: DisaggError, now: float
     ) -> list[Action]:
-        """A worker could not do its part."""
+        """A worker cannot do its part of the attempt."""
         is_full = isinstance(error, CapacityError)
+        is_mismatch = isinstance(error, MISMATCHES) and self._is_new_mismatch(request)
+        if is_mismatch and request.phase is not Phase.DECODE:
+            return self._on_mismatch(request, error, now)
         if request.phase is Phase.DECODE and worker == request.target:
             return self._on_move_refused(request, worker, is_full, now)
         if is_full and request.phase is Phase.RESERVE:
             self._refuse_room(request, worker, now)
-            request.phase = Phase.QUEUED
-            request.prefill = None
-            request.decode = None
             request.not_before = now
-            return self._place(now)
+            self._enqueue(request)
+            return []
         is_moving_away = request.phase is Phase.MOVE and worker == request.decode
         if is_full and is_moving_away and request.target:
             # it outgrew its reservation before the move began
             request.phase = Phase.DECODE
-            return [self._reserve_more(request, self.workers[request.target])]
+            return [reserve_more(request, request.target)]
         return self._retry_or_fail(request, worker, error, now)
+
+    def _is_new_mismatch(self, request: RequestState) -> bool:
+        """Take note that the workers of a hand-off do not fit; whether that was unknown."""
+        sender = request.decode if request.is_decoding else request.prefill
+        receiver = request.target if request.is_decoding else request.decode
+        if sender is None or receiver is None or sender == receiver:
+            return False
+        return self._mismatches.add(sender, receiver, request.job.codec)
+
+    def _on_mismatch(
+        self, request: RequestState, error: DisaggError, now: float
+    ) -> list[Action]:
+        """Try another pair at once, if there is one; neither worker has failed."""
+        codec = request.job.codec
+        if not self._mismatches.leave_a_pair(self.workers.values(), codec):
+            self._codec_mismatches[codec] = error
+            return self._fail(request, error, now)
+        return self._requeue(request, now)
 
     def _on_move_refused(
         self, request: RequestState, worker: str, is_full: bool, now: float
     ) -> list[Action]:
         """The sequence decodes on where it is, and asks for room again later.
 
-        A worker that refused for another reason than room is asked no more: it was told to abort
-        the attempt, so it could never take it.
+        A worker that refused for another reason than lack of room is not asked again.
         """
         request.target = None
         if not is_full:
@@ -624,7 +604,8 @@ class RequestTable:
             return []
         self._refuse_room(request, worker, now)
         request.not_before = now + FULL_S
-        return self._place(now)
+        self.needs_placing = True
+        return []
 
     def _refuse_room(self, request: RequestState, worker: str, now: float) -> None:
         self.workers[worker].refuse_room(len(request.job.prompt), now + FULL_S)
@@ -635,50 +616,13 @@ class RequestTable:
     ) -> list[Action]:
         """Try again elsewhere, unless that can never succeed."""
         request.refusals += 1
-        is_hopeless = request.refusals >= self._config.max_attempts
-        if isinstance(error, PASSING):
-            is_hopeless = False
-        if is_hopeless or isinstance(error, PERMANENT):
-            return self._fail(request, error, now) + self._place(now)
-
+        if is_final(error, request.refusals, self._config.max_attempts):
+            return self._fail(request, error, now)
         if not isinstance(error, CapacityError):
-            self._blame(request, worker, error, now)
+            blame(request, worker, error, self.workers, now)
         request.avoid = frozenset(request.workers)
-        doublings = min(10, request.refusals - 1)
-        request.not_before = now + min(MAX_RETRY_S, RETRY_S * 2**doublings)
-        return self._requeue(request, now) + self._place(now)
-
-    def _blame(
-        self, request: RequestState, worker: str, error: DisaggError, now: float
-    ) -> None:
-        """Count a failure of the worker; of both, if a hand-off broke.
-
-        A worker is blamed once for a request, so that a bad request opens no breaker.
-        """
-        is_prefilling = worker == request.prefill and not request.is_decoding
-        if is_prefilling and isinstance(error, TransferError):
-            names = set(request.workers)
-        else:
-            names = {worker}
-        names -= request.blamed_workers
-        request.blamed_workers |= names
-        for name in names:
-            if name in self.workers:
-                self.workers[name].add_failure(request.attempt_began, now)
-
-    def _charge_death(self, name: str) -> None:
-        """Charge the request that a dead worker computed, if it was the only one."""
-        computed = [x for x in self.requests.values() if x.computed_by == name]
-        if len(computed) == 1:
-            (request,) = computed
-            request.deaths += 1
-            request.exclusive = request.deaths >= self._config.max_attempts - 1
-
-    def _depends_on(self, request: RequestState, name: str) -> bool:
-        """Whether an attempt cannot go on without this worker."""
-        if request.is_decoding:
-            return name in (request.decode, request.target)
-        return name in request.workers
+        request.not_before = now + pause_s(request.refusals)
+        return self._requeue(request, now)
 
     def _restart_or_fail(self, request: RequestState, now: float) -> list[Action]:
         if request.deaths < self._config.max_attempts:
@@ -693,38 +637,20 @@ class RequestTable:
         if request.phase is not Phase.RESERVE:  # before, no engine has begun
             self.retries += 1
         actions = self._abort(request, now)
+        self._enqueue(request)
+        return actions
+
+    def _enqueue(self, request: RequestState) -> None:
         request.phase = Phase.QUEUED
         request.prefill = None
         request.decode = None
         request.target = None
-        return actions
-
-    # -- aborts
+        self._queue.add(request)
+        self.needs_placing = True
 
     def _abort(
         self, request: RequestState, now: float, spared: str | None = None
     ) -> list[Action]:
         """Every living worker of the attempt aborts it, except the spared one."""
-        actions: list[Action] = []
-        for name in request.workers:
-            if name in self.workers and name != spared:
-                self._aborted_at[name, request.rid] = now
-                actions.append(AbortAttempt(name, request.rid, request.job.attempt))
-        return actions
-
-    def _abort_stale(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
-        """A worker reports an attempt that is over: its abort was lost, so repeat it.
-
-        Figures alone are no reason: they may come after the end. A worker that is gone, or was
-        sent an abort a moment ago, gets none.
-        """
-        has_only_figures = (
-            event.token is None and not event.error and not event.finish_reason
-        )
-        if has_only_figures or worker not in self.workers:
-            return []
-        aborted_at = self._aborted_at.get((worker, event.rid), -math.inf)
-        if now < aborted_at + ABORT_AGAIN_S:
-            return []
-        self._aborted_at[worker, event.rid] = now
-        return [AbortAttempt(worker, event.rid, event.attempt)]
+        names = [x for x in request.workers if x in self.workers and x != spared]
+        return [*self._aborts.abort(request, names, now)]

@@ -4,8 +4,9 @@
                                  │ silent for too long: down ──► reached again: fence, up
 
 A plain asyncio object in the process that serves clients, with one event stream per worker. A
-broken stream alone changes nothing. After a silence the requests of a worker go to others, so it
-has to drop everything before it takes part again. Knows no Ray, no HTTP, no text.
+broken stream is opened again, and nothing else changes. The requests of a worker that is silent for
+too long go to others, so it must drop them (fence) before it gets work again. Knows no Ray, no
+HTTP, no text.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
-from disagg.router.requests import Phase, RequestState, RequestTable
+from disagg.router.request_state import RequestState
+from disagg.router.requests import RequestTable
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import (
     Job,
@@ -56,15 +58,17 @@ log = logging.getLogger(__name__)
 class WorkerConnection:
     """A worker that the router follows. `client`: a `WorkerClient`, or the worker itself.
 
-    heard_at:  when its last step arrived
-    fallen:    it was silent for too long, so it may hold attempts that are over: fence it
-    unaborted: aborts that could not reach it, by rid
-    trouble:   why it cannot be followed
+    heard_at:  when its last step arrived, or the last silence was acted upon
+    step_at:   when its last step arrived
+    fallen:    whether it was silent for too long: it has to be fenced before it gets work again
+    unaborted: aborts that did not reach it, by rid; sent again with its next step
+    trouble:   why its events cannot be followed, as last logged
     """
 
     info: WorkerInfo
     client: WorkerHandler
     heard_at: float = 0.0
+    step_at: float = 0.0
     fallen: bool = False
     unaborted: dict[str, AbortAttempt] = field(default_factory=dict)
     trouble: str = ""
@@ -77,8 +81,11 @@ class WorkerConnection:
 
 @dataclass
 class PendingStream:
-    """A client that waits for tokens. `receipt`: set when the figures of its hand-off, `kv`, have
-    arrived."""
+    """The tokens on their way to a client.
+
+    kv:      figures of the hand-off
+    receipt: set when these have arrived
+    """
 
     request: RequestState = field(init=False)
     inbox: asyncio.Queue[TokenOutput | DisaggError] = field(
@@ -109,6 +116,7 @@ class Router:
         self._ticker: asyncio.Task[None] | None = None
         self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
         self._closing = False
+        self._is_placing = False  # `_place` runs in the next turn of the loop
 
     # -- for clients
 
@@ -119,11 +127,11 @@ class Router:
         codec: str,
         at: tuple[str, str] = ("", ""),
     ) -> AsyncGenerator[TokenOutput]:
-        """The tokens of one request, then its end. Leaving the iteration cancels the request.
+        """The tokens of one request, then its end. Closing the generator cancels the request.
 
         at: the prefill and the decode worker it has to use while they take part; "": any
 
-        Use it with `contextlib.aclosing`, so that leaving is noticed at once.
+        Use it with `contextlib.aclosing`, so that it is closed at once when the client leaves.
         """
         if self._closing:
             raise StoppingError("the service is shutting down")
@@ -154,14 +162,13 @@ class Router:
 
     @property
     def running(self) -> int:
-        """Requests that are not done."""
+        """Number of requests that have not ended."""
         return len(self.table.requests)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, at no worker."""
-        requests = self.table.requests.values()
-        return sum(request.phase is Phase.QUEUED for request in requests)
+        """Number of queued requests."""
+        return self.table.num_queued
 
     @property
     def ready(self) -> bool:
@@ -169,7 +176,7 @@ class Router:
         return self.table.ready(self._clock())
 
     def lacks(self, expected: Mapping[str, int]) -> str:
-        """What `ready` waits for, in words; expected: number of workers by role."""
+        """Why the router is not ready, in words. expected: number of workers by role."""
         now = self._clock()
         available = Counter[str](
             worker.info.role
@@ -185,11 +192,26 @@ class Router:
 
     # -- for the owner of the workers
 
+    def silent_s(self) -> dict[str, float]:
+        """Seconds since the last step of each worker; 0 while that is no silence."""
+        now = self._clock()
+        silences = {peer.name: now - peer.step_at for peer in self.peers.values()}
+        return {
+            name: seconds if seconds >= self.config.silence_s else 0.0
+            for name, seconds in silences.items()
+        }
+
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on; the deadlines of running requests stay."""
+        self.config = config
+        self.table.configure(config)
+
     def add(self, peer: WorkerConnection) -> None:
-        """A worker can be reached: follow its events, give it work."""
+        """Follow a new worker and give it work."""
         self._ensure_ticker()
         self.peers[peer.name] = peer
         peer.heard_at = self._clock()
+        peer.step_at = peer.heard_at
         peer.task = asyncio.create_task(self._follow(peer))
 
     def died(self, name: str) -> None:
@@ -223,7 +245,7 @@ class Router:
         return dict(zip(peers, answers, strict=True))
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Take nothing new, let requests end within the grace; then cancel them by name."""
+        """Refuse new requests, wait for running ones up to `grace_s`, then cancel them."""
         self._closing = True
         until = self._clock() + grace_s
         while self.running and self._clock() < until:
@@ -279,9 +301,10 @@ class Router:
             self._leave(peer)
 
     def _on_step(self, peer: WorkerConnection, step: StepEvents) -> None:
-        """Pass on what a worker did. With its first step it takes part."""
+        """Handle the events of a step. After the first step the worker gets work."""
         now = self._clock()
         peer.heard_at = now
+        peer.step_at = now
         if peer.name not in self.table.workers:
             self._perform(self.table.worker_up(peer.info, now))
         if step.load.role:
@@ -293,10 +316,11 @@ class Router:
             if event.stats is not None:
                 self._take_figures(event.rid, event.stats)
             self._perform(self.table.on_event(peer.name, event, now))
-        self._perform(self.table.update_load(peer.name, step.load, now))
+        self.table.update_load(peer.name, step.load)
+        self._place_soon()
 
     def _take_figures(self, rid: str, stats: Mapping[str, Any]) -> None:
-        """The figures of a hand-off: for the client, and for the sums of all."""
+        """Keep the figures of a hand-off for the client, and add them to the totals."""
         stream = self._streams.get(rid)
         if stream is None:
             return
@@ -309,7 +333,7 @@ class Router:
         stream.receipt.set()
 
     def _leave(self, peer: WorkerConnection, fenced: bool = True) -> None:
-        """A worker does not take part: its work goes to others."""
+        """Take a worker out: its requests go to others."""
         self._perform(self.table.worker_down(peer.name, self._clock(), fenced))
 
     def _ensure_ticker(self) -> None:
@@ -317,7 +341,10 @@ class Router:
             self._ticker = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
-        """Give up what is late. Time by which this loop was late is no silence of a worker."""
+        """Drop silent workers, and give the table its ticks.
+
+        Time by which this loop was late does not count as a silence of workers.
+        """
         last = self._clock()
         while True:
             await asyncio.sleep(TICK_S)
@@ -330,6 +357,7 @@ class Router:
                 for peer in self.peers.values():
                     if late_s > TICK_S:
                         peer.heard_at += late_s
+                        peer.step_at += late_s
                     if now - peer.heard_at >= self.config.silence_s:
                         self._drop_silent(peer)
                 self._perform(self.table.tick(now))
@@ -337,7 +365,7 @@ class Router:
                 log.exception("a tick of the router broke")
 
     def _drop_silent(self, peer: WorkerConnection) -> None:
-        """A worker was silent for too long: it takes part again after a fence."""
+        """Take a silent worker out, and go on trying to reach it."""
         peer.task.cancel()
         if peer.name in self.table.workers:
             peer.fallen = True
@@ -363,9 +391,23 @@ class Router:
                 case FailRequest(rid, error):
                     if rid in self._streams:
                         self._streams[rid].inbox.put_nowait(error)
+        self._place_soon()
+
+    def _place_soon(self) -> None:
+        """Place requests once for all events of this turn of the loop."""
+        if self.table.needs_placing and not self._is_placing:
+            self._is_placing = True
+            asyncio.get_running_loop().call_soon(self._place)
+
+    def _place(self) -> None:
+        self._is_placing = False
+        try:
+            self._perform(self.table.place(self._clock()))
+        except Exception:
+            log.exception("placing requests broke")
 
     def _send_output(self, output: TokenOutput) -> None:
-        """A token goes to its client at once, the end when the figures of the hand-off are in."""
+        """Send a token to its client at once, the end after the figures of the hand-off."""
         if output.finish_reason is not None:
             self._spawn(self._send_end(output))
             return
@@ -376,7 +418,7 @@ class Router:
             stream.inbox.put_nowait(output)
 
     async def _send_end(self, end: TokenOutput) -> None:
-        """The figures come from the prefill worker, the last token from the other: wait."""
+        """Wait for the figures: another worker sends them than the one that ends the answer."""
         stream = self._streams.get(end.rid)
         if stream is not None:
             with suppress(TimeoutError):

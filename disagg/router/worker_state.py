@@ -17,12 +17,12 @@ UNKNOWN_LOAD = Load(
 class WorkerState:
     """A worker that takes part.
 
-    refused_tokens: prompts of this length or more were refused for want of room;
-                    valid until `refused_until`, or until the worker reports more room
-    failures:       consecutive ones, the last at `failed_at`
-    open_until:     the circuit breaker: no request goes to the worker before this time
+    refused_tokens: it has no room for prompts of this length or more, until `refused_until` or
+                    until it reports more room
+    failures:       consecutive failures, the last at `failed_at`
+    open_until:     the circuit breaker is open: no request goes to the worker before this time
     recent_tokens:  tokens of prompts that it got lately, fading with time
-    prefixes:       beginnings of prompts that it has
+    prefixes:       prefixes of prompts that it has in its cache
     """
 
     info: WorkerInfo
@@ -39,13 +39,17 @@ class WorkerState:
     def name(self) -> str:
         return self.info.name
 
-    def may_fit(self, tokens: int, nbytes: float, now: float) -> bool:
-        """Whether a prompt of at least `nbytes` may find room, as far as the router can tell."""
-        if now < self.refused_until and tokens >= self.refused_tokens:
-            return False
+    def room(self, token_bytes: float, now: float) -> float:
+        """Length of the longest prompt that may find room, as far as the router can tell.
+
+        token_bytes: the least that a token takes; 0: unknown
+        """
         if self.load.slots <= 0 or self.load.waiting:
-            return False
-        return self.load.free_bytes >= nbytes
+            return 0.0
+        tokens = self.load.free_bytes / token_bytes if token_bytes else math.inf
+        if now < self.refused_until:
+            tokens = min(tokens, self.refused_tokens - 1)
+        return tokens
 
     def update_load(self, load: Load) -> bool:
         """Replace the load; whether there may be room now that was not there before."""
@@ -69,10 +73,10 @@ class WorkerState:
         self.refused_until = until
 
     def add_failure(self, attempt_began: float, now: float) -> None:
-        """Count an attempt that failed; attempts that were under way together count once.
+        """Count a failed attempt, unless it began before the last failure.
 
-        The third consecutive failure opens the breaker, for 1, 2, 4 .. 30 s; each time that it
-        closes, one request tries the worker again.
+        The third consecutive failure opens the breaker for 1 s, the next ones for 2, 4 .. 30 s.
+        When it closes, one request tries the worker again.
         """
         if attempt_began >= self.failed_at:
             self.failures += 1

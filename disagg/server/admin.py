@@ -1,4 +1,4 @@
-"""What the owner of a service may change while it serves. Knows no Ray: `WorkerPool` does it.
+"""Routes for the owner of a service: stop, scale, drain. Knows no Ray; a `WorkerPool` does.
 
 POST /stop · /scale {"prefill": 2, "decode": 3} · /workers/NAME/drain
 """
@@ -16,7 +16,7 @@ from disagg.server.schema import refusal
 
 
 class WorkerPool(Protocol):
-    """The owner of the workers. Calls may block; ConfigError for what cannot be done."""
+    """The owner of the workers. Calls may block; ConfigError for an impossible change."""
 
     @property
     def target_counts(self) -> Mapping[str, int]:
@@ -26,7 +26,7 @@ class WorkerPool(Protocol):
         """Scale each role to this count, in the background; None keeps the current one."""
 
     def drain(self, name: str) -> None:
-        """Replace a worker; it leaves once another one has taken its place."""
+        """Replace a worker; it leaves when its replacement serves."""
 
 
 class ScaleRequest(BaseModel):
@@ -41,7 +41,7 @@ class ScaleRequest(BaseModel):
 def admin_routes(
     token: str, on_stop: Callable[[], None], worker_pool: WorkerPool | None
 ) -> APIRouter:
-    """The routes, for requests that carry the token."""
+    """POST routes that require the owner's token."""
 
     def check_owner(http: Request) -> None:
         authorization = http.headers.get("authorization", "").encode()

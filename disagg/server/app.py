@@ -1,10 +1,17 @@
-"""HTTP: routes, statuses, and clients that leave. `responses.py` has the bodies.
+"""HTTP: routes, status codes, clients that disconnect. `responses.py` has the bodies.
 
 POST /v1/completions · /v1/chat/completions; info_routes.py and admin.py have the other routes
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from contextlib import suppress
 from typing import TypeVar
 
@@ -17,21 +24,22 @@ from starlette.types import ASGIApp
 
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.admin import WorkerPool, admin_routes
-from disagg.server.auth import AuthMiddleware
+from disagg.server.auth import KeyRing
+from disagg.server.choices import (
+    MAX_PIECE,
+    ChatChoices,
+    Choices,
+    CompletionChoices,
+)
 from disagg.server.completions import Completions
+from disagg.server.gate import Gate
 from disagg.server.info_routes import (
     add_info_routes,
     add_model_routes,
     add_tokenizer_routes,
 )
 from disagg.server.log import RequestLog
-from disagg.server.responses import (
-    ChatChoices,
-    ChoicesType,
-    CompletionChoices,
-    GenerationResponse,
-    error_body,
-)
+from disagg.server.responses import GenerationResponse, error_body
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 RETRY_AFTER_S = "1"
@@ -39,6 +47,7 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would gather events
 }
+JSON = "application/json"
 MAX_PATH_CHARS = 100  # of a path, in an error
 
 T = TypeVar("T")
@@ -48,7 +57,7 @@ def create_app(
     completions: Completions,
     token: str | None = None,
     on_stop: Callable[[], None] = lambda: None,
-    keys: Collection[str] = (),
+    keys: KeyRing | Collection[str] = (),
     worker_pool: WorkerPool | None = None,
     origins: Sequence[str] = (),
     is_stopping: Callable[[], bool] = lambda: False,
@@ -56,10 +65,10 @@ def create_app(
     """The application.
 
     token: the owner's secret, for POST /stop, and for /scale and others if there is a
-           `worker_pool`; None: there are no such routes
-    keys:  of clients; the owner's secret is as good as one. None: no request needs a key
-    origins: whose pages may read responses in a browser; "*": all
-    is_stopping: whether the service ends; then it is not ready
+           `worker_pool`; None: without these routes
+    keys:  API keys of clients; the owner's secret is accepted too. Empty: no request needs a key
+    origins: web origins whose pages may send requests and read responses; "*": all
+    is_stopping: whether the service is shutting down, and so not ready
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
@@ -70,12 +79,11 @@ def create_app(
     if token is not None:
         app.include_router(admin_routes(token, on_stop, worker_pool))
 
-    accepted_keys = list(keys)
-    if keys and token:
-        accepted_keys.append(token)
-    stack: ASGIApp = AuthMiddleware(app, accepted_keys)
+    if not isinstance(keys, KeyRing):
+        keys = KeyRing(keys, token)
+    stack: ASGIApp = Gate(app, keys, origins)
     if origins:
-        # outside: browsers send a preflight request first, without a key
+        # outermost: preflight requests of browsers carry no key
         stack = CORSMiddleware(
             stack,
             allow_origins=origins,
@@ -88,34 +96,58 @@ def create_app(
 
 def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     async def respond(
-        http: Request, body_type: type[GenerationRequest], choices_type: ChoicesType
+        http: Request,
+        body_type: type[GenerationRequest],
+        choices: Choices,
     ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # the address it came in at
-        # whatever its content type is
-        request, prompts = await completions.prepare(body_type, http.stream(), port)
-        response = GenerationResponse(completions, request, prompts, choices_type)
+        # the content type is ignored
+        generation = await completions.prepare(body_type, http.stream(), port)
+        deltas = completions.generate(generation)
+        response = GenerationResponse(choices, generation, completions.served)
         http.state.log_fields = response.log_fields
-        if request.stream:
-            first = await _unless_client_leaves(http, response.first())
-            events = response.events(first)
+        if generation.request.stream:
+            first = await _unless_client_leaves(http, response.first(deltas))
+            events = response.events(first, deltas)
             return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
-        body = await _unless_client_leaves(http, response.whole())
-        if request.kv_transfer_params.do_remote_decode:
-            handle = completions.pd_ports.park(host, port, prompts[0].tokens)
-            body["kv_transfer_params"] = handle
-        return JSONResponse(body)
+        whole = await _unless_client_leaves(http, response.whole(deltas))
+        more = {}
+        if generation.request.kv_transfer_params.do_remote_decode:
+            (prompt,) = generation.prompts
+            handle = completions.pd_ports.park(host, port, prompt.tokens)
+            more["kv_transfer_params"] = handle
+        return _json_response(response.pieces(whole, more))
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
-        return await respond(http, CompletionRequest, CompletionChoices)
+        choices = CompletionChoices(completions.tokenizer)
+        return await respond(http, CompletionRequest, choices)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        return await respond(http, ChatRequest, ChatChoices)
+        choices = ChatChoices(completions.tokenizer)
+        return await respond(http, ChatRequest, choices)
+
+
+def _json_response(pieces: Iterator[bytes]) -> Response:
+    """JSON in one body, or in many where it is long, so that others are served in between."""
+    body = b""
+    for piece in pieces:
+        body += piece
+        if len(body) > MAX_PIECE:
+            return StreamingResponse(_unhurried(body, pieces), 200, media_type=JSON)
+    return Response(body, 200, media_type=JSON)
+
+
+async def _unhurried(first: bytes, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
 
 
 async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; if the client leaves first, it is cancelled: CancelledError."""
+    """Await `work`; if the client disconnects first, cancel it and raise CancelledError."""
 
     async def disconnected() -> None:
         while True:
@@ -138,11 +170,11 @@ async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every failure has the body that the `openai` client reads."""
+    """Give every failure the body that the `openai` client expects."""
 
     @app.exception_handler(DisaggError)
     async def refused(http: Request, error: DisaggError) -> Response:
-        if not hasattr(http.state, "log_fields"):  # else it knows the error
+        if not hasattr(http.state, "log_fields"):  # else they include the error
             http.state.log_fields = lambda: {"error": error.reason}
         headers = None
         if error.http_status in (429, 503):
@@ -153,15 +185,15 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_such_route(http: Request, error: HTTPException) -> Response:
         path = http.url.path[:MAX_PATH_CHARS]
-        message = f"{error.detail}: {http.method} {path} is no route of this service"
+        message = f"{error.detail}: {http.method} {path} is not a route of this service"
         body = error_body(message, "not_found", error.status_code)
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(http: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CancelledError.http_status)  # which nobody reads
+        return Response(status_code=CancelledError.http_status)
 
     @app.exception_handler(Exception)
     async def failed(http: Request, error: Exception) -> Response:
-        message = "the service failed; its log says why"
+        message = "internal error; the log of the service has its traceback"
         return JSONResponse(error_body(message, "internal", 500), 500)

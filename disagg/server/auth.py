@@ -1,65 +1,49 @@
-"""API keys, request ids and HTTPS: what is checked before a request is read."""
+"""API keys and certificates: read from the configuration, and checked."""
 
 import hmac
-import re
 import ssl
-import uuid
 from collections.abc import Collection
 from pathlib import Path
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from disagg.config import ServerConfig
 from disagg.errors import ConfigError
-from disagg.server.responses import error_body
 
-REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-PUBLIC_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # probes, dashboards
+METRICS_PATH = "/metrics"
+PUBLIC_PATHS = {"/", "/health", "/ready", "/version"}  # for probes and dashboards
 
 
-class AuthMiddleware:
-    """Gives every response the X-Request-Id of its request, or a new one, and checks API keys.
+class KeyRing:
+    """The keys that a service accepts now; they may be replaced while it serves.
 
-    keys: "Authorization: Bearer KEY" has to carry one of them, except for PUBLIC_PATHS; none: no
-          request needs a key
+    keys:    API keys of clients; empty: no request needs a key
+    owner:   the owner's secret, accepted like an API key
+    metrics: a key for GET /metrics, where API keys are accepted too; None: it needs no key
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str] = ()):
-        self._app = app
-        self._keys = keys
+    def __init__(
+        self,
+        keys: Collection[str] = (),
+        owner: str | None = None,
+        metrics: str | None = None,
+    ):
+        self._owner = owner
+        self.replace(keys, metrics)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        headers = dict(scope.get("headers", ()))
-        request_id = headers.get(b"x-request-id", b"")
-        if not REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex.encode()
+    def replace(self, keys: Collection[str], metrics: str | None = None) -> None:
+        """Accept other keys from the next request on."""
+        owner = [self._owner] if self._owner else []
+        self.is_open = not keys
+        self._api_keys = [*keys, *owner]
+        self._metrics_keys = [metrics, *self._api_keys] if metrics else []
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                id_header = (b"x-request-id", request_id)
-                message["headers"] = [*message.get("headers", ()), id_header]
-            await send(message)
-
-        app = self._refusal(scope, headers) or self._app
-        await app(scope, receive, send_with_id)
-
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
-        is_public = not self._keys or scope.get("path") in PUBLIC_PATHS
-        authorization = headers.get(b"authorization", b"")
-        if not is_public and not has_key(authorization, self._keys):
-            message = "no key of this service; send one as 'Authorization: Bearer KEY'"
-            return JSONResponse(error_body(message, "auth", 401), 401)
-        encoding = headers.get(b"content-encoding", b"").lower()
-        if encoding not in (b"", b"identity"):
-            message = "the body is compressed; send it plain"
-            return JSONResponse(
-                error_body(message, "request", 415),
-                415,
-                {"Accept-Encoding": "identity"},
-            )
-        return None
+    def allows(self, path: str, authorization: bytes) -> bool:
+        """Whether a request for a path may be served with this Authorization header."""
+        if path == METRICS_PATH:
+            keys = self._metrics_keys
+            return not keys or has_key(authorization, keys)
+        if self.is_open or path in PUBLIC_PATHS:
+            return True
+        return has_key(authorization, self._api_keys)
 
 
 def has_key(authorization: bytes, keys: Collection[str]) -> bool:
@@ -71,11 +55,12 @@ def has_key(authorization: bytes, keys: Collection[str]) -> bool:
 
 def read_keys(config: ServerConfig) -> frozenset[str]:
     """The keys of a service; ConfigError for an empty one, and for a file without any."""
-    if config.api_key == "":
-        # probably a variable that is not set: the service must not be open to everybody then
-        raise ConfigError(
-            "server.api_key is empty; expected a key, or no setting at all"
-        )
+    for name in ("api_key", "metrics_key"):
+        if getattr(config, name) == "":
+            # probably an unset variable, which must not make the service open to everybody
+            raise ConfigError(
+                f"server.{name} is empty; expected a key, or no setting at all"
+            )
     keys = set()
     if config.api_key:
         keys.add(config.api_key)

@@ -1,60 +1,255 @@
-"""Connections of clients: uvicorn, and a timeout for requests that stop arriving."""
+"""Client connections: how many there may be, and how long a client may take.
+
+    connected ──► header ──► body ──► response ──► idle ──► header ──► ...
+       │ silence_s: header  │ silence_s per pause │ any  │ idle_s
+       ▼ within that time   ▼ and BODY_RATE       time   ▼
+       closed               closed                       closed
+
+uvicorn serves HTTP/1.1 with h11, because httptools does not limit headers.
+"""
 
 import asyncio
+import errno
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from disagg.config import ServerConfig
+from disagg.server.process import max_connections
+from disagg.server.responses import error_body
 
-GRACE_S = 2  # for answers on their way when the service stops
+GRACE_S = 2  # for responses in progress when the service stops
+BACKLOG = 128  # connections that the system accepts for us
+BODY_RATE = 8 << 10  # bytes per second that a client has to send of a long request
+MAX_REFUSALS = 100  # connections that are told at once that there are too many
+LINGER_S = (
+    1.0  # before such a connection is closed, so that its client reads the answer
+)
+RETRY_S = (1, 5)  # when such a client may come again
+LOG_PAUSE_S = 10.0  # between two lines about too many open files
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of client connections: their number, silence in a request, time between two."""
+
+    max_connections: int
+    silence_s: float
+    idle_s: float
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "ConnectionLimits":
+        """The configured limits; the number of connections depends on the limit of open files."""
+        return cls(max_connections(config), config.silence_s, config.idle_s)
+
+
+class ConnectionPool:
+    """The open connections of a server, those that it serves and those that it refuses."""
+
+    def __init__(self, limits: ConnectionLimits):
+        self.limits = limits
+        self._num_served = 0
+        self._num_refused = 0
+
+    def open(self) -> bool:
+        """Count one more connection; False if there are too many."""
+        if self._num_served >= self.limits.max_connections:
+            return False
+        self._num_served += 1
+        return True
+
+    def close(self) -> None:
+        """A connection that was counted is gone."""
+        self._num_served -= 1
+
+    def refuse(self, transport: asyncio.Transport) -> None:
+        """Answer 503 and close; in a flood of connections, close without an answer."""
+        self._num_refused += 1
+        transport.set_protocol(Refusal(self._end_refusal))
+        if self._num_refused > MAX_REFUSALS:
+            transport.abort()
+            return
+        transport.write(busy_response())
+        asyncio.get_running_loop().call_later(LINGER_S, transport.close)
+
+    def _end_refusal(self) -> None:
+        self._num_refused -= 1
+
+
+class Refusal(asyncio.Protocol):
+    """A refused connection until it is closed; what the client sends is dropped."""
+
+    def __init__(self, on_close: Callable[[], None]):
+        self._on_close = on_close
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_close()
+
+
+def busy_response() -> bytes:
+    """The whole HTTP response to a client for which there is no connection."""
+    body = error_body("too many connections; try again later", "capacity", 503)
+    content = json.dumps(body).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\n"
+        "Content-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n"
+        f"Retry-After: {random.randint(*RETRY_S)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+@dataclass
+class Arrival:
+    """How much of a request has arrived, in header and body. Times are those of the event loop."""
+
+    began: float
+    heard_at: float
+    nbytes: int = 0
+
+    def add(self, nbytes: int, now: float) -> None:
+        """More of the request has arrived."""
+        self.nbytes += nbytes
+        self.heard_at = now
+
+    def deadline(self, silence_s: float, in_body: bool) -> float:
+        """When to close the connection unless more arrives: a header has to be whole by then."""
+        if not in_body:
+            return self.began + silence_s
+        slowest = self.began + silence_s + self.nbytes / BODY_RATE
+        return min(self.heard_at + silence_s, slowest)
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 on a connection that is closed once its client was silent for too long.
+    """An HTTP/1.1 connection that is closed if a request arrives too slowly.
 
-    uvicorn itself limits the time between two requests; here the same limit applies to a pause
-    within one. A client that waits for its response may be silent. This uses h11, because httptools
-    does not limit headers.
+    uvicorn's own timer closes idle connections. A client that waits for its response may be silent.
     """
 
+    def __init__(self, pool: ConnectionPool, **options: Any):
+        super().__init__(**options)
+        self.timeout_keep_alive = pool.limits.idle_s  # type: ignore[assignment]
+        self._pool = pool
+        self._arrival: Arrival | None = None  # of the request that is incomplete
+        self._timer: asyncio.TimerHandle | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if not self._pool.open():
+            self._pool.refuse(transport)
+            return
         super().connection_made(transport)
-        self._start_timer()
+        self._begin_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._arrival is None:
+            self._begin_request()
+        assert self._arrival is not None
+        self._arrival.add(len(data), self.loop.time())
         super().data_received(data)
-        self._start_timer()
+        self._note_progress()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._start_timer()  # the next request may have begun before
+        super().on_response_complete()  # the next request may have begun to arrive before
+        self._note_progress()
 
-    def _start_timer(self) -> None:
-        """Start uvicorn's timer, which the next bytes of a request stop."""
-        cycle = self.cycle
-        is_responding = (
-            cycle is not None and not cycle.more_body and not cycle.response_complete
+    def _begin_request(self) -> None:
+        now = self.loop.time()
+        self._arrival = Arrival(began=now, heard_at=now)
+        if self._timer is None:
+            self._check()
+
+    def _note_progress(self) -> None:
+        state = self.conn.their_state
+        unread, _ = self.conn.trailing_data
+        is_idle = state is h11.IDLE and not unread
+        if is_idle or state not in (h11.IDLE, h11.SEND_BODY):
+            self._arrival = None
+        elif self._arrival is None:
+            self._begin_request()
+
+    def _check(self) -> None:
+        """Close the connection if the client is too slow, else look again later."""
+        self._timer = None
+        if self._arrival is None or self.transport.is_closing():
+            return
+        in_body = self.conn.their_state is h11.SEND_BODY
+        deadline = self._arrival.deadline(self._pool.limits.silence_s, in_body)
+        if self.loop.time() >= deadline:
+            self.transport.close()
+        else:
+            self._timer = self.loop.call_at(deadline, self._check)
+
+
+class HttpServer(uvicorn.Server):
+    """A server of an application. Its limits and its certificate can change while it serves."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self.pool = ConnectionPool(ConnectionLimits.of(config))
+        options = uvicorn.Config(
+            app,
+            http=partial(Connection, self.pool),  # type: ignore[arg-type]
+            ws="none",
+            backlog=BACKLOG,
+            log_config=None,  # its lines go where ours go
+            log_level="error",  # a client cannot cause lines
+            access_log=False,
+            lifespan="off",
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
+            timeout_graceful_shutdown=GRACE_S,
         )
-        if not is_responding and self.timeout_keep_alive_task is None:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.transport.close
-            )
+        super().__init__(options)
+
+    async def serve(self, sockets: Any = None) -> None:
+        """Serve on bound sockets until `should_exit` is set."""
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
+        await super().serve(sockets)
+
+    def reload(self, config: ServerConfig) -> None:
+        """Apply new limits, and read the certificate again; on the thread of the loop."""
+        self.pool.limits = ConnectionLimits.of(config)
+        if self.config.ssl is not None and config.tls_certificate is not None:
+            self.config.ssl.load_cert_chain(config.tls_certificate, config.tls_key)
 
 
-def http_server(app: ASGIApp, config: ServerConfig) -> uvicorn.Server:
+class LoopErrors:
+    """The event loop's exception handler: asyncio reports each failed accept with a traceback."""
+
+    def __init__(self) -> None:
+        self._silent_until = 0.0
+
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+    ) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (
+            errno.EMFILE,
+            errno.ENFILE,
+        ):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._silent_until:
+            self._silent_until = loop.time() + LOG_PAUSE_S
+            log.error("too many open files: connections wait until others are closed")
+
+
+def http_server(app: ASGIApp, config: ServerConfig) -> HttpServer:
     """A server of the application; its `serve` takes the sockets."""
-    options = uvicorn.Config(
-        app,
-        http=Connection,
-        log_config=None,  # its lines go where ours go
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ssl_certfile=config.tls_certificate,
-        ssl_keyfile=config.tls_key,
-        timeout_keep_alive=config.silence_s,  # type: ignore[arg-type]  # it takes fractions too
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    return uvicorn.Server(options)
+    return HttpServer(app, config)

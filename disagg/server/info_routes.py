@@ -85,7 +85,7 @@ def add_model_routes(app: FastAPI, completions: Completions) -> None:
     async def one_model(name: str) -> Response:
         if not name:
             return await models()
-        completions.check_model(name)
+        completions.reader.check_model(name)
         return JSONResponse(model)
 
 
@@ -95,14 +95,14 @@ def add_tokenizer_routes(app: FastAPI, completions: Completions) -> None:
 
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        request = await completions.read(TokenizeRequest, http.stream())
+        request = await completions.reader.read(TokenizeRequest, http.stream())
         if (request.prompt is None) == (not request.messages):
             raise RequestError("expected a prompt or messages, and not both", "prompt")
         if request.prompt is None:
-            tokens = await completions.chat_tokens(request)
+            tokens = await completions.reader.chat_tokens(request)
         else:
             special = request.add_special_tokens is not False
-            tokens = await completions.tokens_of(request.prompt, special)
+            tokens = await completions.reader.tokens_of(request.prompt, special)
         token_strs = None
         if request.return_token_strs:
             token_strs = await asyncio.to_thread(
@@ -119,5 +119,7 @@ def add_tokenizer_routes(app: FastAPI, completions: Completions) -> None:
 
     @app.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        request = await completions.read(DetokenizeRequest, http.stream())
-        return JSONResponse({"prompt": await completions.text_of(request.tokens)})
+        request = await completions.reader.read(DetokenizeRequest, http.stream())
+        return JSONResponse(
+            {"prompt": await completions.reader.text_of(request.tokens)}
+        )

@@ -1,7 +1,7 @@
 """How much a client may send: a body, a prompt, stop strings, numbers. No HTTP, no schema.
 
-Every check here is cheap and precedes work that is not: a body is counted while it arrives, a text
-is measured before it becomes tokens.
+Every check is cheap and precedes expensive work: a body is counted while it arrives, a text is
+measured before it is tokenised.
 """
 
 import reprlib
@@ -18,37 +18,40 @@ MAX_NAMED = 1024  # tokens that a request names, and fields of its own
 # of a conversation: millions of empty ones block the event loop for seconds
 MAX_MESSAGES = 1 << 14
 MAX_LOGPROBS = 20  # of the likeliest tokens, besides that of the token itself
-MAX_SCORES = 100_000  # log-probabilities of one prompt: they are sent in one message
+MAX_PROMPT_SCORES = 100_000  # log-probabilities of a prompt, which are one message
+MAX_SCORES = 3_000_000  # log-probabilities of a whole response; one takes some 30 bytes
 MAX_SEED = 2**63  # seeds have 64 bits, as in OpenAI's schema
 MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
 MAX_SHOWN_CHARS = 60  # of a client's value, in an error message
 LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenised one at a time
+LONG_BODY_BYTES = 64 << 10  # longer bodies are parsed on another thread, one at a time
+LONG_PROMPTS = 16 << 10  # more token ids are checked on another thread
 
 _short = reprlib.Repr()
 _short.maxlevel = 2
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
-    """The chunks of a body as one; TooLargeError as soon as they exceed `max_bytes`."""
+    """Join the chunks of a body; TooLargeError as soon as they exceed `max_bytes`."""
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > max_bytes:
             raise TooLargeError(
-                f"the body is too long; at most {max_bytes:,} bytes are taken"
+                f"the body is too long; expected at most {max_bytes:,} bytes"
             )
         body += chunk
     return body
 
 
 def shown(value: Any) -> str:
-    """A client's value in one line of an error message; of a long one, the beginning."""
+    """A client's value for an error message, on one line and shortened."""
     text = _short.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def check_text(chars: int, context_length: int, longest_token: int, field: str) -> None:
-    """PromptTooLongError for a text of a field that cannot fit, whatever its tokens are."""
+    """PromptTooLongError for a text that is too long for the context with any tokens."""
     max_chars = context_length * longest_token
     if chars > max_chars:
         raise PromptTooLongError(
@@ -84,8 +87,8 @@ def check_ids(ids: Iterable[Any], vocab_size: int, field: str) -> None:
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise RequestError(
-                f"{field}: {shown(token)} is no token id; "
-                f"whole numbers from 0 to {vocab_size - 1} are",
+                f"{field}: {shown(token)} is not a token id; "
+                f"expected an integer from 0 to {vocab_size - 1}",
                 field,
             )
 
@@ -100,11 +103,30 @@ def check_choices(count: int) -> None:
         )
 
 
-def check_scores(tokens: int, sampling: Mapping[str, Any]) -> None:
-    """RequestError for a prompt with more log-probabilities than one message carries."""
-    count = tokens * (1 + sampling.get("logprobs", 0))
-    if sampling.get("prompt_logprobs") and count > MAX_SCORES:
+def count_scores(
+    prompt_tokens: int, num_answers: int, sampling: Mapping[str, Any]
+) -> int:
+    """The log-probabilities of all answers to a prompt; RequestError for too many of a prompt."""
+    if "logprobs" not in sampling:
+        return 0
+    scores_per_token = 1 + sampling["logprobs"]
+    prompt_scores = 0
+    if sampling.get("prompt_logprobs"):
+        prompt_scores = prompt_tokens * scores_per_token
+    if prompt_scores > MAX_PROMPT_SCORES:
         raise RequestError(
-            f"logprobs: the prompt would have {count:,}; expected at most {MAX_SCORES:,}",
+            f"logprobs: the prompt would have {prompt_scores:,}; "
+            f"expected at most {MAX_PROMPT_SCORES:,}",
+            "logprobs",
+        )
+    return num_answers * (prompt_scores + sampling["max_tokens"] * scores_per_token)
+
+
+def check_scores(count: int) -> None:
+    """RequestError for more log-probabilities than one response may have."""
+    if count > MAX_SCORES:
+        raise RequestError(
+            f"logprobs: the response would have up to {count:,}; expected at most {MAX_SCORES:,}: "
+            "ask for fewer answers, fewer tokens or fewer of the likeliest tokens",
             "logprobs",
         )

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Log to a stream, stderr by default. Lines of other packages come from level warning on.
+    """Log to a stream, stderr by default. Other packages log from level warning.
 
     level:      "debug", "info", "warning" or "error"
     log_format: "text" or "json"

@@ -1,4 +1,4 @@
-"""What this process counts, and what workers report, as Prometheus series. Knows no HTTP.
+"""Counts of this process and reports of workers as Prometheus series. Knows no HTTP.
 
 Series of this service are called `disagg_`; vLLM's names are for dashboards that know them.
 """
@@ -25,10 +25,9 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
 ROUTER = "router"
-# a label is kept for ever: further codecs of clients, and long ones, are counted by their family
+# a label lasts forever: long specs of clients, and more than these, are counted by family
 MAX_CLIENT_CODECS = 32
 MAX_CODEC_CHARS = 200
-MAX_CODEC_LABELS = 32  # specs of clients; further ones are counted by their family
 # a worker's gauge: the name of its series, and its help
 GAUGES = {
     "engine_running": ("vllm:num_requests_running", "Sequences in the batch"),
@@ -170,11 +169,11 @@ class ServerMetrics:
     # -- requests
 
     def failed(self, reason: str) -> None:
-        """A request has no answer, or only a part of one."""
+        """A request failed: it has no answer, or only a part of one."""
         self._of(self._failures, reason=reason).inc()
 
     def began(self, prompt_tokens: int, queue_time_s: float) -> None:
-        """An answer has its first token; a worker began after `queue_time_s`."""
+        """An answer has its first token; it waited `queue_time_s` for a worker."""
         self._of(self._prompt_tokens).inc(prompt_tokens)
         self._of(self._queue_time).observe(queue_time_s)
 
@@ -294,7 +293,7 @@ class ServerMetrics:
     def _raise(
         self, series: Counter, worker: Mapping[str, Any], total: int, **labels: str
     ) -> None:
-        """Add what a worker's total grew by since it was last read; a new process begins at 0."""
+        """Add the growth of a worker's total since the last read; a new process begins at 0."""
         key = (series, worker["name"], worker.get("pid", 0), *labels.values())
         before = self._totals.get(key, 0)
         after = max(before, total)  # an older answer may arrive after a newer one

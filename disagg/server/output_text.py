@@ -1,20 +1,19 @@
-"""From tokens to the text that a client sees: whole characters, and nothing after a stop string."""
+"""From tokens to visible text: whole characters, and nothing after a stop string."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from disagg.engine.sequence import Logprobs as Logprobs
 from disagg.model.tokenizer import Detokenizer
 
-# of a token, and of the likeliest tokens in its place: (token, log-probability)
-LogProbs = tuple[float, Sequence[tuple[int, float]]]
 # a token with its log-probabilities; the first token of a prompt has none
-Score = tuple[int, LogProbs | None]
+Score = tuple[int, Logprobs | None]
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of a choice. The last delta says why it ended and what the hand-off cost.
+    """New text of a choice. The last delta has the finish reason and the hand-off's figures.
 
     num_tokens: of the answer up to here
     scores:     tokens with their log-probabilities, if the request asks for them
@@ -33,6 +32,23 @@ class TextDelta:
             text=self.text + later.text,
             scores=self.scores + later.scores,
         )
+
+    def parts(self, max_scores: int) -> Iterator["TextDelta"]:
+        """This delta in parts with at most so many log-probabilities, the text in the first one."""
+        if len(self.scores) <= max_scores:
+            yield self
+            return
+        text = self.text
+        for begin in range(0, len(self.scores), max_scores):
+            end = begin + max_scores
+            is_last = end >= len(self.scores)
+            yield replace(
+                self,
+                text=text,
+                scores=self.scores[begin:end],
+                finish_reason=self.finish_reason if is_last else None,
+            )
+            text = ""
 
 
 class TextStream:
@@ -57,14 +73,14 @@ class TextStream:
         self._hidden = hidden
 
     def add(self, token: int) -> str:
-        """The text to show after one more token; sets `stopped` at a stop string."""
+        """The text that one more token makes visible; sets `stopped` at a stop string."""
         text = "" if token in self._hidden else self._decoder.add([token])
         visible = self._release(text)
         self._tokens_to_go -= 1
         return visible
 
     def finish(self) -> str:
-        """The text that was held back; no token follows."""
+        """The text that is still held back; no more tokens follow."""
         if self.stopped:
             return ""
         visible = self._release(self._decoder.finish())

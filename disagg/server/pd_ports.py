@@ -1,4 +1,4 @@
-"""Ports of workers, where routers of others speak vLLM's `kv_transfer_params`. Knows no HTTP.
+"""Ports of workers, where foreign routers use vLLM's `kv_transfer_params`. Knows no HTTP.
 
     do_remote_decode at the port of P    ──► P computes the prompt, the response has a handle
     do_remote_prefill at the port of D   ──► the handle is consumed: hand-off from P to D, answer
@@ -72,7 +72,7 @@ class PdPorts:
         if port not in self._ports:
             if params.do_remote_decode or params.do_remote_prefill:
                 raise RequestError(
-                    "kv_transfer_params: ports of workers take them; --pd-ports opens some",
+                    "kv_transfer_params are only accepted at a worker's port; see --pd-ports",
                     "kv_transfer_params",
                 )
             return ANY_WORKERS
@@ -159,27 +159,27 @@ class PdPorts:
         handle_id = params.remote_request_id or ""
         if not engine_id.startswith(self._engine_id("")):
             raise HandleError(
-                f"the handle is foreign: {engine_id!r} is no engine of this service"
+                f"the handle is foreign: {engine_id!r} is not an engine of this service"
             )
         handle = self._handles.get(handle_id)
         if handle is None:
             raise HandleError(
-                f"the handle is unknown: {handle_id!r} was not given out, or is forgotten"
+                f"the handle is unknown: {handle_id!r} was not issued here, or is too old"
             )
         if params != handle.params or hash(prompt) != handle.prompt:
             raise HandleError(
-                f"the handle is foreign: {handle_id!r} was given out for another prompt"
+                f"the handle is foreign: {handle_id!r} was issued for another prompt"
             )
         if handle.consumed:
             raise HandleError(f"the handle is consumed: {handle_id!r} was used before")
         if self._clock() >= handle.until:
             raise HandleError(
-                f"the handle is expired: {handle_id!r} was good for {self._lease_s:g} s"
+                f"the handle is expired: {handle_id!r} was valid for {self._lease_s:g} s"
             )
         worker = self._router.peers.get(handle.worker)
         if worker is None or worker.info.epoch != handle.epoch:
             raise HandleError(
-                f"the handle is stale: {handle.worker} was started anew since"
+                f"the handle is stale: {handle.worker} has restarted since"
             )
         self._handles[handle_id] = replace(handle, consumed=True)
         return handle.worker
@@ -196,7 +196,7 @@ class PdPorts:
             if name.partition(".")[0] == first_name
         ]
         if not workers:
-            raise PeerLostError(f"{first_name} does not run now; it is started anew")
+            raise PeerLostError(f"{first_name} is restarting")
         return workers[-1]
 
 

@@ -1,210 +1,72 @@
-"""OpenAI's response objects: completions and chats, whole or as server-sent events. No HTTP."""
+"""OpenAI's responses, whole or as server-sent events, written from text deltas. No HTTP."""
 
 import asyncio
 import json
 import time
 import uuid
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from disagg.errors import CancelledError, DisaggError, reason_of
-from disagg.model.tokenizer import Tokenizer
-from disagg.server.output_text import LogProbs, Score, TextDelta
+from disagg.server.choices import Choices, WholeChoice
+from disagg.server.output_text import TextDelta
 
-if TYPE_CHECKING:
-    from disagg.server.completions import Completions, TokenizedPrompt
-    from disagg.server.schema import GenerationRequest
+if TYPE_CHECKING:  # errors need this module before pydantic is imported
+    from disagg.server.reader import Generation, ServedModel
 
+# log-probabilities that are written at once: those of a long prompt would take 0.1 s
+MAX_CHUNK_SCORES = 256
+WAITING = ": waiting\n\n"  # a comment, so that no proxy takes the connection for dead
 DONE = "data: [DONE]\n\n"
 
-
-class CompletionChoices:
-    """The choices of a response to POST /v1/completions, by index."""
-
-    id_prefix: ClassVar[str] = "cmpl"
-    whole_object: ClassVar[str] = "text_completion"
-    chunk_object: ClassVar[str] = "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._text_offsets: Counter[int] = Counter()  # by choice
-
-    def openings(self, num_choices: int) -> list[dict[str, Any]]:
-        """The choices of chunks that precede all text: a completion has none."""
-        return []
-
-    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """The next part of a choice."""
-        logprobs = self._logprobs(index, delta.scores) if delta.scores else None
-        return {
-            "index": index,
-            "text": delta.text,
-            "finish_reason": delta.finish_reason,
-            "logprobs": logprobs,
-        }
-
-    def whole(self, index: int, text: TextDelta) -> dict[str, Any]:
-        """A complete choice."""
-        return self.chunk(index, text)
-
-    def _logprobs(self, index: int, scores: Sequence[Score]) -> dict[str, list]:
-        """Parallel lists with one element per token."""
-        token_logprobs: list[float | None] = []
-        top_logprobs: list[dict[str, float] | None] = []
-        for token, logprobs in scores:
-            if logprobs is None:
-                token_logprobs.append(None)
-                top_logprobs.append(None)
-            else:
-                token_logprobs.append(logprobs[0])
-                top_logprobs.append(self._top_logprobs(token, logprobs))
-        return {
-            "tokens": [self._tokenizer.spell(token) for token, _ in scores],
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": [self._text_offset(index, token) for token, _ in scores],
-        }
-
-    def _text_offset(self, index: int, token: int) -> int:
-        """Where the next token of a choice begins; inside a character: where that one begins."""
-        starts = [byte & 0xC0 != 0x80 for byte in self._tokenizer.bytes_of(token)]
-        offset = self._text_offsets[index]
-        self._text_offsets[index] += starts.count(True)
-        begins_inside = starts[:1] == [False]
-        return max(0, offset - 1) if begins_inside else offset
-
-    def _top_logprobs(self, token: int, logprobs: LogProbs) -> dict[str, float]:
-        """By text, including the token itself; tokens with one text share the highest value."""
-        logprob, likeliest = logprobs
-        by_text: dict[str, float] = {}
-        for candidate, value in (*likeliest, (token, logprob)):
-            by_text.setdefault(self._tokenizer.spell(candidate), value)
-        return by_text
-
-
-class ChatChoices:
-    """The choices of a response to POST /v1/chat/completions, by index."""
-
-    id_prefix: ClassVar[str] = "chatcmpl"
-    whole_object: ClassVar[str] = "chat.completion"
-    chunk_object: ClassVar[str] = "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def openings(self, num_choices: int) -> list[dict[str, Any]]:
-        """The role, in one chunk for each choice and in order.
-
-        The `openai` clients keep a list of choices that grows at its end, and count the
-        log-probabilities of a first chunk twice.
-        """
-        return [
-            {
-                "index": index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            for index in range(num_choices)
-        ]
-
-    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """The next part of a choice."""
-        return {
-            "index": index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.scores),
-            "finish_reason": delta.finish_reason,
-        }
-
-    def whole(self, index: int, text: TextDelta) -> dict[str, Any]:
-        """A complete choice."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text.text, "refusal": None},
-            "logprobs": self._logprobs(text.scores),
-            "finish_reason": text.finish_reason,
-        }
-
-    def _logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
-        if not scores:
-            return None
-        content = []
-        for token, logprobs in scores:
-            assert (
-                logprobs is not None
-            )  # only `echo`, which chats do not have, scores a prompt
-            logprob, likeliest = logprobs
-            top_logprobs = [self._token(*candidate) for candidate in likeliest]
-            content.append(
-                {**self._token(token, logprob), "top_logprobs": top_logprobs}
-            )
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokenizer.spell(token),
-            "logprob": logprob,
-            "bytes": list(self._tokenizer.bytes_of(token)),
-        }
-
-
-ChoicesType = type[CompletionChoices] | type[ChatChoices]
+# the index is that of the choice; None: no delta has arrived for a while
+IndexedDelta = tuple[int, TextDelta] | None
 
 
 class GenerationResponse:
-    """The response to one request. To stop reading it cancels all its choices."""
+    """The response to one request, written from the deltas of its choices."""
 
     def __init__(
         self,
-        completions: "Completions",
-        request: "GenerationRequest",
-        prompts: Sequence["TokenizedPrompt"],
-        choices_type: ChoicesType,
+        choices: Choices,
+        generation: "Generation",
+        served: "ServedModel",
     ):
-        self._request = request
-        self._prompts = prompts
-        self._choices = choices_type(completions.tokenizer)
-        streams = [
-            completions.stream(request, prompt, sibling)
-            for prompt in prompts
-            for sibling in range(request.n)
-        ]
-        self._deltas = merged(streams)
+        self._choices = choices
+        self._request = generation.request
+        self._prompts = generation.prompts
+        self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
-        self._codec = request.codec or completions.served.codec
         self._outcome: str | None = CancelledError.reason  # None: it is complete
         self._head = {
-            "id": f"{choices_type.id_prefix}-{uuid.uuid4().hex}",
+            "id": f"{choices.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": completions.served.name,
+            "model": served.name,
         }
 
-    async def first(self) -> tuple[int, TextDelta]:
+    async def first(self, deltas: AsyncGenerator[IndexedDelta]) -> IndexedDelta:
         """The first delta; an error that precedes it can still choose the HTTP status."""
         try:
-            return await anext(self._deltas)
+            return await anext(deltas)
         except Exception as error:
             self._outcome = reason_of(error)
             raise
 
-    async def events(self, first: tuple[int, TextDelta]) -> AsyncIterator[str]:
+    async def events(
+        self, first: IndexedDelta, deltas: AsyncGenerator[IndexedDelta]
+    ) -> AsyncIterator[str]:
         """Server-sent events. The last one is "[DONE]"; an error in mid-stream is an event too."""
         try:
-            async with aclosing(self._deltas):
+            async with aclosing(deltas):
                 for opening in self._choices.openings(self._request.n):
                     yield self._chunk_event(opening)
-                indexed: tuple[int, TextDelta] | None = first
-                while indexed is not None:
-                    index, delta = indexed
-                    self._last[index] = delta
-                    if delta.text or delta.scores or delta.finish_reason:
-                        choice = self._choices.chunk(index, delta)
-                        yield self._chunk_event(self._with_kv(choice, delta))
-                    indexed = await anext(self._deltas, None)
+                for text in self._delta_events(first):
+                    yield text
+                async for indexed in deltas:
+                    for text in self._delta_events(indexed):
+                        yield text
+                        await _let_others_run(indexed)
         except DisaggError as error:
             self._outcome = error.reason
             yield event(
@@ -218,39 +80,60 @@ class GenerationResponse:
                 )
         yield DONE
 
-    async def whole(self) -> dict[str, Any]:
-        """The response as one body."""
-        deltas: dict[int, list[TextDelta]] = {}
+    def _delta_events(self, indexed: IndexedDelta) -> Iterator[str]:
+        if indexed is None:
+            yield WAITING
+            return
+        index, delta = indexed
+        self._last[index] = delta
+        for part in delta.parts(MAX_CHUNK_SCORES):
+            if part.text or part.scores or part.finish_reason:
+                choice = self._choices.chunk(index, part)
+                yield self._chunk_event({**choice, **self._kv_of(part)})
+
+    async def whole(self, deltas: AsyncGenerator[IndexedDelta]) -> list[WholeChoice]:
+        """The choices of a response that is not streamed, when they are complete."""
+        choices: dict[int, WholeChoice] = {}
         try:
-            async with aclosing(self._deltas):
-                async for index, delta in self._deltas:
-                    deltas.setdefault(index, []).append(delta)
+            async with aclosing(deltas):
+                async for indexed in deltas:
+                    if indexed is None:
+                        continue
+                    index, delta = indexed
+                    self._last[index] = delta
+                    if index not in choices:
+                        choices[index] = WholeChoice(index, self._choices)
+                    for part in delta.parts(MAX_CHUNK_SCORES):
+                        choices[index].add(part)
+                        await _let_others_run(indexed)
         except Exception as error:
             self._outcome = reason_of(error)
             raise
         self._outcome = None
+        return [choice for _, choice in sorted(choices.items())]
 
-        choices = []
-        for index, parts in sorted(deltas.items()):
-            last = parts[-1]
-            self._last[index] = last
-            text = replace(
-                last,
-                text="".join(part.text for part in parts),
-                scores=tuple(score for part in parts for score in part.scores),
-            )
-            choices.append(self._with_kv(self._choices.whole(index, text), text))
-        return {
+    def pieces(
+        self, choices: list[WholeChoice], more: Mapping[str, Any]
+    ) -> Iterator[bytes]:
+        """The JSON of a response that is not streamed. more: further fields of it."""
+        fields = {
             **self._head,
             "object": self._choices.whole_object,
-            "choices": choices,
             "usage": self._usage(),
+            **more,
         }
+        yield json.dumps(fields)[:-1].encode() + b', "choices": ['
+        for index, choice in enumerate(choices):
+            if index:
+                yield b", "
+            last = self._last[index]
+            yield from choice.pieces(last.finish_reason or "", self._kv_of(last))
+        yield b"]}"
 
     def log_fields(self) -> dict[str, Any]:
-        """What the log says of a finished request."""
+        """Fields of the log line of a finished request."""
         usage = self._usage()
-        # "auto" leaves the choice to the router, which says it with the hand-off
+        # with codec auto the router chooses, and the figures of the hand-off name the codec
         kvs = [delta.kv for delta in self._last.values()]
         codecs = {kv["codec"] for kv in kvs if "codec" in kv}
         return {
@@ -269,14 +152,14 @@ class GenerationResponse:
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": self._choices.chunk_object}
 
-    def _with_kv(self, choice: dict[str, Any], delta: TextDelta) -> dict[str, Any]:
-        """Adds the figures of the hand-off to the end of a choice, if the request asks for them."""
+    def _kv_of(self, delta: TextDelta) -> dict[str, Any]:
+        """The figures of the hand-off, at the end of a choice and if the request asks for them."""
         if self._request.kv and delta.finish_reason is not None:
-            choice["kv"] = dict(delta.kv)
-        return choice
+            return {"kv": dict(delta.kv)}
+        return {}
 
     def _usage(self) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has. Cached tokens were not computed."""
+        """Numbers of tokens. A prompt counts once, however many choices it has."""
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
         completion_tokens = sum(delta.num_tokens for delta in self._last.values())
         cached_tokens = 0
@@ -293,73 +176,10 @@ class GenerationResponse:
         }
 
 
-async def merged(
-    streams: Sequence[AsyncGenerator[TextDelta]],
-) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """The deltas of all streams as they arrive, each with the index of its stream.
-
-    Consecutive deltas of one stream that wait for a slow client are joined. The first error ends
-    the iteration and cancels the other streams with its reason; leaving it closes them.
-    """
-    reason = CancelledError.reason
-    queue = _DeltaQueue()
-
-    async def read(index: int, stream: AsyncGenerator[TextDelta]) -> None:
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    queue.put((index, delta))
-            queue.put(None)
-        except Exception as error:
-            queue.put(error)
-
-    tasks = [
-        asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)
-    ]
-    try:
-        open_streams = len(tasks)
-        while open_streams:
-            await queue.has_items.wait()
-            item = queue.pop()
-            if isinstance(item, Exception):
-                reason = reason_of(item)
-                raise item
-            if item is None:
-                open_streams -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel(reason)
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-QueueItem = tuple[int, TextDelta] | Exception | None
-
-
-class _DeltaQueue:
-    """Indexed deltas, errors, and None for the end of a stream, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._items: deque[QueueItem] = deque()
-        self.has_items = asyncio.Event()
-
-    def put(self, item: QueueItem) -> None:
-        """Add an item, joined with the last one if both are deltas of one stream."""
-        last = self._items[-1] if self._items else None
-        if isinstance(item, tuple) and isinstance(last, tuple) and item[0] == last[0]:
-            index, delta = item
-            self._items[-1] = (index, last[1].joined(delta))
-        else:
-            self._items.append(item)
-        self.has_items.set()
-
-    def pop(self) -> QueueItem:
-        """The oldest item, once `has_items` is set."""
-        item = self._items.popleft()
-        if not self._items:
-            self.has_items.clear()
-        return item
+async def _let_others_run(indexed: IndexedDelta) -> None:
+    """Between two parts of a delta with many log-probabilities."""
+    if indexed is not None and len(indexed[1].scores) > MAX_CHUNK_SCORES:
+        await asyncio.sleep(0)
 
 
 def event(body: Mapping[str, Any]) -> str:

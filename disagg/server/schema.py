@@ -9,12 +9,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails, from_json
 
 from disagg.engine.sequence import BOUNDS, Bounds
 from disagg.errors import RequestError
-from disagg.server import limits
+from disagg.server import json_pieces, limits
 
 # fields that are not supported, by the only value, besides null, that is accepted
 NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
@@ -51,7 +58,7 @@ NEUTRAL: Mapping[str, Any] = {
 }
 INSTEAD = {
     "max_completion_tokens": "write max_tokens",
-    "reasoning_effort": "if the model's template knows it, it goes into chat_template_kwargs",
+    "reasoning_effort": "if the model's template uses it, put it into chat_template_kwargs",
 }
 # accepted with any value: none of them changes the answer
 HARMLESS = {
@@ -70,6 +77,7 @@ HARMLESS = {
     "stream_interval",
     "user",
 }
+IGNORED = {*NEUTRAL, *HARMLESS}
 BOM = b"\xef\xbb\xbf"  # some editors write it before UTF-8
 # fields that go to the engine unchanged
 SAMPLING_FIELDS = (
@@ -106,13 +114,13 @@ def message_text(value: Any) -> Any:
         is_text = isinstance(part, dict) and part.get("type", "text") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"messages: {limits.shown(part)} is no part of text", "messages"
+                f"messages: {limits.shown(part)} is not a text part", "messages"
             )
     return "\n".join(part["text"] for part in value)
 
 
 def json_object(value: Any) -> Any:
-    """Arguments of a call, parsed if they are JSON text: templates write them as JSON again."""
+    """Arguments of a call; JSON text is parsed, since templates serialise them again."""
     return from_json(value or "{}") if isinstance(value, str | None) else value
 
 
@@ -141,56 +149,57 @@ Name = Annotated[str, Field(max_length=limits.MAX_NAME_CHARS)]
 
 
 class Body(BaseModel):
-    """A JSON object that a client sent."""
+    """A JSON object that a client sent. Of fields that are not used only the names are kept."""
 
     model_config = ConfigDict(extra="allow")
 
     model: Name | None = None
+    _unknown: list[str] = PrivateAttr([])
 
     @classmethod
     def read(cls, body: bytes | bytearray) -> Self:
         """Parse JSON; RequestError that names the wrong field."""
         try:
-            fields = from_json(body.removeprefix(BOM))
+            fields = json_pieces.parse(body.removeprefix(BOM), cls.model_fields)
         except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
-            raise RequestError("the body is JSON, but no object")
+            raise RequestError("the body is JSON, but not an object")
         if len(fields) > limits.MAX_NAMED:
             raise RequestError(
-                f"the body has {len(fields)} fields; {limits.MAX_NAMED} are read"
+                f"the body has {len(fields)} fields; expected at most {limits.MAX_NAMED}"
             )
         fields = {name: value for name, value in fields.items() if value is not None}
         try:
             request = cls.model_validate(fields)
         except ValidationError as error:
             raise refusal(error) from error
-        request._check_extras()
+        request._drop_extras()
         return request
 
     @property
     def unknown(self) -> list[str]:
         """Fields that neither OpenAI nor vLLM nor this service has."""
-        return [
-            name
-            for name in self.model_extra or {}
-            if name not in NEUTRAL and name not in HARMLESS
-        ]
+        return self._unknown
 
-    def _check_extras(self) -> None:
-        for name, value in (self.model_extra or {}).items():
+    def _drop_extras(self) -> None:
+        """Forget the fields that are not used; RequestError for one that cannot be ignored."""
+        extras = self.model_extra or {}
+        for name, value in extras.items():
             if name in NEUTRAL and not _same(value, NEUTRAL[name]):
                 instead = INSTEAD.get(name, "leave it out")
                 raise RequestError(
                     f"{name}={limits.shown(value)} is not supported; {instead}", name
                 )
+        self._unknown = [name for name in extras if name not in IGNORED]
+        extras.clear()
 
 
 class StreamOptions(BaseModel):
-    """What a stream says of its usage.
+    """Where a stream reports its usage.
 
     include_usage:          in one more chunk at the end, without choices
-    continuous_usage_stats: in every chunk, up to there
+    continuous_usage_stats: in every chunk, of the answer so far
     """
 
     include_usage: bool | None = False
@@ -246,6 +255,10 @@ class GenerationRequest(Body, ABC):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens come with each; None: no log-probabilities."""
 
+    @abstractmethod
+    def without_prompts(self) -> Self:
+        """The request as it is kept while it is answered: its prompts are token ids by then."""
+
     def end_tokens(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end an answer, for a model that ends its texts with `eos_ids`."""
         if self.ignore_eos:
@@ -288,10 +301,13 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    def without_prompts(self) -> Self:
+        return self.model_copy(update={"prompt": []})
+
     def sampling(self, room: int) -> dict[str, Any]:
         if self.max_tokens == 0 and not self.echo:
             raise RequestError(
-                "max_tokens: 0 tokens are an answer with echo alone", "max_tokens"
+                "max_tokens is 0; expected at least 1 without echo", "max_tokens"
             )
         params = super().sampling(room)
         if self.echo and self.logprobs is not None:
@@ -326,7 +342,7 @@ class ChatMessage(Part):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The fields that were sent; templates ask whether a field exists, and count the calls."""
+        """The fields that were sent, since templates test whether a field exists."""
         message = self.model_dump(exclude_unset=True, exclude_none=True)
         if not self.tool_calls:
             message.pop("tool_calls", None)
@@ -344,7 +360,7 @@ class Conversation(Body):
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages for the template; only an assistant's may have no content."""
+        """The messages for the template. Only an assistant's may lack content: RequestError."""
         for index, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 role = limits.shown(message.role)
@@ -375,10 +391,13 @@ class ChatRequest(GenerationRequest, Conversation):
     def max_answer_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    def without_prompts(self) -> Self:
+        return self.model_copy(update={"messages": [], "chat_template_kwargs": {}})
+
     @property
     def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs without logprobs=true", "top_logprobs")
+            raise RequestError("top_logprobs requires logprobs=true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
 

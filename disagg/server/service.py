@@ -24,9 +24,11 @@ from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.launch.private_ray import SILENT, Session
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
-from disagg.server.auth import check_tls, read_keys
+from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
+from disagg.server.live_settings import load_certificate, plan_update
 from disagg.server.log import fields
+from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
+ANSWER_S = 1.0  # the router's loop answers other threads within this, or is busy
 # addresses that mean all interfaces, and how this host reaches itself then
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -47,7 +50,7 @@ class Service:
     """Serves while entered, at `url`, which is bound from the start.
 
     secret: lets its owner stop the service, which sets `stopped`; None: a new one
-    say:    called with each stage of the start, in words
+    say:    called with a description of each stage of the start
     """
 
     def __init__(
@@ -57,15 +60,16 @@ class Service:
         secret: str | None = None,
     ):
         server = config.server
-        self._keys = read_keys(server)
+        api_keys = read_keys(server)
         check_tls(server)
         check_ports(config)
         self.config = config
         self.name = served_name(config)
         self.secret = secret or secrets.token_hex(16)
+        self.keys = KeyRing(api_keys, self.secret, server.metrics_key)
         self.stopped = threading.Event()
         self._is_draining = False
-        self.links: list[str] = []  # each worker's room and its links, in words
+        self.links: list[str] = []  # each worker's room and its links, for the log
         self._say = say
 
         self._socket = bind(server.host, server.port)
@@ -75,7 +79,7 @@ class Service:
             listening.getsockname()[1]: name
             for name, listening in self._pd_sockets.items()
         }
-        # where routers of others find each worker, in words
+        # where foreign routers reach each worker, for the log
         self.pd_addresses = [
             f"{name} at {self._url(listening)}"
             for name, listening in self._pd_sockets.items()
@@ -85,7 +89,7 @@ class Service:
         self._links: dict[str, Link] = {}
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
-        # what the http thread runs, once it does
+        # set when the http thread serves
         self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]]
         self._serving = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
@@ -102,6 +106,7 @@ class Service:
         with ExitStack() as stack:
             for listening in (self._socket, *self._pd_sockets.values()):
                 stack.callback(listening.close)
+            raise_file_limit(self.config.server)
             os.environ.update(SILENT)
             session = None
             if self.config.cluster.address == LOCAL:
@@ -109,14 +114,15 @@ class Service:
             self._thread.start()
             stack.callback(self._stop_http)
             self._start_workers(stack, session)
-            # closed first: answers on their way need their workers
+            # before the workers close: running requests need them
             stack.callback(self._drain)
+            stack.enter_context(settled_collector())
             self._stack = stack.pop_all()
         return self
 
     def _start_workers(self, stack: ExitStack, session: Session | None) -> None:
-        # here, not above: Ray reads its environment when it is imported; and on another thread,
-        # since a Ctrl-C on this one while its C module begins (2.60, Cython's) would be lost
+        # imported here: Ray reads its environment at import. On another thread: a Ctrl-C during
+        # the initialisation of its C module (Ray 2.60) would be lost on this one
         with ThreadPoolExecutor(1) as pool:
             pool.submit(import_module, "disagg.launch.ray_cluster").result()
         from disagg.launch.ray_cluster import Cluster
@@ -143,6 +149,7 @@ class Service:
             partial(self._on_loop, self._add),
             partial(self._on_loop, self._remove),
             self._lost,
+            self._silent_s,
         )
         self._workers = workers
 
@@ -166,13 +173,11 @@ class Service:
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """Scale each role to this count, in the background; None keeps the current one.
 
-        ConfigError where each worker has a port of its own for routers of others, which know no
-        other ports.
+        ConfigError if each worker has a port of its own: foreign routers know no other ports.
         """
         if self._pd_sockets:
             raise ConfigError(
-                "the workers of this service are as many as their ports; "
-                "serve without --pd-ports to scale"
+                "a service with --pd-ports cannot scale: each worker has a port of its own"
             )
         self._started_workers().scale(prefill, decode)
         log.info("scale", extra=fields(**self.target_counts))
@@ -181,6 +186,29 @@ class Service:
         """Replace a worker; it leaves once another one has its place, and no request is lost."""
         self._started_workers().drain(name)
         log.info("drain", extra=fields(worker=name))
+
+    def reload(self, config: Config) -> None:
+        """Apply the keys, the certificate and the limits of a configuration that was read again.
+
+        Files of keys and certificates are read again too. Logs which settings changed, and which
+        need a restart. ConfigError, and nothing changes, for files that cannot be used.
+        """
+        update = plan_update(self.config, config)
+        server = update.config.server
+        keys = read_keys(server)
+        check_tls(server)
+        _, http = self._serving.result()
+        if server.tls_certificate and server.tls_key:
+            assert http.config.ssl is not None
+            load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
+        self.keys.replace(keys, server.metrics_key)
+        self._on_loop(self._router.configure, update.config.router)
+        self.config = update.config
+        applied = ",".join(update.applied) or None
+        log.info("settings read again", extra=fields(keys=len(keys), changed=applied))
+        if update.fixed:
+            names = ", ".join(update.fixed)
+            log.warning("these settings need a restart to change: %s", names)
 
     def _started_workers(self) -> "Cluster":
         if self._workers is None:
@@ -198,7 +226,7 @@ class Service:
             raise
 
     async def _serve(self) -> None:
-        # here, not above: imported while Ray starts, on the other thread
+        # imported here, on this thread, while Ray starts on the other
         from disagg.server.app import create_app
         from disagg.server.completions import Completions
         from disagg.server.connections import http_server
@@ -210,7 +238,7 @@ class Service:
             completions,
             token=self.secret,
             on_stop=self.stopped.set,
-            keys=self._keys,
+            keys=self.keys,
             worker_pool=self,
             origins=config.server.allowed_origins,
             is_stopping=self._is_stopping,
@@ -244,16 +272,23 @@ class Service:
         loop, _ = self._serving.result()
         loop.call_soon_threadsafe(call, *args)
 
+    def _silent_s(self) -> Mapping[str, float]:
+        """Seconds of silence by worker; none while the loop of the router is busy."""
+        answer = Future[Mapping[str, float]]()
+        self._on_loop(lambda: answer.set_result(self._router.silent_s()))
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            return {}
+
     def _lost(self, error: DisaggError) -> None:
-        """There are no workers any more: running requests fail, and the service ends."""
+        """Ray is lost for good: running requests fail, and the service ends."""
         self._failure = error
         self.stopped.set()
 
     def _drain(self) -> None:
-        """Let answers end within the grace period if there are workers, then cancel the rest."""
-        self._is_draining = (
-            True  # from here on /ready says so; then requests are refused
-        )
+        """Let running requests end within the grace period, then cancel the rest."""
+        self._is_draining = True  # /ready answers 503 before requests are refused
         log.info("stopping", extra=fields(grace_s=self.config.cluster.grace_s))
         loop, _ = self._serving.result()
         grace_s = 0.0 if self._failure else self.config.cluster.grace_s
@@ -268,7 +303,7 @@ class Service:
 
 
 def served_name(config: Config) -> str:
-    """What clients call the model: the setting, else its Hugging Face name or its folder's name.
+    """The model's name for clients: the setting, else its Hugging Face name or its folder's name.
 
     ConfigError for a name that responses cannot carry.
     """
@@ -278,7 +313,7 @@ def served_name(config: Config) -> str:
         name = folder.resolve().name
     if not name.isprintable() or len(name) > MAX_NAME_CHARS:
         raise ConfigError(
-            f"no client can call a model {shown(name)}; set server.served_model_name"
+            f"model name {shown(name)} is too long or not printable; set server.served_model_name"
         )
     return name
 
@@ -301,7 +336,7 @@ def open_pd_ports(config: Config) -> dict[str, socket.socket]:
 
 
 def check_ports(config: Config) -> None:
-    """ConfigError where the workers of a private Ray, on this host, would not each find a port."""
+    """ConfigError if `cluster.ports` has too few free ports for the workers of a private Ray."""
     ports = config.cluster.ports
     if ports is None or config.cluster.address != LOCAL:
         return
@@ -317,9 +352,9 @@ def check_ports(config: Config) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError where the address is in use, not this host's, or empty.
+    """A bound socket; ConfigError if the address is in use, not this host's, or empty.
 
-    An empty address would mean all interfaces, and no client could use it as a name.
+    An empty address would mean all interfaces, but clients could not connect to it.
     """
     if not host:
         raise ConfigError(

@@ -332,7 +332,7 @@ class Channel:
 
 
 class Peers:
-    """The channels of a worker by address, and what their links can do.
+    """The channels of a worker by address, with the reports of their links.
 
     A channel without hand-offs and without a stream is closed, as workers come and go. Those that
     were measured in advance stay.

@@ -5,14 +5,16 @@ router can hold either. Failures are errors of disagg.errors; a broken transport
 which does not say whether the peer is dead.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import grpc
 from google.protobuf.message import Message
 
+from disagg.errors import VersionError
 from disagg.protos.v1 import worker_pb2 as pb
 from disagg.transfer.messages import (
+    CONTROL_VERSION,
     Grant,
     Job,
     Parsed,
@@ -43,6 +45,9 @@ class WorkerHandler(Protocol):
         have:   by rid, how many outputs the caller has already
         router: the caller, which the worker follows from now on
         """
+
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        """Drop outputs that the router has: by rid, those below an index."""
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Forget an attempt and all before it, known or not, with their outputs."""
@@ -77,10 +82,16 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
     async def events(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for data in messages:  # a router sends one request
             request = parse(pb.EventsRequest, data)
+            _check_version(request.version, "the router")
             steps = handler.events(have=dict(request.have), router=request.router)
             async for step in steps:
                 for part in _parts(step.to_proto()):
                     yield part.SerializeToString()
+
+    async def acknowledge(data: bytes) -> bytes:
+        request = parse(pb.AcknowledgeRequest, data)
+        await handler.acknowledge(have=dict(request.have), router=request.router)
+        return pb.AcknowledgeResponse().SerializeToString()
 
     async def abort(data: bytes) -> bytes:
         request = parse(pb.AbortRequest, data)
@@ -95,13 +106,15 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
         return pb.FenceResponse().SerializeToString()
 
     async def status(data: bytes) -> bytes:
-        parse(pb.StatusRequest, data)
+        request = parse(pb.StatusRequest, data)
+        _check_version(request.version, "the router")
         answer = await handler.status()
         return answer.to_proto().SerializeToString()
 
     calls = {
         "Reserve": reserve,
         "Submit": submit,
+        "Acknowledge": acknowledge,
         "Abort": abort,
         "Fence": fence,
         "Status": status,
@@ -109,8 +122,24 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
     return rpc_handlers(WORKER_SERVICE, calls, {"Events": events})
 
 
+def _check_version(version: int, peer: str) -> None:
+    """VersionError unless a peer speaks our version; 0 is older than versions."""
+    if version != CONTROL_VERSION:
+        raise VersionError(
+            f"{peer} speaks version {version} of {WORKER_SERVICE}, this side {CONTROL_VERSION}:"
+            " run the same release on both"
+        )
+
+
+def _version_in(speaks: Iterable[str]) -> int:
+    """The version of this service that a worker speaks; 0: older than versions."""
+    versions = (x.removeprefix("control ") for x in speaks if x.startswith("control "))
+    version = next(versions, "0")
+    return int(version) if version.isdecimal() else 0
+
+
 def _parts(step: pb.EventsResponse) -> Iterator[pb.EventsResponse]:
-    """Split a step into messages that gRPC carries, however far behind the router is."""
+    """Split a step into messages that gRPC can carry."""
     part = pb.EventsResponse(load=step.load)
     nbytes = 0
     for event in step.events:
@@ -142,7 +171,8 @@ class WorkerClient(WorkerHandler):
         self, have: Mapping[str, int], router: str
     ) -> AsyncGenerator[StepEvents, None]:
         """Until the iterator is closed; PeerLostError if the stream breaks."""
-        request = pb.EventsRequest(have=have, router=router).SerializeToString()
+        message = pb.EventsRequest(have=have, router=router, version=CONTROL_VERSION)
+        request = message.SerializeToString()
         method = self._link.channel.unary_stream(f"/{WORKER_SERVICE}/Events")
         call = method(request, metadata=self._link.metadata)
         try:
@@ -151,6 +181,10 @@ class WorkerClient(WorkerHandler):
                     yield StepEvents.from_proto(parse(pb.EventsResponse, data))
         finally:
             call.cancel()
+
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        request = pb.AcknowledgeRequest(have=have, router=router)
+        await self._call("Acknowledge", request, pb.AcknowledgeResponse)
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         request = pb.AbortRequest(rid=rid, attempt=attempt, reason=reason)
@@ -161,7 +195,9 @@ class WorkerClient(WorkerHandler):
         await self._call("Fence", request, pb.FenceResponse)
 
     async def status(self) -> WorkerStatus:
-        response = await self._call("Status", pb.StatusRequest(), pb.StatusResponse)
+        request = pb.StatusRequest(version=CONTROL_VERSION)
+        response = await self._call("Status", request, pb.StatusResponse)
+        _check_version(_version_in(response.speaks), self._link.address)
         return WorkerStatus.from_proto(response)
 
     async def _call(

@@ -1,7 +1,7 @@
 """Frames over a plain socket that gRPC negotiated.
 
     receiver: Attach answers a port and a key ──► sender: connects, says hello with the key
-    hello, 24 bytes: magic · version · key │ then frames ► ◄ PushResponses, each behind its length
+    hello, 24 bytes: magic · version · key │ then frames ► ◄ PushResponses, each after its length
 
 One connection for each pair of workers: TCP, or TLS with the certificates of gRPC. A key opens one
 connection and expires soon. A connection without a valid hello is closed after 2 s, or earlier if

@@ -1,4 +1,4 @@
-"""What a link can do: measured with messages like those of hand-offs, or made slower on purpose.
+"""Links: measured with messages like those of hand-offs, or made slower on purpose.
 
 A slow or wrong transport is a failure that is easy to miss, so workers report what they measured.
 """
@@ -17,14 +17,14 @@ TRIPS = 5
 FIRST_BYTES = 64 << 10
 LONG_S = 0.02  # how long one probe may take on a slow link
 CALL_S = 5.0
-# a frame takes at most this long, unless it is of the least size: so a ping behind two is on time
+# a frame takes at most this long, unless it is of the least size: a ping after two is on time
 FRAME_S = 0.4
 LEAST_FRAME_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class LinkReport:
-    """What a link can do.
+    """Latency and bandwidth of a link.
 
     round_trip_ms: of an empty message, the best of several
     gbytes_per_s:  of frames one after another

@@ -9,7 +9,7 @@ raises RequestError for what no honest peer sends.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self, TypeVar
@@ -20,10 +20,14 @@ from disagg.config import EngineConfig
 from disagg.errors import CorruptFrameError, DisaggError, RequestError, error_from
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.wire import Ticket
+from disagg.wire import WIRE_VERSION, Ticket
 
 Parsed = TypeVar("Parsed", bound=Message)
 Json = TypeVar("Json", dict[str, Any], list[Any])
+
+# of worker.proto: raised with every change that a peer of another version would misread
+CONTROL_VERSION = 1
+VERSIONS = (f"control {CONTROL_VERSION}", f"wire {WIRE_VERSION}")
 
 
 def parse(message: type[Parsed], data: bytes) -> Parsed:
@@ -72,6 +76,7 @@ class WorkerInfo:
     room:       tokens of its own codec that its arena holds
     step_tokens: of prompts, the most that it computes in one step
     sizes:      bytes of two prompts, by tokens, under each listed codec
+    speaks:     versions and fingerprints; only workers with equal ones can hand over to each other
     """
 
     name: str
@@ -83,6 +88,7 @@ class WorkerInfo:
     room: int = 0
     step_tokens: int = EngineConfig.max_batch_tokens
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
+    speaks: tuple[str, ...] = ()
 
     def bytes_of(self, codec: str, tokens: int) -> float:
         """Of a prompt: linear in its tokens, through the two measured sizes.
@@ -95,6 +101,16 @@ class WorkerInfo:
         ).items()
         bytes_per_token = (long_bytes - short_bytes) / (long - short)
         return short_bytes + bytes_per_token * (tokens - short)
+
+
+def spoken(model: str, plans: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """What `WorkerInfo.speaks` says of a worker of this version.
+
+    model: its fingerprint
+    plans: spec and fingerprint of each plan that its settings list, its own first
+    """
+    fingerprints = [f"plan {spec} {fingerprint}" for spec, fingerprint in plans]
+    return (*VERSIONS, f"model {model}", *fingerprints)
 
 
 def serves(roles: Collection[Role]) -> bool:
@@ -113,8 +129,8 @@ class Job:
 
     rid: str
     attempt: int
-    prompt: tuple[int, ...]
-    emitted: tuple[int, ...] = ()
+    prompt: Sequence[int]
+    emitted: Sequence[int] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     codec: str = ""
     deadline_s: float = 300.0
@@ -219,13 +235,18 @@ class Submit:
 class Load:
     """How much a worker could take now, in bytes and sequences, and how many wait for room.
 
-    role: what it admits; None: the role it started with
+    role:      what it admits; None: the role it started with
+    step:      number of the engine's step that runs, or ran last
+    stalled_s: seconds without progress of the running step, which progresses with each layer of a
+               prompt; 0 while no step runs
     """
 
     free_bytes: int = 0
     slots: int = 0
     waiting: int = 0
     role: Role | None = None
+    step: int = 0
+    stalled_s: float = 0.0
 
     def to_proto(self) -> pb.Load:
         return pb.Load(
@@ -233,6 +254,8 @@ class Load:
             slots=self.slots,
             waiting=self.waiting,
             role=None if self.role is None else f"ROLE_{self.role.name}",
+            step=self.step,
+            stalled_s=self.stalled_s,
         )
 
     @classmethod
@@ -244,6 +267,8 @@ class Load:
             slots=message.slots,
             waiting=message.waiting,
             role=_role_from_proto(message.role) if has_role else None,
+            step=message.step,
+            stalled_s=message.stalled_s,
         )
 
 
@@ -320,17 +345,19 @@ class StepEvents:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a worker is and how busy: gauges by name, anything else as `info`."""
+    """State of a worker: gauges by name, anything else as `info`; `speaks` as in WorkerInfo."""
 
     epoch: int
     gauges: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    speaks: tuple[str, ...] = VERSIONS
 
     def to_proto(self) -> pb.StatusResponse:
         return pb.StatusResponse(
             epoch=self.epoch,
             gauges=self.gauges,
             info=json.dumps(self.info),
+            speaks=self.speaks,
         )
 
     @classmethod
@@ -339,7 +366,12 @@ class WorkerStatus:
         info: dict[str, Any] = {}
         if message.info:
             info = _parse_json("info", message.info, dict)
-        return cls(epoch=message.epoch, gauges=dict(message.gauges), info=info)
+        return cls(
+            epoch=message.epoch,
+            gauges=dict(message.gauges),
+            info=info,
+            speaks=tuple(message.speaks),
+        )
 
 
 # -- sender and receiver

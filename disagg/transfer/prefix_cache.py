@@ -1,4 +1,4 @@
-"""What prompts share on a decode worker: prefix blocks, found by their keys and cached.
+"""The prefix blocks that prompts share on a decode worker, cached under their keys.
 
     reserve   leading cached blocks        ──► records of the new prompt, with their digests
     commit    verified blocks              ──► cached under their keys
@@ -18,7 +18,7 @@ from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
 from disagg.kv.page import Kind
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.pool import Pool
-from disagg.kv.prefix_keys import PrefixBlock, content_keys, units_of
+from disagg.kv.prefix_keys import PrefixBlock, content_keys, prefix_blocks
 from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
@@ -53,7 +53,7 @@ class CachedBlock:
         return digests
 
     def spans(self) -> list[Span]:
-        """Where these items lie."""
+        """The addresses of these items."""
         page_of = dict(zip(self.block.records(), self.pages, strict=True))
         spans = []
         for kind, _, layer, record in self.block.items(self.group):
@@ -65,7 +65,7 @@ class CachedBlock:
 
 @dataclass(frozen=True)
 class PendingHandoff:
-    """What a reserved job holds until its commit: its records, and which items have arrived.
+    """The records of a reserved job until its commit, and the items that have arrived.
 
     keys:     of its prefix blocks, by layer group
     received: at first the items of cached blocks
@@ -168,7 +168,7 @@ class PrefixCache:
         packed_digests = array("Q", digests)
         block_pages = set[int]()
         for blocks, keys, state in zip(
-            units_of(plan, tokens), pending.keys, pending.groups, strict=True
+            prefix_blocks(plan, tokens), pending.keys, pending.groups, strict=True
         ):
             ids = state.ids_by_kind()
             for block, key in zip(reversed(blocks), reversed(keys), strict=True):
@@ -284,7 +284,7 @@ def _cached_items(
     digests: dict[int, int] = {}
     cached_tokens = tokens
     for group, blocks, cached_blocks in zip(
-        plan.groups, units_of(plan, tokens), cached, strict=True
+        plan.groups, prefix_blocks(plan, tokens), cached, strict=True
     ):
         group_tokens = group.dropped(tokens)  # of which no records are needed
         for block, cached_block in zip(blocks, cached_blocks, strict=False):

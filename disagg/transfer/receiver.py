@@ -2,7 +2,7 @@
 
     Attach, Renew, Commit ──► Receiver ──► Reservations ──► on_admit, on_drop: the engine
     Push, or a direct one ──► take    ──►      │
-                                               └──► arena: verified, then in place
+                                               └──► arena: verified, then copied
 
 Frames are verified and copied inline, at most 2 MiB at a time, so that nothing runs between a
 check and the copy. Every refusal reaches the sender with its name. Lives on the io loop; knows no

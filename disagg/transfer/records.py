@@ -54,8 +54,8 @@ class Tail:
 class Manifest:
     """The items of a prompt of `tokens` tokens under a plan, in the order of their indices.
 
-    Records that no token has touched are no items: the empty rows of the last raw record, and the
-    side record of a prompt without pages. Both sides have zeros there.
+    Records without tokens are no items: the empty rows of the last raw record, and the side record
+    of a prompt without pages. Both workers have zeros there.
 
     tails: partly filled raw records, by layer group
     runs:  indices of the items of one layer and kind, in the order of the items
@@ -161,8 +161,8 @@ class Manifest:
             has_layout = all(run.layout == group.page for run in state.runs)
             if counts != expected or shares_segment or not has_layout:
                 raise TransferError(
-                    f"{group.codec} leaves {counts} behind, sealed while decoding; a prompt of "
-                    f"{self.tokens} tokens is {expected}"
+                    f"the pages of {group.codec} that were sealed while decoding make {counts}; "
+                    f"a prompt of {self.tokens} tokens has {expected}"
                 )
 
 
@@ -197,11 +197,11 @@ def _row_spans(group: LayerGroup, rows: int) -> Iterator[Span]:
             yield start, plane.nbytes // RAW_TOKENS * rows
 
 
-# -- where items lie, and which have arrived
+# -- the addresses of items, and the items that arrived
 
 
 class Addresses:
-    """Where the items of one sequence lie in an arena, from the page ids of its groups."""
+    """The addresses of a sequence's items in an arena, from the page ids of its groups."""
 
     def __init__(self, manifest: Manifest, states: Sequence[GroupState]):
         self._manifest = manifest
@@ -285,7 +285,7 @@ class ArenaSource:
 
 @dataclass(frozen=True)
 class ReceivedItems:
-    """The items of a prompt that are verified and in place at a receiver.
+    """The items of a prompt that a receiver has verified and stored.
 
     digests: of these items, by index
     """

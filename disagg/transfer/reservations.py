@@ -9,7 +9,7 @@
                        └─► EXPIRED (lease over) · ABORTED (router, fence, attempt+1),
                            the latter from ADMITTED too, until the engine is done
 
-One thread calls it. A frame is checked, verified and put in place within one call. The names of
+One thread calls it. A frame is checked, verified and copied within one call. The names of
 ended reservations are remembered, so that late frames are refused by name and written nowhere.
 """
 
@@ -106,7 +106,7 @@ class State(StrEnum):
 class Reservation:
     """One hand-off at its decode worker.
 
-    pending:   what it holds; None once it was admitted or is over
+    pending:   its records and the items that arrived; None once it was admitted or is over
     channel:   on which its frames come
     pages:     page ids that other prompts may own too
     committed: a hash of the commit that was admitted, and `ack` the answer to it
@@ -130,14 +130,14 @@ class Reservation:
         self.verify_ms = 0.0
 
     def live(self) -> PendingHandoff:
-        """What it holds; ReservationError once it is over."""
+        """Its records; ReservationError once it is over."""
         if self.pending is not None:
             return self.pending
         kind = AbortedError if self.state is State.ABORTED else ReservationError
         raise kind(f"{self.name} is {self.state}: {self.reason}")
 
     def attached(self, ticket: Ticket, *states: State) -> PendingHandoff:
-        """What it holds; ReservationError unless the ticket is of its last attachment."""
+        """Its records; ReservationError unless the ticket is of its last attachment."""
         pending = self.live()
         if ticket.gen == self.gen and self.state in states:
             return pending
@@ -288,7 +288,7 @@ class Reservations:
         return tuple(over)
 
     def store(self, frame: PageFrame, channel: object) -> None:
-        """Verify a frame and put its items in place."""
+        """Verify a frame and copy its items to their addresses."""
         self.expire()
         reservation = self._find(frame.ticket)
         received = reservation.attached(frame.ticket, State.ATTACHED).received
@@ -311,7 +311,7 @@ class Reservations:
                 reservation.state = State.BROKEN
 
     def commit(self, commit: Commit) -> Ack:
-        """Admit a hand-off if all its items are in place, with the digests of the commit.
+        """Admit a hand-off if all its items are here, with the digests of the commit.
 
         TransferError if one is missing: a sender commits when all its frames were answered. The
         same commit again gets the same answer and admits nothing.
@@ -341,7 +341,7 @@ class Reservations:
             self._end(running, State.ADMITTED, "")
 
     def expire(self) -> None:
-        """End leases and forget names whose time is over. Every event begins with it."""
+        """End leases and forget old names. Every event begins with it."""
         now = self._clock()
         while self._live:
             first = next(iter(self._live.values()))
@@ -492,5 +492,5 @@ def _hash(commit: Commit) -> int:
     try:
         _, payload = pack(commit)
     except ValueError as error:
-        raise CorruptFrameError(f"a commit that nobody could pack: {error}") from error
+        raise CorruptFrameError(f"a commit that cannot be packed: {error}") from error
     return digest(payload)

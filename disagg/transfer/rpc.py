@@ -7,7 +7,7 @@ other exception is a bug: it is logged and answered INTERNAL. Knows no service a
 The grpc package bounds a message to a server by 4 MiB, the streams of a connection, and what a
 connection may send before a call is read, by the window of HTTP/2. A call without the token is
 refused before any message of it is read. grpc cannot bound the number of connections, nor how long
-one stays without a call: the ports of workers belong in a private network, or behind mutual TLS.
+one stays without a call: keep the ports of workers in a private network, or use mutual TLS.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The sending side of one hand-off: what is left to send, and who sends it. Lives on the io loop.
+"""The sending side of one hand-off: a queue of items and the task that sends them, on the io loop.
 
     owns:   OutgoingHandoff ──► Sender ──► SendQueue ──► Source: an arena and its addresses
     items:  offer ────────────► offer ───► offer                 pushed, as they become final
@@ -9,8 +9,8 @@ Nothing owned refers back to its owner, so a hand-off is freed as soon as its ta
 Channel carries all hand-offs between two workers and holds a sender only while it is attached.
 
 The engine's side never waits. The io loop's side survives broken channels: it attaches again and
-sends what the receiver lacks. It ends with statistics or with one typed error. Reserving and
-releasing at the receiver is the router's: a sender that is cancelled only stops.
+sends what the receiver lacks. It ends with statistics or with one typed error. The
+router reserves and releases at the receiver: a sender that is cancelled only stops.
 """
 
 import asyncio
@@ -62,13 +62,13 @@ Result = TypeVar("Result")
 
 
 class Source(Protocol):
-    """Reads the bytes of items where they lie."""
+    """Reads the bytes of items."""
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:
         """The bytes of each item."""
 
 
-# -- what a hand-off still has to send
+# -- the queue of a hand-off
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class SendQueue:
         last = max(peer_has, default=0)
         if last >= self.manifest.num_items:
             raise CorruptFrameError(
-                f"item {last} of {self.manifest.num_items} is there"
+                f"the receiver has item {last} of a prompt with {self.manifest.num_items} items"
             )
         self.peer_has = {
             index: peer_digest
@@ -275,7 +275,7 @@ class SendQueue:
         missing = self._not_encoded.intersection(items)
         if missing:
             raise TransferError(
-                f"{min(missing)} was there, so it was not encoded, and is there no more"
+                f"the receiver had {min(missing)}, so it was not encoded; now the receiver lacks it"
             )
         return self._source.read(items)
 
@@ -286,7 +286,7 @@ class SendQueue:
 class Sender:
     """Carries the queue of one hand-off over a channel, until the receiver has all of it.
 
-    attach: the router's reservation, with gen 0, and what both sides must agree on
+    attach: the router's reservation, with gen 0, and the fingerprints that must match
 
     ticket:     names the reservation and the attachment of now
     deadline:   on the monotonic clock
@@ -401,7 +401,7 @@ class Sender:
         return await self._channel.attach(self, attach)
 
     async def _push(self, attached: Attached) -> Ack:
-        """Send what the receiver lacks, and commit, on one attachment."""
+        """Send the items that the receiver lacks, and commit, on one attachment."""
         if attached.admitted:  # the acknowledgement was lost
             if not self._drained.is_set():
                 raise ReservationError(f"{self} was admitted before all of it was sent")

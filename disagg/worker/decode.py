@@ -78,7 +78,7 @@ class DecodeSide:
         if job.moved:
             emitted = self._emitted_elsewhere(job, commit)
         else:
-            emitted = job.emitted or (commit.first_token,)
+            emitted = tuple(job.emitted) or (commit.first_token,)
         logprobs = () if job.emitted else _read_extras(commit, "logprobs", _logprobs)
         self._jobs[request.rid] = job
         self.context.engine.submit(
@@ -109,7 +109,7 @@ class DecodeSide:
         if request.rid not in self._jobs:
             self._jobs[request.rid] = job
             self.context.engine.submit(
-                Prefill(request, None, job.emitted, job.waited_s)
+                Prefill(request, None, tuple(job.emitted), job.waited_s)
             )
 
     def move(self, submit: Submit) -> None:

@@ -2,6 +2,7 @@
 
 publish ──► record of the request ──► the router that follows
              │                        when it comes back, it gets the events that it lacks
+             ├── tokens that the router acknowledges are dropped
              └── forgotten when the router aborts the request: it is over, or given up
 
 A worker follows one router at a time: another one is refused until the first is gone.
@@ -93,6 +94,18 @@ class EventLog:
             if self._inbox is inbox:
                 self._inbox = None
 
+    def acknowledge(self, have: Mapping[str, int]) -> None:
+        """Drop tokens that the router has: by rid, those below an index.
+
+        The last event of a record stays, since it says which attempt the record is of.
+        """
+        for rid, num_tokens in have.items():
+            record = self._records.get(rid)
+            if record:
+                *earlier, last = record
+                lacked = [x for x in earlier if _is_lacked(x, num_tokens)]
+                record[:] = [*lacked, last]
+
     def last_event(self, rid: str, attempt: int) -> TokenEvent | None:
         """The last event of an attempt, unless it was forgotten."""
         record = self._records.get(rid, [])
@@ -114,9 +127,14 @@ class EventLog:
         for rid, record in self._records.items():
             num_tokens = have.get(rid, 0)
             for event in record:
-                is_new = event.index >= num_tokens
-                if is_new or event.token is None or event.finish_reason:
+                if _is_lacked(event, num_tokens):
                     yield event
 
     def _step(self, events: Iterable[TokenEvent]) -> StepEvents:
         return StepEvents(tuple(events), self._load())
+
+
+def _is_lacked(event: TokenEvent, num_tokens: int) -> bool:
+    """Whether a router that has `num_tokens` tokens of a request may lack this event."""
+    is_new = event.index >= num_tokens
+    return is_new or event.token is None or bool(event.finish_reason)

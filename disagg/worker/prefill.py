@@ -30,7 +30,8 @@ def request_of(job: Job, side: str) -> Request:
         params = SamplingParams(**job.sampling)
     except TypeError as error:
         raise RequestError(f"{job.name}: {error}") from None
-    return Request(f"{job.rid}#{job.attempt}/{side}", job.prompt, params, job.codec)
+    rid = f"{job.rid}#{job.attempt}/{side}"
+    return Request(rid, tuple(job.prompt), params, job.codec)
 
 
 @dataclass(eq=False)

@@ -26,6 +26,7 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.kernels.cpu.library import describe_backend
+from disagg.kv.plan import Plan
 from disagg.model.capacity import tokens_that_fit
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -40,6 +41,7 @@ from disagg.transfer.messages import (
     Work,
     WorkerInfo,
     WorkerStatus,
+    spoken,
 )
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import least_worth_sending
@@ -149,6 +151,11 @@ class WorkerService:
             async for step in steps:
                 yield step
 
+    async def acknowledge(self, have: Mapping[str, int], router: str) -> None:
+        """Drop outputs that the router has: by rid, those below an index."""
+        self.event_log.check(router)
+        self.event_log.acknowledge(have)
+
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free everything that an attempt holds, on either side."""
         self.reservations.abort(rid, attempt, reason)
@@ -184,13 +191,13 @@ class WorkerService:
             "backend": backend_of(self._runner),
             "tokens_fit": self._tokens_that_fit(free_bytes),
         }
-        return WorkerStatus(self.epoch, gauges, info)
+        return WorkerStatus(self.epoch, gauges, info, self._speaks())
 
     # -- calls of the worker that owns it
 
     def info(self, address: str) -> WorkerInfo:
         """How the worker can be reached, at its address, and what it holds."""
-        plans = map(self._engine.plan, self._config.listed)
+        plans = self._listed_plans()
         return WorkerInfo(
             self.name,
             self.role,
@@ -204,6 +211,7 @@ class WorkerService:
                 plan.spec: {tokens: plan.nbytes(tokens) for tokens in SIZES}
                 for plan in plans
             },
+            speaks=self._speaks(),
         )
 
     def on_step(self, output: StepOutput) -> None:
@@ -272,11 +280,25 @@ class WorkerService:
             )
         return replace(job, codec=job.codec or self._codec)
 
+    def _listed_plans(self) -> list[Plan]:
+        return [self._engine.plan(codec) for codec in self._config.listed]
+
+    def _speaks(self) -> tuple[str, ...]:
+        plans = [(plan.spec, plan.fingerprint) for plan in self._listed_plans()]
+        return spoken(self._runner.fingerprint, plans)
+
     def _load(self) -> Load:
         """What it could take now; something waits whenever it may not reserve."""
         engine = self._engine.load
         waiting = 0 if self._engine.may_reserve() else max(1, engine.waiting)
-        return Load(engine.free_bytes, engine.slots, waiting, self.role)
+        return Load(
+            free_bytes=engine.free_bytes,
+            slots=engine.slots,
+            waiting=waiting,
+            role=self.role,
+            step=self._engine.num_steps,
+            stalled_s=self._engine.stalled_s,
+        )
 
     def _tokens_that_fit(self, nbytes: int) -> int:
         """Tokens of its own codec, in prompts as long as the context."""

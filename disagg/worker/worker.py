@@ -2,6 +2,7 @@
 
     main thread     start, stop, wait
     engine thread   the only one that runs the model: engine.run(deliver)
+    watchdog        ends the process if a step of the engine never ends
     io thread       one asyncio loop: gRPC server and clients; `WorkerService` lives here
     between them    engine.submit(message)  and  loop.call_soon_threadsafe(StepOutput)
 
@@ -42,6 +43,7 @@ from disagg.transfer.messages import (
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.worker.service import WorkerService, backend_of
+from disagg.worker.watchdog import Watchdog
 
 POLL_S = 0.02
 # between two checks that a router follows: each takes the interpreter from the engine
@@ -96,6 +98,7 @@ class Worker:
         self._engine_thread = threading.Thread(
             target=self._run_engine, name=f"{name}-engine", daemon=True
         )
+        self._watchdog = Watchdog(name, self.engine, config.engine.stuck_s)
         self._failure: BaseException | None = None
 
     # -- from any thread
@@ -122,6 +125,7 @@ class Worker:
         self._io_thread.start()
         self._info.result()
         self._engine_thread.start()
+        self._watchdog.start()
         return self.info
 
     @property
@@ -175,6 +179,7 @@ class Worker:
             self._failure = error
             raise
         finally:
+            self._watchdog.stop()
             self._on_loop(self._begin_stop, 0.0)
 
     def _run_io(self) -> None:

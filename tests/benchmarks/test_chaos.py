@@ -1,17 +1,16 @@
-"""Streams that go on while workers are killed, frozen, drained and cut off."""
+"""Streams that go on while workers, hosts and the network fail."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
 
+from benchmarks import faults
 from benchmarks.chaos import ChaosOptions, FaultInjector, draw_chaos, measure_chaos
-from benchmarks.worker_group import WorkerProcess
 from disagg.bench.result import Row
-
-Fault = Callable[[WorkerProcess], Awaitable[None]]
+from disagg.transfer.messages import Role
 
 
 def check(result: Row) -> None:
@@ -24,45 +23,109 @@ def check(result: Row) -> None:
     assert result["left"] == {"processes": [], "ports": []}
 
 
-async def inject_each_fault(self: FaultInjector) -> list[Row]:
-    """One worker is killed and another frozen at once, then one is drained and one is cut off."""
-    rows = list[Row]()
+class Script(FaultInjector):
+    """Faults that a test chooses."""
 
-    async def inject(fault: Fault, role: str) -> None:
-        workers = self._group.workers.values()
-        worker = next(
-            x for x in workers if x.role == role and x.name not in self._faulty
+    def begin(self) -> None:
+        self.rows = list[Row]()
+
+    async def hit(self, fault: str, role: Role) -> None:
+        """Inject a fault at a worker of a role that has none."""
+        workers = self._group.workers.items()
+        name = next(
+            name
+            for name, worker in workers
+            if worker.role is role and name not in self._faulty
         )
-        rows.append({"worker": worker.name, "what": fault.__name__[1:]})
-        await self._inject(fault, worker)
+        self.rows.append({"worker": name, "what": fault})
+        await self._inject(fault, name)
 
-    async def more_answers() -> None:
+    async def hit_all(self, fault: str) -> None:
+        """Inject a fault of all workers."""
+        self.rows.append({"worker": "all", "what": fault})
+        await self._inject(fault, "all")
+
+    async def more_answers(self) -> None:
         before = self.completed
         while self.completed < before + 4:
             await asyncio.sleep(0.05)
 
-    await more_answers()
-    await asyncio.gather(inject(self._kill, "prefill"), inject(self._freeze, "decode"))
-    await more_answers()
+    def end(self) -> list[Row]:
+        self._over = True
+        return self.rows
+
+
+async def lose_four_workers(self: Script) -> list[Row]:
+    """One worker is killed and another frozen at once, then one is drained and one is cut off."""
+    self.begin()
+    await self.more_answers()
+    await asyncio.gather(
+        self.hit("kill", Role.PREFILL), self.hit("freeze", Role.DECODE)
+    )
+    await self.more_answers()
     while not self._group.router.table.moves:
-        await inject(self._drain, "decode")
-    await inject(self._cut_off, "decode")
-    await more_answers()
-    self._over = True
-    return rows
+        await self.hit("drain", Role.DECODE)
+    await self.hit("cut_off", Role.DECODE)
+    await self.more_answers()
+    return self.end()
+
+
+async def lose_hosts_and_the_network(self: Script) -> list[Row]:
+    """Workers that stand still for good and start badly; files and the router's network end."""
+    self.begin()
+    await self.more_answers()
+    await asyncio.gather(
+        self.hit("freeze_for_good", Role.PREFILL), self.hit("hang", Role.DECODE)
+    )
+    await self.more_answers()
+    await asyncio.gather(
+        self.hit("few_files", Role.DECODE), self.hit("bad_host", Role.PREFILL)
+    )
+    await self.hit_all("router_cut_off")
+    await self.more_answers()
+    return self.end()
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, script: object) -> Row:
+    monkeypatch.setattr("benchmarks.chaos.FaultInjector", Script)
+    monkeypatch.setattr(Script, "inject", script)
+    return measure_chaos(ChaosOptions(streams=6, tokens=60))
 
 
 @pytest.mark.timeout(600)
 def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FaultInjector, "inject", inject_each_fault)
-
-    result = measure_chaos(ChaosOptions(streams=6, tokens=60))
+    result = measure(monkeypatch, lose_four_workers)
 
     check(result)
     assert result["failed"] == 0
-    faults = {row["what"] for row in result["rows"]}
-    assert faults == {"kill", "freeze", "drain", "cut_off"}
+    names = {row["what"] for row in result["rows"]}
+    assert names == {"kill", "freeze", "drain", "cut_off"}
     assert "cut_off" in draw_chaos(result)
+
+
+@pytest.mark.timeout(600)
+def test_hosts_and_the_network_are_lost_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(faults, "REPLACE_S", 7.0)  # longer than a router waits
+
+    result = measure(monkeypatch, lose_hosts_and_the_network)
+
+    check(result)
+    assert result["failed"] == 0
+    assert len(result["rows"]) == 5
+
+
+def test_an_unknown_fault_is_refused(disagg) -> None:
+    output = disagg("bench chaos --fault flood", code=2)
+
+    assert "unknown fault 'flood'; known: bad_host, cut_off" in output.err
+
+
+def test_every_fault_is_described() -> None:
+    described = re.findall(r"^    (\w+)  ", str(faults.__doc__), re.M)
+
+    assert described == list(faults.ALL_FAULTS)
 
 
 @pytest.mark.chaos

@@ -4,6 +4,7 @@ Says how long a restart took (`-s`); such a log is benchmarks/results/restart.tx
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,7 +132,8 @@ def test_a_service_takes_over_the_workers_of_a_killed_one(address, tmp_path):
     _, error = first.communicate()
     assert "gRPC over TLS" in error
 
-    second = serve()
+    # workers do not use this setting, so they need no restart
+    second = serve("--set", "router.max_queue=7")
     state = home.service()
     wait_for(lambda: pids(state) == first_pids)
     answer = complete(state, {**BODY, "max_tokens": 8}, lambda piece: None)
@@ -158,8 +161,37 @@ def test_a_service_takes_over_the_workers_of_a_killed_one(address, tmp_path):
     other = serve("--codec", "raw")
     _, error = other.communicate(timeout=60)
     assert other.returncode == 2
-    assert "runs with other settings, until 30 s after its last router" in error
+    changed = "runs with other settings (codec), until 30 s after its last router"
+    assert changed in error
     wait_for(lambda: not alive(last_pids))
+
+
+def test_a_worker_that_cannot_start_leaves_the_others_serving(address, tmp_path):
+    """Three workers share two ports."""
+    home = Home(tmp_path)
+    ports = free_pair()
+    settings = [f"cluster.address={address}", f"cluster.ports=[{ports[0]},{ports[1]}]"]
+    sets = [option for each in settings for option in ("--set", each)]
+    process = home.start("serve", "--port", "0", "--colocated", "--prefill", "3", *sets)
+    state = home.service()
+
+    wait_for(lambda: len(pids(state)) == 2)
+    answer = complete(state, {**BODY, "max_tokens": 8}, lambda piece: None)
+
+    assert answer.completion_tokens == 8
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert re.search(r"both-\d at \S+ did not start: .*; trying again in 10 s", error)
+
+
+def free_pair() -> tuple[int, int]:
+    """Two free ports, one after the other."""
+    while True:
+        port = free_port()
+        with suppress(OSError):
+            socket.create_server(("", port + 1)).close()
+            return port, port + 1
 
 
 def test_forty_streams_go_on_when_their_router_is_killed(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 import pytest
 
 from disagg.cli.client import complete, get
 from disagg.cli.state_file import RunningService, read_state
 from tests.cli.conftest import PATIENCE_S, wait_for
 from tests.papers import make_papers
+from tests.processes import lives
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -192,6 +195,58 @@ def test_a_service_with_tls_finishes_answers_before_it_stops(home, tmp_path_fact
     assert process.returncode == 0
     assert any("gRPC over TLS" in line for line in err.splitlines())
     assert err.splitlines()[-1] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_worker_that_freezes_for_ever_is_replaced(home):
+    """Its stream goes on with the same text, and its process is gone."""
+    settings = ("--set", "cluster.replace_s=8", "--set", "router.silence_s=2")
+    process = home.start("serve", "--port", "0", *settings)
+    state = home.service()
+    body = {**BODY, "max_tokens": 200}
+    expected = complete(state, body, lambda piece: None).text
+    (victim,) = [w["pid"] for w in workers(state) if w["role"] == "decode"]
+    freeze = at_piece(20, lambda: os.kill(victim, signal.SIGSTOP))
+
+    answer = complete(state, body, freeze)
+
+    assert answer.text == expected
+    assert answer.completion_tokens == 200
+    wait_for(lambda: not lives(victim))
+    wait_for(lambda: idle(state))
+    process.terminate()
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    assert re.search(r"decode-0 at 127.0.0.1 was silent for \d+ s; killed", err)
+
+
+@pytest.mark.slow
+def test_keys_change_on_sighup(home, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("settings")
+    keys = folder / "keys"
+    keys.write_text("one\n")
+    config = folder / "service.yaml"
+    config.write_text(f"server: {{api_key_file: {keys}}}\n")
+    process = home.start("serve", "--port", "0", "--config", str(config))
+    state = home.service()
+    assert models_status(state, "one") == 200
+
+    keys.write_text("two\n")
+    config.write_text(f"codec: raw\nserver: {{api_key_file: {keys}}}\n")
+    process.send_signal(signal.SIGHUP)
+
+    wait_for(lambda: models_status(state, "two") == 200)
+    assert models_status(state, "one") == 401
+    process.terminate()
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    assert "these settings need a restart to change: codec\n" in err
+
+
+def models_status(state: RunningService, key: str) -> int:
+    """The status of a request with a key."""
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.get(f"{state.url}/v1/models", headers=headers).status_code
 
 
 def kill_after_pieces(

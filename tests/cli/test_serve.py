@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from disagg.cli.output import stages
+from disagg.cli.serve import reload_settings
 from disagg.cli.state_file import (
     RunningService,
     announced,
@@ -81,7 +83,7 @@ def test_an_end_that_hangs_is_cut_off():
 
     process = subprocess.run(command, capture_output=True, timeout=60)
 
-    assert process.stderr == b"stopped, though Ray answers no more\n"
+    assert process.stderr == b"stopped; Ray did not answer\n"
     assert process.returncode == 1
 
 
@@ -133,6 +135,69 @@ def test_a_state_file_that_others_may_write_is_refused(state_file):
         read_state(state_file)
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_may_write_is_refused(mode, state_file):
+    """Another user could put a file of his own in place of ours."""
+    write_state(state_file, service())
+    state_file.parent.chmod(mode)
+
+    for use in (read_state, lambda path: write_state(path, service())):
+        with pytest.raises(ConfigError, match="may be written by others"):
+            use(state_file)
+
+
+def test_a_folder_whose_files_others_cannot_rename_is_fine(state_file):
+    """Such as /tmp."""
+    state_file.parent.mkdir()
+    state_file.parent.chmod(0o1777)
+
+    write_state(state_file, service())
+
+    assert read_state(state_file) == service()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("which", ["file", "folder", "link to the folder"])
+def test_nothing_of_another_user_is_taken_for_ours(which, state_file, tmp_path):
+    write_state(state_file, service())
+    link = tmp_path / "link"
+    link.symlink_to(state_file.parent)
+    foreign = {"file": state_file, "folder": state_file.parent}.get(which, link)
+    os.chown(foreign, 65534, 65534, follow_symlinks=False)
+
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        read_state(link / state_file.name)
+
+
+def test_a_link_in_place_of_a_state_file_is_not_followed(state_file, tmp_path):
+    other = tmp_path / "other" / "disagg.json"
+    write_state(other, service())
+    state_file.parent.mkdir(mode=0o700)
+    state_file.symlink_to(other)
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_state(state_file)
+
+
+def test_a_file_is_checked_by_the_descriptor_that_is_read(state_file, monkeypatch):
+    """A name that points to another file after the check gives that file to nobody."""
+    write_state(state_file, service(1))
+    fstat = os.fstat
+
+    def swap_and_stat(descriptor: int) -> os.stat_result:
+        status = fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            state_file.unlink()
+            state_file.write_text("{}")
+        return status
+
+    monkeypatch.setattr(os, "fstat", swap_and_stat)
+
+    state = read_state(state_file)
+
+    assert state == service(1)
+
+
 def test_a_broken_state_file_is_refused(state_file):
     write_state(state_file, service())
     state_file.write_text("{")
@@ -152,7 +217,7 @@ def test_stop_signals_nothing_by_a_wrong_state_file(
 
     error = disagg("stop --state-file", state_file, code=2).err
 
-    assert "cannot be read: no process" in error
+    assert "cannot be read: process" in error
 
 
 def test_a_state_file_of_a_dead_process_is_no_service(state_file):
@@ -201,7 +266,7 @@ def test_a_service_is_not_announced_over_another_one(state_file):
     write_state(state_file, first)
 
     with (
-        pytest.raises(ConfigError, match="a service runs"),
+        pytest.raises(ConfigError, match="a service is already running"),
         announced(state_file, first),
     ):
         pass
@@ -339,6 +404,19 @@ def test_a_signal_while_workers_load_ends_the_service(
     assert not state_file.exists()
 
 
+def test_settings_that_cannot_be_read_again_change_nothing(capsys):
+    service = Mock()
+
+    def read_settings() -> Config:
+        raise ConfigError("config file service.yaml is not YAML")
+
+    reload_settings(service, read_settings)
+
+    service.reload.assert_not_called()
+    error = capsys.readouterr().err
+    assert error == "settings not read again: config file service.yaml is not YAML\n"
+
+
 def test_a_terminal_gets_one_line_that_changes(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
@@ -427,7 +505,7 @@ def test_a_model_with_a_bad_file_is_refused_before_a_start(
 def test_a_name_that_no_answer_can_carry_is_refused(name):
     config = load_config(None, {"server.served_model_name": name})
 
-    with pytest.raises(ConfigError, match="no client can call"):
+    with pytest.raises(ConfigError, match="model name"):
         served_name(config)
 
 
@@ -436,7 +514,7 @@ def test_status_shows_every_worker(announced_service, state_file, disagg):
     as_json = disagg("status --json --state-file", state_file).out
 
     assert "prefill" in printed
-    assert printed.endswith("decode: 1 of 2; more load, or wait for a place\n")
+    assert printed.endswith("decode: 1 of 2; more are loading or wait for resources\n")
     assert "prefill:" not in printed
     assert len(json.loads(as_json)["workers"]) == 2
 
@@ -490,7 +568,7 @@ def test_submit_says_when_the_service_that_it_waits_for_ends(
 
     error = disagg("submit Once --state-file", state_file, code=8).err
 
-    assert "no service runs" in error
+    assert "no service is running" in error
 
 
 def test_stop_ends_a_service_that_starts(state_file, disagg):
@@ -537,6 +615,16 @@ def test_show_config_prints_what_config_reads(tmp_path, disagg):
     path.write_text(disagg(f"serve --show-config {flags}").out)
 
     assert load_config(path) == load_config(None, settings)
+
+
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_show_config_prints_no_secret(form, disagg):
+    flags = f"--api-key hidden1 --set server.metrics_key=hidden2 {form}"
+
+    out = disagg(f"serve --show-config {flags}").out
+
+    assert "hidden" not in out
+    assert out.count("***") == 2
 
 
 def test_an_empty_key_in_the_environment_is_a_key(disagg, monkeypatch):
@@ -586,4 +674,4 @@ def test_the_model_may_be_named_without_a_flag(disagg):
 def test_a_model_named_with_and_without_a_flag_is_refused(disagg):
     output = disagg("serve small --model large", code=2)
 
-    assert "give one of them" in output.err
+    assert "two models" in output.err

@@ -59,7 +59,7 @@ WITHOUT_TIMES = {key: x for key, x in STATS.items() if not key.endswith("_ms")}
 TOO_SHORT = (
     "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n"
 )
-COMPUTED_WHOLE = "KV of 5 tokens: too few to hand off, computed whole at"
+COMPUTED_WHOLE = "KV of 5 tokens: too few to hand off; computed on the decode"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ TOO_LONG = "error: 4,097 tokens of a prompt and its answer are too"
     [
         ("eval --text /no/such", "error: no text '/no/such': no such file; 'python'"),
         ("eval --model no/such", "error: no model 'no/such'"),
-        ("eval --resume", "error: --resume goes on"),
+        ("eval --resume", "error: --resume continues"),
         ("bench compare --model no/such", "error: no model 'no/such'"),
         ("bench auto --tokens 4095", TOO_LONG),
         ("bench compare --tokens 4081", TOO_LONG),
@@ -410,5 +410,5 @@ def test_an_answer_that_differs_the_second_time_is_an_error(monkeypatch):
     monkeypatch.setattr(client, "complete", breaking_off([["ab"], ["ax"], []], []))
     monkeypatch.setattr(client, "_comes_back", lambda service: True)
 
-    with pytest.raises(TransferError, match="otherwise"):
+    with pytest.raises(TransferError, match="differs from the text"):
         client.persist(SERVICE, {"prompt": "x", "seed": 7}, lambda piece: None)

@@ -48,9 +48,12 @@ def test_scale_and_drain_ask_the_service_with_its_key(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["scale", "decoders=3"], "'decoders=3' is no prefill=NUMBER or decode=NUMBER"),
-        (["scale", "decode=many"], "'decode=many' is no"),
-        (["scale", "decode:3"], "'decode:3' is no"),
+        (
+            ["scale", "decoders=3"],
+            "'decoders=3': expected prefill=NUMBER or decode=NUMBER",
+        ),
+        (["scale", "decode=many"], "'decode=many': expected"),
+        (["scale", "decode:3"], "'decode:3': expected"),
         (["scale", "decode=2", "decode=3"], "'decode=2 decode=3' names a role twice"),
         (["drain", "e"], "unknown worker 'e'; known: d"),
         (["drain", "d?/ü"], "unknown worker 'd?/ü'; known: d"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -186,3 +186,36 @@ def test_small_prompts_pass_a_large_one_without_room_but_not_for_ever():
     assert num_refusals
     assert len(passed) > 10
     assert all(load.born[x] <= last for x in passed)
+
+
+def test_a_running_step_says_for_how_long_it_has_stalled():
+    class Slow(Load):
+        stalls: ClassVar[list[float]] = []
+
+        def forward(self, batch: Batch) -> Tensor:
+            logits = super().forward(batch)
+            self.stalls.append(self.engine.stalled_s)
+            return logits
+
+    load = Slow()
+    load.submit(1, length=5)
+
+    load.step()
+
+    assert load.stalls == [STEP_S]
+    assert load.engine.stalled_s == 0
+    assert load.engine.num_steps == 1
+
+
+def test_a_step_that_breaks_is_no_stalled_step():
+    class Broken(Load):
+        def forward(self, batch: Batch) -> Tensor:
+            raise ValueError("no")
+
+    load = Broken()
+    load.submit(1, length=5)
+
+    load.engine.step()
+    load.now += 100
+
+    assert load.engine.stalled_s == 0

@@ -113,8 +113,8 @@ def test_pages_sealed_behind_a_window_join_the_segment_that_the_first_one_began(
         fresh = take_records(group, growths, pool)
         append_tokens(group, growths, fresh)
         for seal in seal_tails(group, growths, fresh):
-            begun += seal.fresh
-            pool.release(seal.places.tail.tolist())
+            begun += seal.begins_segment
+            pool.release(seal.records.tail.tolist())
     assert state.dropped > 0
     assert begun == 1
 

@@ -61,7 +61,6 @@ def test_an_allocated_prompt_has_a_run_for_every_segment():
 
 def test_an_allocation_that_fails_takes_nothing():
     pool = make_pool(1 << 14)
-
     with pytest.raises(CapacityError):
         allocate_group(group(residual=0, segments=True), 2048, pool)
     assert pool.referenced_pages == 0
@@ -87,7 +86,7 @@ def test_behind_a_window_all_pages_are_dropped(window):
 
 
 @pytest.mark.parametrize("window", [16, 128, 1000])
-def test_a_segment_outlives_its_window_for_the_next_page(window):
+def test_before_a_window_a_segment_stays_for_the_next_page(window):
     """A new one would be made from tokens that a sequence that moved no longer has."""
     segmented = replace(group(64, segments=True), window=window)
     for n in range(5000):

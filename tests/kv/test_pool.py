@@ -170,7 +170,7 @@ def test_nothing_is_evicted_for_what_does_not_fit_anyway(pool, shape, count):
     assert pool.kept_keys() == [b"a"]
 
 
-def test_a_third_shape_evicts_the_least_recently_used(pool):
+def test_a_third_shape_evicts_the_least_recently_used_of_all(pool):
     keep(pool, b"a", 32)
     keep(pool, b"b", 12, ODD)
     pool.used([b"a"])
@@ -180,7 +180,7 @@ def test_a_third_shape_evicts_the_least_recently_used(pool):
 
 
 @pytest.mark.parametrize(("slabs", "spared"), [(16, 2), (200, 4)])
-def test_cached_pages_leave_an_eighth_of_slabs_at_most_four(slabs, spared):
+def test_cached_pages_leave_an_eighth_of_the_slabs_at_most_four(slabs, spared):
     pool = make_pool(slabs * SLAB_BYTES)
     for number in range(17 * slabs):
         keep(pool, b"%d" % number, 1)
@@ -217,7 +217,7 @@ def test_making_room_costs_what_it_evicts_and_not_what_is_kept():
     assert calls_to_make_room(4096) <= calls_to_make_room(512)
 
 
-def test_stale_places_in_the_order_of_use_do_not_pile_up(pool):
+def test_stale_entries_of_the_heap_do_not_pile_up(pool):
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
     for _ in range(500):

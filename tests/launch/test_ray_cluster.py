@@ -1,461 +1,166 @@
-"""Deaths are told and the dead replaced, also when a replacement does not start at first."""
+"""Deaths are reported and the dead replaced; workers scale, drain and outlive a front end."""
 
 import os
-import socket
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from disagg.config import Config, load_config
+from disagg.config import load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
-from disagg.launch import ray_cluster as launch
-from disagg.launch.ray_actor import WorkerActor
-from disagg.launch.ray_cluster import Actor, Cluster
-from disagg.launch.resources import gpu_share, worker_config
-from disagg.transfer.messages import Role, WorkerInfo
-from disagg.transfer.security import Authority
+from disagg.launch import actors, ray_cluster, ray_connection
+from disagg.launch.ray_cluster import Cluster
+from disagg.launch.retry_pauses import LONGEST_PAUSE_S
+from disagg.launch.worker_names import WorkerNames
+from disagg.transfer.messages import Role, WorkerInfo, serves
+from tests.launch.fakes import LOADING, Call, FakeCluster, Handle, fake_node, loaded
 
-LOADING = object()  # an outcome that is not there yet
-
-
-@dataclass(eq=False)
-class Call:
-    """A call through Ray: done or not, its value or error, and its arguments."""
-
-    done: bool = False
-    value: Any = None
-    arguments: tuple[object, ...] | None = None
-
-    def remote(self, *arguments: object) -> "Call":
-        self.arguments = arguments
-        return self
+pytestmark = pytest.mark.usefixtures("no_ray")
+ON_A_CLUSTER = {"cluster.address": "any:1", "cluster.name": "mine"}
 
 
-@dataclass(eq=False)
-class Handle:
-    """An actor. `watch` is the call that ends with it."""
-
-    watch: Call = field(default_factory=Call)
-    stop: Call = field(default_factory=Call)
-    assume: Call = field(default_factory=Call)
-    meet: Call = field(default_factory=lambda: Call(done=True, value=[]))
-    doing: Call = field(default_factory=lambda: Call(done=True, value=""))
-
-
-class FakeCluster(Cluster):
-    """Workers that start at once, with the outcomes given; then well."""
-
-    def __init__(self, *outcomes: Any, config: Config | None = None):
-        super().__init__(config or Config())
-        self.outcomes = list(outcomes)
-        self.handles: dict[str, Handle] = {}
-        self.connected, self.there = 0, True
-        self._addresses = [("ray", 1)]
-        self.told: list[str] = []
-
-    def _load(self, role: Role, name: str) -> Actor:
-        self.handles[name] = Handle()
-        outcome = self.outcomes.pop(0) if self.outcomes else None
-        actor = Actor(
-            role, name, self.handles[name], Call(outcome is not LOADING, outcome)
-        )
-        if outcome is None:
-            self.loaded(actor)
-        return actor
-
-    def loaded(self, actor: Actor) -> None:
-        """It can be reached."""
-        actor.call.done = True
-        actor.call.value = WorkerInfo(actor.name, actor.role, "127.0.0.1:1", epoch=1)
-
-    def connect(self) -> None:
-        self.connected += 1
-        self.there = True
-
-    def kill(self, name: str) -> None:
-        self.handles[name].watch.done = True
-
-    def step(self) -> list[str]:
-        """One look; what it told."""
-        self.told = []
-        launch.knock = lambda host, port: self.there  # type: ignore[assignment]
-        self.poll(
-            lambda up: self.told.append(f"+{up.name}"),
-            lambda x: self.told.append(f"-{x}"),
-        )
-        return self.told
-
-
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(calls: Any, timeout: float | None = None) -> Any:
-        if isinstance(calls, list):
-            return [get(each) for each in calls]
-        if isinstance(calls.value, Exception):
-            raise calls.value
-        return calls.value
-
-    def wait(
-        calls: list[Call], timeout: float | None = None
-    ) -> tuple[list[Call], list[Call]]:
-        assert calls, "Ray refuses to wait for nothing"
-        assert timeout is not None or any(call.done for call in calls), (
-            "this would be for ever"
-        )
-        return [call for call in calls if call.done][:1], []
-
-    monkeypatch.setattr(launch, "knock", lambda host, port: True)
-    monkeypatch.setattr(launch.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(launch.ray, "get", get)
-    monkeypatch.setattr(launch.ray, "wait", wait)
-    monkeypatch.setattr(launch, "RETRY_S", 0.0)
+def running_actors(monkeypatch, *names: str) -> list[dict[str, str]]:
+    """The named actors of a Ray that also runs another service."""
+    named = [{"name": name, "namespace": "mine"} for name in names]
+    named.append({"name": "decode-7", "namespace": "another"})
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: named)
+    return named
 
 
 @pytest.fixture
-def cluster(no_ray: None) -> FakeCluster:
-    """A prefill and a decode worker that serve."""
-    serving = FakeCluster()
-    serving.start()
-    return serving
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """The actors that were killed."""
+    handles: list[Handle] = []
+    monkeypatch.setattr(ray, "kill", handles.append)
+    return handles
 
 
-def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(caplog):
-    cluster = FakeCluster()
-    assert [started.name for started in cluster.start()] == ["prefill-0", "decode-0"]
-    assert cluster.step() == []
-    cluster.kill("decode-0")
-    assert cluster.step() == ["-decode-0"]
-    assert caplog.messages == ["decode-0 ended; another one starts"]
-    assert cluster.step() == ["+decode-0.1"]
-    cluster.kill("decode-0.1")
-    assert [cluster.step(), cluster.step()] == [["-decode-0.1"], ["+decode-0.2"]]
+# -- start
 
 
-RAY_MESSAGE = """The actor died unexpectedly before finishing this task.
-\tclass_name: DecodeWorker
-\tpid: 31213
-\tip: 192.0.2.2
-The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit
-detail: Worker unexpectedly exits with a connection error code 2."""
+def test_start_returns_the_workers_that_serve():
+    infos = FakeCluster().start()
+
+    assert [info.name for info in infos] == ["prefill-0", "decode-0"]
 
 
-class DiedError(RayActorError):
-    """Ray's error of a dead process, with its text as Ray 2.60 writes it."""
-
-    def __str__(self) -> str:
-        return RAY_MESSAGE
-
-
-def test_the_log_says_which_process_died(cluster, caplog):
-    cluster.handles["decode-0"].watch.value = DiedError()
-    cluster.kill("decode-0")
-    cluster.step()
-
-    (message,) = caplog.messages
-    assert message == (
-        "decode-0 ended: its process 31213 at 192.0.2.2 was killed or crashed "
-        "(Ray: SYSTEM_ERROR); another one starts"
-    )
-
-
-def test_what_takes_workers_long_is_told_once_while_they_load():
+def test_start_reports_each_stage_of_loading_once(monkeypatch):
     cluster = FakeCluster(LOADING, LOADING)
-    reports, news = [], iter(["", "kernels", "kernels", "steps"])
+    stages = iter(["", "kernels", "kernels", "steps"])
 
-    def look(*loading: Actor) -> str:
-        doing = next(news, None)
-        for actor in loading if doing is None else ():
-            cluster.loaded(actor)
-        cluster.handles["decode-0"].doing.value = doing or ""
-        return Cluster._doing(cluster, *loading)
+    def progress(loading):
+        stage = next(stages, None)
+        if stage is None:
+            for actor in loading:
+                loaded(actor)
+            return ""
+        cluster.handles["decode-0"].doing.value = stage
+        return reported(loading)
 
-    cluster._doing = look  # type: ignore[method-assign]
+    reported = actors.progress
+    monkeypatch.setattr(actors, "progress", progress)
+    reports: list[str] = []
+
     cluster.start(reports.append)
+
     assert reports == ["kernels", "steps"]
 
 
-@pytest.mark.parametrize("failure", [RayActorError(), ("model", "the file is gone")])
-def test_a_replacement_that_does_not_start_is_tried_again(failure):
-    cluster = FakeCluster(None, None, failure, failure)
-    cluster.start()
-    cluster.kill("prefill-0")
-    steps = [cluster.step() for _ in range(4)]
-    assert steps == [["-prefill-0"], [], [], ["+prefill-0.3"]]
+def test_a_worker_with_slow_links_does_not_hide_those_of_others():
+    config = load_config(None, {"cluster.prefill": 2})
+    cluster = FakeCluster(None, None, LOADING, config=config)
+    slow, fast = [cluster._load(Role.PREFILL, f"prefill-{i}") for i in range(2)]
+    for actor in slow, fast:
+        actor.enter()
+    cluster.handles["prefill-0"].meet = Call()
+    cluster.handles["prefill-1"].meet = Call(done=True, value=["link to decode-0"])
+
+    assert actors.measure_links([slow, fast]) == ["prefill-1: link to decode-0"]
 
 
 @pytest.mark.parametrize("early", [(0, 2), (0, 3), (1, 2), (1, 3)])
-def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(early):
+def test_start_waits_for_one_worker_of_each_role(early):
     names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     config = load_config(None, {"cluster.prefill": 2, "cluster.decode": 2})
     outcomes = [None if i in early else LOADING for i in range(4)]
     cluster = FakeCluster(*outcomes, config=config)
-    assert [started.name for started in cluster.start()] == [names[i] for i in early]
+
+    infos = cluster.start()
+
+    assert [info.name for info in infos] == [names[i] for i in early]
+
+
+def test_workers_that_load_longer_than_the_start_are_reported():
+    config = load_config(None, {"cluster.prefill": 2, "cluster.decode": 2})
+    cluster = FakeCluster(None, LOADING, None, LOADING, config=config)
+    cluster.start()
     assert cluster.step() == []
+
     for actor in [actor for actor in cluster._actors if actor.info is None]:
-        cluster.loaded(actor)
+        loaded(actor)
         assert cluster.step() == [f"+{actor.name}"]
 
 
-@pytest.mark.parametrize(
-    ("running", "taken", "next_one"),
-    [
-        ([], ["prefill-0", "prefill-1", "decode-0"], ".1"),
-        (["decode-0.3"], ["prefill-0", "prefill-1", "decode-0.3"], ".4"),
-        (["prefill-1", "decode-2.1", "decode-0"], None, ".2"),
-        (["prefill-0.2"], ["prefill-0.2", "prefill-0", "decode-0"], ".3"),
-    ],
-)
-def test_a_front_end_takes_over_all_workers_of_its_name(
-    running, taken, next_one, monkeypatch
-):
-    named = [{"name": name, "namespace": "mine"} for name in running]
-    named.append({"name": "decode-7", "namespace": "of another"})
-    monkeypatch.setattr(
-        launch.ray.util, "list_named_actors", lambda all_namespaces: named
-    )
-    take_kept(monkeypatch)
-    flags = {"cluster.address": "any:1", "cluster.name": "mine", "cluster.prefill": 2}
-    cluster = FakeCluster(config=load_config(None, flags))
-    names = [name for _, name in cluster._initial_names()]
-    assert names == (taken or ["prefill-1", "prefill-0", "decode-0", "decode-2.1"])
-    cluster._load_another(Role.DECODE)
-    assert cluster._actors[-1].name == f"decode-0{next_one}"
+def test_a_worker_that_cannot_start_ends_the_start_with_its_error():
+    cluster = FakeCluster(ModelError("no such model"))
 
-
-def test_the_next_front_end_has_as_many_workers_as_were_asked_for(monkeypatch):
-    named: list[dict[str, str]] = []
-    monkeypatch.setattr(
-        launch.ray.util, "list_named_actors", lambda all_namespaces: named
-    )
-    take_kept(monkeypatch)
-    config = load_config(None, {"cluster.address": "any:1"})
-    first = FakeCluster(config=config)
-    first.start()
-    first.scale(None, 2)
-    named += [
-        {"name": name, "namespace": "disagg"} for name in ("prefill-0", "decode-0")
-    ]
-    names = [name for _, name in FakeCluster(config=config)._initial_names()]
-    assert names == ["prefill-0", "decode-0", "decode-1"]
-    named.clear()
-    assert (
-        len(FakeCluster(config=config)._initial_names()) == 2
-    )  # of a service that ended
-
-
-def test_workers_that_do_both_stay_as_many_as_they_are():
-    cluster = FakeCluster(config=load_config(None, {"cluster.colocated": True}))
-    assert [started.name for started in cluster.start()] == ["both-0"]
-    cluster.step()
-    assert list(cluster.handles) == ["both-0"]
-    with pytest.raises(ConfigError, match="do both"):
-        cluster.scale(None, 2)
-
-
-def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch):
-    killed: list[Handle] = []
-    monkeypatch.setattr(launch.ray, "kill", killed.append)
-    cluster = FakeCluster(None, LOADING, LOADING, None)
-    names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
-    cluster._adopted = names[:2]
-    cluster._actors = [cluster._load(Role.DECODE, name) for name in names]
-    for actor in cluster._actors[0], cluster._actors[3]:
-        cluster._enter(actor)
-    cluster.close()
-    assert killed == [cluster.handles[name] for name in names if name != "decode-0"]
-
-
-def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch):
-    take_kept(monkeypatch)
-
-    def agree(**flags: str) -> Authority:
-        overrides = {key.replace("_", ".", 1): value for key, value in flags.items()}
-        return Cluster(
-            load_config(None, {"cluster.address": "any:1"} | overrides)
-        )._shared_authority()
-
-    first = agree()
-    assert first.certificate
-    assert agree() == first
-    assert agree(security_plane="token") == Authority(first.token)
-    other = agree(cluster_name="other")
-    assert other.token != first.token
-
-
-def test_others_are_watched_while_a_replacement_loads(cluster):
-    cluster.kill("prefill-0")
-    cluster.step()
-    cluster._actors[-1].call.done = False
-    cluster.kill("decode-0")
-    assert cluster.step() == ["-decode-0"]
-    assert cluster.step() == ["+decode-0.2"]
-
-
-def test_more_workers_load_and_one_of_too_many_changes_what_it_does(cluster, caplog):
-    cluster.scale(2, 2)
-    assert [cluster.step() for _ in range(3)] == [[], ["+prefill-1.1"], ["+decode-1.2"]]
-    cluster.scale(1, 3)
-    assert cluster.step() == []
-    assert cluster.handles["prefill-1.1"].assume.arguments == (Role.DECODE,)
-    cluster.scale(None, 1)
-    cluster.step()
-    leaving = {
-        name
-        for name, handle in cluster.handles.items()
-        if handle.stop.arguments is not None
-    }
-    assert leaving == {"prefill-1.1", "decode-1.2"}
-    for name in sorted(leaving):
-        cluster.kill(name)
-        assert cluster.step() == [f"-{name}"]
-    assert (cluster.step(), caplog.messages) == ([], [])
-
-
-def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(
-    caplog, monkeypatch
-):
-    cluster = FakeCluster(None, None, LOADING)
-    cluster.start()
-    for number in (2, 1):
-        cluster.scale(None, number)
-        cluster.step()
-    loading = cluster._actors[-1]
-    assert cluster.handles[loading.name].stop.arguments == (launch.DRAIN_S,)
-    loading.call.done, loading.call.value = True, RayActorError()
-    assert [cluster.step(), len(cluster._actors), caplog.messages] == [[], 2, []]
-    shell = WorkerActor.__new__(WorkerActor)
-    shell._loaded = False
-    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
-    with pytest.raises(SystemExit):
-        shell.stop()
-
-
-def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off(
-    monkeypatch,
-):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    cluster = FakeCluster(None, None, *[LOADING] * 1000)
-    cluster.start()
-    cluster.scale(None, 1000)
-    cluster.step()
-    cluster.step()
-    assert len(cluster.handles) == 4
-    cluster.scale(None, 1)
-    cluster.step()
-    stopped = [handle.stop.arguments is not None for handle in cluster.handles.values()]
-    assert stopped == [False, False, True, True]
-
-
-def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name(cluster):
-    cluster.drain("decode-0")
-    stop = cluster.handles["decode-0"].stop
-    assert (cluster.step(), stop.arguments) == ([], None)
-    assert (cluster.step(), stop.arguments) == (["+decode-0.1"], (launch.DRAIN_S,))
-    cluster.kill("decode-0")
-    assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
-
-
-def test_a_worker_that_leaves_when_the_next_front_end_comes_ends_without_a_word(caplog):
-    cluster = FakeCluster(
-        None, WorkerInfo("decode-0", Role.NONE, "127.0.0.1:1", epoch=1)
-    )
-    cluster.start()
-    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
-    cluster.kill("decode-0")
-    assert [cluster.step(), cluster.step(), caplog.messages] == [["-decode-0"], [], []]
-
-
-def test_a_front_end_takes_over_though_a_worker_ends_meanwhile():
-    cluster = FakeCluster(None, RayActorError())
-    cluster._adopted = ["prefill-0", "decode-0"]
-    assert [started.name for started in cluster.start()] == ["prefill-0"]
-    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
-
-
-def test_what_cannot_be_wanted_is_refused_by_name(cluster):
-    with pytest.raises(ConfigError, match="0 decode"):
-        cluster.scale(1, 0)
-    cluster._gpus = 2
-    with pytest.raises(
-        ConfigError, match="this host has 2 GPUs, room for 2 of 3 workers"
-    ):
-        cluster.scale(None, 2)
-    assert cluster.target_counts == {"prefill": 1, "decode": 1}
-    with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
-        cluster.drain("decode-7")
-
-
-def test_a_worker_that_breaks_says_what_broke_it_and_not_where():
-    where = "\x1b[36mray::start()\x1b[39m (pid=7)\n  File ...\nMemoryError: 90 TiB"
-    for error in (MemoryError("90 TiB"), RuntimeError("90 TiB")):
-        failure = RayTaskError("start", where, error, "ray::start", 7, "1.1.1.1")
-        with pytest.raises(
-            PeerLostError, match=rf"started: {type(error).__name__}: 90 TiB$"
-        ):
-            FakeCluster(failure.as_instanceof_cause()).start()
-
-
-def test_a_worker_that_cannot_start_is_an_error_at_the_start():
     with pytest.raises(ModelError, match="no such model"):
-        FakeCluster(("model", "no such model")).start()
+        cluster.start()
 
 
-def test_a_lost_ray_starts_anew_with_all_workers_as_often_as_they_serve_between(
-    cluster,
-):
-    for i in range(1, 2 * launch.RESTARTS):
-        cluster.there = False
-        ups = [x for _ in range(3) for x in cluster.step()]
-        assert cluster.connected == i
-        assert [x[0] for x in ups] == ["-", "-", "+", "+"]
-        assert sum(x.startswith("+prefill-0.") for x in ups) == 1
-        assert sum(x.startswith("+decode-0.") for x in ups) == 1
+def test_one_bad_host_does_not_stop_the_start(monkeypatch, key_values, caplog):
+    running_actors(monkeypatch)
+    counts = {"cluster.prefill": 64, "cluster.decode": 64}
+    config = load_config(None, ON_A_CLUSTER | counts)
+    cluster = FakeCluster(ConfigError("no module disagg"), config=config)
+
+    infos = cluster.start()
+
+    assert serves([info.role for info in infos])
+    assert caplog.messages == [
+        "prefill-0 at 192.0.2.2 did not start: no module disagg; trying again in 10 s"
+    ]
 
 
-def test_a_ray_that_is_lost_before_anything_serves_is_not_started_for_ever(cluster):
-    cluster.outcomes = [LOADING] * 2 * launch.RESTARTS
-    for _ in range(launch.RESTARTS):
-        cluster.there = False
-        cluster.step()
-    cluster.there = False
-    with pytest.raises(PeerLostError, match="4 times"):
-        cluster.step()
+def test_a_role_without_a_worker_ends_the_start(monkeypatch, key_values, caplog):
+    running_actors(monkeypatch)
+    config = load_config(None, ON_A_CLUSTER | {"cluster.decode": 2})
+    failures = [ModelError("no such model"), ModelError("no such file")]
+    cluster = FakeCluster(LOADING, *failures, config=config)
+
+    with pytest.raises(ModelError, match="no such file"):
+        cluster.start()
+
+    assert len(caplog.messages) == 1
 
 
-def test_a_busy_ray_is_there(monkeypatch):
-    monkeypatch.undo()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        host, port = server.getsockname()
-        assert launch.knock(host, port)
-        monkeypatch.setattr(socket, "create_connection", late)
-        assert launch.knock(host, port)
-        monkeypatch.undo()
-    assert not launch.knock(host, port)
+def test_a_failed_worker_of_the_start_is_tried_again(monkeypatch, key_values):
+    running_actors(monkeypatch)
+    config = load_config(None, ON_A_CLUSTER | {"cluster.decode": 2})
+    cluster = FakeCluster(None, ModelError("gone"), None, config=config)
+    cluster.start()
+
+    early = [cluster.step() for _ in range(3)]
+    cluster.now_s = 10.0
+
+    assert early == [[], [], []]
+    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
 
 
-PLACES = [
-    (0, 1, 1, 0),
-    (2, 1, 1, 1),
-    (8, 1, 1, 1),
-    (1, 1, 1, 1 / 2),
-    (4, 2, 4, 1 / 2),
-    (3, 3, 4, 1 / 3),
-]
+@pytest.mark.parametrize("cause", [MemoryError, RuntimeError])
+def test_the_error_of_a_broken_worker_is_its_last_line(cause):
+    """Ray's text is a traceback with colours."""
+    trace = "\x1b[36mray::start()\x1b[39m (pid=7)\n  File ...\nMemoryError: 90 TiB"
+    failure = RayTaskError("start", trace, cause("90 TiB"), "ray::start", 7, "1.1.1.1")
+    cluster = FakeCluster(failure.as_instanceof_cause())
+
+    with pytest.raises(PeerLostError, match=rf"started: {cause.__name__}: 90 TiB$"):
+        cluster.start()
 
 
-@pytest.mark.parametrize(("gpus", "prefill", "decode", "share"), PLACES)
-def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
-    flags = {"cluster.prefill": prefill, "cluster.decode": decode}
-    assert gpu_share(gpus, load_config(None, flags)) == share
-    assert not gpus or gpus * int(1 / share) >= prefill + decode
-    assert gpu_share(gpus, load_config(None, flags | {"model.device": "cpu"})) == 0.0
-
-
-ON_OUR_RAY = [
+PRIVATE_PLACES = [
     (
         {"cluster.gpus": 1},
         0,
@@ -472,69 +177,441 @@ ON_OUR_RAY = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "gpus", "message"), ON_OUR_RAY)
-def test_workers_that_would_wait_for_ever_on_our_ray_are_refused(
+@pytest.mark.parametrize(("flags", "gpus", "message"), PRIVATE_PLACES)
+def test_workers_without_room_on_a_private_ray_are_refused(
     flags, gpus, message, monkeypatch
 ):
-    node = {
-        "Resources": {"CPU": 2.0, "GPU": float(gpus)},
-        "NodeManagerAddress": "",
-        "NodeID": "",
-    }
-    monkeypatch.setattr(launch.ray, "init", Mock())
-    monkeypatch.setattr(launch.ray, "nodes", lambda: [node | {"NodeManagerPort": 1}])
-    monkeypatch.setattr(
-        launch.ray, "get_runtime_context", lambda: Mock(gcs_address="here:1")
-    )
-    monkeypatch.setattr(launch.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray_connection, "ray", fake_node(gpus))
+    cluster = Cluster(load_config(None, flags), Mock(token="t", folder=""))
+
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        Cluster(load_config(None, flags), Mock(token="t", folder="")).connect()
+        cluster.connect()
 
 
-POOLS = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
+# -- deaths
 
 
-SHARED = [
-    ({"cluster.decode": 2}, {}, 4),
-    ({"cluster.decode": 2}, {"CPU": 6.0}, 2),
-    ({"cluster.decode": 20}, {}, 1),
-    ({"engine.torch_threads": 7}, {}, 7),
-    (POOLS, {"prefill": 1}, 12),
-    (POOLS, {"decode": 2, "CPU": 12.0}, 6),
-    (POOLS, {"decode": 8}, 3),
-    (POOLS, {"prefill": 1, "decode": 2}, 4),
-    (POOLS, {}, 12),
-]
+def test_a_dead_worker_is_reported_and_replaced_under_a_new_name(cluster, caplog):
+    cluster.kill("decode-0")
+
+    assert [cluster.step(), cluster.step()] == [["-decode-0"], ["+decode-0.1"]]
+    assert caplog.messages == ["decode-0 ended; another one starts"]
 
 
-@pytest.mark.parametrize(("flags", "resources", "threads"), SHARED)
-def test_the_cores_of_a_host_are_shared_by_workers_that_fit(
-    flags, resources, threads, monkeypatch
+def test_a_replacement_is_replaced_too(cluster):
+    cluster.kill("decode-0")
+    cluster.step()
+    cluster.step()
+
+    cluster.kill("decode-0.1")
+
+    assert [cluster.step(), cluster.step()] == [["-decode-0.1"], ["+decode-0.2"]]
+
+
+def test_nothing_is_reported_while_all_workers_serve(cluster):
+    assert cluster.step() == []
+
+
+class DiedError(RayActorError):
+    """Ray's error of a dead process, with its text as Ray 2.60 writes it."""
+
+    def __str__(self) -> str:
+        return RAY_MESSAGE
+
+
+RAY_MESSAGE = """The actor died unexpectedly before finishing this task.
+\tclass_name: DecodeWorker
+\tpid: 31213
+\tip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit
+detail: Worker unexpectedly exits with a connection error code 2."""
+
+
+def test_the_log_says_which_process_died(cluster, caplog):
+    cluster.handles["decode-0"].watch.value = DiedError()
+    cluster.kill("decode-0")
+
+    cluster.step()
+
+    assert caplog.messages == [
+        "decode-0 ended: its process 31213 at 192.0.2.2 was killed or crashed "
+        "(Ray: SYSTEM_ERROR); another one starts"
+    ]
+
+
+FAILURES = [RayActorError(), ModelError("the file is gone")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["of Ray", "of ours"])
+def test_a_replacement_that_does_not_start_is_tried_again(failure):
+    cluster = FakeCluster(None, None, failure, failure)
+    cluster.start()
+    cluster.kill("prefill-0")
+    steps = []
+
+    for _ in range(6):
+        steps.append(cluster.step())
+        cluster.now_s += LONGEST_PAUSE_S
+
+    assert steps == [["-prefill-0"], [], [], [], [], ["+prefill-0.3"]]
+
+
+def test_failed_starts_are_tried_after_growing_pauses(caplog):
+    """The log says which host it was, and why."""
+    failure = ModelError("the file is gone")
+    cluster = FakeCluster(None, None, failure, failure, failure)
+    cluster.start()
+    cluster.kill("prefill-0")
+    attempts = []
+
+    for now_s in range(0, 100, 5):
+        cluster.now_s = now_s
+        num_handles = len(cluster.handles)
+        cluster.step()
+        if len(cluster.handles) > num_handles:
+            attempts.append(now_s)
+
+    assert attempts == [0, 15, 40, 85]  # 5 s later each has failed
+    assert caplog.messages[1:] == [
+        f"prefill-0.{number} at 192.0.2.2 did not start: the file is gone; "
+        f"trying again in {pause_s} s"
+        for number, pause_s in [(1, 10), (2, 20), (3, 40)]
+    ]
+
+
+def test_a_place_that_pauses_does_not_keep_another_empty():
+    config = load_config(None, {"cluster.decode": 2})
+    cluster = FakeCluster(None, None, None, ModelError("gone"), config=config)
+    cluster.start()
+    cluster.step()
+    cluster.kill("decode-0")
+    cluster.step()
+    cluster.step()
+
+    cluster.kill("decode-1")
+
+    assert [cluster.step(), cluster.step()] == [["-decode-1"], ["+decode-1.2"]]
+
+
+def test_the_watch_rests_while_every_place_pauses(monkeypatch):
+    cluster = FakeCluster(None, None, ModelError("gone"), ModelError("gone"))
+    cluster.start()
+    rests: list[float] = []
+    monkeypatch.setattr(cluster._closing, "wait", rests.append)
+    for name in list(cluster.handles):
+        cluster.kill(name)
+    for _ in range(4):
+        cluster.step()
+    assert rests == []
+
+    cluster.step()
+
+    assert rests == [ray_cluster.CHECK_S]
+
+
+def test_a_drained_worker_stays_while_its_replacement_fails():
+    cluster = FakeCluster(None, None, ModelError("gone"))
+    cluster.start()
+
+    cluster.drain("decode-0")
+    for _ in range(3):
+        cluster.step()
+
+    assert stopped(cluster) == []
+
+
+# -- silence
+
+
+def test_a_silent_worker_is_killed_and_replaced(cluster, killed, caplog):
+    news = cluster.step(decode_0=61.0)
+
+    assert news == ["-decode-0"]
+    assert killed == [cluster.handles["decode-0"]]
+    assert caplog.messages == ["decode-0 at 192.0.2.2 was silent for 61 s; killed"]
+    assert cluster.step() == ["+decode-0.1"]
+
+
+def test_a_worker_that_is_silent_for_a_shorter_time_stays(cluster, killed):
+    assert cluster.step(decode_0=59.0) == []
+    assert killed == []
+
+
+def test_replace_s_sets_how_long_a_worker_may_be_silent(killed):
+    cluster = FakeCluster(config=load_config(None, {"cluster.replace_s": 5}))
+    cluster.start()
+
+    cluster.step(prefill_0=6.0)
+
+    assert killed == [cluster.handles["prefill-0"]]
+
+
+def test_a_loading_worker_is_never_silent(cluster, killed):
+    cluster.outcomes = [LOADING]
+    cluster.scale(None, 2)
+    cluster.step()
+
+    cluster.step(**{"decode_1.1": 100.0})
+
+    assert killed == []
+
+
+# -- a lost Ray
+
+
+def test_others_are_watched_while_a_replacement_loads(cluster):
+    cluster.kill("prefill-0")
+    cluster.step()
+    cluster._actors[-1].call.done = False
+
+    cluster.kill("decode-0")
+
+    assert [cluster.step(), cluster.step()] == [["-decode-0"], ["+decode-0.2"]]
+
+
+def test_a_lost_ray_restarts_with_all_workers(cluster):
+    """As often as it is lost, if workers serve in between."""
+    for i in range(1, 2 * ray_cluster.RESTARTS):
+        cluster.connection.lost = True
+        news = [line for _ in range(3) for line in cluster.step()]
+
+        assert cluster.connection.num_reopened == i
+        assert [line[0] for line in news] == ["-", "-", "+", "+"]
+        assert sum(line.startswith("+prefill-0.") for line in news) == 1
+        assert sum(line.startswith("+decode-0.") for line in news) == 1
+
+
+def test_a_ray_lost_before_a_worker_serves_is_given_up(cluster):
+    cluster.outcomes = [LOADING] * 2 * ray_cluster.RESTARTS
+    for _ in range(ray_cluster.RESTARTS):
+        cluster.connection.lost = True
+        cluster.step()
+    cluster.connection.lost = True
+
+    with pytest.raises(PeerLostError, match="4 times"):
+        cluster.step()
+
+
+# -- the next front end
+
+
+@pytest.mark.parametrize(
+    ("running", "expected", "replacement"),
+    [
+        ([], ["prefill-0", "prefill-1", "decode-0"], "decode-1.1"),
+        (["decode-0.3"], ["prefill-0", "prefill-1", "decode-0.3"], "decode-1.4"),
+        (
+            ["prefill-1", "decode-2.1", "decode-0"],
+            ["prefill-1", "prefill-0", "decode-0", "decode-2.1"],
+            "decode-1.2",
+        ),
+        (["prefill-0.2"], ["prefill-0.2", "prefill-0", "decode-0"], "decode-1.3"),
+    ],
+    ids=["none", "a replacement", "more than asked for", "a prefill worker"],
+)
+def test_a_front_end_takes_over_all_workers_of_its_name(
+    running, expected, replacement, monkeypatch, key_values
 ):
-    """Of pools as many as fit there."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    engine = worker_config(
-        load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, resources
-    ).engine
-    assert (engine.memory_share, engine.torch_threads) == (0.4, threads)
+    running_actors(monkeypatch, *running)
+    config = load_config(None, ON_A_CLUSTER | {"cluster.prefill": 2})
+    cluster = FakeCluster(config=config)
+
+    cluster.start()
+
+    assert list(cluster.handles) == expected
+    cluster._load_more(Role.DECODE, 1)
+    assert cluster._actors[-1].name == replacement
 
 
-def take_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What front ends keep in Ray stays here."""
-    stored: dict[tuple[str, bytes], bytes] = {}
+def test_the_next_front_end_keeps_the_scaled_counts(monkeypatch, key_values):
+    running_actors(monkeypatch)
+    config = load_config(None, ON_A_CLUSTER)
+    first = FakeCluster(config=config)
+    first.start()
+    first.scale(None, 2)
+    running_actors(monkeypatch, "prefill-0", "decode-0")
 
-    def put(
-        key: bytes, value: str, overwrite: bool = True, namespace: str = ""
-    ) -> None:
-        if overwrite or (namespace, key) not in stored:
-            stored[namespace, key] = value.encode()
+    second = FakeCluster(config=config)
+    second.start()
 
-    get = "_internal_kv_get"
-    monkeypatch.setattr(
-        launch.internal_kv, get, lambda key, namespace: stored.get((namespace, key))
-    )
-    monkeypatch.setattr(launch.internal_kv, "_internal_kv_put", put)
+    assert list(second.handles) == ["prefill-0", "decode-0", "decode-1"]
 
 
-def late(*arguments: object, **options: object) -> None:
-    raise TimeoutError
+def test_the_counts_of_a_service_that_ended_do_not_stay(monkeypatch, key_values):
+    running_actors(monkeypatch)
+    config = load_config(None, ON_A_CLUSTER)
+    first = FakeCluster(config=config)
+    first.start()
+    first.scale(None, 2)
+
+    second = FakeCluster(config=config)
+    second.start()
+
+    assert len(second.handles) == 2
+
+
+def test_an_adopted_worker_that_ends_meanwhile_is_replaced(monkeypatch, key_values):
+    running_actors(monkeypatch, "prefill-0", "decode-0")
+    cluster = FakeCluster(None, RayActorError(), config=load_config(None, ON_A_CLUSTER))
+
+    infos = cluster.start()
+
+    assert [info.name for info in infos] == ["prefill-0"]
+    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
+
+
+def test_close_kills_workers_that_serve_or_are_its_own(killed):
+    """A worker of another front end, which still serves that one, stays."""
+    cluster = FakeCluster(None, LOADING, LOADING, None)
+    names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    cluster._names = WorkerNames(names[:2])
+    cluster._actors = [cluster._load(Role.DECODE, name) for name in names]
+    for actor in cluster._actors[0], cluster._actors[3]:
+        actor.enter()
+
+    cluster.close()
+
+    assert killed == [cluster.handles[name] for name in names if name != "decode-0"]
+
+
+# -- scaling and draining
+
+
+def test_scaling_up_loads_workers(cluster):
+    cluster.scale(2, 2)
+
+    steps = [cluster.step() for _ in range(3)]
+
+    assert steps == [[], ["+prefill-1.1"], ["+decode-1.2"]]
+
+
+def test_a_surplus_worker_changes_its_role(cluster):
+    cluster.scale(2, 2)
+    for _ in range(3):
+        cluster.step()
+
+    cluster.scale(1, 3)
+
+    assert cluster.step() == []
+    assert cluster.handles["prefill-1.1"].assume.arguments == (Role.DECODE,)
+
+
+def test_surplus_workers_leave_without_a_word_in_the_log(cluster, caplog):
+    cluster.scale(1, 3)
+    for _ in range(3):
+        cluster.step()
+
+    cluster.scale(None, 1)
+    cluster.step()
+
+    leaving = stopped(cluster)
+    assert leaving == ["decode-1.1", "decode-2.2"]
+    for name in leaving:
+        cluster.kill(name)
+        assert cluster.step() == [f"-{name}"]
+    assert cluster.step() == []
+    assert caplog.messages == []
+
+
+def test_a_loading_worker_that_is_surplus_ends_without_a_word(caplog):
+    cluster = FakeCluster(None, None, LOADING)
+    cluster.start()
+    for count in (2, 1):
+        cluster.scale(None, count)
+        cluster.step()
+    loading = cluster._actors[-1]
+    stop = cluster.handles[loading.name].stop
+
+    loading.call.done = True
+    loading.call.value = RayActorError()
+
+    assert stop.arguments == (ray_cluster.DRAIN_S,)
+    assert cluster.step() == []
+    assert len(cluster._actors) == 2
+    assert caplog.messages == []
+
+
+def test_a_private_ray_loads_a_few_workers_at_a_time(monkeypatch):
+    """So that the rest can be called off."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    cluster = FakeCluster(None, None, *[LOADING] * 1000)
+    cluster.start()
+    cluster.scale(None, 1000)
+    cluster.step()
+    cluster.step()
+    assert len(cluster.handles) == 4
+
+    cluster.scale(None, 1)
+    cluster.step()
+
+    assert stopped(cluster) == ["decode-1.1", "decode-2.2"]
+
+
+def test_a_drained_worker_leaves_once_its_replacement_serves(cluster):
+    cluster.drain("decode-0")
+
+    assert cluster.step() == []
+    assert stopped(cluster) == []
+    assert cluster.step() == ["+decode-0.1"]
+    assert stopped(cluster) == ["decode-0"]
+    assert cluster.handles["decode-0"].stop.arguments == (ray_cluster.DRAIN_S,)
+
+
+def test_the_end_of_a_drained_worker_is_reported(cluster):
+    cluster.drain("decode-0")
+    cluster.step()
+    cluster.step()
+
+    cluster.kill("decode-0")
+
+    assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
+
+
+def test_a_worker_that_was_leaving_already_ends_without_a_word(caplog):
+    leaving = WorkerInfo("decode-0", Role.NONE, "127.0.0.1:1", epoch=1)
+    cluster = FakeCluster(None, leaving)
+    cluster.start()
+    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
+
+    cluster.kill("decode-0")
+
+    assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
+    assert caplog.messages == []
+
+
+def test_workers_that_do_both_cannot_be_scaled():
+    cluster = FakeCluster(config=load_config(None, {"cluster.colocated": True}))
+    cluster.start()
+    cluster.step()
+
+    with pytest.raises(ConfigError, match="do both"):
+        cluster.scale(None, 2)
+
+    assert list(cluster.handles) == ["both-0"]
+
+
+def test_a_count_of_zero_is_refused(cluster):
+    with pytest.raises(ConfigError, match="0 decode"):
+        cluster.scale(1, 0)
+
+
+def test_a_count_without_room_is_refused(cluster):
+    cluster.connection.gpus = 2
+
+    with pytest.raises(
+        ConfigError, match="this host has 2 GPUs, room for 2 of 3 workers"
+    ):
+        cluster.scale(None, 2)
+
+    assert cluster.target_counts == {"prefill": 1, "decode": 1}
+
+
+def test_draining_an_unknown_worker_is_refused(cluster):
+    with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
+        cluster.drain("decode-7")
+
+
+def stopped(cluster: FakeCluster) -> list[str]:
+    """The workers that were asked to stop, in order of their names."""
+    handles = sorted(cluster.handles.items())
+    return [name for name, handle in handles if handle.stop.arguments is not None]

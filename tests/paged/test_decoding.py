@@ -114,7 +114,7 @@ def test_decoded_pages_of_gear_have_the_smaller_rank() -> None:
         (torch.int32, torch.int32),
     ],
 )
-def test_other_dtypes_are_refused_before_a_page_is_sealed(dtypes) -> None:
+def test_k_and_v_of_other_dtypes_are_refused_before_a_seal(dtypes) -> None:
     cache = make_cache("kivi:residual=0", prompt=60, total=63)
     k, v = realistic(2, 64, 64)
     k = k[:, -1:].to(dtypes[0])
@@ -163,7 +163,7 @@ def test_a_window_hides_tokens_wherever_they_lie(spec: str, window: int) -> None
 
 
 @pytest.mark.parametrize("spec", ["raw", "int8", "kivi:bits=4", "fp8", "pertoken"])
-def test_pages_dropped_behind_a_window_change_no_answer(spec: str) -> None:
+def test_dropped_pages_before_a_window_change_no_bit(spec: str) -> None:
     cache = make_cache(spec, prompt=700, total=900)
     cache.group = replace(cache.group, window=400)
     q = gaussian(4, 3, 64, seed=7)

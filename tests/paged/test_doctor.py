@@ -94,7 +94,7 @@ def test_plans_that_are_sound_pass():
     check_plans([PLAN], 8, CPU)
 
 
-def test_plans_are_checked_with_their_models_tails_and_queries(monkeypatch):
+def test_plans_are_checked_with_tails_and_queries_of_their_model(monkeypatch):
     examined = Mock(wraps=examine)
     monkeypatch.setattr(doctor_module, "examine", examined)
     shape = KVShape(2, 2, 64, "bfloat16", (None, None))

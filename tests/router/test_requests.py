@@ -23,7 +23,9 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
-from disagg.router.requests import MOVE_TOKENS, SPEAKS_S, Phase
+from disagg.router.moves import MOVE_TOKENS
+from disagg.router.request_state import Phase, token_array
+from disagg.router.requests import SPEAKS_S
 from disagg.transfer.messages import (
     Grant,
     Job,
@@ -41,13 +43,17 @@ ROOM = Load(1 << 30, 10)
 
 def job(rid: str = "r", tokens: int = 3, length: int = 4) -> Job:
     """Its prompt begins as no other does."""
-    prompt = (sum(rid.encode()),) * tokens
+    prompt = token_array((sum(rid.encode()),) * tokens)
     return Job(rid, 0, prompt, sampling={"max_tokens": length}, deadline_s=100.0)
 
 
 def at(job: Job, attempt: int, *emitted: int, age_s: float = 0.0) -> Job:
     return replace(
-        job, attempt=attempt, emitted=emitted, deadline_s=100.0 - age_s, waited_s=age_s
+        job,
+        attempt=attempt,
+        emitted=token_array(emitted),
+        deadline_s=100.0 - age_s,
+        waited_s=age_s,
     )
 
 
@@ -319,7 +325,11 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
         AbortAttempt(x, "r", 1) for x in {"p", *survivors}
     }
     (reserve,) = only(Reserve, again)
-    assert (reserve.job.attempt, reserve.job.emitted, reserve.job.moved) == (2, (7,), 0)
+    assert (reserve.job.attempt, reserve.job.emitted, reserve.job.moved) == (
+        2,
+        token_array([7]),
+        0,
+    )
 
 
 def left(giver: str) -> Rules:
@@ -351,7 +361,11 @@ def test_what_never_arrives_of_a_worker_that_left_is_computed_again(
     actions = table.tick(1.0 + SPEAKS_S) + join(table, f"{giver}3", 7.0)
     assert AbortAttempt(taker, "r", 1) in actions
     (reserve,) = only(Reserve, actions)
-    assert (reserve.job.attempt, reserve.job.emitted, reserve.job.moved) == (2, (7,), 0)
+    assert (reserve.job.attempt, reserve.job.emitted, reserve.job.moved) == (
+        2,
+        token_array([7]),
+        0,
+    )
 
 
 def test_an_error_of_who_takes_over_from_a_worker_that_left_blames_those_that_are_here() -> (
@@ -595,8 +609,8 @@ def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
     assert FailRequest("r", error) in started().refused("p", "r", 1, error, 0.0)
 
 
-def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
-    table, error, now = started(), LayoutError("another plan"), 0.0
+def test_a_lasting_error_fails_after_three_attempts() -> None:
+    table, error, now = started(), DisaggError("a bug"), 0.0
     for attempt in (1, 2):
         table.refused("p", "r", attempt, error, now)
         now += 1.0

@@ -15,9 +15,9 @@ from hypothesis.stateful import (
 
 from disagg.config import RouterConfig
 from disagg.errors import CapacityError, DisaggError, PeerLostError
-from disagg.router import requests
+from disagg.router import moves
 from disagg.router.actions import AbortAttempt, Action, Reserve, Start, TokenOutput
-from disagg.router.requests import Phase
+from disagg.router.request_state import Phase
 from disagg.transfer.messages import (
     Grant,
     Job,
@@ -68,7 +68,7 @@ class Interleavings(RuleBasedStateMachine):
     @initialize(deaths=st.sampled_from([2, 3, 1000]))
     def begin(self, deaths: int) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(requests, "MOVE_TOKENS", 0)
+        self.patch.setattr(moves, "MOVE_TOKENS", 0)
         self.table = Rules(RouterConfig(max_attempts=deaths, deadline_s=1e9))
         self.now = 0.0
         self.workers: dict[str, FakeWorker] = {}

@@ -14,7 +14,8 @@ from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
 from disagg.router.router import Router, WorkerConnection
 from disagg.server.app import create_app
-from disagg.server.completions import Completions, ServedModel
+from disagg.server.completions import Completions
+from disagg.server.reader import ServedModel
 from disagg.transfer.messages import Role, WorkerInfo, WorkerStatus
 from tests.model.tiny import byte_tokenizer
 

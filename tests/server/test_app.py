@@ -2,17 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 from unittest.mock import AsyncMock
 
+import httpx
 import pytest
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
+from disagg.server import app as app_module
+from disagg.server import choices as choices_module
+from disagg.server import merge
+from disagg.server import responses as responses_module
 from disagg.server.app import create_app
+from disagg.server.merge import merged
 from disagg.server.output_text import TextDelta
-from disagg.server.responses import merged
 from tests.server.conftest import KV, A, completions_of
 from tests.server.visits import ask, assert_counted, chat, events, post, refused, send
 
@@ -186,6 +191,132 @@ def test_an_error_in_mid_stream_is_an_event(app, router):
     router.go.set()
     *_, last = events(post(app, max_tokens=9, stream=True).text)
     assert last["error"]["type"] == "peer_lost"
+
+
+WAITING = ": waiting"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may arrive for no time at all before a stream says that it waits."""
+    monkeypatch.setattr(merge, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(merge, "WAIT_S", 0.0)
+
+
+def stream_until(app: Any, is_enough: Callable[[str], bool], then: Any) -> str:
+    """A streamed answer; `then` is called once its beginning is enough."""
+    body = json.dumps(ask(stream=True)).encode()
+    arrived = iter([{"type": "http.request", "body": body, "more_body": False}])
+    text = ""
+
+    async def receive() -> dict[str, Any]:
+        for message in arrived:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def sent(message: Any) -> None:
+        nonlocal text
+        text += str(message.get("status", "")) + message.get("body", b"").decode()
+        if is_enough(text):
+            then()
+
+    async def scene() -> None:
+        async with asyncio.timeout(30):
+            await app(SCOPE, receive, sent)
+
+    asyncio.run(scene())
+    return text
+
+
+def test_a_stream_that_waits_begins_and_says_so(app, router, impatient):
+    """Proxies close a connection that is silent for a minute."""
+    router.pause_at = 0
+
+    text = stream_until(app, lambda text: text.count(WAITING) == 2, router.go.set)
+
+    assert text.startswith(f"200{WAITING}\n\n{WAITING}\n\n")
+    chunks = events(text.replace(WAITING, "").removeprefix("200"))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcd"
+
+
+def test_an_error_after_a_wait_is_an_event(app, router, impatient):
+    router.pause_at = 0
+    router.breaks = QueueFullError("no room")
+
+    text = stream_until(app, lambda text: WAITING in text, router.go.set)
+
+    *_, last = events(text.replace(WAITING, "").removeprefix("200"))
+    assert last["error"] == {
+        "message": "no room",
+        "type": "queue_full",
+        "param": None,
+        "code": 429,
+    }
+
+
+def test_an_answer_that_is_not_streamed_is_written_when_it_is_whole(
+    app, router, impatient
+):
+    router.refuses = QueueFullError("no room")
+
+    assert refused(post(app), 429, "queue_full")
+
+
+@pytest.mark.parametrize("ask", [post, chat])
+def test_a_long_answer_is_written_in_pieces(ask, app, monkeypatch):
+    fields = {"n": 2, "logprobs": 2}
+    if ask is chat:
+        fields = {"n": 2, "logprobs": True, "top_logprobs": 2}
+    whole = ask(app, **fields)
+
+    monkeypatch.setattr(app_module, "MAX_PIECE", 10)
+    monkeypatch.setattr(choices_module, "MAX_PIECE", 10)
+    in_pieces = ask(app, **fields)
+
+    names = {"id", "created"}
+    expected, body = whole.json(), in_pieces.json()
+    assert {key: body[key] for key in body.keys() - names} == {
+        key: expected[key] for key in expected.keys() - names
+    }
+    assert "content-length" in whole.headers
+    assert "content-length" not in in_pieces.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_log_probabilities_are_written_in_parts(stream, app, monkeypatch):
+    fields = {"logprobs": 1, "echo": True, "stream": stream}
+    expected = scores_of(post(app, **fields))
+
+    monkeypatch.setattr(responses_module, "MAX_CHUNK_SCORES", 2)
+
+    assert scores_of(post(app, **fields)) == expected
+
+
+def scores_of(response: httpx.Response) -> tuple[str, list[str], list[int], str]:
+    """Text, tokens, offsets and end of an answer; of a stream, all its chunks together."""
+    is_stream = response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response.text) if is_stream else [response.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    return (
+        "".join(choice["text"] for choice in choices),
+        [token for each in logprobs for token in each["tokens"]],
+        [offset for each in logprobs for offset in each["text_offset"]],
+        choices[-1]["finish_reason"],
+    )
+
+
+def test_a_delta_is_cut_by_its_log_probabilities():
+    scores = tuple((token, None) for token in range(5))
+    delta = TextDelta("abc", 7, finish_reason="stop", scores=scores)
+
+    parts = [*delta.parts(2)]
+
+    assert [part.text for part in parts] == ["abc", "", ""]
+    assert [len(part.scores) for part in parts] == [2, 2, 1]
+    assert [part.finish_reason for part in parts] == [None, None, "stop"]
+    assert [*delta.parts(5)] == [delta]
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tiny):
         ours = RunningService(service.url, 0, "one", pem["tls_certificate"])
         assert complete(ours, body, lambda piece: None).completion_tokens == 3
         assert get(replace(ours, token="owner"), "/status")["model"] == "tiny"
-        with pytest.raises(DisaggError, match="no key of this service"):
+        with pytest.raises(DisaggError, match="API key is missing"):
             get(replace(ours, token=""), "/status")
         with pytest.raises(
             PeerLostError, match=r"CERTIFICATE_VERIFY_FAILED.*\); SSL_CERT_FILE"

@@ -1,16 +1,31 @@
-"""A client that is silent in the middle of a request is not waited for; one that listens is."""
+"""Slow and silent clients, too many connections, and the limit of open files."""
 
 import asyncio
+import errno
+import json
+import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from starlette.types import ASGIApp
 
 from disagg.config import ServerConfig
-from disagg.server.connections import http_server
+from disagg.server import connections
+from disagg.server.connections import (
+    BODY_RATE,
+    Arrival,
+    ConnectionLimits,
+    LoopErrors,
+    http_server,
+)
 from disagg.server.service import bind
+from tests.papers import make_papers
 
+CONFIG = ServerConfig(silence_s=0.2, idle_s=0.2)
 GET = b"GET /version HTTP/1.1\r\nHost: here\r\n"
 BODY = b'{"prompt": "abc", "max_tokens": 4, "stream": true}'
 POST = (
@@ -21,10 +36,10 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[int]:
+async def serving(app: ASGIApp, config: ServerConfig = CONFIG) -> AsyncIterator[int]:
     """The port of a service that waits little for silent clients."""
     listening = bind("127.0.0.1", 0)
-    server = http_server(app, ServerConfig(silence_s=0.2))
+    server = http_server(app, config)
     run = asyncio.create_task(server.serve([listening]))
     try:
         async with asyncio.timeout(30):
@@ -64,6 +79,34 @@ def test_a_connection_is_closed_whose_client_says_no_more(data, answers, app):
     assert asyncio.run(scene()).count(b"HTTP/1.1 200") == answers
 
 
+@pytest.mark.parametrize("pieces", [GET, POST + BODY], ids=["header", "body"])
+def test_a_client_that_trickles_a_request_is_cut_off(pieces, app):
+    """However short its pauses are."""
+
+    async def scene() -> bytes:
+        async with serving(app) as port:
+            reader, writer = await send(port, pieces[:-20])
+            answer = asyncio.ensure_future(reader.read())
+            while not answer.done():
+                writer.write(b"X")
+                await asyncio.sleep(0.02)
+            return await answer
+
+    assert asyncio.run(scene()) == b""
+
+
+def test_a_connection_stays_open_between_requests(app):
+    async def scene() -> int:
+        async with serving(app, replace(CONFIG, idle_s=60.0)) as port:
+            idle, idle_writer = await send(port, GET + b"\r\n")
+            silent, _writer = await send(port, GET)
+            await silent.read()  # closed after silence_s
+            idle_writer.write(GET + b"Connection: close\r\n\r\n")
+            return (await idle.read()).count(b"HTTP/1.1 200")
+
+    assert asyncio.run(scene()) == 2
+
+
 def test_who_waits_for_an_answer_may_be_silent(app, router):
     router.pause_at = 1
 
@@ -77,3 +120,95 @@ def test_who_waits_for_an_answer_may_be_silent(app, router):
             await waiting.readuntil(b"[DONE]")
 
     asyncio.run(scene())
+
+
+def test_a_header_has_one_deadline_however_much_arrives():
+    arrival = Arrival(began=100.0, heard_at=100.0)
+
+    arrival.add(10_000, now=119.0)
+
+    assert arrival.deadline(20.0, in_body=False) == 120.0
+
+
+def test_a_body_has_to_come_at_a_least_rate():
+    arrival = Arrival(began=100.0, heard_at=100.0)
+
+    arrival.add(10, now=119.9)
+    assert arrival.deadline(20.0, in_body=True) == pytest.approx(120.0, abs=0.01)
+    arrival.add(60 * BODY_RATE, now=119.9)
+
+    assert arrival.deadline(20.0, in_body=True) == pytest.approx(139.9)
+
+
+def test_one_connection_too_many_is_answered_503(app):
+    async def scene() -> list[bytes]:
+        async with serving(app, replace(CONFIG, max_connections=1)) as port:
+            first, writer = await send(port, GET + b"\r\n")
+            served = await first.readuntil(b"\r\n")
+            second, _writer = await send(port, GET + b"\r\n")
+            refused = await second.read()
+            writer.close()
+            await first.read()
+            third, _writer = await send(port, GET + b"Connection: close\r\n\r\n")
+            return [served, refused, await third.read()]
+
+    served, refused, later = asyncio.run(scene())
+    head, _, body = refused.partition(b"\r\n\r\n")
+    assert b" 200 " in served
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"Retry-After: " in head
+    assert json.loads(body)["error"]["type"] == "capacity"
+    assert later.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_flood_of_connections_is_closed_without_answers(app, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_REFUSALS", 0)
+
+    async def scene() -> bytes:
+        async with serving(app, replace(CONFIG, max_connections=1)) as port:
+            first, _writer = await send(port, GET + b"\r\n")
+            await first.readuntil(b"\r\n")
+            second, _other = await send(port, GET + b"\r\n")
+            with suppress(ConnectionResetError):
+                return await second.read()
+            return b""
+
+    assert asyncio.run(scene()) == b""
+
+
+def test_failed_accepts_are_logged_once_in_a_while(caplog):
+    loop: Any = SimpleNamespace(time=lambda: 100.0)
+    report = LoopErrors()
+    failed = {"exception": OSError(errno.EMFILE, "Too many open files")}
+
+    with caplog.at_level(logging.ERROR):
+        for _ in range(128):
+            report(loop, failed)
+
+    assert len(caplog.messages) == 1
+
+
+def test_other_errors_of_the_loop_are_reported_as_usual():
+    reported = []
+    loop: Any = SimpleNamespace(default_exception_handler=reported.append)
+
+    LoopErrors()(loop, {"message": "a task was lost"})
+
+    assert reported == [{"message": "a task was lost"}]
+
+
+def test_limits_and_certificate_change_while_the_server_serves(app, tmp_path):
+    papers = make_papers(tmp_path)
+    files = {
+        "tls_certificate": str(papers / "peer"),
+        "tls_key": str(papers / "peer.key"),
+    }
+    server = http_server(app, ServerConfig(**files))
+    server.config.load()
+    (papers / "peer").write_text("no certificate")
+
+    server.reload(ServerConfig(idle_s=7.0, max_connections=3))
+
+    assert server.pool.limits == ConnectionLimits(3, 20.0, 7.0)
+    with pytest.raises(OSError, match="PEM"):
+        server.reload(ServerConfig(**files))

@@ -1,5 +1,6 @@
 """Whatever a client sends has an answer, or a refusal that names the field; we never fail."""
 
+import asyncio
 import json
 import logging
 import threading
@@ -14,8 +15,9 @@ from starlette.types import ASGIApp
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
+from disagg.server import json_pieces, limits
 from disagg.server.app import create_app
-from disagg.server.completions import MAX_UNKNOWN_FIELDS
+from disagg.server.reader import MAX_UNKNOWN_FIELDS
 from disagg.server.schema import (
     NEUTRAL,
     ChatRequest,
@@ -39,21 +41,21 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": None}, "prompt", "required"),
         ({"prompt": 5}, "prompt", "a text or a list of token ids"),
-        ({"prompt": [256]}, "prompt", "256 is no token id"),
-        ({"prompt": [256], "echo": True}, "prompt", "prompt: 256 is no token id"),
+        ({"prompt": [256]}, "prompt", "256 is not a token id"),
+        ({"prompt": [256], "echo": True}, "prompt", "prompt: 256 is not a token id"),
         (
             {"prompt": [-3]},
             "prompt",
-            "-3 is no token id; whole numbers from 0 to 255 are",
+            "-3 is not a token id; expected an integer from 0 to 255",
         ),
-        ({"prompt": [1, True]}, "prompt", "True is no token id"),
+        ({"prompt": [1, True]}, "prompt", "True is not a token id"),
         ({"prompt": ["a", 5]}, "prompt", "or a list of these; not 5"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
         ({"prompt": ["a"] * 64, "n": 3}, "n", "the request asks for 192 answers"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"max_tokens": 0}, "max_tokens", "with echo alone"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1 without echo"),
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
@@ -64,10 +66,10 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
             "greater than or equal to -2",
         ),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
-        ({"logit_bias": {"256": 1}}, "logit_bias", "256 is no token id"),
+        ({"logit_bias": {"256": 1}}, "logit_bias", "256 is not a token id"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "less than or equal to 100"),
-        ({"stop_token_ids": [256]}, "stop_token_ids", "256 is no token id"),
+        ({"stop_token_ids": [256]}, "stop_token_ids", "256 is not a token id"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
         ({"max_tokens": HUGE}, "max_tokens", "less than or equal to"),
         ({"top_k": HUGE}, "top_k", "less than or equal to"),
@@ -142,7 +144,7 @@ def called(arguments):
         ([{"role": "user", "content": ""}] * 20_000, "at most 16384 items"),
         (
             [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}],
-            "is no part of text",
+            "is not a text part",
         ),
         ([{"role": "user"}], "messages[0].content is required of role 'user'"),
         (
@@ -241,6 +243,42 @@ def test_what_the_context_cannot_hold_is_too_long_by_its_field(
     assert says in refused(ask(app, **{field: value}), 400, "prompt_too_long", field)
 
 
+CHAT_SCORES = {"logprobs": True, "top_logprobs": 4}
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "scores"),
+    [
+        (post, {"logprobs": 4}, 4 * 5),
+        (post, {"logprobs": 0, "n": 3}, 3 * 4),
+        (post, {"logprobs": 4, "prompt": ["abc", "de"], "n": 2}, 2 * 2 * 4 * 5),
+        (post, {"logprobs": 4, "echo": True, "n": 2}, 2 * (3 + 4) * 5),
+        (chat, CHAT_SCORES, 4 * 5),
+        (chat, {**CHAT_SCORES, "max_tokens": None}, (20 - 4) * 5),
+    ],
+    ids=["one", "answers", "prompts", "echo", "chat", "chat-to-the-end"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_whole_request_have_a_limit(
+    ask, fields, scores, stream, app, monkeypatch
+):
+    monkeypatch.setattr(limits, "MAX_SCORES", scores)
+    assert ask(app, **fields, stream=stream).status_code == 200
+
+    monkeypatch.setattr(limits, "MAX_SCORES", scores - 1)
+    answer = ask(app, **fields, stream=stream)
+    assert f"up to {scores}" in refused(answer, 400, "request", "logprobs")
+
+
+def test_log_probabilities_of_a_prompt_have_a_limit_of_their_own(app, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PROMPT_SCORES", 14)
+
+    answer = post(app, logprobs=4, echo=True)
+
+    assert "the prompt would have 15" in refused(answer, 400, "request", "logprobs")
+    assert post(app, logprobs=4).status_code == 200
+
+
 def test_more_ids_than_the_context_holds_are_not_turned_into_text(app):
     assert (
         send(app, "POST", "/detokenize", json={"tokens": [65] * 20}).json()["prompt"]
@@ -288,7 +326,9 @@ def test_a_body_beyond_the_limit_is_refused_without_being_read(router):
 
 def test_a_body_of_too_many_fields_is_refused(app):
     fields = {f"field{i}": 1 for i in range(2000)}
-    assert "2002 fields; 1024 are read" in refused(post(app, **fields), 400, "request")
+    assert "2002 fields; expected at most 1024" in refused(
+        post(app, **fields), 400, "request"
+    )
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd", "identity"])
@@ -354,6 +394,62 @@ def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
         assert max(map(len, caplog.messages)) < 200
         post(app, **{f"field{index}": 1 for index in range(2 * MAX_UNKNOWN_FIELDS)})
     assert len(caplog.messages) == MAX_UNKNOWN_FIELDS
+
+
+def test_of_fields_that_are_not_used_only_the_names_are_kept():
+    body = ask(metadata=[1], user="me", flavour={"mint": True}, logprobs=None)
+
+    request = CompletionRequest.read(json.dumps(body).encode())
+
+    assert request.model_extra == {}
+    assert request.unknown == ["flavour"]
+
+
+def test_a_long_unused_field_is_no_reason_to_refuse(app):
+    assert post(app, metadata=[[]] * limits.LONG_BODY_BYTES).status_code == 200
+
+
+def test_a_long_unsupported_field_is_refused(app):
+    answer = post(app, tools=[[]] * limits.LONG_BODY_BYTES)
+
+    assert "tools=" in refused(answer, 400, "request", "tools")
+
+
+def test_a_long_body_is_parsed_on_another_thread(app, monkeypatch):
+    threads = []
+    parse = json_pieces.parse
+
+    def parse_and_note(*arguments):
+        threads.append(threading.current_thread())
+        return parse(*arguments)
+
+    monkeypatch.setattr(json_pieces, "parse", parse_and_note)
+
+    post(app)
+    post(app, user="x" * limits.LONG_BODY_BYTES)
+
+    short, long = threads
+    assert short is threading.main_thread()
+    assert long is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        (CompletionRequest, ask(prompt="a long story", n=2)),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a long story"}]}),
+    ],
+    ids=["completion", "chat"],
+)
+def test_a_request_is_answered_without_its_text(form, body, completions):
+    async def chunks():
+        yield json.dumps(body).encode()
+
+    generation = asyncio.run(completions.prepare(form, chunks()))
+
+    assert "story" not in repr(generation)
+    assert generation.request.n == body.get("n", 1)
+    assert len(generation.prompts[0].tokens) >= len("a long story")
 
 
 VALUES = st.recursive(

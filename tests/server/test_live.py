@@ -112,11 +112,11 @@ def test_a_browser_shows_the_figures(service):
     for shown in (
         "ready",
         "tiny",
-        "5 tokens, answers: 1",
+        "5 tokens in total, answers: 1",
         "raw",
         "prefill",
         "decode",
-        "15 tokens",
+        "15 tokens in total",
     ):
         assert shown in text
     assert "NaN" not in text

@@ -134,7 +134,7 @@ def test_a_handle_that_is_not_of_this_prompt_is_refused_as_such(
             "a worker that decodes",
         ),
         ("d", {"do_remote_prefill": "what"}, {}, "do_remote_prefill is 'what'"),
-        ("", {}, {"max_tokens": 1}, "ports of workers take them"),
+        ("", {}, {"max_tokens": 1}, "only accepted at a worker's port"),
     ],
 )
 def test_what_a_port_does_not_do_is_refused_by_the_field(
@@ -184,7 +184,7 @@ def test_an_address_of_either_kind_is_listened_on_as_the_url_says(host, addresse
 
 def test_workers_with_ports_of_their_own_stay_as_many_as_they_are():
     service = Service(Config(server=ServerConfig(port=0, pd_ports=0)))
-    with pytest.raises(ConfigError, match="as many as their ports"):
+    with pytest.raises(ConfigError, match="cannot scale"):
         service.scale(2, None)
     for listening in (service._socket, *service._pd_sockets.values()):
         listening.close()
@@ -245,7 +245,7 @@ def test_a_handle_names_both_workers_as_they_are_now():
             lambda yard: yard.start("p-0", Role.PREFILL, 8),
             HandleError("the handle is stale"),
         ),
-        (lambda yard: yard.peers.pop("d-0.3"), PeerLostError("d-0 does not run")),
+        (lambda yard: yard.peers.pop("d-0.3"), PeerLostError("d-0 is restarting")),
     ],
     ids=["expired", "gone", "anew", "nobody-behind-the-port"],
 )

@@ -10,7 +10,7 @@ from disagg.kv.arena import Arena, Copies, HostArena
 from disagg.kv.page import ARENA_UNIT, FinalAt, Item, Kind, make_layout, make_raw_layout
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.pool import Pool
-from disagg.kv.prefix_keys import PrefixBlock, units_of
+from disagg.kv.prefix_keys import PrefixBlock, prefix_blocks
 from disagg.kv.state import GroupState, allocate_group
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, ArenaSource, Manifest
@@ -225,5 +225,5 @@ def shared_bytes(manifest: Manifest, shared: int) -> int:
 
 
 def _shared_blocks(plan: Plan, tokens: int, shared: int) -> list[PrefixBlock]:
-    blocks = chain.from_iterable(units_of(plan, tokens))
+    blocks = chain.from_iterable(prefix_blocks(plan, tokens))
     return [block for block in blocks if block.end <= shared]

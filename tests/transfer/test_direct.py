@@ -29,7 +29,7 @@ def tls_of(papers: dict[str, bytes]) -> Security:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
-async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(
+async def test_prompts_arrive_whole_over_one_connection_not_over_grpc(
     prompt, papers, tls
 ):
     async with open_peer(DIRECT, tls_of(papers) if tls else None) as (peer, channel):
@@ -93,7 +93,7 @@ async def test_who_says_no_valid_hello_is_hung_up_on(hello):
         assert not peer.ended
 
 
-async def test_silent_connections_are_closed_and_of_many_the_oldest_first(
+async def test_silent_connections_are_closed_the_oldest_first(
     monkeypatch,
 ):
     monkeypatch.setattr(direct, "MAX_STRANGERS", 3)
@@ -121,7 +121,7 @@ async def test_nobody_at_the_port_is_a_lost_peer():
         await dial(f"{HOST}:1", port, KEY)
 
 
-async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeypatch):
+async def test_a_connection_that_cannot_be_taken_stops_no_other(monkeypatch):
     """Too many open files: an error of accept once ended the worker."""
     loop = asyncio.get_running_loop()
     accept, failures = loop.sock_accept, [OSError(errno.EMFILE, "too many open files")]

@@ -23,7 +23,7 @@ from disagg.wire import FRAME_BYTES, frame_message
 from tests.transfer.peer import open_peer
 
 
-async def test_a_link_is_measured_over_the_calls_of_hand_offs_by_the_clock():
+async def test_a_link_is_measured_by_the_clock_over_calls_of_hand_offs():
     """Every call takes 10 ms: a round trip of 10 ms, and the largest frame in about as much."""
     ticks = count()
     async with open_peer() as (peer, channel):
@@ -35,7 +35,7 @@ async def test_a_link_is_measured_over_the_calls_of_hand_offs_by_the_clock():
         assert "gRPC over TCP" in str(report)
 
 
-def test_of_a_link_the_time_counts_in_which_something_was_on_its_way():
+def test_a_rate_counts_only_the_time_with_frames_in_flight():
     meter = RateMeter()
     assert meter.read() == 0
     meter.leaves(400, 1.0)

@@ -10,7 +10,7 @@ from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.kv.arena import HostArena
 from disagg.kv.page import ARENA_UNIT, Item, Kind
 from disagg.kv.pool import Pool
-from disagg.kv.prefix_keys import PrefixBlock, content_keys, units_of
+from disagg.kv.prefix_keys import PrefixBlock, content_keys, prefix_blocks
 from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import CachedBlock, PendingHandoff, PrefixCache
 from disagg.transfer.records import Addresses, Manifest
@@ -33,7 +33,7 @@ from tests.transfer.prompts import (
 
 # -- what is shared
 @pytest.mark.parametrize(("tokens", "shared"), [(1200, 1000), (2300, 2110), (190, 130)])
-def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, shared):
+def test_the_shared_part_of_a_second_prompt_is_not_sent_again(tokens, shared):
     first = make_related(tokens + 37, 1, shared)
     second = make_related(tokens, 2, shared)
     cached_bytes = shared_bytes(second.manifest, shared)
@@ -68,7 +68,7 @@ def test_a_reservation_answers_which_items_are_cached():
     attached = desk.ask(second, grant)
 
     assert desk.cached_tokens("two") == 2048
-    blocks = units_of(PLAN, 2250)
+    blocks = prefix_blocks(PLAN, 2250)
     first_digests = first.digests()
     expected = {}
     for block in (*blocks[0][:1], *blocks[1][:32]):
@@ -117,7 +117,7 @@ def test_prompts_of_different_codecs_share_nothing():
     assert desk.cached_tokens("three") == 384
 
 
-def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
+def test_cached_pages_make_room_but_not_while_reserved():
     """Five slabs: 127 cached pages fill one, the large prompt needs all of them."""
     first = make_related(8250, 8250, 8192, BY_PAGE)
     second = make_related(8300, 8300, 8192, BY_PAGE)
@@ -146,7 +146,7 @@ def test_scattered_cached_pages_do_not_keep_their_prompt_out():
     shape = group.record(group.page)
     pages = pool.allocate(shape, pool.free_pages(shape))
     (keys,) = content_keys(MODEL, BY_PAGE, prompt.ids)
-    (blocks,) = units_of(BY_PAGE, prompt.tokens)
+    (blocks,) = prefix_blocks(BY_PAGE, prompt.tokens)
     digests = prompt.commit().digests
     scattered = pages[:: len(pages) // 3]
     for key, block, page in zip(keys, blocks, scattered, strict=False):
@@ -173,7 +173,7 @@ def flip(
     desk.pool.arena.write([(start + offset, bytes([byte ^ 4]))])
 
 
-def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
+def test_unchanged_pages_pass_though_tails_are_written_to(desk):
     prompt = make_related(700, 1, 700)
     desk.give(prompt, "one")
     for state in desk.engine["one"].groups:
@@ -267,7 +267,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
         """Hold a prompt and cache its blocks, with digests that depend on the tokens."""
         pending = cache.hold("model", plan, Job("r", 0, tuple(tokens)), 0)
         digests = {}
-        for block in chain.from_iterable(units_of(plan, len(tokens))):
+        for block in chain.from_iterable(prefix_blocks(plan, len(tokens))):
             for i, item in enumerate(block.items(plan.groups[block.group])):
                 digests[item] = hash((block.group, block.end, i)) % 2**64
         items = pending.received.manifest.items

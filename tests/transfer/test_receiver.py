@@ -123,7 +123,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("breaking", "error"), BROKEN.values(), ids=BROKEN)
-async def test_bytes_that_are_no_frame_end_a_channel_and_break_all_on_it(
+async def test_bytes_that_are_no_frame_end_a_channel_and_break_all(
     prompt, booth, breaking, error
 ):
     ticket = booth.begin(prompt)
@@ -148,14 +148,14 @@ async def test_a_commit_among_pages_ends_the_channel(prompt, booth):
         await booth.receiver.commit(pages(prompt, ticket)[0])
 
 
-async def test_bytes_that_are_no_message_are_refused_by_name_and_counted():
+async def test_bytes_that_are_no_message_are_refused_and_counted():
     async with open_peer() as (peer, channel):
         with pytest.raises(RequestError):
             await channel.link.call("/disagg.v1.KvTransferService/Attach", b"\xff", 5.0)
         assert peer.receiver.failures == {"request": 1}
 
 
-async def test_a_sender_that_asks_for_a_direct_channel_is_answered_where(prompt, booth):
+async def test_a_sender_that_asks_for_a_direct_channel_gets_its_port(prompt, booth):
     ticket = booth.begin(prompt)
     answers = []
     for gen, direct in ((2, True), (3, True), (4, False)):

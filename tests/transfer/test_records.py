@@ -12,7 +12,7 @@ from disagg.codecs.registry import codec_names
 from disagg.errors import LayoutError, TransferError
 from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
-from disagg.kv.prefix_keys import content_keys, units_of
+from disagg.kv.prefix_keys import content_keys, prefix_blocks
 from disagg.kv.state import Run
 from disagg.transfer.records import Addresses, ArenaSource, Manifest, ReceivedItems
 from disagg.wire import Ticket
@@ -64,7 +64,7 @@ def test_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
 
 
 @pytest.mark.parametrize("tokens", range(1, 60, 7))
-def test_what_is_sent_of_exact_tokens_is_their_fp16_and_nothing_more(tokens):
+def test_exact_tokens_are_sent_as_their_fp16_and_nothing_more(tokens):
     for plan in (PLAN, OTHER_PLAN, BY_PROMPT):
         fp16_bytes = 0
         for index in plan.group_of:
@@ -92,7 +92,7 @@ def test_a_lossy_codec_never_sends_more_than_fp16(name):
         assert Manifest(plan, tokens).total_bytes <= fp16_bytes
 
 
-def test_pages_of_the_first_segment_do_not_pass_for_those_of_the_last():
+def test_pages_of_another_segment_do_not_match_a_prompt():
     prompt = make_prompt(4200)
     prompt.manifest.match(prompt.states)
     state = next(x for x in prompt.states if len(x.runs) > 1)
@@ -104,7 +104,7 @@ def test_pages_of_the_first_segment_do_not_pass_for_those_of_the_last():
         prompt.manifest.match(prompt.states)
 
 
-def test_staged_items_are_read_as_they_were_and_others_as_they_are():
+def test_staged_items_are_read_as_staged_and_others_as_they_are():
     prompt = make_prompt(300)
     host = prompt.pool.arena
     arena = SlowArena(host.read(0, host.nbytes))
@@ -160,9 +160,9 @@ def keys_of(plan: Plan, prompt: Sequence[int]) -> tuple[bytes, ...]:
 
 @pytest.mark.parametrize("plan", [PLAN, BY_PAGE, BY_SEGMENT])
 @pytest.mark.parametrize("tokens", [1, 123, 124, 2107, 2108, 2300, 4999])
-def test_the_blocks_of_a_prompt_are_its_pages_and_segments_each_once(plan, tokens):
+def test_the_blocks_of_a_prompt_have_each_final_record_once(plan, tokens):
     items = []
-    for block in itertools.chain.from_iterable(units_of(plan, tokens)):
+    for block in itertools.chain.from_iterable(prefix_blocks(plan, tokens)):
         items += block.items(plan.groups[block.group])
 
     manifest = Manifest(plan, tokens)
@@ -181,7 +181,7 @@ def test_the_blocks_of_a_prompt_are_its_pages_and_segments_each_once(plan, token
     ],
 )
 def test_a_block_ends_where_its_bytes_are_final(plan, ends):
-    (blocks,) = units_of(plan, 2300)
+    (blocks,) = prefix_blocks(plan, 2300)
     assert [block.end for block in blocks] == ends
 
 
@@ -192,7 +192,7 @@ def test_a_block_ends_where_its_bytes_are_final(plan, ends):
         (BY_SEGMENT, 0),
     ],
 )
-def test_prompts_share_the_keys_of_final_blocks_of_a_common_prefix(plan, common):
+def test_prompts_share_the_keys_of_blocks_of_a_common_prefix(plan, common):
     first = keys_of(plan, TOKENS[:2500])
     second = keys_of(plan, TOKENS[:1000] + [5] * 1200)
 
@@ -200,7 +200,7 @@ def test_prompts_share_the_keys_of_final_blocks_of_a_common_prefix(plan, common)
     assert not set(first[common:]) & set(second[common:])
 
 
-def test_segments_are_named_alike_only_where_both_prompts_fill_them():
+def test_segments_share_a_key_only_where_both_prompts_fill_them():
     long = keys_of(BY_SEGMENT, TOKENS[:4500])
     short = keys_of(BY_SEGMENT, TOKENS[:2300])
 
@@ -225,10 +225,10 @@ def test_a_key_stands_for_model_layout_and_every_token_before():
 def test_a_sink_is_a_block_of_its_own():
     shape = KVShape(1, 1, 64, "float16", (None,))
     plan = parse_plan("kivi:sink=64", shape)
-    (blocks,) = units_of(plan, 400)
+    (blocks,) = prefix_blocks(plan, 400)
     assert [block.end for block in blocks] == [64, 128, 192, 256]
     assert blocks[0].records() == [(Kind.RAW, i) for i in range(4)]
-    assert not units_of(plan, 63)[0]
+    assert not prefix_blocks(plan, 63)[0]
 
     first = keys_of(plan, TOKENS[:70] + [1] * 300)
     second = keys_of(plan, TOKENS[:70] + [2] * 9)
@@ -236,7 +236,7 @@ def test_a_sink_is_a_block_of_its_own():
 
 
 @pytest.mark.parametrize("sink", [0, 64])
-def test_pages_have_equal_keys_if_all_that_they_depend_on_is_equal(sink):
+def test_keys_of_pages_are_equal_if_all_they_depend_on_is_equal(sink):
     shape = KVShape(1, 1, 64, "float16", (None,))
     plan = parse_plan(f"banded:sink={sink}", shape)
 
@@ -263,7 +263,7 @@ def test_pages_have_equal_keys_if_all_that_they_depend_on_is_equal(sink):
         assert len(set(keys)) == len(keys)
 
 
-def test_the_keys_of_a_group_do_not_depend_on_the_rest_of_the_plan():
+def test_keys_of_a_group_do_not_depend_on_the_rest_of_the_plan():
     _, second = content_keys(MODEL, PLAN, TOKENS[:300])
     alone = Plan((PLAN.groups[1],), (0,))
     assert content_keys(MODEL, alone, TOKENS[:300]) == (second,)

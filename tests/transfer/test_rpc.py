@@ -112,7 +112,7 @@ def test_a_reason_of_the_future_is_still_an_error_of_ours():
 
 
 @pytest.mark.parametrize("code", grpc.StatusCode, ids=lambda code: code.name)
-def test_every_nameless_failure_is_a_typed_error_that_names_the_peer(code):
+def test_every_nameless_failure_is_an_error_that_names_the_peer(code):
     error = rpc.error_of(failure(code), "1.2.3.4:5")
     assert isinstance(error, DisaggError)
     assert code.name in str(error)
@@ -171,7 +171,7 @@ async def test_one_message_is_received_while_another_is_looked_at():
     assert handled == [2, 3, 4, 5, 6, 6]
 
 
-async def test_a_message_above_the_limit_is_refused_and_the_link_goes_on():
+async def test_a_too_large_message_is_refused_and_the_link_goes_on():
     async with open_service() as (service, link):
         with pytest.raises(WireError):
             await ask(link, "One", bytes(MAX_FRAME_BYTES + 100))
@@ -216,7 +216,7 @@ async def test_strangers_are_lost_peers(papers):
                 await ask(link, "One", b"y")
 
 
-async def test_servers_take_the_ports_of_a_range_and_say_when_none_is_left():
+async def test_servers_take_ports_of_a_range_until_none_is_free():
     ports = two_free_ports()
     server, address = await rpc.start_server([], "127.0.0.1", ports=ports)
     assert address == f"127.0.0.1:{ports[0]}"

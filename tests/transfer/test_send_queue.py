@@ -68,7 +68,7 @@ def test_items_leave_in_the_order_of_offering(prompt):
     assert queue.commit(TICKET, 5, {}).digests == prompt.commit().digests
 
 
-def test_a_frame_that_is_not_full_waits_while_another_is_in_flight(prompt):
+def test_a_frame_not_full_waits_while_another_is_in_flight(prompt):
     layers = [[*prompt.manifest.layer(layer)] for layer in range(3)]
     queue = make_queue(prompt, layers[0], frame_bytes=1 << 20)
 
@@ -100,7 +100,7 @@ def test_frames_are_full_and_larger_items_travel_alone(tokens, size):
         assert nbytes > size - header_bytes
 
 
-def test_the_largest_configurable_frames_fit_into_messages_and_credit():
+def test_the_largest_frames_fit_into_messages_and_credit():
     """Else a prompt would never be sent."""
     frame_bytes = next(x for x in fields(TransferConfig) if x.name == "frame_bytes")
     plan = parse_plan("raw", KVShape(2, 8, 128, "float32", (None, None)))
@@ -152,7 +152,7 @@ def test_after_a_broken_stream_only_missing_items_are_sent(prompt):
     assert drain(prompt, queue) == missing
 
 
-def test_items_that_the_receiver_has_are_committed_by_its_digests(prompt):
+def test_items_the_receiver_has_are_committed_by_its_digests(prompt):
     queue = make_queue(prompt)
     cached = list(prompt.manifest.items[:9])
     queue.restart(dict.fromkeys(range(9), 1), PLENTY)
@@ -164,9 +164,7 @@ def test_items_that_the_receiver_has_are_committed_by_its_digests(prompt):
 
 
 @pytest.mark.parametrize("peer_has", ["nothing", "other digests"])
-def test_items_that_the_receiver_lacks_or_has_otherwise_are_sent_again(
-    prompt, peer_has
-):
+def test_items_the_receiver_lacks_or_has_altered_are_sent_again(prompt, peer_has):
     """After a new reservation, and if another prefill worker computed them."""
     queue = make_queue(prompt, prompt.manifest.items)
     drain(prompt, queue)
@@ -175,7 +173,7 @@ def test_items_that_the_receiver_lacks_or_has_otherwise_are_sent_again(
     assert drain(prompt, queue) == [*prompt.manifest.items]
 
 
-def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
+def test_records_that_change_while_they_are_sent_are_noticed(prompt):
     """The digest of the first packing goes into the commit; other bytes later do not match it."""
 
     class Changing:

@@ -27,20 +27,26 @@ TOKENS = 1500
 
 # -- one hand-off
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
-async def test_prompts_arrive_whole_and_both_sides_count_equal_bytes(direct):
-    prompts = {"one": make_related(1500, 1, 1000), "two": make_related(1500, 2, 1000)}
+async def test_prompts_arrive_whole_and_both_ends_count_equal_bytes(direct):
+    prompts = {
+        "one": make_related(1500, 1, 1000),
+        "two": make_related(1500, 2, 1000),
+    }
+
     async with open_peer(replace(QUICK, direct=direct)) as (peer, channel):
         for rid, prompt in prompts.items():
             peer.nbytes = 0
+
             stats = await hand_over(peer.sender(prompt, channel, rid), prompt)
+
             commit = peer.engine[rid].commit
+            manifest = prompt.manifest
+            overhead_bytes = stats.wire_bytes - stats.payload_bytes
+            most_overhead = 300 * len(peer.frames) + 40 * len(manifest.items)
             assert (commit.first_token, commit.extras) == (42, {"ids": [1, 2]})
             assert stats.wire_bytes == peer.nbytes
-            assert (
-                stats.payload_bytes + stats.cached_bytes == prompt.manifest.total_bytes
-            )
-            most = 300 * len(peer.frames) + 40 * len(prompt.manifest.items)
-            assert 0 < stats.wire_bytes - stats.payload_bytes < most
+            assert stats.payload_bytes + stats.cached_bytes == manifest.total_bytes
+            assert 0 < overhead_bytes < most_overhead
             assert stats.attaches == 1
             assert min(stats.verify_ms, stats.admit_ms, stats.exposed_ms) > 0
         assert stats.cached_bytes > 0
@@ -49,43 +55,53 @@ async def test_prompts_arrive_whole_and_both_sides_count_equal_bytes(direct):
 
 
 async def test_a_link_is_measured_before_its_first_frame(prompt, monkeypatch):
-    """Workers that came later had frames of 2 MiB, behind which a ping of gRPC was too late."""
+    """Without, frames of a new worker had 2 MiB: on a slow link, gRPC's ping came too late."""
     async with open_peer(ChannelOptions()) as (peer, channel):
         slow = LinkReport(peer.address, "a modem", 90.0, 35e-6)
-        monkeypatch.setattr(
-            "disagg.transfer.channel.measure", AsyncMock(return_value=slow)
-        )
+        measure = AsyncMock(return_value=slow)
+        monkeypatch.setattr("disagg.transfer.channel.measure", measure)
+
         await hand_over(peer.sender(prompt, channel), prompt)
-        assert len(peer.frames) > 1
-        assert max(sum(map(len, frame.payload)) for frame in peer.frames) < 14_000
+
+        payloads = [sum(map(len, frame.payload)) for frame in peer.frames]
+        assert len(payloads) > 1
+        assert max(payloads) < 14_000
         assert str(channel.report).startswith(f"link to {peer.address}")
         peer.close()
 
 
-async def test_a_layer_is_there_before_the_next_is_offered(prompt):
+async def test_a_layer_arrives_before_the_next_is_offered(prompt):
     async with open_peer() as (peer, channel):
-        sender, offered = peer.sender(prompt, channel), 0
+        sender = peer.sender(prompt, channel)
         running = asyncio.create_task(sender.run())
+        num_offered = 0
+
         for layer in range(3):
             items = list(prompt.manifest.layer(layer))
             sender.offer(items)
-            offered += len(items)
-            await until(lambda n=offered: peer.arrived() == n)
+            num_offered += len(items)
+            await until(lambda n=num_offered: peer.arrived() == n)
+
         assert not peer.commits
         sender.finish(1)
         await running
 
 
-async def test_a_receiver_that_lost_what_it_took_ends_the_hand_off(prompt):
+async def test_a_receiver_that_lost_an_item_it_took_ends_the_hand_off(prompt):
     async with open_peer() as (peer, channel):
-        taken = lambda ticket: Credit(ticket.nonce, ticket.gen)  # noqa: E731
-        peer.on_frame = lambda frame: (
-            taken(frame.ticket) if 3 in frame.indices else None
-        )
+
+        def take_and_lose(frame: PageFrame) -> Credit | None:
+            if 3 not in frame.indices:
+                return None
+            return Credit(frame.ticket.nonce, frame.ticket.gen)
+
+        peer.on_frame = take_and_lose
+
         with pytest.raises(
             errors.TransferError, match="items of the commit never came"
         ):
             await hand_over(peer.sender(prompt, channel), prompt)
+
         assert len(peer.attaches) == 1
 
 
@@ -100,32 +116,53 @@ async def test_a_lost_acknowledgement_is_asked_for_again(prompt, lost):
                 await asyncio.Future()
 
         peer.on_commit = swallow
+
         stats = await hand_over(peer.sender(prompt, channel), prompt)
+
         peer.assert_admitted(r=prompt)
         assert (stats.attaches, peer.commits) == (2, 2)
 
 
 FINAL = {
-    "superseded": ("on_attach", errors.ReservationError("superseded"), "superseded"),
-    "another plan": ("on_attach", errors.LayoutError("plan b"), "plan b"),
-    "a bug": ("on_attach", KeyError("oops"), "has logged why"),
+    "superseded": (
+        "on_attach",
+        errors.ReservationError("superseded"),
+        errors.ReservationError,
+        "superseded",
+    ),
+    "another plan": (
+        "on_attach",
+        errors.LayoutError("plan b"),
+        errors.LayoutError,
+        "plan b",
+    ),
+    "a bug": (
+        "on_attach",
+        KeyError("oops"),
+        errors.DisaggError,
+        "has logged why",
+    ),
     "by the engine": (
         "admit",
         errors.CapacityError("the engine is stopping"),
+        errors.CapacityError,
         "stopping",
     ),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "words"), FINAL.values(), ids=FINAL)
+@pytest.mark.parametrize(
+    ("call", "refusal", "expected", "words"), FINAL.values(), ids=FINAL
+)
 async def test_an_attachment_or_a_commit_that_is_refused_is_final(
-    prompt, call, error, words
+    prompt, call, refusal, expected, words
 ):
     async with open_peer() as (peer, channel):
-        setattr(peer, call, Mock(side_effect=error))
+        setattr(peer, call, Mock(side_effect=refusal))
+
         with pytest.raises(errors.DisaggError, match=words) as caught:
             await hand_over(peer.sender(prompt, channel), prompt)
-        expected = errors.DisaggError if words == "has logged why" else type(error)
+
         assert type(caught.value) is expected
         assert len(peer.attaches) == 1
 
@@ -134,47 +171,56 @@ async def test_the_deadline_ends_a_hand_off(prompt):
     async with open_peer() as (peer, channel):
         sender = peer.sender(prompt, channel, deadline_s=0.2)
         sender.offer(prompt.manifest.layer(0))
+
         with pytest.raises(errors.DeadlineError, match=r"longer than 0\.2 s"):
             await sender.run()
+
+
+def refuse_first(peer, times: int, error: type[errors.DisaggError]):
+    """A receiver that answers its first frames with an error."""
+
+    def answer(frame: PageFrame) -> Credit | None:
+        if len(peer.frames) > times:
+            return None
+        return Credit(frame.ticket.nonce, frame.ticket.gen, error("a bit flipped"))
+
+    return answer
+
+
+async def test_a_frame_that_arrives_corrupt_twice_is_sent_again(prompt):
+    async with open_peer() as (peer, channel):
+        peer.on_frame = refuse_first(peer, 2, errors.CorruptFrameError)
+
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+
+        assert stats.payload_bytes > prompt.manifest.total_bytes
+        peer.assert_admitted(r=prompt)
+        assert len(peer.attaches) == peer.opened == 1  # the stream went on
 
 
 @pytest.mark.parametrize(
     ("times", "error"),
     [
-        (2, errors.CorruptFrameError),
         (3, errors.CorruptFrameError),
         (1, errors.ReservationError),
     ],
-    ids=["twice", "three times", "once, for good"],
+    ids=["corrupt three times", "refused once"],
 )
-async def test_a_frame_that_is_corrupt_there_is_sent_again_until_the_third(
-    prompt, times, error
-):
+async def test_a_frame_that_is_refused_for_good_ends_a_hand_off(prompt, times, error):
     async with open_peer() as (peer, channel):
+        peer.on_frame = refuse_first(peer, times, error)
 
-        def drop(frame: PageFrame) -> Credit | None:
-            ticket, refused = frame.ticket, len(peer.frames) <= times
-            return (
-                Credit(ticket.nonce, ticket.gen, error("a bit flipped"))
-                if refused
-                else None
-            )
+        with pytest.raises(error, match="flipped"):
+            await hand_over(peer.sender(prompt, channel), prompt)
 
-        peer.on_frame = drop
-        running = hand_over(peer.sender(prompt, channel), prompt)
-        if times == 2:
-            assert (await running).payload_bytes > prompt.manifest.total_bytes
-            peer.assert_admitted(r=prompt)
-        else:
-            with pytest.raises(error, match="flipped"):
-                await running
-        assert len(peer.attaches) == peer.opened == 1  # the stream went on
+        assert len(peer.attaches) == peer.opened == 1
 
 
 async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
     huge = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (2 << 20,))])
     plan = replace(OTHER_PLAN, groups=(replace(OTHER_PLAN.groups[0], page=huge),))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 130)
+
     with pytest.raises(
         errors.LayoutError, match="an item of a prompt of 130 tokens takes"
     ):
@@ -186,13 +232,16 @@ async def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
     """Llama 3.1 70B, 32K tokens: no item and no commit is too large."""
     plan = parse_plan(codec, KVShape(80, 8, 128, "float16", (None,) * 80))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 32768)
-    assert Sender(Channel("127.0.0.1:1"), attach, plan).queue.frame_bytes == FRAME_BYTES
+
+    sender = Sender(Channel("127.0.0.1:1"), attach, plan)
+
+    assert sender.queue.frame_bytes == FRAME_BYTES
 
 
 @pytest.mark.parametrize(
     "when", ["before", "while attaching", "between two attachments"]
 )
-async def test_a_failure_of_the_prefill_side_ends_a_hand_off_at_any_time(prompt, when):
+async def test_a_failure_at_the_prefill_worker_ends_a_hand_off(prompt, when):
     """One that came while no attachment was open was lost: the hand-off waited for its deadline."""
     async with open_peer() as (peer, channel):
         sender = peer.sender(prompt, channel, deadline_s=3.0)
@@ -212,6 +261,7 @@ async def test_a_failure_of_the_prefill_side_ends_a_hand_off_at_any_time(prompt,
         else:
             peer.on_frame = cut
         sender.offer(prompt.manifest.layer(0))
+
         with pytest.raises(KeyError, match="a copy failed"):
             await sender.run()
 
@@ -228,58 +278,62 @@ async def test_hand_offs_are_resumed_after_a_bug_at_the_receiver(prompt, direct)
         peer.on_frame = fail
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         running = [asyncio.create_task(sender.run()) for sender in senders]
-        await until(
-            lambda: all(sender.queue.credit for sender in senders)
-        )  # both are attached
+        await until(lambda: all(sender.queue.credit for sender in senders))
+
         for sender in senders:
             offer_all(sender, prompt)
-        several = await asyncio.gather(*running)
-        assert [stats.attaches for stats in several] == [2, 2]
+        both = await asyncio.gather(*running)
+
+        sent_bytes = sum(stats.payload_bytes for stats in both)
+        most_bytes = 2 * prompt.manifest.total_bytes + 5 * QUICK.frame_bytes
+        assert [stats.attaches for stats in both] == [2, 2]
         assert len(peer.channels) == 2
-        sent = sum(stats.payload_bytes for stats in several)
-        assert sent < 2 * prompt.manifest.total_bytes + 5 * QUICK.frame_bytes
+        assert sent_bytes < most_bytes
         peer.assert_admitted(a=prompt, b=prompt)
         peer.close()
 
 
 async def test_a_receiver_that_breaks_every_stream_is_a_lost_peer(prompt):
-    """Control works, and every stream begins well: without a frame that arrives it is hopeless."""
+    """Attaching works and every stream opens, but no frame is ever stored."""
     async with open_peer(replace(QUICK, silence_s=0.4)) as (peer, channel):
         peer.on_frame = Mock(side_effect=ConnectionError("cut"))
+
         async with asyncio.timeout(10.0):
             with pytest.raises(errors.PeerLostError):
                 await hand_over(peer.sender(prompt, channel), prompt)
+
         assert peer.opened > 2
 
 
 async def test_a_peer_that_attaches_and_takes_no_frame_is_lost(prompt):
-    async with open_peer(replace(QUICK, silence_s=0.25, stall_s=0.5)) as (
-        peer,
-        channel,
-    ):
+    options = replace(QUICK, silence_s=0.25, stall_s=0.5)
+    async with open_peer(options) as (peer, channel):
         peer.pause = asyncio.Future
+
         with pytest.raises(errors.PeerLostError):
             await hand_over(peer.sender(prompt, channel, deadline_s=10.0), prompt)
+
         assert len(peer.attaches) == 2
 
 
 # -- many hand-offs on one stream
 async def test_frames_leave_by_deadline_then_by_layer(prompt):
-    """All that is offered before the stream opens: the most urgent hand-off goes first, whole."""
     async with open_peer() as (peer, channel):
         patient = peer.sender(prompt, channel, "patient", deadline_s=30.0)
         urgent = peer.sender(prompt, channel, "urgent", deadline_s=20.0)
         late = peer.sender(prompt, channel, "late", deadline_s=30.0)
         late.deadline = patient.deadline
-        order = []
         for layer, sender in enumerate((late, patient, urgent)):
             sender.offer(prompt.manifest.layer(layer))
             sender.queue.restart({}, credit=1 << 20)
             channel._attached[sender.ticket.nonce] = sender
-        while chosen := channel._next_frame():
-            sender, _ = chosen
+
+        order = []
+        while most_urgent := channel._next_frame():
+            sender, _ = most_urgent
             sender.queue.on_answer()
             order.append(sender)
+
         channel._attached.clear()
         assert sorted(order, key=[urgent, late, patient].index) == order
 
@@ -288,62 +342,73 @@ async def test_a_hand_off_without_credit_holds_up_no_other(prompt):
     async with open_peer() as (peer, channel):
         poor = peer.sender(prompt, channel, "poor", deadline_s=5.0)
         nonce = poor.ticket.nonce
-        broke = Attached(credit=0, lease_s=10.0)
-        peer.on_attach = lambda attach: broke if attach.ticket.nonce == nonce else None
+        no_credit = Attached(credit=0, lease_s=10.0)
+        peer.on_attach = lambda attach: (
+            no_credit if attach.ticket.nonce == nonce else None
+        )
         waiting = asyncio.create_task(hand_over(poor, prompt))
+
         await hand_over(peer.sender(prompt, channel, "rich"), prompt)
+
         assert nonce not in {frame.ticket.nonce for frame in peer.frames}
         waiting.cancel()
 
 
 async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
     async with open_peer() as (peer, channel):
-        held = asyncio.Event()
-        peer.pause = held.wait
+        may_go_on = asyncio.Event()
+        peer.pause = may_go_on.wait
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         first, second = (asyncio.create_task(hand_over(x, prompt)) for x in senders)
         await until(lambda: all(sender.queue.payload_bytes for sender in senders))
+
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         sent_bytes = senders[0].queue.payload_bytes
-        held.set()
+        may_go_on.set()
         await second
+
         assert peer.opened == 1
-        assert (
-            senders[0].queue.payload_bytes == sent_bytes
-        )  # nothing more of it was sent
+        assert senders[0].queue.payload_bytes == sent_bytes  # nothing more of it
         peer.assert_admitted(b=prompt)
 
 
 async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
     async with open_peer() as (peer, channel):
-        bad, good = (peer.sender(prompt, channel, rid) for rid in ("bad", "good"))
+        bad = peer.sender(prompt, channel, "bad")
+        good = peer.sender(prompt, channel, "good")
         bad.queue._source = Mock(read=Mock(side_effect=KeyError("no such page")))
-        both = (hand_over(sender, prompt) for sender in (bad, good))
-        failed, fine = await asyncio.gather(*both, return_exceptions=True)
+
+        failed, fine = await asyncio.gather(
+            hand_over(bad, prompt),
+            hand_over(good, prompt),
+            return_exceptions=True,
+        )
+
         assert isinstance(failed, KeyError)
         assert fine.attaches == peer.opened == 1
         assert "cannot be sent" in caplog.text
 
 
 # -- leases, by a clock of the peer that stands still
-async def test_one_call_renews_all_hand_offs_of_a_channel(
-    prompt,
-):
+async def test_one_call_renews_all_hand_offs_of_a_channel(prompt):
     """Meanwhile one frame takes longer than a lease."""
     async with open_peer(clock=None, lease_s=0.3) as (peer, channel):
-        slow = asyncio.Event()
-        peer.pause = slow.wait
+        may_go_on = asyncio.Event()
+        peer.pause = may_go_on.wait
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         first, second = (asyncio.create_task(sender.run()) for sender in senders)
         senders[1].offer(prompt.manifest.layer(0))
+
         await until(lambda: len(peer.renewals) >= 5)
         assert {*peer.renewals[-1]} == {sender.ticket for sender in senders}
+
         peer.ledger.abort("a", 0, "client gone")
         with pytest.raises(errors.ReservationError, match="over at"):
             await first
-        slow.set()
+
+        may_go_on.set()
         for layer in (1, 2):
             senders[1].offer(prompt.manifest.layer(layer))
         senders[1].finish(42)
@@ -357,11 +422,13 @@ async def test_a_failed_renewal_breaks_the_channel_and_all_attach_anew(
         sender = peer.sender(prompt, channel)
         running = asyncio.create_task(sender.run())
         await until(lambda: bool(peer.renewals))
+
         with monkeypatch.context() as broken:
             broken.setattr("disagg.transfer.channel.ticket_to_proto", None)
             await until(lambda: len(peer.attaches) >= 2)
-        renewed = len(peer.renewals)
-        await until(lambda: len(peer.renewals) > renewed)
+
+        num_renewals = len(peer.renewals)
+        await until(lambda: len(peer.renewals) > num_renewals)
         assert "failed" in caplog.text
         assert "Traceback" in caplog.text
         offer_all(sender, prompt)
@@ -373,23 +440,19 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_links_close_when_idle_and_with_their_channel_and_leak_nothing(
-    prompt, monkeypatch
-):
-    quick = [
-        *rpc.CLIENT_OPTIONS,
-        ("grpc.client_idle_timeout_ms", 1000),
-    ]  # the least that there is
+async def test_idle_and_closed_links_leak_no_files(prompt, monkeypatch):
+    shortest = ("grpc.client_idle_timeout_ms", 1000)  # gRPC allows no less
+    options = [*rpc.CLIENT_OPTIONS, shortest]
     async with open_peer() as (peer, channel):
-        await hand_over(
-            peer.sender(prompt, channel), prompt
-        )  # what gRPC keeps, it has now
-        before = open_files()
+        await hand_over(peer.sender(prompt, channel), prompt)
+        before = open_files()  # with those that gRPC opens once
         with monkeypatch.context() as patch:
-            patch.setattr(rpc, "CLIENT_OPTIONS", quick)
+            patch.setattr(rpc, "CLIENT_OPTIONS", options)
             idle = Channel(peer.address, None, replace(QUICK, idle_s=0.0, stall_s=0.1))
+
         await hand_over(peer.sender(prompt, idle, "idle"), prompt)
         await until(lambda: open_files() <= before)
+
         await hand_over(peer.sender(prompt, idle, "again"), prompt)
         await idle.close()
         peers = Peers(None, TransferConfig())
@@ -399,22 +462,30 @@ async def test_links_close_when_idle_and_with_their_channel_and_leak_nothing(
         await until(lambda: open_files() <= before)
 
 
+async def test_the_next_hand_off_finds_the_stream_open(prompt):
+    peers = Peers(None, TransferConfig())
+    peers.options = QUICK
+    async with open_peer() as (peer, _):
+        channel = peers.get(peer.address)
+        await hand_over(peer.sender(prompt, channel), prompt)
+        channel = weakref.ref(channel)
+        gc.collect()
+
+        assert peers.get(peer.address) is channel()
+
+
 async def test_the_channel_to_a_worker_that_is_gone_is_closed(prompt):
     peers = Peers(None, TransferConfig())
     peers.options = QUICK
     async with open_peer() as (peer, _):
         sender = peer.sender(prompt, peers.get(peer.address))
-        gone = weakref.ref(sender._channel)
+        channel = weakref.ref(sender._channel)
         await hand_over(sender, prompt)
         del sender
-        gc.collect()
-        assert peers.get(peer.address) is gone(), (
-            "the next hand-off finds its stream open"
-        )
 
     def closed() -> bool:
         gc.collect()
-        return gone() is None
+        return channel() is None
 
     await until(closed)
 
@@ -423,11 +494,18 @@ async def test_a_paced_channel_takes_the_time_of_the_link(prompt):
     pace = RateLimiter(400_000.0, burst_bytes=4000)
     async with open_peer(replace(QUICK, pace=pace)) as (peer, channel):
         stats = await hand_over(peer.sender(prompt, channel), prompt)
-        assert stats.wire_ms >= 1000 * (stats.payload_bytes - 8000) / 400_000.0
+
+        least_s = (stats.payload_bytes - 8000) / 400_000.0
+        assert stats.wire_ms >= 1000 * least_s
 
 
 def test_a_configured_slow_link_paces_every_channel():
     config = TransferConfig(link_mbps=8.0, burst_bytes=5000)
+
     options = Peers(None, config).options
+
     assert (options.pace.bytes_per_s, options.frame_bytes) == (1e6, 5000)
+
+
+def test_a_link_without_a_configured_rate_is_not_paced():
     assert Peers(None, TransferConfig()).options.pace is None

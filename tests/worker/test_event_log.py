@@ -89,3 +89,46 @@ async def test_a_worker_follows_the_first_router_until_it_is_gone():
     await anext(second)
     assert events.router == "two"
     await second.aclose()
+
+
+async def test_tokens_that_the_router_has_are_dropped():
+    events = EventLog()
+    events.publish(token(index) for index in range(1000))
+
+    events.acknowledge({"r": 998})
+
+    assert len(events._records["r"]) == 2
+    assert await first_batch(events, {"r": 998}) == [token(998), token(999)]
+
+
+async def test_an_acknowledged_attempt_is_still_known_by_its_last_event():
+    events = EventLog()
+    events.publish([token(0), token(1)])
+
+    events.acknowledge({"r": 2, "unknown": 5})
+
+    assert events.last_event("r", 1) == token(1)
+    events.forget("r", 1)
+    assert events.num_requests == 0
+
+
+async def test_an_answer_acknowledged_each_second_stays_small():
+    events = EventLog()
+    lengths = []
+    for index in range(32_768):
+        events.publish([token(index)])
+        if index % 50 == 49:  # a second of decoding
+            events.acknowledge({"r": index + 1})
+        lengths.append(len(events._records["r"]))
+
+    assert max(lengths) <= 51
+
+
+async def test_an_end_outlives_its_acknowledgement():
+    events = EventLog()
+    end = token(1, reason="stop")
+    events.publish([token(0), end])
+
+    events.acknowledge({"r": 2})
+
+    assert await first_batch(events, {"r": 2}) == [end]

@@ -33,7 +33,7 @@ from disagg.paged import layer as layers
 from disagg.transfer.messages import Role
 from disagg.transfer.records import ArenaSource, Manifest
 from disagg.transfer.reservations import Admission, Reservations
-from disagg.wire import digest
+from disagg.wire import WIRE_VERSION, digest
 from disagg.worker.decode import DecodeSide
 from disagg.worker.handoff import OutgoingHandoff
 from tests.transfer.peer import until
@@ -102,6 +102,16 @@ async def test_an_answer_of_one_token_ships_nothing(home, runners, story, monkey
     assert (
         home.workers["d"].engine.pool.gauges()["cached_pages"] == 0
     )  # nothing committed
+
+
+async def test_workers_of_one_service_speak_the_same(home):
+    prefill, decode = home.workers["p"], home.workers["d"]
+
+    status = await prefill.service.status()
+
+    assert prefill.info.speaks == decode.info.speaks == status.speaks
+    assert f"model {prefill.info.model}" in status.speaks
+    assert f"wire {WIRE_VERSION}" in status.speaks
 
 
 async def test_a_worker_says_what_its_links_can_do(home, story):

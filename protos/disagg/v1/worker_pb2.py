@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from disagg.protos.v1 import kv_transfer_pb2 as disagg_dot_protos_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64isagg/protos/v1/worker.proto\x12\tdisagg.v1\x1a\"disagg/protos/v1/kv_transfer.proto\"\x9a\x01\n\x03Job\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x0f\n\x07\x65mitted\x18\x04 \x03(\r\x12\x10\n\x08sampling\x18\x05 \x01(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\r\n\x05moved\x18\x08 \x01(\x04\x12\x10\n\x08waited_s\x18\t \x01(\x01\"L\n\x0eReserveRequest\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.Job\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06router\x18\x03 \x01(\t\"5\n\x0fReserveResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\xa7\x01\n\rSubmitRequest\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.Job\x12\x1d\n\x04work\x18\x02 \x01(\x0e\x32\x0f.disagg.v1.Work\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x05 \x01(\x04\x12\r\n\x05nonce\x18\x06 \x01(\x06\x12\x0e\n\x06router\x18\x07 \x01(\t\"\x10\n\x0eSubmitResponse\"~\n\rEventsRequest\x12\x30\n\x04have\x18\x01 \x03(\x0b\x32\".disagg.v1.EventsRequest.HaveEntry\x12\x0e\n\x06router\x18\x02 \x01(\t\x1a+\n\tHaveEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"V\n\x0e\x45ventsResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.disagg.v1.TokenEvent\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.disagg.v1.Load\"m\n\x04Load\x12\x12\n\nfree_bytes\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\"\n\x04role\x18\x05 \x01(\x0e\x32\x0f.disagg.v1.RoleH\x00\x88\x01\x01\x42\x07\n\x05_roleJ\x04\x08\x03\x10\x04\"\xcb\x01\n\nTokenEvent\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x12\n\x05token\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12$\n\x05\x65rror\x18\n \x01(\x0b\x32\x10.disagg.v1.ErrorH\x01\x88\x01\x01\x12\r\n\x05stats\x18\x08 \x01(\t\x12\x10\n\x08logprobs\x18\t \x01(\tB\x08\n\x06_tokenB\x08\n\x06_errorJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"<\n\x0c\x41\x62ortRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"-\n\x0c\x46\x65nceRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06router\x18\x02 \x01(\t\"\x0f\n\rFenceResponse\"\x0f\n\rStatusRequest\"\x9f\x01\n\x0eStatusResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x35\n\x06gauges\x18\x04 \x03(\x0b\x32%.disagg.v1.StatusResponse.GaugesEntry\x12\x0c\n\x04info\x18\x05 \x01(\t\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04*M\n\x04Work\x12\x14\n\x10WORK_UNSPECIFIED\x10\x00\x12\x10\n\x0cWORK_PREFILL\x10\x01\x12\x0e\n\nWORK_LOCAL\x10\x02\x12\r\n\tWORK_MOVE\x10\x03*]\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x12\r\n\tROLE_NONE\x10\x04\x32\x88\x03\n\rWorkerService\x12@\n\x07Reserve\x12\x19.disagg.v1.ReserveRequest\x1a\x1a.disagg.v1.ReserveResponse\x12=\n\x06Submit\x12\x18.disagg.v1.SubmitRequest\x1a\x19.disagg.v1.SubmitResponse\x12?\n\x06\x45vents\x12\x18.disagg.v1.EventsRequest\x1a\x19.disagg.v1.EventsResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.disagg.v1.AbortRequest\x1a\x18.disagg.v1.AbortResponse\x12:\n\x05\x46\x65nce\x12\x17.disagg.v1.FenceRequest\x1a\x18.disagg.v1.FenceResponse\x12=\n\x06Status\x12\x18.disagg.v1.StatusRequest\x1a\x19.disagg.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64isagg/protos/v1/worker.proto\x12\tdisagg.v1\x1a\"disagg/protos/v1/kv_transfer.proto\"\x9a\x01\n\x03Job\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x0f\n\x07\x65mitted\x18\x04 \x03(\r\x12\x10\n\x08sampling\x18\x05 \x01(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\r\n\x05moved\x18\x08 \x01(\x04\x12\x10\n\x08waited_s\x18\t \x01(\x01\"L\n\x0eReserveRequest\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.Job\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06router\x18\x03 \x01(\t\"5\n\x0fReserveResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\xa7\x01\n\rSubmitRequest\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.Job\x12\x1d\n\x04work\x18\x02 \x01(\x0e\x32\x0f.disagg.v1.Work\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x05 \x01(\x04\x12\r\n\x05nonce\x18\x06 \x01(\x06\x12\x0e\n\x06router\x18\x07 \x01(\t\"\x10\n\x0eSubmitResponse\"\x8f\x01\n\rEventsRequest\x12\x30\n\x04have\x18\x01 \x03(\x0b\x32\".disagg.v1.EventsRequest.HaveEntry\x12\x0e\n\x06router\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\r\x1a+\n\tHaveEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"V\n\x0e\x45ventsResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.disagg.v1.TokenEvent\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.disagg.v1.Load\"\x8e\x01\n\x04Load\x12\x12\n\nfree_bytes\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\"\n\x04role\x18\x05 \x01(\x0e\x32\x0f.disagg.v1.RoleH\x00\x88\x01\x01\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x11\n\tstalled_s\x18\x07 \x01(\x01\x42\x07\n\x05_roleJ\x04\x08\x03\x10\x04\"\xcb\x01\n\nTokenEvent\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x12\n\x05token\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12$\n\x05\x65rror\x18\n \x01(\x0b\x32\x10.disagg.v1.ErrorH\x01\x88\x01\x01\x12\r\n\x05stats\x18\x08 \x01(\t\x12\x10\n\x08logprobs\x18\t \x01(\tB\x08\n\x06_tokenB\x08\n\x06_errorJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"\x88\x01\n\x12\x41\x63knowledgeRequest\x12\x35\n\x04have\x18\x01 \x03(\x0b\x32\'.disagg.v1.AcknowledgeRequest.HaveEntry\x12\x0e\n\x06router\x18\x02 \x01(\t\x1a+\n\tHaveEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x15\n\x13\x41\x63knowledgeResponse\"<\n\x0c\x41\x62ortRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"-\n\x0c\x46\x65nceRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06router\x18\x02 \x01(\t\"\x0f\n\rFenceResponse\" \n\rStatusRequest\x12\x0f\n\x07version\x18\x01 \x01(\r\"\xaf\x01\n\x0eStatusResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x35\n\x06gauges\x18\x04 \x03(\x0b\x32%.disagg.v1.StatusResponse.GaugesEntry\x12\x0c\n\x04info\x18\x05 \x01(\t\x12\x0e\n\x06speaks\x18\x06 \x03(\t\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04*M\n\x04Work\x12\x14\n\x10WORK_UNSPECIFIED\x10\x00\x12\x10\n\x0cWORK_PREFILL\x10\x01\x12\x0e\n\nWORK_LOCAL\x10\x02\x12\r\n\tWORK_MOVE\x10\x03*]\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x12\r\n\tROLE_NONE\x10\x04\x32\xd6\x03\n\rWorkerService\x12@\n\x07Reserve\x12\x19.disagg.v1.ReserveRequest\x1a\x1a.disagg.v1.ReserveResponse\x12=\n\x06Submit\x12\x18.disagg.v1.SubmitRequest\x1a\x19.disagg.v1.SubmitResponse\x12?\n\x06\x45vents\x12\x18.disagg.v1.EventsRequest\x1a\x19.disagg.v1.EventsResponse0\x01\x12L\n\x0b\x41\x63knowledge\x12\x1d.disagg.v1.AcknowledgeRequest\x1a\x1e.disagg.v1.AcknowledgeResponse\x12:\n\x05\x41\x62ort\x12\x17.disagg.v1.AbortRequest\x1a\x18.disagg.v1.AbortResponse\x12:\n\x05\x46\x65nce\x12\x17.disagg.v1.FenceRequest\x1a\x18.disagg.v1.FenceResponse\x12=\n\x06Status\x12\x18.disagg.v1.StatusRequest\x1a\x19.disagg.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EVENTSREQUEST_HAVEENTRY']._loaded_options = None
   _globals['_EVENTSREQUEST_HAVEENTRY']._serialized_options = b'8\001'
+  _globals['_ACKNOWLEDGEREQUEST_HAVEENTRY']._loaded_options = None
+  _globals['_ACKNOWLEDGEREQUEST_HAVEENTRY']._serialized_options = b'8\001'
   _globals['_STATUSRESPONSE_GAUGESENTRY']._loaded_options = None
   _globals['_STATUSRESPONSE_GAUGESENTRY']._serialized_options = b'8\001'
-  _globals['_WORK']._serialized_start=1413
-  _globals['_WORK']._serialized_end=1490
-  _globals['_ROLE']._serialized_start=1492
-  _globals['_ROLE']._serialized_end=1585
+  _globals['_WORK']._serialized_start=1660
+  _globals['_WORK']._serialized_end=1737
+  _globals['_ROLE']._serialized_start=1739
+  _globals['_ROLE']._serialized_end=1832
   _globals['_JOB']._serialized_start=81
   _globals['_JOB']._serialized_end=235
   _globals['_RESERVEREQUEST']._serialized_start=237
@@ -50,30 +52,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITREQUEST']._serialized_end=538
   _globals['_SUBMITRESPONSE']._serialized_start=540
   _globals['_SUBMITRESPONSE']._serialized_end=556
-  _globals['_EVENTSREQUEST']._serialized_start=558
-  _globals['_EVENTSREQUEST']._serialized_end=684
-  _globals['_EVENTSREQUEST_HAVEENTRY']._serialized_start=641
-  _globals['_EVENTSREQUEST_HAVEENTRY']._serialized_end=684
-  _globals['_EVENTSRESPONSE']._serialized_start=686
-  _globals['_EVENTSRESPONSE']._serialized_end=772
-  _globals['_LOAD']._serialized_start=774
-  _globals['_LOAD']._serialized_end=883
-  _globals['_TOKENEVENT']._serialized_start=886
-  _globals['_TOKENEVENT']._serialized_end=1089
-  _globals['_ABORTREQUEST']._serialized_start=1091
-  _globals['_ABORTREQUEST']._serialized_end=1151
-  _globals['_ABORTRESPONSE']._serialized_start=1153
-  _globals['_ABORTRESPONSE']._serialized_end=1168
-  _globals['_FENCEREQUEST']._serialized_start=1170
-  _globals['_FENCEREQUEST']._serialized_end=1215
-  _globals['_FENCERESPONSE']._serialized_start=1217
-  _globals['_FENCERESPONSE']._serialized_end=1232
-  _globals['_STATUSREQUEST']._serialized_start=1234
-  _globals['_STATUSREQUEST']._serialized_end=1249
-  _globals['_STATUSRESPONSE']._serialized_start=1252
-  _globals['_STATUSRESPONSE']._serialized_end=1411
-  _globals['_STATUSRESPONSE_GAUGESENTRY']._serialized_start=1354
-  _globals['_STATUSRESPONSE_GAUGESENTRY']._serialized_end=1399
-  _globals['_WORKERSERVICE']._serialized_start=1588
-  _globals['_WORKERSERVICE']._serialized_end=1980
+  _globals['_EVENTSREQUEST']._serialized_start=559
+  _globals['_EVENTSREQUEST']._serialized_end=702
+  _globals['_EVENTSREQUEST_HAVEENTRY']._serialized_start=659
+  _globals['_EVENTSREQUEST_HAVEENTRY']._serialized_end=702
+  _globals['_EVENTSRESPONSE']._serialized_start=704
+  _globals['_EVENTSRESPONSE']._serialized_end=790
+  _globals['_LOAD']._serialized_start=793
+  _globals['_LOAD']._serialized_end=935
+  _globals['_TOKENEVENT']._serialized_start=938
+  _globals['_TOKENEVENT']._serialized_end=1141
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1144
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1280
+  _globals['_ACKNOWLEDGEREQUEST_HAVEENTRY']._serialized_start=659
+  _globals['_ACKNOWLEDGEREQUEST_HAVEENTRY']._serialized_end=702
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1282
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1303
+  _globals['_ABORTREQUEST']._serialized_start=1305
+  _globals['_ABORTREQUEST']._serialized_end=1365
+  _globals['_ABORTRESPONSE']._serialized_start=1367
+  _globals['_ABORTRESPONSE']._serialized_end=1382
+  _globals['_FENCEREQUEST']._serialized_start=1384
+  _globals['_FENCEREQUEST']._serialized_end=1429
+  _globals['_FENCERESPONSE']._serialized_start=1431
+  _globals['_FENCERESPONSE']._serialized_end=1446
+  _globals['_STATUSREQUEST']._serialized_start=1448
+  _globals['_STATUSREQUEST']._serialized_end=1480
+  _globals['_STATUSRESPONSE']._serialized_start=1483
+  _globals['_STATUSRESPONSE']._serialized_end=1658
+  _globals['_STATUSRESPONSE_GAUGESENTRY']._serialized_start=1601
+  _globals['_STATUSRESPONSE_GAUGESENTRY']._serialized_end=1646
+  _globals['_WORKERSERVICE']._serialized_start=1835
+  _globals['_WORKERSERVICE']._serialized_end=2305
 # @@protoc_insertion_point(module_scope)

@@ -95,7 +95,7 @@ class SubmitResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("have", "router")
+    __slots__ = ("have", "router", "version")
     class HaveEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,9 +105,11 @@ class EventsRequest(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     HAVE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     have: _containers.ScalarMap[str, int]
     router: str
-    def __init__(self, have: _Optional[_Mapping[str, int]] = ..., router: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, have: _Optional[_Mapping[str, int]] = ..., router: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class EventsResponse(_message.Message):
     __slots__ = ("events", "load")
@@ -118,16 +120,20 @@ class EventsResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("free_bytes", "slots", "waiting", "role")
+    __slots__ = ("free_bytes", "slots", "waiting", "role", "step", "stalled_s")
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
     free_bytes: int
     slots: int
     waiting: int
     role: Role
-    def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., waiting: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
+    step: int
+    stalled_s: float
+    def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., waiting: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., step: _Optional[int] = ..., stalled_s: _Optional[float] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error", "stats", "logprobs")
@@ -148,6 +154,25 @@ class TokenEvent(_message.Message):
     stats: str
     logprobs: str
     def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[_kv_transfer_pb2.Error, _Mapping]] = ..., stats: _Optional[str] = ..., logprobs: _Optional[str] = ...) -> None: ...
+
+class AcknowledgeRequest(_message.Message):
+    __slots__ = ("have", "router")
+    class HaveEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    have: _containers.ScalarMap[str, int]
+    router: str
+    def __init__(self, have: _Optional[_Mapping[str, int]] = ..., router: _Optional[str] = ...) -> None: ...
+
+class AcknowledgeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("rid", "attempt", "reason")
@@ -176,11 +201,13 @@ class FenceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("epoch", "gauges", "info")
+    __slots__ = ("epoch", "gauges", "info", "speaks")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,7 +218,9 @@ class StatusResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
+    SPEAKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     gauges: _containers.ScalarMap[str, float]
     info: str
-    def __init__(self, epoch: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., info: _Optional[str] = ...) -> None: ...
+    speaks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., info: _Optional[str] = ..., speaks: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,264 @@
+"""The front end of a service in a process of its own: HTTP, tokenizer and router, without Ray.
+
+A task on its event loop measures how late the loop is: that is how long every client waits.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from disagg.bench.fake_workers import LOOPBACK
+from disagg.bench.raw_clients import prompt_of_ids
+from disagg.bench.result import p99
+from disagg.config import Config, RouterConfig
+from disagg.errors import DeadlineError
+from disagg.router.router import Router, WorkerConnection
+from disagg.server.app import create_app
+from disagg.server.completions import Completions
+from disagg.server.connections import http_server
+from disagg.server.service import bind
+from disagg.transfer.control import WorkerClient
+from disagg.transfer.messages import WorkerInfo
+from disagg.transfer.rpc import connect
+
+WATCH_S = 0.01  # between two looks at the clock
+RESIDENT_S = 0.2  # between two looks at the memory
+READY_S = 30.0  # for all workers to take part
+MODEL = "front"
+SECRET = "secret"
+PATIENCE = 1 << 20  # requests in the queue
+
+
+@dataclass(frozen=True)
+class FrontEndOptions:
+    """How a front end is set up.
+
+    files:          the soft limit of open files; None: as it is
+    context_length: of the model that it believes to serve; None: its own
+    """
+
+    files: int | None = None
+    context_length: int | None = None
+
+
+@dataclass(frozen=True)
+class FrontEndFigures:
+    """What a front end did in one window of time.
+
+    cpu_s:          processor time of all its threads
+    late_max_s, late_p99_s, late_sum_s: how late its loop was, at each look
+    collection_s:   the longest garbage collection
+    resident_bytes: most memory at one look
+    log_lines:      lines that it logged, from level warning on
+    """
+
+    cpu_s: float
+    seconds: float
+    late_max_s: float
+    late_p99_s: float
+    late_sum_s: float
+    collection_s: float
+    resident_bytes: int
+    log_lines: int
+
+
+class LineCount(logging.Handler):
+    """Counts lines instead of writing them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += 1
+
+
+@dataclass
+class Watch:
+    """What was seen on the loop since the window began."""
+
+    log: LineCount
+    began_at: float = field(default_factory=time.perf_counter)
+    began_cpu_s: float = field(default_factory=time.process_time)
+    late_s: list[float] = field(default_factory=list)
+    collection_s: float = 0.0
+    resident_bytes: int = 0
+    log_lines: int = 0
+
+    def __post_init__(self) -> None:
+        self.log_lines = self.log.lines
+
+    def figures(self) -> FrontEndFigures:
+        late_s = self.late_s or [0.0]
+        return FrontEndFigures(
+            cpu_s=time.process_time() - self.began_cpu_s,
+            seconds=time.perf_counter() - self.began_at,
+            late_max_s=max(late_s),
+            late_p99_s=p99(late_s),
+            late_sum_s=sum(late_s),
+            collection_s=self.collection_s,
+            resident_bytes=self.resident_bytes,
+            log_lines=self.log.lines - self.log_lines,
+        )
+
+
+class Memory:
+    """Memory of this process. It opens its file once: there may be no free one later."""
+
+    def __init__(self) -> None:
+        statm = Path("/proc/self/statm")
+        self._file = statm.open("rb", buffering=0) if statm.exists() else None
+
+    def resident_bytes(self) -> int:
+        """0 where there is no /proc."""
+        if self._file is None:
+            return 0
+        self._file.seek(0)
+        pages = int(self._file.read().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class MeasuredFront:
+    """A front end, as the object of a `Child`."""
+
+    def __init__(self) -> None:
+        self._log = LineCount()
+        logging.getLogger().addHandler(self._log)
+        self._memory = Memory()
+        self._tasks: list[asyncio.Task[object]] = []
+        self._requests: list[asyncio.Task[None]] = []  # the last ones that began
+        self._earlier: list[asyncio.Task[None]] = []
+
+    async def start(
+        self, workers: Sequence[WorkerInfo], options: FrontEndOptions
+    ) -> int:
+        """The port at which it serves these workers."""
+        if options.files is not None:
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, most))
+        gc.unfreeze()  # as in a service, whose imported modules are collected too
+        config = Config(router=RouterConfig(max_queue=PATIENCE))
+        self._router = Router(config.router)
+        completions = Completions.load(config, MODEL, self._router, {})
+        if options.context_length is not None:
+            completions.served = replace(
+                completions.served, context_length=options.context_length
+            )
+        listening = bind(LOOPBACK, 0)
+        server = http_server(create_app(completions, SECRET), config.server)
+        self._spawn(server.serve([listening]))
+        self._links = [connect(worker.address) for worker in workers]
+        for worker, link in zip(workers, self._links, strict=True):
+            self._router.add(WorkerConnection(worker, WorkerClient(link)))
+        await self._wait_for(len(workers))
+        self._watch = Watch(self._log)
+        self._spawn(self._watch_loop())
+        self._spawn(self._watch_memory())
+        self._watch_collections()
+        return int(listening.getsockname()[1])
+
+    async def begin(self) -> int:
+        """Begin a window; memory at its beginning."""
+        self._watch = Watch(self._log)
+        self._note_memory()
+        return self._watch.resident_bytes
+
+    async def read(self) -> FrontEndFigures:
+        """The window so far."""
+        self._note_memory()
+        return self._watch.figures()
+
+    # -- requests that come without HTTP
+
+    async def begin_requests(
+        self, count: int, prompt_tokens: int, tokens: int
+    ) -> FrontEndFigures:
+        """Requests that arrive at the router, one a turn of the loop, and go on."""
+        await self.begin()
+        prompt = prompt_of_ids(prompt_tokens)
+        self._earlier += self._requests
+        self._requests = []
+        for number in range(count):
+            prompt_ids = (*prompt[:-1], number)
+            request = asyncio.create_task(self._generate(prompt_ids, tokens))
+            self._requests.append(request)
+            await asyncio.sleep(0)
+        await asyncio.sleep(WATCH_S)
+        return await self.read()
+
+    async def idle(self, seconds: float) -> FrontEndFigures:
+        """What happens meanwhile."""
+        await self.begin()
+        await asyncio.sleep(seconds)
+        return await self.read()
+
+    async def cancel_requests(self) -> FrontEndFigures:
+        """The clients of the requests that began last leave, one a turn of the loop."""
+        await self.begin()
+        for request in self._requests:
+            request.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        await asyncio.sleep(WATCH_S)
+        return await self.read()
+
+    async def count_running(self) -> int:
+        """Requests that are not over."""
+        return self._router.running
+
+    async def _generate(self, prompt: tuple[int, ...], tokens: int) -> None:
+        outputs = self._router.generate(prompt, {"max_tokens": tokens}, "")
+        async with aclosing(outputs):
+            async for _ in outputs:
+                pass
+
+    # -- inside
+
+    async def _wait_for(self, workers: int) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READY_S):
+                while len(self._router.table.workers) < workers:
+                    await asyncio.sleep(WATCH_S)
+                return
+        raise DeadlineError(f"{workers} workers did not take part in {READY_S:g} s")
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    async def _watch_loop(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(WATCH_S)
+            self._watch.late_s.append(time.perf_counter() - began - WATCH_S)
+
+    async def _watch_memory(self) -> None:
+        while True:
+            self._note_memory()
+            await asyncio.sleep(RESIDENT_S)
+
+    def _note_memory(self) -> None:
+        watch = self._watch
+        resident = self._memory.resident_bytes()
+        watch.resident_bytes = max(watch.resident_bytes, resident)
+
+    def _watch_collections(self) -> None:
+        began = 0.0
+
+        def on_collection(phase: str, info: dict[str, int]) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            if phase == "start":
+                began = now
+            else:
+                watch = self._watch
+                watch.collection_s = max(watch.collection_s, now - began)
+
+        gc.callbacks.append(on_collection)

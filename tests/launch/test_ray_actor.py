@@ -1,0 +1,115 @@
+"""What a worker's process does with the calls of its service."""
+
+import os
+import threading
+from unittest.mock import Mock
+
+import pytest
+
+from disagg.config import Config, load_config
+from disagg.errors import ConfigError, ModelError, VersionError
+from disagg.launch.ray_actor import WorkerActor
+from disagg.launch.start_protocol import info_of, settings_message
+from disagg.transfer.messages import Role, WorkerInfo
+
+INFO = WorkerInfo("decode-0", Role.DECODE, "127.0.0.1:1", epoch=1)
+
+
+class ServingActor(WorkerActor):
+    """An actor whose worker serves at once. error: what its load raises instead."""
+
+    def __init__(self, config: Config, error: Exception | None = None):
+        super().__init__(settings_message(config), "decode", "decode-0", None)
+        self.error = error
+        self.num_loads = 0
+
+    def _load(self, address: str) -> None:
+        self.num_loads += 1
+        if self.error:
+            raise self.error
+        self._worker = Mock(info=INFO)
+
+    def _end_with_worker(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def timer(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """In place of the timer that ends the process."""
+    timer = Mock()
+    monkeypatch.setattr(threading, "Timer", timer)
+    return timer
+
+
+def test_a_second_start_finds_the_worker_loaded():
+    actor = ServingActor(Config())
+    settings = settings_message(Config())
+
+    replies = [actor.start("127.0.0.1", settings) for _ in range(2)]
+
+    assert [info_of(reply) for reply in replies] == [INFO, INFO]
+    assert actor.num_loads == 1
+
+
+def test_a_setting_of_the_front_end_does_not_matter_to_a_worker():
+    actor = ServingActor(Config())
+    flags = {"router.max_queue": 7, "server.api_key": "x", "cluster.decode": 2}
+    other = settings_message(load_config(None, flags))
+
+    assert info_of(actor.start("127.0.0.1", other)) == INFO
+
+
+def test_other_settings_of_a_worker_are_named():
+    actor = ServingActor(Config())
+    actor.start("127.0.0.1", settings_message(Config()))
+    other = settings_message(load_config(None, {"engine.max_sequences": 7}))
+
+    with pytest.raises(
+        ConfigError, match=r"other settings \(engine.max_sequences\), until 60 s"
+    ):
+        info_of(actor.start("127.0.0.1", other))
+
+
+def test_a_worker_of_another_service_is_refused():
+    actor = ServingActor(Config())
+    settings = settings_message(Config())
+    actor.start("127.0.0.1", settings)
+    actor._worker.wait_alone.return_value = False
+
+    with pytest.raises(ConfigError, match="works for another service"):
+        info_of(actor.start("127.0.0.1", settings))
+
+
+def test_a_worker_that_cannot_load_ends_its_process(timer):
+    actor = ServingActor(Config(), ModelError("no such model"))
+
+    with pytest.raises(ModelError, match="no such model"):
+        info_of(actor.start("127.0.0.1", settings_message(Config())))
+
+    timer.assert_called_once()
+
+
+def test_a_worker_that_breaks_ends_its_process(timer):
+    actor = ServingActor(Config(), MemoryError())
+
+    with pytest.raises(MemoryError):
+        actor.start("127.0.0.1", settings_message(Config()))
+
+    timer.assert_called_once()
+
+
+def test_a_new_worker_of_another_version_ends_its_process(timer):
+    actor = ServingActor(Config())
+
+    with pytest.raises(VersionError):
+        info_of(actor.start("127.0.0.1", {"version": 0}))
+
+    timer.assert_called_once()
+
+
+def test_a_worker_that_is_stopped_while_it_loads_ends_at_once(monkeypatch):
+    actor = ServingActor(Config())
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+
+    with pytest.raises(SystemExit):
+        actor.stop()

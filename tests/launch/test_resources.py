@@ -1,0 +1,60 @@
+"""The share of a host's GPUs and cores that each worker gets."""
+
+import os
+
+import pytest
+
+from disagg.config import load_config
+from disagg.launch.resources import gpu_share, worker_config
+
+GPU_SHARES = [
+    (0, 1, 1, 0),
+    (2, 1, 1, 1),
+    (8, 1, 1, 1),
+    (1, 1, 1, 1 / 2),
+    (4, 2, 4, 1 / 2),
+    (3, 3, 4, 1 / 3),
+]
+
+
+@pytest.mark.parametrize(("gpus", "prefill", "decode", "share"), GPU_SHARES)
+def test_every_worker_has_a_place_on_the_gpus(gpus, prefill, decode, share):
+    config = load_config(None, {"cluster.prefill": prefill, "cluster.decode": decode})
+
+    assert gpu_share(gpus, config) == share
+    assert not gpus or gpus * int(1 / share) >= prefill + decode
+
+
+def test_workers_on_the_cpu_take_no_gpus():
+    assert gpu_share(8, load_config(None, {"model.device": "cpu"})) == 0.0
+
+
+POOLS = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
+THREADS = [
+    ({"cluster.decode": 2}, {}, 4),
+    ({"cluster.decode": 2}, {"CPU": 6.0}, 2),
+    ({"cluster.decode": 20}, {}, 1),
+    ({"engine.torch_threads": 7}, {}, 7),
+    (POOLS, {"prefill": 1}, 12),
+    (POOLS, {"decode": 2, "CPU": 12.0}, 6),
+    (POOLS, {"decode": 8}, 3),
+    (POOLS, {"prefill": 1, "decode": 2}, 4),
+    (POOLS, {}, 12),
+]
+
+
+@pytest.mark.parametrize(("flags", "resources", "threads"), THREADS)
+def test_workers_that_fit_on_a_host_share_its_cores(
+    flags, resources, threads, monkeypatch
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+
+    config = worker_config(load_config(None, flags), 0.5, resources)
+
+    assert config.engine.torch_threads == threads
+
+
+def test_a_worker_with_half_a_gpu_uses_half_of_its_memory():
+    config = load_config(None, {"engine.memory_share": 0.8})
+
+    assert worker_config(config, 0.5, {}).engine.memory_share == 0.4
