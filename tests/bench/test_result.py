@@ -64,6 +64,28 @@ def test_a_table_has_every_key_and_aligns_numbers_right():
     ]
 
 
+def test_a_narrow_terminal_has_shared_values_above_the_table(monkeypatch):
+    rows = [
+        {"codec": "raw", "model": "small", "dtype": "float32", "ms": 3.5, "own": None},
+        {"codec": "fp8", "model": "small", "dtype": "float32", "ms": 2.5, "own": 0.1},
+    ]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+
+    lines = table(rows).splitlines()
+
+    assert max(map(len, lines[2:])) <= 20
+    assert lines[:3] == [
+        "model small, dtype float32",
+        "",
+        "codec   ms  own",
+    ]
+    assert lines[4:] == [
+        "raw    3.5",
+        "fp8    2.5  0.1",
+    ]
+
+
 def test_a_table_fits_the_terminal(monkeypatch):
     row = {"codec": SPEC, "wire_bytes": 268_556_062, "time_ratio": 4.18}
     full = table([row])
