@@ -44,6 +44,8 @@ class FrontEndFigures:
 
     cpu_s:          processor time of all its threads
     late_max_s, late_p99_s, late_sum_s: how late its loop was, at each look
+    busy_max_s:     most processor time of the loop between two looks: what it would be late on
+                    a machine of its own
     collection_s:   the longest garbage collection
     resident_bytes: most memory at one look
     log_lines:      lines that it logged, from level warning on
@@ -54,6 +56,7 @@ class FrontEndFigures:
     late_max_s: float
     late_p99_s: float
     late_sum_s: float
+    busy_max_s: float
     collection_s: float
     resident_bytes: int
     log_lines: int
@@ -78,6 +81,7 @@ class Watch:
     began_at: float = field(default_factory=time.perf_counter)
     began_cpu_s: float = field(default_factory=time.process_time)
     late_s: list[float] = field(default_factory=list)
+    busy_max_s: float = 0.0
     collection_s: float = 0.0
     resident_bytes: int = 0
     log_lines: int = 0
@@ -93,6 +97,7 @@ class Watch:
             late_max_s=max(late_s),
             late_p99_s=p99(late_s),
             late_sum_s=sum(late_s),
+            busy_max_s=self.busy_max_s,
             collection_s=self.collection_s,
             resident_bytes=self.resident_bytes,
             log_lines=self.log.lines - self.log_lines,
@@ -132,6 +137,10 @@ class MeasuredProcess:
         self._note_memory()
         return self._watch.resident_bytes
 
+    async def resident_bytes(self) -> int:
+        """Memory now."""
+        return self._memory.resident_bytes()
+
     async def read(self) -> FrontEndFigures:
         """The window so far."""
         self._note_memory()
@@ -156,8 +165,12 @@ class MeasuredProcess:
     async def _watch_loop(self) -> None:
         while True:
             began = time.perf_counter()
+            began_busy_s = time.thread_time()
             await asyncio.sleep(WATCH_S)
-            self._watch.late_s.append(time.perf_counter() - began - WATCH_S)
+            watch = self._watch
+            watch.late_s.append(time.perf_counter() - began - WATCH_S)
+            busy_s = time.thread_time() - began_busy_s
+            watch.busy_max_s = max(watch.busy_max_s, busy_s)
 
     async def _watch_memory(self) -> None:
         while True:
