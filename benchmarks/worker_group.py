@@ -72,7 +72,7 @@ class WorkerGroup:
     """
 
     def __init__(self, config: Config, process: type[WorkerEnd]):
-        self.router = Router(config.router)
+        self.router = Router(config.router, lease_s=config.transfer.lease_s)
         self.workers: dict[str, WorkerProcess] = {}
         self.proxies: list[TcpProxy] = []
         self.prepare: Callable[[Child], object] = lambda child: None

@@ -2,13 +2,15 @@
 
     no step for `silence_s` ──► SILENT: its requests go to others
     most workers silent at once: our own network ──► LINK_DOWN: open the streams again, no more;
-                                                     after `lease_s` SILENT
+                                                     SILENT after `lease_s`, or `silence_s` after
+                                                     most others were heard again
     an engine that makes no progress for `stuck_s`, with a step that runs or sequences to decode
                             ──► STUCK: its requests go to others
 
 Pure rules: the caller has the clock, and tells when its own loop was late, which is no silence.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -36,6 +38,7 @@ class Pulse:
     progressed_at:   when the engine last made progress, or had nothing to do
     longest_stall_s: longest time without progress in a step that made some after it
     stuck_since:     when an engine that was found stuck last made progress; None: it goes on
+    link_down_at:    when most workers were last silent with it
     times_stuck:     how often it was stuck without working well in between
     """
 
@@ -45,6 +48,7 @@ class Pulse:
     progressed_at: float = 0.0
     longest_stall_s: float = 0.0
     stuck_since: float | None = None
+    link_down_at: float = -math.inf
     times_stuck: int = 0
 
     @property
@@ -84,6 +88,7 @@ class Pulse:
         """Nothing could be heard in this time, as the router's loop was late."""
         self.heard_at += late_s
         self.progressed_at += late_s
+        self.link_down_at += late_s
 
     def is_stuck(self, stuck_s: float, now: float) -> bool:
         """Whether its engine hangs; where it has been slow, it may be so again."""
@@ -103,7 +108,7 @@ def liveness_of(
     lease_s: float,
     now: float,
 ) -> Liveness:
-    """Whether a worker that takes part is alive.
+    """Whether a worker that takes part is alive. Notes in its pulse when the link was down.
 
     pulses:  of all workers that take part
     lease_s: how long workers keep their work for a router that they cannot reach
@@ -114,5 +119,8 @@ def liveness_of(
         return Liveness.STUCK if is_stuck else Liveness.ALIVE
     heard_before = now - config.silence_s + AT_ONCE_S
     num_silent = sum(x.heard_at <= heard_before for x in pulses)
-    are_most = num_silent > 1 and 2 * num_silent > len(pulses)
-    return Liveness.LINK_DOWN if are_most and silent_s < lease_s else Liveness.SILENT
+    if num_silent > 1 and 2 * num_silent > len(pulses):
+        pulse.link_down_at = now
+    # those that the network brings back first do not make the others silent
+    is_link_down = now < pulse.link_down_at + config.silence_s and silent_s < lease_s
+    return Liveness.LINK_DOWN if is_link_down else Liveness.SILENT

@@ -172,7 +172,7 @@ class Backend:
             raise
 
     async def _run(self) -> None:
-        self._router = Router(self.config.router)
+        self._router = Router(self.config.router, lease_s=self.config.transfer.lease_s)
         await self._serve()
         for link in self._links.values():
             await link.close()

@@ -339,6 +339,8 @@ async def test_who_stays_silent_after_it_is_fenced_alone():
         await stage.settle()
 
         await stage.pass_time(0.5)
+        assert stage.members == {"p", "d", "d2"}
+        await stage.pass_time(4.6, "p", other)
         assert stage.members == {"p", other}
         stage.workers[silent].error = None
         await stage.settle()
