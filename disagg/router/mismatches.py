@@ -14,11 +14,31 @@ MISMATCHES = (LayoutError, VersionError)
 
 
 class Mismatches:
-    """The pairs whose hand-offs were refused, until one of the two is replaced."""
+    """The pairs whose hand-offs were refused, until one of the two is replaced.
+
+    A mismatch of all pairs is final until other workers come.
+    """
 
     def __init__(self) -> None:
         # (sender, receiver, codec)
         self._pairs: set[tuple[str, str, str]] = set()
+        # why no pair can hand over, if that is so, and why none can with a codec
+        self._error: DisaggError | None = None
+        self._codec_errors: dict[str, DisaggError] = {}
+
+    @property
+    def are_final(self) -> bool:
+        """Whether some requests cannot be handed over by any pair."""
+        return self._error is not None or bool(self._codec_errors)
+
+    def error_of(self, codec: str) -> DisaggError | None:
+        """Why no pair can hand over KV of a codec; None if some pair may."""
+        return self._error or self._codec_errors.get(codec)
+
+    def update(self, workers: Iterable[WorkerState]) -> None:
+        """Other workers take part, or in other roles."""
+        self._error = mismatch_of(workers)
+        self._codec_errors.clear()
 
     def add(self, sender: str, receiver: str, codec: str) -> bool:
         """The pair cannot hand over KV of this codec; whether that is new."""
@@ -41,10 +61,15 @@ class Mismatches:
             return equals
         return [x for x in equals if (sender.name, x.name, codec) not in self._pairs]
 
-    def leave_a_pair(self, workers: Iterable[WorkerState], codec: str) -> bool:
-        """Whether some prefill worker can hand over to some decode worker."""
+    def exclude_all(
+        self, workers: Iterable[WorkerState], codec: str, error: DisaggError
+    ) -> bool:
+        """Whether this last error leaves no pair that can hand over KV of a codec."""
         prefills, decodes = _by_role(workers)
-        return any(self.fitting(prefill, decodes, codec) for prefill in prefills)
+        if any(self.fitting(prefill, decodes, codec) for prefill in prefills):
+            return False
+        self._codec_errors[codec] = error
+        return True
 
 
 def mismatch_of(workers: Iterable[WorkerState]) -> DisaggError | None:

@@ -10,7 +10,8 @@
 
 Each method of `RequestTable` takes one event, changes the table and returns actions; `router.py`
 performs them. So the rules can be tested event by event, without a worker. Their details have
-files of their own: `placement` (which workers), `moves`, `failures`, `aborts`, `codec_policy`.
+files of their own: `placement` (which workers), `starts`, `moves`, `failures`, `mismatches` and
+`aborts`.
 
 This is the only queue: workers keep none. A request leaves it when a prefill worker P can start it
 and a decode worker D grants room. A full worker holds up only the requests that need it. Short
@@ -20,11 +21,10 @@ can replay them. A move does not end the attempt, so both of its workers may rep
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from disagg.config import AUTO, RouterConfig
+from disagg.config import RouterConfig
 from disagg.errors import (
     CapacityError,
     DeadlineError,
@@ -37,13 +37,11 @@ from disagg.router.actions import (
     AbortAttempt,
     Action,
     FailRequest,
-    Reserve,
     Start,
     TokenOutput,
 )
-from disagg.router.codec_policy import CodecPolicy
 from disagg.router.failures import blame, charge_death, is_final, pause_s
-from disagg.router.mismatches import MISMATCHES, Mismatches, mismatch_of
+from disagg.router.mismatches import MISMATCHES, Mismatches
 from disagg.router.moves import (
     MOVE_RETRY_S,
     has_to_move,
@@ -52,9 +50,9 @@ from disagg.router.moves import (
     reserve_target,
 )
 from disagg.router.placement import Placement
-from disagg.router.prefix_index import reason_of
 from disagg.router.request_queue import RequestQueue
 from disagg.router.request_state import Phase, RequestState, token_array
+from disagg.router.starts import Starts
 from disagg.router.worker_state import WorkerState
 from disagg.transfer.messages import (
     Grant,
@@ -81,32 +79,29 @@ class RequestTable:
     """All requests and all workers. Each method takes one event and returns the actions due.
 
     unequal_tokens: repeated tokens that differ from what was delivered before
-    routed:         times by (role, reason why a worker of this role was chosen)
+    codec_policy, routed: as in `Starts`
     """
 
     def __init__(self, config: RouterConfig | None = None):
         self.requests: dict[str, RequestState] = {}
         self.workers: dict[str, WorkerState] = {}
-        self.codec_policy = CodecPolicy()
         self.unequal_tokens = 0
         self.retries = 0
         self.moves = 0
-        self.routed: Counter[tuple[str, str]] = Counter()
         self._config = config or RouterConfig()
+        self._starts = Starts(self.requests, self.workers, self._config)
+        self.codec_policy = self._starts.codec_policy
+        self.routed = self._starts.routed
         # whether requests may start, or have to move: `place` is due
         self.needs_placing = False
         self._queue = RequestQueue()
-        self._placement: Placement | None = (
-            None  # the latest, while requests are queued
-        )
+        # the latest, while requests are queued
+        self._placement: Placement | None = None
         self._num_submitted = 0
         # names of workers that stopped decoding and may still have sequences
         self._stopped_decoding: set[str] = set()
         self._aborts = Aborts()
         self._mismatches = Mismatches()
-        # why no pair of workers can hand over, if that is so, and why none can with a codec
-        self._mismatch: DisaggError | None = None
-        self._codec_mismatches: dict[str, DisaggError] = {}
         # bytes a token under the smallest codec so far: the least that a prompt takes
         self._token_bytes = 0.0
         # since when every request is queued and none can start
@@ -115,6 +110,7 @@ class RequestTable:
     def configure(self, config: RouterConfig) -> None:
         """Use these limits from now on."""
         self._config = config
+        self._starts.config = config
 
     # -- events
 
@@ -336,7 +332,7 @@ class RequestTable:
         # moves first: their KV is computed, and their workers wait to leave
         actions = self._move_all(leaving, placement)
         actions += self._begin_all(placement, now)
-        if self._mismatch is not None or self._codec_mismatches:
+        if self._mismatches.are_final:
             actions += self._refuse_unfit(now)
         if actions or len(self._queue) < len(self.requests):
             self._stuck_since = math.inf
@@ -385,15 +381,14 @@ class RequestTable:
                     break
                 self._queue.discard(request)
                 prefill, decode = pair
-                actions.append(self._begin(request, prefill, decode, now))
+                actions.append(self._starts.begin(request, prefill, decode, now))
                 placement.add(request)
         return actions
 
     def _workers_changed(self) -> None:
         """Other workers take part now, or in other roles."""
         self.needs_placing = True
-        self._mismatch = mismatch_of(self.workers.values())
-        self._codec_mismatches.clear()
+        self._mismatches.update(self.workers.values())
 
     def _refuse_unfit(self, now: float) -> list[Action]:
         """Fail the queued requests that need a hand-off which no pair of workers can do."""
@@ -401,87 +396,11 @@ class RequestTable:
         shortest_split = max((info.min_tokens for info in decodes), default=0)
         actions: list[Action] = []
         for request in self._queue:
-            error = self._mismatch or self._codec_mismatches.get(request.job.codec)
+            error = self._mismatches.error_of(request.job.codec)
             is_whole = request.num_prompt_tokens < shortest_split
             if error is not None and not is_whole and not request.is_single_token:
                 actions += self._fail(request, error, now)
         return actions
-
-    def _begin(
-        self,
-        request: RequestState,
-        prefill: WorkerState,
-        decode: WorkerState,
-        now: float,
-    ) -> Action:
-        """The next attempt, on this pair."""
-        if request.job.codec == AUTO:
-            self._choose_codec(request, prefill, decode, now)
-        self._count_prefixes(request, prefill, decode)
-        prefill.recent_tokens += len(request.job.prompt) - request.cached_tokens
-        prefill.pause(now)
-        decode.pause(now)
-        request.prefill = prefill.name
-        request.decode = decode.name
-        request.prefill_done = False
-        request.attempt_began = now
-        request.job = replace(
-            request.job,
-            attempt=request.job.attempt + 1,
-            emitted=request.emitted[:],
-            deadline_s=request.deadline - now,
-            moved=0,
-            waited_s=now - request.arrived,
-        )
-        if prefill is decode:
-            request.phase = Phase.PREFILL
-            return Start(prefill.name, request.job, Work.LOCAL)
-        request.phase = Phase.RESERVE
-        return Reserve(decode.name, request.job)
-
-    def _choose_codec(
-        self,
-        request: RequestState,
-        prefill: WorkerState,
-        decode: WorkerState,
-        now: float,
-    ) -> None:
-        """Choose its codec, for all attempts, among those that the decode worker lists."""
-        prompt = request.job.prompt
-        bytes_of = decode.info.bytes_of
-        bytes_ahead = sum(
-            bytes_of(other.job.codec, len(other.job.prompt))
-            for other in self.requests.values()
-            if other.prefill == prefill.name and not other.is_decoding
-        )
-        codec, reason = self.codec_policy.choose(
-            {name: bytes_of(name, len(prompt)) for name in decode.info.sizes},
-            budget=self._config.error_budget,
-            free_bytes=decode.load.free_bytes,
-            pair=(prefill.name, decode.name),
-            left_s=request.arrived + self._config.first_decode_s - now,
-            ahead_bytes=bytes_ahead,
-        )
-        request.codec_reason = reason
-        request.job = replace(request.job, codec=codec)
-
-    def _count_prefixes(
-        self, request: RequestState, prefill: WorkerState, decode: WorkerState
-    ) -> None:
-        """Count why a request goes to these workers; from now on they have its prefixes."""
-        prefill_tokens = prefill.prefixes.tokens(request.prompt_keys)
-        request.cached_tokens = min(prefill_tokens, len(request.job.prompt) - 1)
-        self._count_prefix(Role.PREFILL, prefill, request.prompt_keys)
-        if decode is not prefill:
-            self._count_prefix(Role.DECODE, decode, request.page_keys)
-
-    def _count_prefix(
-        self, role: Role, worker: WorkerState, keys: tuple[bytes, ...]
-    ) -> None:
-        longest = max(x.prefixes.tokens(keys) for x in self.workers.values())
-        reason = reason_of(worker.prefixes.tokens(keys), longest)
-        self.routed[role.value, reason] += 1
-        worker.prefixes.add(keys)
 
     # -- progress and ends
 
@@ -609,8 +528,7 @@ class RequestTable:
     ) -> list[Action]:
         """Try another pair at once, if there is one; neither worker has failed."""
         codec = request.job.codec
-        if not self._mismatches.leave_a_pair(self.workers.values(), codec):
-            self._codec_mismatches[codec] = error
+        if self._mismatches.exclude_all(self.workers.values(), codec, error):
             return self._fail(request, error, now)
         return self._requeue(request, now)
 

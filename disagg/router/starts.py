@@ -1,0 +1,109 @@
+"""How an attempt begins: with which codec, which cached prefixes, and on which workers."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from disagg.config import AUTO, RouterConfig
+from disagg.router.actions import Action, Reserve, Start
+from disagg.router.codec_policy import CodecPolicy
+from disagg.router.prefix_index import reason_of
+from disagg.router.request_state import Phase, RequestState
+from disagg.router.worker_state import WorkerState
+from disagg.transfer.messages import Role, Work
+
+
+class Starts:
+    """Begins attempts on the workers that `placement` chose.
+
+    requests, workers: all of them, by rid and by name
+    routed:            times by (role, reason why a worker of this role was chosen)
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[str, RequestState],
+        workers: Mapping[str, WorkerState],
+        config: RouterConfig,
+    ):
+        self.config = config
+        self.codec_policy = CodecPolicy()
+        self.routed: Counter[tuple[str, str]] = Counter()
+        self._requests = requests
+        self._workers = workers
+
+    def begin(
+        self,
+        request: RequestState,
+        prefill: WorkerState,
+        decode: WorkerState,
+        now: float,
+    ) -> Action:
+        """The next attempt, on this pair."""
+        if request.job.codec == AUTO:
+            self._choose_codec(request, prefill, decode, now)
+        self._count_prefixes(request, prefill, decode)
+        prefill.recent_tokens += len(request.job.prompt) - request.cached_tokens
+        prefill.pause(now)
+        decode.pause(now)
+        request.prefill = prefill.name
+        request.decode = decode.name
+        request.prefill_done = False
+        request.attempt_began = now
+        request.job = replace(
+            request.job,
+            attempt=request.job.attempt + 1,
+            emitted=request.emitted[:],
+            deadline_s=request.deadline - now,
+            moved=0,
+            waited_s=now - request.arrived,
+        )
+        if prefill is decode:
+            request.phase = Phase.PREFILL
+            return Start(prefill.name, request.job, Work.LOCAL)
+        request.phase = Phase.RESERVE
+        return Reserve(decode.name, request.job)
+
+    def _choose_codec(
+        self,
+        request: RequestState,
+        prefill: WorkerState,
+        decode: WorkerState,
+        now: float,
+    ) -> None:
+        """Choose its codec, for all attempts, among those that the decode worker lists."""
+        prompt = request.job.prompt
+        bytes_of = decode.info.bytes_of
+        bytes_ahead = sum(
+            bytes_of(other.job.codec, len(other.job.prompt))
+            for other in self._requests.values()
+            if other.prefill == prefill.name and not other.is_decoding
+        )
+        codec, reason = self.codec_policy.choose(
+            {name: bytes_of(name, len(prompt)) for name in decode.info.sizes},
+            budget=self.config.error_budget,
+            free_bytes=decode.load.free_bytes,
+            pair=(prefill.name, decode.name),
+            left_s=request.arrived + self.config.first_decode_s - now,
+            ahead_bytes=bytes_ahead,
+        )
+        request.codec_reason = reason
+        request.job = replace(request.job, codec=codec)
+
+    def _count_prefixes(
+        self, request: RequestState, prefill: WorkerState, decode: WorkerState
+    ) -> None:
+        """Count why a request goes to these workers; from now on they have its prefixes."""
+        prefill_tokens = prefill.prefixes.tokens(request.prompt_keys)
+        request.cached_tokens = min(prefill_tokens, len(request.job.prompt) - 1)
+        self._count_prefix(Role.PREFILL, prefill, request.prompt_keys)
+        if decode is not prefill:
+            self._count_prefix(Role.DECODE, decode, request.page_keys)
+
+    def _count_prefix(
+        self, role: Role, worker: WorkerState, keys: tuple[bytes, ...]
+    ) -> None:
+        longest = max(x.prefixes.tokens(keys) for x in self._workers.values())
+        reason = reason_of(worker.prefixes.tokens(keys), longest)
+        self.routed[role.value, reason] += 1
+        worker.prefixes.add(keys)
