@@ -17,6 +17,7 @@ from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
+from disagg.router.contract import RequestRouter
 from disagg.router.router import Router
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
@@ -86,7 +87,7 @@ class Completions:
         self,
         served: ServedModel,
         tokenizer: Tokenizer,
-        router: Router,
+        router: RequestRouter,
         chat: ChatTemplate | None = None,
         pd_ports: PdPorts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -95,7 +96,8 @@ class Completions:
         self.tokenizer = tokenizer
         self.router = router
         self.metrics = ServerMetrics(served.name)
-        self.pd_ports = pd_ports or PdPorts(router, {}, 0.0)
+        # without ports its router is not used
+        self.pd_ports = pd_ports or PdPorts(Router(), {}, 0.0)
         self.reader = RequestReader(served, tokenizer, chat)
         self._clock = clock
         self._retry = RetryEstimate(clock)
@@ -104,7 +106,7 @@ class Completions:
 
     @classmethod
     def load(
-        cls, config: Config, name: str, router: Router, ports: Mapping[int, str]
+        cls, config: Config, name: str, router: RequestRouter, ports: Mapping[int, str]
     ) -> Self:
         """Load the tokenizer of a config's model. name: for clients; ports: see `PdPorts`."""
         model = config.model.name
@@ -120,7 +122,9 @@ class Completions:
             eos_ids=info.eos_ids,
             max_body_bytes=config.server.max_body_bytes,
         )
-        pd_ports = PdPorts(router, ports, config.transfer.lease_s)
+        pd_ports = None
+        if isinstance(router, Router):
+            pd_ports = PdPorts(router, ports, config.transfer.lease_s)
         return cls(served, tokenizer, router, ChatTemplate.load(model), pd_ports)
 
     async def prepare(
@@ -236,27 +240,12 @@ class Completions:
 
     async def status(self) -> dict[str, Any]:
         """The body of GET /status: model, summary of the router, state of every worker."""
-        answers = await self.router.status()
-        workers = []
-        for name, peer in self.router.peers.items():
-            worker: dict[str, Any] = {
-                "name": name,
-                "role": peer.info.role.value,
-                "address": peer.info.address,
-            }
-            answer = answers.get(name)
-            if answer is None or isinstance(answer, DisaggError):
-                worker["error"] = str(answer)
-            else:
-                worker["epoch"] = answer.epoch
-                worker["gauges"] = dict(answer.gauges)
-                worker.update(answer.info)
-            workers.append(worker)
+        report = await self.router.report()
         return {
             "model": self.served.name,
             "codec": self.served.codec,
-            **self.router.summary(),
-            "workers": workers,
+            **report.summary,
+            "workers": report.workers,
         }
 
     def retry_after_s(self) -> int:
@@ -277,8 +266,9 @@ class Completions:
         return await asyncio.shield(self._scrape)
 
     async def _collect(self) -> bytes:
-        status = await self.status()
-        return self.metrics.scrape(status["workers"], self.router)
+        report = await self.router.report()
+        assert isinstance(self.router, Router)
+        return self.metrics.scrape(report.workers, self.router)
 
     def _params(
         self, request: GenerationRequest, prompt_tokens: int, sibling: int

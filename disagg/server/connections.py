@@ -264,6 +264,10 @@ class HttpServer(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await super().serve(sockets)
 
+    def end(self) -> None:
+        """End with the responses in progress; from any thread."""
+        self.should_exit = True
+
     def limit(self, config: ServerConfig) -> None:
         """Apply other limits; the time between two requests, to new connections."""
         self.pool.limits = ConnectionLimits.of(config)

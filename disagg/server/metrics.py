@@ -77,7 +77,7 @@ class ServerMetrics:
     """The metrics of one service. Workers report totals; what they add since is counted here."""
 
     def __init__(self, model: str):
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._model = model
         self._client_codecs: set[str] = set()  # specs that are labels
         self._totals: dict[tuple[Any, ...], int] = {}  # of workers, when last read
@@ -253,6 +253,11 @@ class ServerMetrics:
 
     def scrape(self, workers: Sequence[Mapping[str, Any]], router: Router) -> bytes:
         """What Prometheus reads. `workers`: as in `Completions.status`."""
+        self.update(workers, router)
+        return generate_latest(self.registry)
+
+    def update(self, workers: Sequence[Mapping[str, Any]], router: Router) -> None:
+        """Take over what the router and its workers report."""
         self._update_router(router)
         self._update_loads(workers)
         self._worker.clear()
@@ -263,7 +268,6 @@ class ServerMetrics:
                     self._worker, worker["role"], worker=worker["name"], what=what
                 )
                 series.set(value)
-        return generate_latest(self._registry)
 
     def _update_router(self, router: Router) -> None:
         self._of(self._queued).set(router.waiting)
@@ -323,10 +327,10 @@ class ServerMetrics:
     # -- series
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, self._labels(labels), registry=self._registry)
+        return Counter(name, text, self._labels(labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, self._labels(labels), registry=self._registry)
+        return Gauge(name, text, self._labels(labels), registry=self.registry)
 
     def _seconds(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(
@@ -334,12 +338,12 @@ class ServerMetrics:
             text,
             self._labels(labels),
             buckets=SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def _sizes(self, name: str, text: str) -> Histogram:
         return Histogram(
-            name, text, self._labels(()), buckets=TOKENS, registry=self._registry
+            name, text, self._labels(()), buckets=TOKENS, registry=self.registry
         )
 
     def _labels(self, labels: Sequence[str]) -> list[str]:

@@ -127,7 +127,7 @@ def test_limits_of_clients_change(service):
     url = f"{service.url}/v1/completions"
     answer = httpx.post(url, json=body, headers=headers, verify=False)
     assert answer.json()["error"]["type"] == "too_large"
-    _, http = service._serving.result()
+    http = service._http
     assert http.pool.limits.max_connections == 7
 
 
