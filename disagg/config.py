@@ -24,6 +24,7 @@ DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
 MAX_WORKERS = 1024  # of a role
+MAX_DOORS = 64
 
 
 def at_least(least: float, *, default: Any, most: float = math.inf) -> Any:
@@ -122,7 +123,8 @@ class TransferConfig(Bounded):
     min_disagg_tokens: shorter prompts are computed on the decode worker, without a hand-off. None:
                  prompts whose hand-off would be no smaller than their KV in fp16. With a codec that
                  is never smaller, such as raw, every prompt is handed off
-    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates
+    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates; if
+                 it cannot be opened, gRPC
     """
 
     lease_s: float = at_least(0.001, default=10.0)
@@ -228,6 +230,8 @@ class ServerConfig(Bounded):
 
     host:              address to listen on; 0.0.0.0: every IPv4 address of this host
     port:              port to listen on; 0: any free port
+    doors:             processes with HTTP and tokenizer in front of one with the router; 1: one
+                       process does both
     pd_ports:          first port of a range with one port per worker, for vLLM's routers; 0: any
                        free ports
     state_file:        file in which other commands find the service; None: one in a folder of this
@@ -251,6 +255,7 @@ class ServerConfig(Bounded):
 
     host: str = "127.0.0.1"
     port: int = at_least(0, default=8000)
+    doors: int = at_least(1, most=MAX_DOORS, default=1)
     pd_ports: int | None = at_least(0, default=None)
     state_file: str | None = None
     served_model_name: str | None = None

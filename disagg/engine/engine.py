@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -74,6 +75,18 @@ from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 WAIT_S = 0.05  # how often a sequence without room looks again
 
 
+@dataclass(frozen=True)
+class ChunkTables:
+    """Where the layers of a chunk are written, by layer group; on the device while they are.
+
+    record_ids:   of the prompt's records
+    prefix_pages: of the raw pages that the prefix cache keeps
+    """
+
+    record_ids: tuple[RecordIds, ...]
+    prefix_pages: tuple[Tensor, ...]
+
+
 class Engine:
     """Prefills and decodes; its messages say what to do with each request."""
 
@@ -96,9 +109,9 @@ class Engine:
         self._config = config
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self.rows = DecodeSlots(config.max_sequences)
+        self.decode_slots = DecodeSlots(config.max_sequences)
         self._scheduler = Scheduler(
-            self.pool, config.max_batch_tokens, self.rows, config.watermark
+            self.pool, config.max_batch_tokens, self.decode_slots, config.watermark
         )
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
         self._error_probe = CodecErrorProbe([self.plan(spec) for spec in probed])
@@ -242,7 +255,7 @@ class Engine:
             sequence.scores = list(message.logprobs)
             sequence.groups = message.groups
             sequence.n = message.moved or sequence.prompt_len
-            sequence.row_promised = True
+            sequence.slot_promised = True
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
         else:
@@ -459,18 +472,21 @@ class Engine:
             try:
                 self._encode(sequence, layer, k, v, chunk)
                 self._error_probe.measure(sequence, layer, k, v, units.done)
-                self._prefixes.write(units, layer, k, v, chunk.tables[1])
+                self._prefixes.write(units, layer, k, v, chunk.tables.prefix_pages)
             except Exception as error:
                 sequence.error = as_disagg_error(error)
 
-        record_ids = tuple(RecordIds.of(state) for state in sequence.groups)
+        tables = ChunkTables(
+            record_ids=tuple(RecordIds.of(state) for state in sequence.groups),
+            prefix_pages=units.tables,
+        )
         return Chunk(
             row=row,
             count=entry.count,
             before=sequence.n,
             workspace=workspace,
             sink=sink,
-            tables=(record_ids, units.tables),
+            tables=tables,
         )
 
     def _encode(
@@ -479,7 +495,7 @@ class Engine:
         """Compress what a chunk completes in one layer, and offer it."""
         index = sequence.plan.group_of[layer]
         group = sequence.plan.groups[index]
-        record_ids = chunk.tables[0][index]
+        record_ids = chunk.tables.record_ids[index]
         num_pages = len(record_ids.pages)
         start = time.perf_counter()
         # the first chunk also encodes the cached prefix

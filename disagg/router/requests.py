@@ -123,14 +123,16 @@ class RequestTable:
     ) -> list[Action]:
         """A new request, which starts with the next `place` if there is room.
 
+        Tokens that the job has emitted were delivered before: it is replayed through them.
         at: names of the workers that it has to use, as in `RequestState`
         """
         request = RequestState(
             replace(job, prompt=token_array(job.prompt)),
             serial=self._num_submitted,
-            arrived=now,
+            arrived=now - job.waited_s,
             deadline=now + self._config.deadline_s,
             at=at,
+            emitted=token_array(tuple(job.emitted)),
         )
         self._num_submitted += 1
         self.requests[job.rid] = request

@@ -36,6 +36,7 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
+from disagg.router.contract import RouterReport, Submission
 from disagg.router.request_state import RequestState
 from disagg.router.requests import RequestTable
 from disagg.transfer.control import WorkerHandler
@@ -52,6 +53,8 @@ TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
 RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand-off
 log = logging.getLogger(__name__)
+
+Deliver = Callable[[TokenOutput | DisaggError], None]
 
 
 @dataclass(eq=False)
@@ -87,10 +90,8 @@ class PendingStream:
     receipt: set when these have arrived
     """
 
+    deliver: Deliver
     request: RequestState = field(init=False)
-    inbox: asyncio.Queue[TokenOutput | DisaggError] = field(
-        default_factory=asyncio.Queue
-    )
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -133,32 +134,58 @@ class Router:
 
         Use it with `contextlib.aclosing`, so that it is closed at once when the client leaves.
         """
-        if self._closing:
-            raise StoppingError("the service is shutting down")
-        limit = self.config.max_queue
-        if self.waiting >= limit:
-            raise QueueFullError(
-                f"{self.waiting} requests wait, {limit} may; try again later"
-            )
-        rid = f"{self.id}-{uuid.uuid4().hex}"
-        stream = PendingStream()
-        self._streams[rid] = stream
-        self._ensure_ticker()
+        inbox: asyncio.Queue[TokenOutput | DisaggError] = asyncio.Queue()
+        submission = Submission(prompt, params, codec, at)
+        rid = self.submit(submission, inbox.put_nowait)
         try:
-            job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
-            actions = self.table.submit(job, self._clock(), at)
-            stream.request = self.table.requests[rid]
-            self._perform(actions)
             while True:
-                output = await stream.inbox.get()
+                output = await inbox.get()
                 if isinstance(output, DisaggError):
                     raise output
                 yield output
                 if output.finish_reason is not None:
                     return
         finally:
-            del self._streams[rid]
-            self._perform(self.table.cancel(rid, self._clock()))
+            self.cancel(rid)
+
+    def submit(self, submission: Submission, deliver: Deliver) -> str:
+        """Begin a request, and call `deliver` with each token and its end; the router's name of it.
+
+        StoppingError and QueueFullError if it is refused. `cancel` has to follow, also at its end.
+        """
+        if self._closing:
+            raise StoppingError("the service is shutting down")
+        limit = self.config.max_queue
+        if self.waiting >= limit and not submission.resumed:
+            raise QueueFullError(
+                f"{self.waiting} requests wait, {limit} may; try again later"
+            )
+        rid = f"{self.id}-{uuid.uuid4().hex}"
+        stream = PendingStream(deliver)
+        self._streams[rid] = stream
+        self._ensure_ticker()
+        job = Job(
+            rid,
+            0,
+            submission.prompt,
+            emitted=submission.emitted,
+            sampling=dict(submission.params),
+            codec=submission.codec,
+            waited_s=submission.waited_s,
+        )
+        actions = self.table.submit(job, self._clock(), submission.at)
+        stream.request = self.table.requests[rid]
+        self._perform(actions)
+        return rid
+
+    def codec_of(self, rid: str) -> str:
+        """The codec of a request since an attempt began, which a resumed one has to keep."""
+        return self._streams[rid].request.job.codec
+
+    def cancel(self, rid: str) -> None:
+        """The client of a request is gone, or has enough, or its end."""
+        del self._streams[rid]
+        self._perform(self.table.cancel(rid, self._clock()))
 
     @property
     def running(self) -> int:
@@ -244,17 +271,25 @@ class Router:
         answers = await asyncio.gather(*map(ask, peers.values()))
         return dict(zip(peers, answers, strict=True))
 
+    async def report(self) -> RouterReport:
+        """The state of the router and of every worker."""
+        answers = await self.status()
+        workers = [
+            _described(peer, answers.get(name)) for name, peer in self.peers.items()
+        ]
+        return RouterReport(self.summary(), workers)
+
     async def close(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, wait for running ones up to `grace_s`, then cancel them."""
         self._closing = True
         until = self._clock() + grace_s
         while self.running and self._clock() < until:
             await asyncio.sleep(TICK_S)
-        for rid, stream in self._streams.items():
+        for rid, stream in list(self._streams.items()):
             if rid not in self.table.requests:
                 continue  # it has ended, and only waits for its figures
             self._perform(self.table.cancel(rid, self._clock()))
-            stream.inbox.put_nowait(StoppingError("the service is shutting down"))
+            stream.deliver(StoppingError("the service is shutting down"))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.silence_s)
         tasks = [peer.task for peer in self.peers.values()]
@@ -390,7 +425,7 @@ class Router:
                     self._spawn(self._abort(action))
                 case FailRequest(rid, error):
                     if rid in self._streams:
-                        self._streams[rid].inbox.put_nowait(error)
+                        self._streams[rid].deliver(error)
         self._place_soon()
 
     def _place_soon(self) -> None:
@@ -415,7 +450,7 @@ class Router:
         if stream is not None:
             output.kv = stream.kv
             output.waited_s = stream.request.job.waited_s
-            stream.inbox.put_nowait(output)
+            stream.deliver(output)
 
     async def _send_end(self, end: TokenOutput) -> None:
         """Wait for the figures: another worker sends them than the one that ends the answer."""
@@ -424,7 +459,7 @@ class Router:
             with suppress(TimeoutError):
                 await asyncio.wait_for(stream.receipt.wait(), RECEIPT_S)
             end.kv = stream.kv
-            stream.inbox.put_nowait(end)
+            stream.deliver(end)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -475,6 +510,24 @@ class Router:
                 await peer.client.abort(action.rid, action.attempt, reason)
             except DisaggError:
                 peer.unaborted[action.rid] = action
+
+
+def _described(
+    peer: WorkerConnection, answer: WorkerStatus | DisaggError | None
+) -> dict[str, Any]:
+    """A worker, as `RouterReport` has it."""
+    worker: dict[str, Any] = {
+        "name": peer.name,
+        "role": peer.info.role.value,
+        "address": peer.info.address,
+    }
+    if answer is None or isinstance(answer, DisaggError):
+        worker["error"] = str(answer)
+    else:
+        worker["epoch"] = answer.epoch
+        worker["gauges"] = dict(answer.gauges)
+        worker.update(answer.info)
+    return worker
 
 
 def as_error(failure: Exception, activity: str) -> DisaggError:

@@ -199,7 +199,7 @@ class Connection(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """A server of an application. Its limits and its certificate can change while it serves."""
+    """A server of an application. Its limits can change while it serves."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self.pool = ConnectionPool(ConnectionLimits.of(config))
@@ -223,11 +223,13 @@ class HttpServer(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await super().serve(sockets)
 
-    def reload(self, config: ServerConfig) -> None:
-        """Apply new limits, and read the certificate again; on the thread of the loop."""
+    def end(self) -> None:
+        """End with the responses in progress; from any thread."""
+        self.should_exit = True
+
+    def limit(self, config: ServerConfig) -> None:
+        """Apply other limits; the time between two requests, to new connections."""
         self.pool.limits = ConnectionLimits.of(config)
-        if self.config.ssl is not None and config.tls_certificate is not None:
-            self.config.ssl.load_cert_chain(config.tls_certificate, config.tls_key)
 
 
 class LoopErrors:

@@ -106,7 +106,7 @@ class WorkerService:
             plan_of=self._engine.plan,
             epoch=self.epoch,
             lease_s=config.transfer.lease_s,
-            rows=self._engine.rows,
+            decode_slots=self._engine.decode_slots,
             watermark_bytes=int(arena_bytes * config.engine.watermark),
             may_reserve=self._engine.may_reserve,
             share=config.transfer.dedup,
@@ -121,7 +121,7 @@ class WorkerService:
             raise PeerLostError(
                 f"{self.name} ({self.role}) decodes nothing of others now"
             )
-        request_of(job, "d")  # raises RequestError if no engine can serve it
+        request_of(job, side="d")  # raises RequestError for what no engine can serve
         return self.reservations.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:

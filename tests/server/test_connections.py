@@ -18,12 +18,10 @@ from disagg.server import connections
 from disagg.server.connections import (
     BODY_RATE,
     Arrival,
-    ConnectionLimits,
     LoopErrors,
     http_server,
 )
 from disagg.server.service import bind
-from tests.papers import make_papers
 
 CONFIG = ServerConfig(silence_s=0.2, idle_s=0.2)
 GET = b"GET /version HTTP/1.1\r\nHost: here\r\n"
@@ -195,20 +193,3 @@ def test_other_errors_of_the_loop_are_reported_as_usual():
     LoopErrors()(loop, {"message": "a task was lost"})
 
     assert reported == [{"message": "a task was lost"}]
-
-
-def test_limits_and_certificate_change_while_the_server_serves(app, tmp_path):
-    papers = make_papers(tmp_path)
-    files = {
-        "tls_certificate": str(papers / "peer"),
-        "tls_key": str(papers / "peer.key"),
-    }
-    server = http_server(app, ServerConfig(**files))
-    server.config.load()
-    (papers / "peer").write_text("no certificate")
-
-    server.reload(ServerConfig(idle_s=7.0, max_connections=3))
-
-    assert server.pool.limits == ConnectionLimits(3, 20.0, 7.0)
-    with pytest.raises(OSError, match="PEM"):
-        server.reload(ServerConfig(**files))
