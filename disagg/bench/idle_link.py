@@ -1,6 +1,6 @@
 """What crosses a link for a short hand-off, again and again after the link was idle.
 
-A sender's channels end after a second without hand-offs here, and not after a minute, so that a
+A channel ends after half a second without hand-offs here, and not after a minute, so that a
 link is idle soon. Between sender and receiver stands a proxy that counts bytes.
 """
 
@@ -20,9 +20,9 @@ from disagg.transfer.messages import WorkerInfo
 CODEC = DEFAULT_CODEC
 SHAPE = shape_of(6, 2, 64)  # of the model that ships in the package
 TOKENS = 300
-IDLE_S = 1.0
-FORGET_S = 2.5  # until an idle stream has ended
-POOL_SLABS = 16
+IDLE_S = 0.5
+FORGET_S = 1.5  # until an idle stream has ended
+POOL_SLABS = 6
 
 
 @dataclass(frozen=True)
