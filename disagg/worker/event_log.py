@@ -122,7 +122,7 @@ class EventLog:
             record.append(event)
         else:
             return
-        if event.stats and event.token is None:
+        if event.token is None and event.stats:
             del self._records[event.rid]
 
     def _missing_events(self, have: Mapping[str, int]) -> Iterator[TokenEvent]:

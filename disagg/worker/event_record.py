@@ -5,7 +5,7 @@ Plain tokens lie in arrays, 4 bytes each, with their log-probabilities beside th
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from disagg.transfer.messages import TokenEvent
@@ -30,17 +30,16 @@ class TokenRun:
 
     @property
     def end(self) -> int:
-        """The index behind the last token."""
+        """The index after the last token."""
         return self.first + len(self._tokens)
 
-    def append(self, event: TokenEvent) -> None:
-        """Add the token of an event."""
-        assert event.token is not None
-        self._tokens.append(event.token)
-        for own, likeliest in event.logprobs:
+    def append(self, token: int, logprobs: Sequence[Any]) -> None:
+        """Add the next token."""
+        self._tokens.append(token)
+        for own, likeliest in logprobs:
             self._own.append(own)
-            for token, logprob in likeliest:
-                self._likeliest_tokens.append(token)
+            for likely_token, logprob in likeliest:
+                self._likeliest_tokens.append(likely_token)
                 self._likeliest.append(logprob)
 
     def drop_below(self, index: int) -> None:
@@ -76,18 +75,16 @@ class TokenRun:
 class EventRecord:
     """The events of one attempt, in their order.
 
-    last: the last event, also when the router has it
+    last:    the last event, also when the router has it
+    attempt: that all events are of
     """
 
     def __init__(self, first: TokenEvent):
         self.last = first
+        self.attempt = first.attempt
         self._entries: list[TokenRun | TokenEvent] = []
+        self._run: TokenRun | None = None  # the last entry, if it is one
         self.append(first)
-
-    @property
-    def attempt(self) -> int:
-        """The attempt that the events are of."""
-        return self.last.attempt
 
     def __len__(self) -> int:
         """How many events are kept."""
@@ -99,19 +96,18 @@ class EventRecord:
     def append(self, event: TokenEvent) -> None:
         """Keep one more event."""
         self.last = event
-        if not _is_plain(event):
+        token, logprobs = event.token, event.logprobs
+        has_more = event.finish_reason or event.error or event.stats is not None
+        if token is None or has_more or len(logprobs) > 1:  # more: of the prompt
+            self._run = None
             self._entries.append(event)
             return
-        num_likeliest = len(event.logprobs[0][1]) if event.logprobs else NONE
-        entry = self._entries[-1] if self._entries else None
-        if (
-            not isinstance(entry, TokenRun)
-            or entry.end != event.index
-            or entry.num_likeliest != num_likeliest
-        ):
-            entry = TokenRun(event.index, num_likeliest)
-            self._entries.append(entry)
-        entry.append(event)
+        num_likeliest = len(logprobs[0][1]) if logprobs else NONE
+        run = self._run
+        if run is None or (run.end, run.num_likeliest) != (event.index, num_likeliest):
+            run = self._run = TokenRun(event.index, num_likeliest)
+            self._entries.append(run)
+        run.append(token, logprobs)
 
     def drop_below(self, num_tokens: int) -> None:
         """Drop what a router that has `num_tokens` tokens does not lack."""
@@ -119,6 +115,8 @@ class EventRecord:
             if isinstance(entry, TokenRun):
                 entry.drop_below(min(num_tokens, entry.end))
         self._entries = [x for x in self._entries if _is_lacked(x, num_tokens)]
+        last_entry = self._entries[-1] if self._entries else None
+        self._run = last_entry if isinstance(last_entry, TokenRun) else None
 
     def lacked(self, num_tokens: int) -> Iterator[TokenEvent]:
         """The events that a router with `num_tokens` tokens may lack."""
@@ -127,14 +125,6 @@ class EventRecord:
                 yield from entry.events(self.last.rid, self.attempt, num_tokens)
             elif _is_lacked(entry, num_tokens):
                 yield entry
-
-
-def _is_plain(event: TokenEvent) -> bool:
-    """Whether an event is a token and nothing else."""
-    has_more = event.error is not None or event.stats is not None
-    if event.token is None or event.finish_reason or has_more:
-        return False
-    return len(event.logprobs) <= 1  # more are those of the prompt
 
 
 def _is_lacked(entry: TokenRun | TokenEvent, num_tokens: int) -> bool:

@@ -104,7 +104,7 @@ async def test_tokens_that_the_router_has_are_dropped():
     assert await first_batch(events, {"r": 998}) == [token(998), token(999)]
 
 
-async def test_an_acknowledgement_in_the_middle_of_an_answer_drops_what_is_below():
+async def test_an_acknowledgement_in_mid_answer_drops_what_is_below():
     events = EventLog()
     with_stats = replace(token(0), stats={"cached_tokens": 5})
     events.publish([with_stats, token(1), token(2), token(3)])
@@ -113,6 +113,17 @@ async def test_an_acknowledgement_in_the_middle_of_an_answer_drops_what_is_below
     events.publish([token(4)])
 
     assert await first_batch(events, {"r": 2}) == [token(2), token(3), token(4)]
+
+
+async def test_tokens_are_kept_after_an_acknowledgement_and_an_error():
+    events = EventLog()
+    error = TokenEvent("r", 1, 0, error=PeerLostError("x"))
+    events.publish([error, token(0)])
+
+    events.acknowledge({"r": 1})
+    events.publish([token(1)])
+
+    assert await first_batch(events, {"r": 1}) == [error, token(1)]
 
 
 async def test_log_probabilities_come_back_as_they_were():
