@@ -38,7 +38,10 @@ from disagg.wire import Commit, PageFrame, Ticket, digest, pack
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
-MEMORY_S = 900.0  # how long ended reservations and aborts are remembered
+# how long ended reservations and aborts are remembered, whatever the deadline of their request:
+# calls end after 5 s, so none of an ended attempt can still be on its way. If one were, it would
+# hold room for one lease
+MEMORY_S = 900.0
 
 
 @dataclass(frozen=True)

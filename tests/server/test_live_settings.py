@@ -11,7 +11,6 @@ import pytest
 
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
-from disagg.server.connections import ConnectionLimits
 from disagg.server.live_settings import LIVE_KEYS, plan_update
 from disagg.server.service import Service
 from tests.papers import make_papers
@@ -39,8 +38,7 @@ def test_without_changes_there_is_nothing_to_update():
 
 @pytest.mark.parametrize("key", sorted(LIVE_KEYS))
 def test_every_live_setting_exists(key):
-    is_text = "key" in key
-    new = load_config(None, {key: "7" if is_text else 7})
+    new = load_config(None, {key: "7" if "key" in key else 7777})
 
     assert plan_update(Config(), new).applied == (key,)
 
@@ -119,14 +117,18 @@ def test_limits_of_the_router_change(service):
     assert service._router.config == router
 
 
-def test_limits_of_connections_change(service):
-    server = replace(service.config.server, max_connections=7)
+def test_limits_of_clients_change(service):
+    server = replace(service.config.server, max_connections=7, max_body_bytes=1024)
 
     service.reload(replace(service.config, server=server))
 
-    assert status_of(service, "one") == 200
-    _, http = service._serving.result()
-    assert http.pool.limits == ConnectionLimits.of(server)
+    body = {"prompt": "x" * 1024}
+    headers = {"Authorization": "Bearer one"}
+    url = f"{service.url}/v1/completions"
+    answer = httpx.post(url, json=body, headers=headers, verify=False)
+    assert answer.json()["error"]["type"] == "too_large"
+    http = service._http
+    assert http.pool.limits.max_connections == 7
 
 
 def test_settings_that_need_a_restart_are_named_in_one_line(service, caplog):
