@@ -128,7 +128,7 @@ class SendQueue:
         self._last_offered_at = now
         self._enqueue(offered_at)
 
-    def leave_out(self, items: Iterable[Item]) -> None:
+    def mark_unencoded(self, items: Iterable[Item]) -> None:
         """These items have no bytes: the receiver had them, so they were not encoded.
 
         They are offered like all others. `next_frame` raises TransferError if the receiver lost one

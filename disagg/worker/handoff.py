@@ -136,9 +136,9 @@ class OutgoingHandoff(Generic[EngineResult]):
         """
         if not (self._overlap and self.all_offered):
             # a long prompt has 65,536 items: going through them would hold up the loop
-            left_out = await asyncio.to_thread(self._not_offered)
-            self.sender.queue.leave_out(left_out)
-            self._push(left_out if self._overlap else self.manifest.items)
+            unencoded = await asyncio.to_thread(self._not_offered)
+            self.sender.queue.mark_unencoded(unencoded)
+            self._push(unencoded if self._overlap else self.manifest.items)
         self.sender.finish(first_token, extras)
         return await self._send_task
 
