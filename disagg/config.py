@@ -24,6 +24,7 @@ DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
 MAX_WORKERS = 1024  # of a role
+MAX_DOORS = 64
 
 
 def at_least(least: float, *, default: Any, most: float = math.inf) -> Any:
@@ -122,7 +123,8 @@ class TransferConfig(Bounded):
     min_disagg_tokens: shorter prompts are computed on the decode worker, without a hand-off. None:
                  prompts whose hand-off would be no smaller than their KV in fp16. With a codec that
                  is never smaller, such as raw, every prompt is handed off
-    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates
+    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates; if
+                 it cannot be opened, gRPC
     """
 
     lease_s: float = at_least(0.001, default=10.0)
@@ -144,6 +146,8 @@ class RouterConfig(Bounded):
     deadline_s:   a request that gets no token for this long fails
     max_attempts: a request fails after this many workers died while running it
     silence_s:    a worker that does not answer for this long counts as dead
+    stuck_s:      so does a worker whose engine has work and makes no progress for this long, unless
+                  it has been slow before
     max_queue:    maximum requests waiting for a worker; more are refused with 429
     error_budget: for codec auto: acceptable relative error of the attention output
     first_decode_s: for codec auto: target time to the second token, the first one decoded
@@ -152,6 +156,7 @@ class RouterConfig(Bounded):
     deadline_s: float = at_least(0.001, default=300.0)
     max_attempts: int = at_least(1, default=3)
     silence_s: float = at_least(0.001, default=5.0)
+    stuck_s: float = at_least(0.001, default=10.0)
     max_queue: int = at_least(1, default=1024)
     error_budget: float = at_least(0, default=0.15)
     first_decode_s: float = at_least(0.001, default=2.0)
@@ -228,6 +233,8 @@ class ServerConfig(Bounded):
 
     host:              address to listen on; 0.0.0.0: every IPv4 address of this host
     port:              port to listen on; 0: any free port
+    doors:             processes with HTTP and tokenizer in front of one with the router; 1: one
+                       process does both
     pd_ports:          first port of a range with one port per worker, for vLLM's routers; 0: any
                        free ports
     state_file:        file in which other commands find the service; None: one in a folder of this
@@ -251,6 +258,7 @@ class ServerConfig(Bounded):
 
     host: str = "127.0.0.1"
     port: int = at_least(0, default=8000)
+    doors: int = at_least(1, most=MAX_DOORS, default=1)
     pd_ports: int | None = at_least(0, default=None)
     state_file: str | None = None
     served_model_name: str | None = None

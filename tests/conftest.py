@@ -29,6 +29,7 @@ SERIAL = {
     "tests/benchmarks/test_chaos.py",
     "tests/benchmarks/test_moves.py",
     "tests/cli/test_cluster.py",
+    "tests/cli/test_doors.py",
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",
     "tests/test_packaging.py",

@@ -27,6 +27,7 @@ from disagg.errors import ConfigError, DeadlineError, DisaggError, PeerLostError
 from disagg.launch.reaper import birth
 
 if TYPE_CHECKING:
+    from disagg.cli.supervisor import Supervisor
     from disagg.server.service import Service
 
 STOP_S = 5.0  # beyond the time limits of the service itself
@@ -40,6 +41,7 @@ PRIVATE = {  # a service for one prompt listens on this host, for one client
     "tls_certificate": None,
     "tls_key": None,
     "pd_ports": None,
+    "doors": 1,
 }
 ModelArgument = Annotated[
     str | None, Argument(metavar="[MODEL]", help="Same as --model.")
@@ -75,6 +77,11 @@ def serve(
     ),
     host: str | None = Option(None, help="Address to listen on."),
     port: int | None = Option(None, help="Port to listen on; 0: any free port."),
+    doors: int | None = Option(
+        None,
+        min=1,
+        help="Processes with HTTP in front of one router; default: 1, with both.",
+    ),
     pd_ports: int | None = Option(
         None, help="First of one port per worker, for vLLM's routers; 0: any free."
     ),
@@ -121,6 +128,7 @@ def serve(
         "server.served_model_name": served_model_name,
         "server.host": host,
         "server.port": port,
+        "server.doors": doors,
         "server.pd_ports": pd_ports,
         "server.api_key": read_api_key(api_key),
         "server.api_key_file": api_key_file,
@@ -164,14 +172,13 @@ def run_service(read_settings: Callable[[], Config], as_json: bool) -> None:
     state_files.check_unannounced(path)
     check_model(config)
     from disagg.server import log
-    from disagg.server.service import Service
 
     log.configure(config.server.log_level, config.server.log_format)
     try:
         with ShutdownGuard(config.cluster.grace_s) as guard, ExitStack() as stack:
             with stages(is_live=False) as report:
                 token = state_files.previous_token(path)
-                service = Service(config, guard.reporting(report), token)
+                service = new_service(config, guard.reporting(report), token)
                 announced = state_files.announced(path, state_of(service, config))
                 mark_ready = stack.enter_context(announced)
                 stack.enter_context(service)
@@ -189,7 +196,22 @@ def run_service(read_settings: Callable[[], Config], as_json: bool) -> None:
         tell("stopped")
 
 
-def reload_settings(service: "Service", read_settings: Callable[[], Config]) -> None:
+def new_service(
+    config: Config, say: Callable[[str], None], secret: str | None
+) -> "Service | Supervisor":
+    """A service in this process, or in several if there are doors."""
+    if config.server.doors > 1:
+        from disagg.cli.supervisor import Supervisor
+
+        return Supervisor(config, say, secret)
+    from disagg.server.service import Service
+
+    return Service(config, say, secret)
+
+
+def reload_settings(
+    service: "Service | Supervisor", read_settings: Callable[[], Config]
+) -> None:
     """Apply changed settings; those that cannot be used change nothing."""
     try:
         service.reload(read_settings())
@@ -197,7 +219,7 @@ def reload_settings(service: "Service", read_settings: Callable[[], Config]) -> 
         tell(f"settings not read again: {error}")
 
 
-def state_of(service: "Service", config: Config) -> RunningService:
+def state_of(service: "Service | Supervisor", config: Config) -> RunningService:
     """The entry of a service in this process for the state file."""
     certificate = config.server.tls_certificate
     return RunningService(
@@ -210,7 +232,7 @@ def state_of(service: "Service", config: Config) -> RunningService:
     )
 
 
-def print_start(service: "Service", config: Config, as_json: bool) -> None:
+def print_start(service: "Service | Supervisor", config: Config, as_json: bool) -> None:
     """Print where it listens, its workers and links, and warnings."""
     if as_json:
         print_json({"url": service.url, "pid": os.getpid()})

@@ -27,7 +27,8 @@ class ShutdownGuard:
     grace_s: time for answers to finish, and the same again for workers
     """
 
-    def __init__(self, grace_s: float):
+    def __init__(self, grace_s: float, say: Callable[[str], None] = tell):
+        self._say = say
         self._limit_s = 2 * grace_s + RAY_STOP_S
         self._ignore_until = 0.0
         self._started = threading.Event()
@@ -94,7 +95,7 @@ class ShutdownGuard:
             return
         self._ignore_until = time.monotonic() + RAY_STOP_S
         with suppress(RuntimeError):  # a line was just being written
-            tell("stopping ...")
+            self._say("stopping ...")
         raise KeyboardInterrupt
 
     def _hang_up(self, *_: object) -> None:

@@ -44,10 +44,7 @@ class Session:
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(24)
-        tmp = tempfile.gettempdir()
-        if len(tmp) > MAX_TMP_CHARS:
-            tmp = "/tmp"
-        self.folder = Path(tempfile.mkdtemp(prefix="dg-", dir=tmp))
+        self.folder = private_folder()
 
     def __enter__(self) -> Self:
         self._reaper = subprocess.Popen(
@@ -72,3 +69,11 @@ class Session:
             else:
                 os.environ[name] = value
         self._reaper.communicate(timeout=REAP_S)  # ends its input
+
+
+def private_folder() -> Path:
+    """A new folder that is closed to other users, with a path short enough for sockets."""
+    tmp = tempfile.gettempdir()
+    if len(tmp) > MAX_TMP_CHARS:
+        tmp = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="dg-", dir=tmp))

@@ -42,7 +42,6 @@ from disagg.server.log import RequestLog
 from disagg.server.responses import GenerationResponse, error_body
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
-RETRY_AFTER_S = "1"
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would gather events
@@ -71,7 +70,7 @@ def create_app(
     is_stopping: whether the service is shutting down, and so not ready
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_errors(app)
+    _add_errors(app, completions)
     _add_generation_routes(app, completions)
     add_info_routes(app, completions, worker_pool, is_stopping)
     add_model_routes(app, completions)
@@ -169,7 +168,7 @@ async def _unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
                 await task
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, completions: Completions) -> None:
     """Give every failure the body that the `openai` client expects."""
 
     @app.exception_handler(DisaggError)
@@ -178,7 +177,7 @@ def _add_errors(app: FastAPI) -> None:
             http.state.log_fields = lambda: {"error": error.reason}
         headers = None
         if error.http_status in (429, 503):
-            headers = {"Retry-After": RETRY_AFTER_S}
+            headers = {"Retry-After": str(completions.retry_after_s())}
         body = error_body(str(error), error.reason, error.http_status, error.param)
         return JSONResponse(body, error.http_status, headers)
 

@@ -6,7 +6,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -17,10 +17,11 @@ from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
+from disagg.router.contract import RequestRouter
 from disagg.router.router import Router
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
-from disagg.server.metrics import ServerMetrics
+from disagg.server.metrics import AnswerTimes, ServerMetrics
 from disagg.server.output_text import Score, TextDelta, TextStream
 from disagg.server.pd_ports import PdPorts
 from disagg.server.reader import (
@@ -29,28 +30,23 @@ from disagg.server.reader import (
     ServedModel,
     TokenizedPrompt,
 )
+from disagg.server.retry import RetryEstimate
 from disagg.server.schema import CompletionRequest, GenerationRequest
 
 # an answer that a stop string ended waits this long for its hand-off figures
 KV_TIMEOUT_S = 1.0
+METRICS_S = 1.0  # as long is an answer to GET /metrics good for others
 
 
 @dataclass
 class _Answer:
-    """One answer while it is generated.
-
-    times: of its arrival, then of each token; seconds of a monotonic clock
-    """
+    """One answer while it is generated."""
 
     request: GenerationRequest
     prompt: TokenizedPrompt
     codec: str
     text: TextStream
-    times: list[float]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.times) - 1
+    times: AnswerTimes
 
     def add(self, output: TokenOutput) -> TextDelta:
         """The text that one output adds, after the prompt if the request has echo."""
@@ -61,14 +57,13 @@ class _Answer:
         return delta
 
     def _token(self, token: int, output: TokenOutput) -> TextDelta:
-        self.times.append(time.monotonic())
         text = self.text.add(token)
         scores: tuple[Score, ...] = ()
         if output.logprobs:
             scores = ((token, output.logprobs[-1]),)
         return TextDelta(
             text,
-            num_tokens=self.num_tokens,
+            num_tokens=self.times.num_tokens,
             finish_reason="stop" if self.text.stopped else None,
             kv=output.kv,
             scores=scores,
@@ -79,7 +74,7 @@ class _Answer:
         text = self.text.finish()
         return TextDelta(
             text,
-            num_tokens=self.num_tokens,
+            num_tokens=self.times.num_tokens,
             finish_reason="stop" if self.text.stopped else output.finish_reason,
             kv=output.kv,
         )
@@ -92,20 +87,26 @@ class Completions:
         self,
         served: ServedModel,
         tokenizer: Tokenizer,
-        router: Router,
+        router: RequestRouter,
         chat: ChatTemplate | None = None,
         pd_ports: PdPorts | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.served = served
         self.tokenizer = tokenizer
         self.router = router
         self.metrics = ServerMetrics(served.name)
-        self.pd_ports = pd_ports or PdPorts(router, {}, 0.0)
+        # without ports its router is not used
+        self.pd_ports = pd_ports or PdPorts(Router(), {}, 0.0)
         self.reader = RequestReader(served, tokenizer, chat)
+        self._clock = clock
+        self._retry = RetryEstimate(clock)
+        self._scrape: asyncio.Task[bytes] | None = None
+        self._scraped_at = 0.0
 
     @classmethod
     def load(
-        cls, config: Config, name: str, router: Router, ports: Mapping[int, str]
+        cls, config: Config, name: str, router: RequestRouter, ports: Mapping[int, str]
     ) -> Self:
         """Load the tokenizer of a config's model. name: for clients; ports: see `PdPorts`."""
         model = config.model.name
@@ -121,7 +122,9 @@ class Completions:
             eos_ids=info.eos_ids,
             max_body_bytes=config.server.max_body_bytes,
         )
-        pd_ports = PdPorts(router, ports, config.transfer.lease_s)
+        pd_ports = None
+        if isinstance(router, Router):
+            pd_ports = PdPorts(router, ports, config.transfer.lease_s)
         return cls(served, tokenizer, router, ChatTemplate.load(model), pd_ports)
 
     async def prepare(
@@ -178,9 +181,7 @@ class Completions:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    delta = answer.add(output)
-                    if output.token is not None:
-                        self._count_token(answer, output, delta)
+                    delta = self._add(answer, output)
                     if delta.finish_reason is None:
                         yield delta
                         continue
@@ -212,17 +213,24 @@ class Completions:
             hidden=request.end_tokens(self.served.eos_ids),
         )
         codec = request.codec or self.served.codec
-        return _Answer(request, prompt, codec, text, times=[arrived])
+        return _Answer(request, prompt, codec, text, AnswerTimes(arrived))
 
-    def _count_token(
-        self, answer: _Answer, output: TokenOutput, delta: TextDelta
-    ) -> None:
-        if answer.num_tokens == 1:
+    def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:
+        """The text of one output, which is counted."""
+        if output.token is None:
+            return answer.add(output)
+        gap_s = answer.times.add_token(time.monotonic())
+        if gap_s is None:
             self.metrics.began(len(answer.prompt.tokens), output.waited_s)
+        else:
+            self.metrics.gap(gap_s)
+        delta = answer.add(output)
         if delta.num_tokens:  # 0: the client only wants the prompt's log-probabilities
             self.metrics.token()
+        return delta
 
     def _count_end(self, answer: _Answer, last: TextDelta) -> None:
+        self._retry.ended()
         self.metrics.finished(
             answer.times,
             last,
@@ -232,33 +240,35 @@ class Completions:
 
     async def status(self) -> dict[str, Any]:
         """The body of GET /status: model, summary of the router, state of every worker."""
-        answers = await self.router.status()
-        workers = []
-        for name, peer in self.router.peers.items():
-            worker: dict[str, Any] = {
-                "name": name,
-                "role": peer.info.role.value,
-                "address": peer.info.address,
-            }
-            answer = answers.get(name)
-            if answer is None or isinstance(answer, DisaggError):
-                worker["error"] = str(answer)
-            else:
-                worker["epoch"] = answer.epoch
-                worker["gauges"] = dict(answer.gauges)
-                worker.update(answer.info)
-            workers.append(worker)
+        report = await self.router.report()
         return {
             "model": self.served.name,
             "codec": self.served.codec,
-            **self.router.summary(),
-            "workers": workers,
+            **report.summary,
+            "workers": report.workers,
         }
 
+    def retry_after_s(self) -> int:
+        """When a client that was refused should come again."""
+        return self._retry.retry_after_s(self.router.waiting)
+
     async def scrape(self) -> bytes:
-        """The body of GET /metrics: counts of requests, and gauges of every worker."""
-        status = await self.status()
-        return self.metrics.scrape(status["workers"], self.router)
+        """The body of GET /metrics: counts of requests, and gauges of every worker.
+
+        It is collected once in METRICS_S, because it takes a call to every worker.
+        """
+        now = self._clock()
+        is_running = self._scrape is not None and not self._scrape.done()
+        is_old = self._scrape is None or now >= self._scraped_at + METRICS_S
+        if self._scrape is None or (is_old and not is_running):
+            self._scraped_at = now
+            self._scrape = asyncio.create_task(self._collect())
+        return await asyncio.shield(self._scrape)
+
+    async def _collect(self) -> bytes:
+        report = await self.router.report()
+        assert isinstance(self.router, Router)
+        return self.metrics.scrape(report.workers, self.router)
 
     def _params(
         self, request: GenerationRequest, prompt_tokens: int, sibling: int

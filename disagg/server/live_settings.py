@@ -1,11 +1,20 @@
-"""Which settings of a running service may change, and the certificate of its HTTPS."""
+"""Which settings of a running service may change."""
 
+import logging
 import ssl
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disagg.config import Config, changed_keys, replace_keys, settings_by_key
 from disagg.errors import ConfigError
+from disagg.server.auth import KeyRing, check_tls, read_keys
+from disagg.server.log import fields
+
+if TYPE_CHECKING:
+    from disagg.server.connections import HttpServer
+    from disagg.server.reader import RequestReader
+
+log = logging.getLogger(__name__)
 
 LIVE_KEYS = frozenset(
     {
@@ -18,6 +27,10 @@ LIVE_KEYS = frozenset(
         "server.api_key",
         "server.api_key_file",
         "server.metrics_key",
+        "server.max_body_bytes",
+        "server.silence_s",
+        "server.idle_s",
+        "server.max_connections",
     }
 )
 
@@ -55,3 +68,30 @@ def load_certificate(context: ssl.SSLContext, certificate: str, key: str) -> Non
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"no HTTPS with {certificate} and {key}: {error}") from error
+
+
+def reload_http(
+    update: SettingsUpdate, keys: KeyRing, http: "HttpServer", reader: "RequestReader"
+) -> None:
+    """Use the keys, the certificate and the limits of an update; their files are read again.
+
+    ConfigError, and nothing changes, for files that cannot be used.
+    """
+    server = update.config.server
+    api_keys = read_keys(server)
+    check_tls(server)
+    if server.tls_certificate and server.tls_key:
+        assert http.config.ssl is not None
+        load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
+    keys.replace(api_keys, server.metrics_key)
+    http.limit(server)
+    reader.max_body_bytes = server.max_body_bytes
+    applied = ",".join(update.applied) or None
+    log.info("settings read again", extra=fields(keys=len(api_keys), changed=applied))
+
+
+def warn_of_fixed(update: SettingsUpdate) -> None:
+    """Log which settings of an update need a restart."""
+    if update.fixed:
+        names = ", ".join(update.fixed)
+        log.warning("these settings need a restart to change: %s", names)

@@ -4,7 +4,7 @@ Series of this service are called `disagg_`; vLLM's names are for dashboards tha
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -50,11 +50,34 @@ SOURCES = {
 Series = TypeVar("Series", Counter, Gauge, Histogram)
 
 
+@dataclass
+class AnswerTimes:
+    """When an answer was requested, and when its tokens came; seconds of a monotonic clock."""
+
+    arrived: float
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.first_token = self.last_token = self.arrived
+
+    def add_token(self, now: float) -> float | None:
+        """A token has come. The seconds since the one before it; None: it is the first one."""
+        self.num_tokens += 1
+        gap_s = now - self.last_token
+        self.last_token = now
+        if self.num_tokens == 1:
+            self.first_token = now
+            return None
+        return gap_s
+
+
 class ServerMetrics:
     """The metrics of one service. Workers report totals; what they add since is counted here."""
 
     def __init__(self, model: str):
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._model = model
         self._client_codecs: set[str] = set()  # specs that are labels
         self._totals: dict[tuple[Any, ...], int] = {}  # of workers, when last read
@@ -77,8 +100,8 @@ class ServerMetrics:
             "vllm:request_time_per_output_token_seconds",
             "Mean time between tokens of a request",
         )
-        self._itl = self._seconds(
-            "vllm:inter_token_latency_seconds", "Time between two tokens"
+        self._gaps = self._of(
+            self._seconds("vllm:inter_token_latency_seconds", "Time between two tokens")
         )
         self._e2e = self._seconds(
             "vllm:e2e_request_latency_seconds", "Arrival to last token"
@@ -181,29 +204,26 @@ class ServerMetrics:
         """An answer has one more token."""
         self._generated_tokens.inc()
 
+    def gap(self, seconds: float) -> None:
+        """Between two tokens of an answer."""
+        self._gaps.observe(seconds)
+
     def finished(
         self,
-        times: Sequence[float],
+        times: AnswerTimes,
         last: TextDelta,
         prompt_tokens: int,
         client_codec: bool = False,
     ) -> None:
         """An answer is complete; `last` has its size and the figures of its hand-off, if any.
 
-        times: of its arrival, then of each token; seconds of any monotonic clock
         client_codec: the client chose the codec, and could invent any number of specs
         """
-        arrived = times[0]
-        first_token = times[1] if len(times) > 1 else arrived
-        last_token = times[-1]
-        self._of(self._ttft).observe(first_token - arrived)
-        self._of(self._e2e).observe(last_token - arrived)
-        if len(times) > 2:
-            tpot = (last_token - first_token) / (len(times) - 2)
-            self._of(self._tpot).observe(tpot)
-        itl = self._of(self._itl)
-        for before, after in pairwise(times[1:]):
-            itl.observe(after - before)
+        self._of(self._ttft).observe(times.first_token - times.arrived)
+        self._of(self._e2e).observe(times.last_token - times.arrived)
+        if times.num_tokens > 1:
+            decoding_s = times.last_token - times.first_token
+            self._of(self._tpot).observe(decoding_s / (times.num_tokens - 1))
         self._of(self._prompt_size).observe(prompt_tokens)
         self._of(self._answer_size).observe(last.num_tokens)
         self._of(self._success, finished_reason=last.finish_reason or "").inc()
@@ -233,6 +253,11 @@ class ServerMetrics:
 
     def scrape(self, workers: Sequence[Mapping[str, Any]], router: Router) -> bytes:
         """What Prometheus reads. `workers`: as in `Completions.status`."""
+        self.update(workers, router)
+        return generate_latest(self.registry)
+
+    def update(self, workers: Sequence[Mapping[str, Any]], router: Router) -> None:
+        """Take over what the router and its workers report."""
         self._update_router(router)
         self._update_loads(workers)
         self._worker.clear()
@@ -243,7 +268,6 @@ class ServerMetrics:
                     self._worker, worker["role"], worker=worker["name"], what=what
                 )
                 series.set(value)
-        return generate_latest(self._registry)
 
     def _update_router(self, router: Router) -> None:
         self._of(self._queued).set(router.waiting)
@@ -303,10 +327,10 @@ class ServerMetrics:
     # -- series
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, self._labels(labels), registry=self._registry)
+        return Counter(name, text, self._labels(labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, self._labels(labels), registry=self._registry)
+        return Gauge(name, text, self._labels(labels), registry=self.registry)
 
     def _seconds(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(
@@ -314,12 +338,12 @@ class ServerMetrics:
             text,
             self._labels(labels),
             buckets=SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def _sizes(self, name: str, text: str) -> Histogram:
         return Histogram(
-            name, text, self._labels(()), buckets=TOKENS, registry=self._registry
+            name, text, self._labels(()), buckets=TOKENS, registry=self.registry
         )
 
     def _labels(self, labels: Sequence[str]) -> list[str]:

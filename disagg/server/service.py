@@ -3,6 +3,8 @@
 main thread    Ray: start workers, wait            (signals arrive here)
 http thread    one asyncio loop: uvicorn, router
 ray-watch      deaths and replacements, passed on to the loop
+
+`Backend` is all of it but HTTP; router_process.py serves doors with it.
 """
 
 import asyncio
@@ -19,14 +21,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from disagg.config import Config
+from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.launch.private_ray import SILENT, Session
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
 from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
-from disagg.server.live_settings import load_certificate, plan_update
+from disagg.server.live_settings import plan_update, reload_http, warn_of_fixed
 from disagg.server.log import fields
 from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
@@ -34,9 +36,8 @@ from disagg.transfer.messages import WorkerInfo
 from disagg.transfer.rpc import Link, bind_within, connect
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from disagg.launch.ray_cluster import Cluster
+    from disagg.server.connections import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -46,65 +47,34 @@ ANSWER_S = 1.0  # the router's loop answers other threads within this, or is bus
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-class Service:
-    """Serves while entered, at `url`, which is bound from the start.
+class Backend:
+    """The router and its workers, which run while it is entered; subclasses let clients in.
 
-    secret: lets its owner stop the service, which sets `stopped`; None: a new one
-    say:    called with a description of each stage of the start
+    say: called with a description of each stage of the start
     """
 
-    def __init__(
-        self,
-        config: Config,
-        say: Callable[[str], None] = lambda stage: None,
-        secret: str | None = None,
-    ):
-        server = config.server
-        api_keys = read_keys(server)
-        check_tls(server)
+    def __init__(self, config: Config, say: Callable[[str], None] = lambda stage: None):
         check_ports(config)
         self.config = config
         self.name = served_name(config)
-        self.secret = secret or secrets.token_hex(16)
-        self.keys = KeyRing(api_keys, self.secret, server.metrics_key)
         self.stopped = threading.Event()
         self._is_draining = False
         self.links: list[str] = []  # each worker's room and its links, for the log
         self._say = say
-
-        self._socket = bind(server.host, server.port)
-        self.url = self._url(self._socket)
-        self._pd_sockets = open_pd_ports(config)
-        self._ports = {
-            listening.getsockname()[1]: name
-            for name, listening in self._pd_sockets.items()
-        }
-        # where foreign routers reach each worker, for the log
-        self.pd_addresses = [
-            f"{name} at {self._url(listening)}"
-            for name, listening in self._pd_sockets.items()
-        ]
+        self._sockets: list[socket.socket] = []
 
         self._stack = ExitStack()
         self._links: dict[str, Link] = {}
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
-        # set when the http thread serves
-        self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]]
+        # set when the http thread serves: its loop, and what ends it
+        self._serving: Future[tuple[asyncio.AbstractEventLoop, Callable[[], object]]]
         self._serving = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
 
-    def _url(self, listening: socket.socket) -> str:
-        server = self.config.server
-        scheme = "https" if server.tls_certificate else "http"
-        host = EVERYWHERE.get(server.host, server.host)
-        if ":" in host:
-            host = f"[{host}]"
-        return f"{scheme}://{host}:{listening.getsockname()[1]}"
-
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for listening in (self._socket, *self._pd_sockets.values()):
+            for listening in self._sockets:
                 stack.callback(listening.close)
             raise_file_limit(self.config.server)
             os.environ.update(SILENT)
@@ -171,14 +141,7 @@ class Service:
         return {str(role): number for role, number in roles.items()}
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
-        """Scale each role to this count, in the background; None keeps the current one.
-
-        ConfigError if each worker has a port of its own: foreign routers know no other ports.
-        """
-        if self._pd_sockets:
-            raise ConfigError(
-                "a service with --pd-ports cannot scale: each worker has a port of its own"
-            )
+        """Scale each role to this count, in the background; None keeps the current one."""
         self._started_workers().scale(prefill, decode)
         log.info("scale", extra=fields(**self.target_counts))
 
@@ -188,27 +151,10 @@ class Service:
         log.info("drain", extra=fields(worker=name))
 
     def reload(self, config: Config) -> None:
-        """Apply the keys, the certificate and the limits of a configuration that was read again.
-
-        Files of keys and certificates are read again too. Logs which settings changed, and which
-        need a restart. ConfigError, and nothing changes, for files that cannot be used.
-        """
+        """Apply the limits of a configuration that was read again."""
         update = plan_update(self.config, config)
-        server = update.config.server
-        keys = read_keys(server)
-        check_tls(server)
-        _, http = self._serving.result()
-        if server.tls_certificate and server.tls_key:
-            assert http.config.ssl is not None
-            load_certificate(http.config.ssl, server.tls_certificate, server.tls_key)
-        self.keys.replace(keys, server.metrics_key)
         self._on_loop(self._router.configure, update.config.router)
         self.config = update.config
-        applied = ",".join(update.applied) or None
-        log.info("settings read again", extra=fields(keys=len(keys), changed=applied))
-        if update.fixed:
-            names = ", ".join(update.fixed)
-            log.warning("these settings need a restart to change: %s", names)
 
     def _started_workers(self) -> "Cluster":
         if self._workers is None:
@@ -219,38 +165,21 @@ class Service:
 
     def _run_http(self) -> None:
         try:
-            asyncio.run(self._serve())
+            asyncio.run(self._run())
         except BaseException as error:
             if not self._serving.done():
                 self._serving.set_exception(error)
             raise
 
-    async def _serve(self) -> None:
-        # imported here, on this thread, while Ray starts on the other
-        from disagg.server.app import create_app
-        from disagg.server.completions import Completions
-        from disagg.server.connections import http_server
-
-        config = self.config
-        self._router = Router(config.router)
-        completions = Completions.load(config, self.name, self._router, self._ports)
-        app = create_app(
-            completions,
-            token=self.secret,
-            on_stop=self.stopped.set,
-            keys=self.keys,
-            worker_pool=self,
-            origins=config.server.allowed_origins,
-            is_stopping=self._is_stopping,
-        )
-        server = http_server(app, config.server)
-        self._serving.set_result((asyncio.get_running_loop(), server))
-        await server.serve([self._socket, *self._pd_sockets.values()])
+    async def _run(self) -> None:
+        self._router = Router(self.config.router)
+        await self._serve()
         for link in self._links.values():
             await link.close()
 
-    def _is_stopping(self) -> bool:
-        return self._is_draining or self.stopped.is_set()
+    async def _serve(self) -> None:
+        """Let clients in until the end; `_serving` is set when they may come."""
+        raise NotImplementedError
 
     def _add(self, started: WorkerInfo) -> None:
         log.info(
@@ -297,9 +226,102 @@ class Service:
 
     def _stop_http(self) -> None:
         if self._serving.exception() is None:
-            _, server = self._serving.result()
-            server.should_exit = True
+            _, end = self._serving.result()
+            end()
         self._thread.join()
+
+
+class Service(Backend):
+    """Serves while entered, at `url`, which is bound from the start.
+
+    secret: lets its owner stop the service, which sets `stopped`; None: a new one
+    say:    called with a description of each stage of the start
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        say: Callable[[str], None] = lambda stage: None,
+        secret: str | None = None,
+    ):
+        server = config.server
+        api_keys = read_keys(server)
+        check_tls(server)
+        super().__init__(config, say)
+        self.secret = secret or secrets.token_hex(16)
+        self.keys = KeyRing(api_keys, self.secret, server.metrics_key)
+
+        self._socket = bind(server.host, server.port)
+        self.url = url_of(self._socket, server)
+        self._http: HttpServer
+        self._pd_sockets = open_pd_ports(config)
+        self._sockets = [self._socket, *self._pd_sockets.values()]
+        self._ports = {
+            listening.getsockname()[1]: name
+            for name, listening in self._pd_sockets.items()
+        }
+        # where foreign routers reach each worker, for the log
+        self.pd_addresses = [
+            f"{name} at {url_of(listening, server)}"
+            for name, listening in self._pd_sockets.items()
+        ]
+
+    def scale(self, prefill: int | None, decode: int | None) -> None:
+        """Scale each role to this count, in the background; None keeps the current one.
+
+        ConfigError if each worker has a port of its own: foreign routers know no other ports.
+        """
+        if self._pd_sockets:
+            raise ConfigError(
+                "a service with --pd-ports cannot scale: each worker has a port of its own"
+            )
+        super().scale(prefill, decode)
+
+    def reload(self, config: Config) -> None:
+        """Apply the keys, the certificate and the limits of a configuration that was read again.
+
+        Files of keys and certificates are read again too. Logs which settings changed, and which
+        need a restart. ConfigError, and nothing changes, for files that cannot be used.
+        """
+        update = plan_update(self.config, config)
+        reload_http(update, self.keys, self._http, self._completions.reader)
+        super().reload(config)
+        warn_of_fixed(update)
+
+    async def _serve(self) -> None:
+        # imported here, on this thread, while Ray starts on the other
+        from disagg.server.app import create_app
+        from disagg.server.completions import Completions
+        from disagg.server.connections import http_server
+
+        config = self.config
+        self._completions = Completions.load(
+            config, self.name, self._router, self._ports
+        )
+        app = create_app(
+            self._completions,
+            token=self.secret,
+            on_stop=self.stopped.set,
+            keys=self.keys,
+            worker_pool=self,
+            origins=config.server.allowed_origins,
+            is_stopping=self._is_stopping,
+        )
+        self._http = http_server(app, config.server)
+        self._serving.set_result((asyncio.get_running_loop(), self._http.end))
+        await self._http.serve(self._sockets)
+
+    def _is_stopping(self) -> bool:
+        return self._is_draining or self.stopped.is_set()
+
+
+def url_of(listening: socket.socket, server: ServerConfig) -> str:
+    """Where clients reach a socket that is bound."""
+    scheme = "https" if server.tls_certificate else "http"
+    host = EVERYWHERE.get(server.host, server.host)
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
 def served_name(config: Config) -> str:

@@ -165,7 +165,7 @@ class Job:
         """RequestError for sampling that is no JSON object."""
         sampling: dict[str, Any] = {}
         if message.sampling:
-            sampling = _parse_json("sampling", message.sampling, dict)
+            sampling = parse_json("sampling", message.sampling, dict)
         return cls(
             rid=message.rid,
             attempt=message.attempt,
@@ -307,10 +307,10 @@ class TokenEvent:
         """RequestError for stats or log-probabilities that are not the JSON they should be."""
         stats: dict[str, Any] | None = None
         if message.stats:
-            stats = _parse_json("stats", message.stats, dict)
+            stats = parse_json("stats", message.stats, dict)
         logprobs: Sequence[Any] = ()
         if message.logprobs:
-            logprobs = _parse_json("logprobs", message.logprobs, list)
+            logprobs = parse_json("logprobs", message.logprobs, list)
         return cls(
             rid=message.rid,
             attempt=message.attempt,
@@ -365,7 +365,7 @@ class WorkerStatus:
         """RequestError for info that is no JSON object."""
         info: dict[str, Any] = {}
         if message.info:
-            info = _parse_json("info", message.info, dict)
+            info = parse_json("info", message.info, dict)
         return cls(
             epoch=message.epoch,
             gauges=dict(message.gauges),
@@ -541,7 +541,7 @@ def _role_from_proto(number: int) -> Role:
     return _ROLE_BY_NUMBER[number]
 
 
-def _parse_json(name: str, text: str, expected: type[Json]) -> Json:
+def parse_json(name: str, text: str, expected: type[Json]) -> Json:
     """The JSON value of a text that is not empty; RequestError if it is of another type."""
     try:
         value = json.loads(text)

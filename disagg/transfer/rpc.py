@@ -25,6 +25,7 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -85,6 +86,7 @@ SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
 ]
 
+RpcHandler = grpc.GenericRpcHandler
 Unary = Callable[[bytes], Awaitable[bytes]]
 Stream = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
@@ -193,9 +195,7 @@ async def start_server(
     ports: the first and the last to choose from; ConfigError if none is free
     """
     security = security or Security()
-    interceptors = [] if security.token is None else [_RequireToken(security.token)]
-    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers(tuple(handlers))
+    server = _server_of(handlers, security)
     credentials = security.tls and grpc.ssl_server_credentials(
         [(security.key, security.certificate)], security.ca, require_client_auth=True
     )
@@ -209,6 +209,32 @@ async def start_server(
     port = bind_within(ports, bind)
     await server.start()
     return server, address_of(host, port)
+
+
+async def start_local_server(
+    handlers: Sequence[grpc.GenericRpcHandler], path: Path, security: Security
+) -> tuple[grpc.aio.Server, str]:
+    """Start a server on a Unix socket, in place of one that is dead; the server and its address.
+
+    ConfigError where the path is too long, or its folder is missing.
+    """
+    server = _server_of(handlers, security)
+    address = f"unix:{path}"
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    await server.start()
+    return server, address
+
+
+def _server_of(
+    handlers: Sequence[grpc.GenericRpcHandler], security: Security
+) -> grpc.aio.Server:
+    interceptors = [] if security.token is None else [_RequireToken(security.token)]
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers(tuple(handlers))
+    return server
 
 
 def bind_within(ports: Sequence[int] | None, bind: Callable[[int], int]) -> int:

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from itertools import count
 from typing import Any
 
 import pytest
@@ -36,14 +37,21 @@ LINES = "{% for x in messages %}{{ x.role[0] }}{{ x.content }}{% endfor %}"
 LINES += "{% if add_generation_prompt %}a{% endif %}"
 
 
-def completions_of(router: Any, **served: Any) -> Completions:
+def completions_of(
+    router: Any, clock: Callable[[], float] | None = None, **served: Any
+) -> Completions:
     """Of a model whose tokens are bytes, with a context of 20."""
     limits = {"context_length": 20, "vocab_size": 256, "longest_token": 2}
     about = ServedModel(
         **{"name": "tiny", "codec": "raw", "alias": "/models/tiny"} | limits | served
     )
+    seconds = count()  # each look at the clock takes one: nothing is kept for others
     return Completions(
-        about, Tokenizer(byte_tokenizer()), router, ChatTemplate(LINES, {})
+        about,
+        Tokenizer(byte_tokenizer()),
+        router,
+        ChatTemplate(LINES, {}),
+        clock=clock or (lambda: float(next(seconds))),
     )
 
 

@@ -156,11 +156,11 @@ def test_a_form_is_refused_as_no_json(app):
 
 
 REFUSALS = [
-    (ConfigError("unknown codec 'zip'"), 400, "config", None),
-    (CapacityError("full"), 503, "capacity", "1"),  # come back later, and when
-    (QueueFullError("1,024 wait"), 429, "queue_full", "1"),
-    (PeerLostError("gone"), 503, "peer_lost", "1"),
-    (ZeroDivisionError("a secret"), 500, "internal", None),
+    (ConfigError("unknown codec 'zip'"), 400, "config", {None}),
+    (CapacityError("full"), 503, "capacity", {"1", "2"}),  # come back later, and when
+    (QueueFullError("1,024 wait"), 429, "queue_full", {"1", "2"}),
+    (PeerLostError("gone"), 503, "peer_lost", {"1", "2"}),
+    (ZeroDivisionError("a secret"), 500, "internal", {None}),
 ]
 
 
@@ -172,7 +172,7 @@ def test_what_is_refused_has_a_status_and_a_request_id_and_tells_no_secret(
     router.refuses = error
     response = post(app, raises=False, stream=stream)
     assert refused(response, status, reason)
-    assert response.headers.get("retry-after") == later
+    assert response.headers.get("retry-after") in later
     assert len(response.headers["x-request-id"]) == 32
     assert "secret" not in response.text
 

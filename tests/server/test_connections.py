@@ -17,13 +17,12 @@ from disagg.config import ServerConfig
 from disagg.server import connections
 from disagg.server.connections import (
     BODY_RATE,
+    MAX_HEADER_BYTES,
     Arrival,
-    ConnectionLimits,
     LoopErrors,
     http_server,
 )
 from disagg.server.service import bind
-from tests.papers import make_papers
 
 CONFIG = ServerConfig(silence_s=0.2, idle_s=0.2)
 GET = b"GET /version HTTP/1.1\r\nHost: here\r\n"
@@ -32,6 +31,7 @@ POST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
     % len(BODY)
 )
+LONG_POST = POST.replace(b"%d" % len(BODY), b"1000000")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -79,13 +79,13 @@ def test_a_connection_is_closed_whose_client_says_no_more(data, answers, app):
     assert asyncio.run(scene()).count(b"HTTP/1.1 200") == answers
 
 
-@pytest.mark.parametrize("pieces", [GET, POST + BODY], ids=["header", "body"])
+@pytest.mark.parametrize("pieces", [GET, LONG_POST], ids=["header", "body"])
 def test_a_client_that_trickles_a_request_is_cut_off(pieces, app):
     """However short its pauses are."""
 
     async def scene() -> bytes:
         async with serving(app) as port:
-            reader, writer = await send(port, pieces[:-20])
+            reader, writer = await send(port, pieces)
             answer = asyncio.ensure_future(reader.read())
             while not answer.done():
                 writer.write(b"X")
@@ -93,6 +93,44 @@ def test_a_client_that_trickles_a_request_is_cut_off(pieces, app):
             return await answer
 
     assert asyncio.run(scene()) == b""
+
+
+LONG = b"x" * MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GET + b"X: " + LONG + b"\r\n\r\n",
+        GET + b"X: " + LONG,
+        b"GET /" + LONG,
+        GET + b"X: y\r\n" * MAX_HEADER_BYTES,
+    ],
+    ids=["whole", "line", "path", "lines"],
+)
+def test_a_long_header_is_refused(data, app):
+    async def scene() -> bytes:
+        async with serving(app, replace(CONFIG, silence_s=60.0)) as port:
+            reader, _writer = await send(port, data)
+            return await reader.read()
+
+    assert asyncio.run(scene()).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_long_body_before_a_header_is_no_header(app):
+    """Both may arrive at once."""
+    body = BODY + b" " * (2 * MAX_HEADER_BYTES)
+    head = POST.replace(b"%d" % len(BODY), b"%d" % len(body))
+    rest = b"Connection: close\r\n\r\n"
+
+    async def scene() -> bytes:
+        async with serving(app, replace(CONFIG, silence_s=60.0)) as port:
+            reader, writer = await send(port, head + body + GET)
+            await reader.readuntil(b"[DONE]")
+            writer.write(rest)
+            return await reader.read()
+
+    assert b"HTTP/1.1 200 " in asyncio.run(scene())
 
 
 def test_a_connection_stays_open_between_requests(app):
@@ -195,20 +233,3 @@ def test_other_errors_of_the_loop_are_reported_as_usual():
     LoopErrors()(loop, {"message": "a task was lost"})
 
     assert reported == [{"message": "a task was lost"}]
-
-
-def test_limits_and_certificate_change_while_the_server_serves(app, tmp_path):
-    papers = make_papers(tmp_path)
-    files = {
-        "tls_certificate": str(papers / "peer"),
-        "tls_key": str(papers / "peer.key"),
-    }
-    server = http_server(app, ServerConfig(**files))
-    server.config.load()
-    (papers / "peer").write_text("no certificate")
-
-    server.reload(ServerConfig(idle_s=7.0, max_connections=3))
-
-    assert server.pool.limits == ConnectionLimits(3, 20.0, 7.0)
-    with pytest.raises(OSError, match="PEM"):
-        server.reload(ServerConfig(**files))

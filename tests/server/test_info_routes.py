@@ -1,7 +1,9 @@
 """What the service tells of itself, and who may stop it."""
 
 import asyncio
+import json
 import re
+from contextlib import aclosing
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +11,12 @@ import pytest
 from disagg import __version__
 from disagg.errors import ConfigError, PeerLostError
 from disagg.server.app import create_app
-from disagg.server.metrics import MAX_CLIENT_CODECS, ServerMetrics
+from disagg.server.metrics import MAX_CLIENT_CODECS, AnswerTimes, ServerMetrics
 from disagg.server.output_text import TextDelta
-from tests.server.conftest import KV, said
+from disagg.server.schema import CompletionRequest
+from tests.server.conftest import KV, completions_of, said
 from tests.server.visits import (
+    ask,
     assert_counted,
     events,
     figures_of,
@@ -113,7 +117,11 @@ def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(
     times, sums, router
 ):
     metrics = ServerMetrics("tiny")
-    metrics.finished(times, TextDelta("", len(times) - 1, "stop"), 3)
+    arrived, *token_times = times
+    answer = AnswerTimes(arrived)
+    for time in token_times:
+        answer.add_token(time)
+    metrics.finished(answer, TextDelta("", len(token_times), "stop"), 3)
     figures = figures_of(metrics.scrape([], router).decode())
     series = (
         "time_to_first_token",
@@ -121,6 +129,24 @@ def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(
         "request_time_per_output_token",
     )
     assert tuple(figures.get(f"vllm:{name}_seconds_sum", 0) for name in series) == sums
+
+
+async def test_the_time_between_tokens_is_counted_while_they_come(completions, router):
+    """A long answer would else be missing for as long as it takes, and hold the loop at its end."""
+    router.pause_at = 3
+
+    async def chunks():
+        yield json.dumps(ask(max_tokens=9)).encode()
+
+    generation = await completions.prepare(CompletionRequest, chunks())
+    async with aclosing(completions.generate(generation)) as deltas:
+        text = ""
+        while text != "abc":
+            _, delta = await anext(deltas)
+            text += delta.text
+        figures = figures_of((await completions.scrape()).decode())
+
+    assert figures["vllm:inter_token_latency_seconds_count"] == 2
 
 
 def test_a_role_that_nobody_has_any_more_has_no_gauges(router):
@@ -243,6 +269,54 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
     for count in (5, 4, 5):  # the second one was asked first
         router.says["d"] = said({}, pid=2, counts={"expired": count})
         assert_counted(app, {"disagg_kv_expired_total{role=decode}": 7})
+
+
+async def test_metrics_are_collected_once_a_second_for_all(router):
+    """Each collection takes a call to every worker."""
+    now = 100.0
+    completions = completions_of(router, clock=lambda: now)
+    calls = counted_calls(router)
+
+    first, second = await asyncio.gather(completions.scrape(), completions.scrape())
+    now = 100.9
+    third = await completions.scrape()
+    now = 101.0
+    await completions.scrape()
+
+    assert first == second == third
+    assert len(calls) == 2
+
+
+async def test_a_slow_collection_is_not_begun_twice(router):
+    now = 100.0
+    completions = completions_of(router, clock=lambda: now)
+    calls = counted_calls(router, wait=router.go.wait)
+    waiting = [asyncio.ensure_future(completions.scrape())]
+    await asyncio.sleep(0)
+    now = 200.0
+    waiting.append(asyncio.ensure_future(completions.scrape()))
+    await asyncio.sleep(0)
+
+    waiting[0].cancel()  # its client leaves
+    router.go.set()
+
+    assert b"disagg_queue_requests" in await waiting[1]
+    assert len(calls) == 1
+
+
+def counted_calls(router, wait=None) -> list[int]:
+    """One element for each time that the workers are asked for their status."""
+    calls = []
+    status = router.status
+
+    async def call():
+        calls.append(1)
+        if wait is not None:
+            await wait()
+        return await status()
+
+    router.status = call
+    return calls
 
 
 def test_the_prompt_tokens_that_were_not_computed_are_told(app, router):

@@ -38,8 +38,7 @@ def test_without_changes_there_is_nothing_to_update():
 
 @pytest.mark.parametrize("key", sorted(LIVE_KEYS))
 def test_every_live_setting_exists(key):
-    text_keys = {"server.api_key", "server.api_key_file"}
-    new = load_config(None, {key: "7" if key in text_keys else 7})
+    new = load_config(None, {key: "7" if "key" in key else 7777})
 
     assert plan_update(Config(), new).applied == (key,)
 
@@ -116,6 +115,20 @@ def test_limits_of_the_router_change(service):
     # the loop of the router has run what came before this answer
     assert status_of(service, "one") == 200
     assert service._router.config == router
+
+
+def test_limits_of_clients_change(service):
+    server = replace(service.config.server, max_connections=7, max_body_bytes=1024)
+
+    service.reload(replace(service.config, server=server))
+
+    body = {"prompt": "x" * 1024}
+    headers = {"Authorization": "Bearer one"}
+    url = f"{service.url}/v1/completions"
+    answer = httpx.post(url, json=body, headers=headers, verify=False)
+    assert answer.json()["error"]["type"] == "too_large"
+    http = service._http
+    assert http.pool.limits.max_connections == 7
 
 
 def test_settings_that_need_a_restart_are_named_in_one_line(service, caplog):

@@ -48,7 +48,7 @@ def error_of(line: str) -> dict[str, Any]:
 def test_streams_and_service_end_at_once_when_ray_is_lost_for_good():
     with httpx.Client(timeout=60) as client, colocated(3600) as (service, stack):
         lines = open_stream(client, service)
-        _, on_down, on_end = service._workers.watch.call_args.args
+        _, on_down, on_end, _ = service._workers.watch.call_args.args
         on_down("both-0")
         on_end(PeerLostError("Ray is lost; given up"))
         assert service.stopped.is_set()
@@ -60,6 +60,25 @@ def test_streams_and_service_end_at_once_when_ray_is_lost_for_good():
     error = error_of(last)
     assert error["type"] == "stopping"
     assert error["message"] == "the service is shutting down"
+
+
+def test_the_watch_of_workers_asks_the_router_who_is_silent():
+    with colocated(0) as (service, _):
+        *_, silent_s = service._workers.watch.call_args.args
+
+        assert silent_s() == {"both-0": 0.0}
+
+
+def test_a_busy_router_calls_nobody_silent(monkeypatch):
+    monkeypatch.setattr("disagg.server.service.ANSWER_S", 0.01)
+    with colocated(0) as (service, _):
+        *_, silent_s = service._workers.watch.call_args.args
+        is_over = threading.Event()
+        service._on_loop(is_over.wait)
+
+        assert silent_s() == {}
+
+        is_over.set()
 
 
 def test_a_service_is_not_ready_from_the_stop_request_on():

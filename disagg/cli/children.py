@@ -1,0 +1,236 @@
+"""The processes of a service with doors: what their parent tells them, and what they run.
+
+    parent ── "stop", "reload", or the end of the pipe ──► child
+    parent ◄── events: one JSON object a line ── child
+
+Each child ends with its parent, whatever ends that.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from disagg.config import Config, replace_keys
+from disagg.errors import DisaggError
+
+SETTINGS_FILE = "settings.json"
+SOCKET_FILE = "router"
+ROUTER = "router"
+DOOR = "door"
+log = logging.getLogger(__name__)
+# a child imports what its parent imports, from wherever that was started
+PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from disagg.cli.children import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all processes of a service know. folder: closed to others; secret: of its owner."""
+
+    config: Config
+    secret: str
+    folder: Path
+
+    def write(self) -> None:
+        """Into the folder, for this user alone."""
+        content = {"config": asdict(self.config), "secret": self.secret}
+        path = self.folder / SETTINGS_FILE
+        draft = path.with_suffix(".draft")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file)
+        draft.replace(path)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        content = json.loads((folder / SETTINGS_FILE).read_text())
+        config = replace_keys(Config(), content["config"])
+        return cls(config, content["secret"], folder)
+
+    @property
+    def socket_path(self) -> Path:
+        """Where doors reach the router."""
+        return self.folder / SOCKET_FILE
+
+
+class Pipe:
+    """One end of the connection between parent and child; lines from any thread."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Tell the other side; nothing happens if it is gone."""
+        line = json.dumps({"event": event, **fields}) + "\n"
+        with self._lock, suppress(OSError):
+            self._connection.sendall(line.encode())
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        """What the other side tells, until it is gone."""
+        with suppress(OSError), self._connection.makefile() as lines:
+            for line in lines:
+                yield json.loads(line)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def command(kind: str, folder: Path, number: int, *descriptors: int) -> list[str]:
+    """The command line of a child. descriptors: its pipe, and the socket of a door."""
+    program = PROGRAM.format(path=sys.path)
+    return [
+        *(sys.executable, "-P", "-c", program),
+        *(kind, str(folder), str(number)),
+        *map(str, descriptors),
+    ]
+
+
+def main() -> None:
+    """Run the child that the command line names; errors go to its parent by name."""
+    kind, folder, number, *descriptors = sys.argv[1:]
+    connection, *listening = map(_inherited, descriptors)
+    pipe = Pipe(connection)
+    settings = Settings.read(Path(folder))
+    try:
+        from disagg.server import log
+
+        server = settings.config.server
+        log.configure(server.log_level, server.log_format)
+        if kind == ROUTER:
+            run_router(settings, pipe)
+        else:
+            run_door(settings, pipe, int(number), listening)
+    except DisaggError as error:
+        pipe.send("failed", reason=error.reason, message=str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _inherited(descriptor: str) -> socket.socket:
+    """A socket of the parent, which children of this process do not get."""
+    inherited = socket.socket(fileno=int(descriptor))
+    inherited.set_inheritable(False)
+    return inherited
+
+
+def run_router(settings: Settings, pipe: Pipe) -> None:
+    """The router and its workers, until the parent or a signal ends them."""
+    from disagg.cli.shutdown import ShutdownGuard
+    from disagg.server.router_process import RouterProcess
+
+    def tell(stage: str) -> None:
+        pipe.send("stage", text=stage)
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = settings.config
+    with ShutdownGuard(config.cluster.grace_s, say=tell) as guard, ExitStack() as stack:
+        process = RouterProcess(
+            config, settings.socket_path, settings.secret, guard.reporting(tell)
+        )
+        follow_parent(pipe, settings.folder, process.reload, interrupt, interrupt)
+        stack.enter_context(process)
+        stack.callback(guard.begin)
+        guard.started()
+        pipe.send("serving", links=process.links)
+        while not process.stopped.wait(1.0):
+            guard.take_signals()
+
+
+def run_door(
+    settings: Settings, pipe: Pipe, number: int, sockets: list[socket.socket]
+) -> None:
+    """A door, until the parent ends it; on SIGTERM it lets its requests end first."""
+    import asyncio
+
+    from disagg.server.door import Door
+
+    door = Door(
+        settings.config,
+        number,
+        sockets,
+        settings.socket_path,
+        settings.secret,
+        on_stop=lambda: pipe.send("stop"),
+    )
+
+    def leave(*_: object) -> None:
+        pipe.send("leaving")
+        door.end()
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # its parent says when to read settings
+    grace_s = settings.config.cluster.grace_s
+    follow_parent(
+        pipe,
+        settings.folder,
+        on_reload=door.reload,
+        on_stop=lambda: door.end(grace_s),
+        on_orphaned=lambda: door.end(0),
+    )
+    serving = Serving(lambda: asyncio.run(door.serve(lambda: pipe.send("serving"))))
+    serving.start()
+    while serving.is_alive():
+        serving.join(1.0)  # in steps: a signal is handled between two
+    if serving.error is not None:
+        raise serving.error
+
+
+class Serving(threading.Thread):
+    """A thread whose error can be read once it has ended."""
+
+    def __init__(self, serve: Callable[[], None]):
+        super().__init__(name="http", daemon=True)
+        self._serve = serve
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self.error = error
+
+
+def follow_parent(
+    pipe: Pipe,
+    folder: Path,
+    on_reload: Callable[[Config], None],
+    on_stop: Callable[[], None],
+    on_orphaned: Callable[[], None],
+) -> None:
+    """Do what the parent says, on another thread. The folder of a parent that died is removed."""
+
+    def follow() -> None:
+        for event in pipe.events():
+            if event["event"] == "stop":
+                on_stop()
+            else:
+                reload_settings(folder, on_reload)
+        shutil.rmtree(folder, ignore_errors=True)
+        on_orphaned()
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()
+
+
+def reload_settings(folder: Path, on_reload: Callable[[Config], None]) -> None:
+    """Settings that cannot be used change nothing."""
+    try:
+        on_reload(Settings.read(folder).config)
+    except DisaggError as error:
+        log.error("settings not read again: %s", error)

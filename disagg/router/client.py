@@ -1,0 +1,411 @@
+"""The router of another process, for a door: every request survives a router that dies.
+
+generate ──► begins ─┐                         ┌─► router
+leave ────► cancels ─┴─ one message a turn ────┤
+tokens, ends ◄───────── one message a turn ────┘ lost: connect again, resubmit all with their
+                                                 tokens so far
+"""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from google.protobuf.message import Message
+
+from disagg.config import AUTO, RouterConfig
+from disagg.errors import (
+    CapacityError,
+    DeadlineError,
+    DisaggError,
+    PeerLostError,
+    QueueFullError,
+    StoppingError,
+    error_from,
+)
+from disagg.protos.v1 import router_pb2 as pb
+from disagg.router.actions import TokenOutput
+from disagg.router.contract import ANY_WORKERS, RouterReport
+from disagg.router.door_service import ROUTER_SERVICE, TURN_BYTES
+from disagg.transfer.messages import Parsed, parse, parse_json
+from disagg.transfer.rpc import Link, failures_of
+
+REOPEN_S = 0.1  # pause before a lost router is tried again
+CHECK_S = 0.25  # between two looks at deadlines while there is none
+COUNTS_S = 1.0  # between two messages with the door's own series
+CALL_S = 10.0  # every call but Generate
+MAX_HANDLE = 1 << 32
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class DoorPrompt:
+    """A request that a client waits for.
+
+    begin:    how a router gets it, but for what changes
+    emitted:  tokens that the client has
+    token_at: when the last one came; at first, when the request arrived
+    accepted: a router had it
+    kv:       the figures of its hand-off, once they are there
+    """
+
+    begin: pb.Begin
+    arrived: float
+    token_at: float
+    emitted: "array[int]" = field(default_factory=lambda: array("I"))
+    accepted: bool = False
+    waited_s: float = 0.0
+    kv: Mapping[str, Any] = field(default_factory=dict)
+    inbox: asyncio.Queue[TokenOutput | DisaggError] = field(
+        default_factory=asyncio.Queue
+    )
+
+    def message(self, now: float) -> pb.Begin:
+        """What begins it at a router, or goes on with it at another one."""
+        if self.accepted:
+            begin = pb.Begin()
+            begin.CopyFrom(self.begin)
+            begin.emitted.extend(self.emitted)
+            begin.resumed = True
+        else:
+            begin = self.begin
+        begin.waited_s = now - self.arrived
+        self.accepted = True
+        return begin
+
+
+class RouterClient:
+    """A router that a link leads to. `run` follows it, whichever process it is at the time.
+
+    name:   of this door, for the series of its counts
+    counts: its own series, as `ScrapeRequest` has them
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        name: str = "",
+        config: RouterConfig | None = None,
+        counts: Callable[[], bytes] = bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.name = name
+        self._link = link
+        self._config = config or RouterConfig()
+        self._counts = counts
+        self._last_counts = b""
+        self._counted_at = -math.inf
+        self._clock = clock
+        self._prompts: dict[int, DoorPrompt] = {}
+        self._handles = count(1)
+        self._state = pb.RouterState(lacks="the router starts")
+        self._is_attached = False
+        self._heard_at = clock()
+        self._closing = False
+        # what the router does not know yet
+        self._begins: dict[int, DoorPrompt] = {}
+        self._cancels: list[int] = []
+        self._has_news = asyncio.Event()
+
+    # -- for clients
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: Mapping[str, Any],
+        codec: str,
+        at: tuple[str, str] = ANY_WORKERS,
+    ) -> AsyncGenerator[TokenOutput]:
+        """As `Router.generate`; while there is no router the client waits for one."""
+        handle = self._open(prompt, params, codec, at)
+        inbox = self._prompts[handle].inbox
+        try:
+            while True:
+                output = await inbox.get()
+                if isinstance(output, DisaggError):
+                    raise output
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._leave(handle)
+
+    def _open(
+        self,
+        prompt: Sequence[int],
+        params: Mapping[str, Any],
+        codec: str,
+        at: tuple[str, str],
+    ) -> int:
+        if self._closing:
+            raise StoppingError("the service is shutting down")
+        limit = self._config.max_queue
+        if not self._has_router and len(self._prompts) >= limit:
+            raise QueueFullError(
+                f"{len(self._prompts)} requests wait for a router, {limit} may; try again later"
+            )
+        handle = next(self._handles) % MAX_HANDLE
+        begin = pb.Begin(
+            handle=handle,
+            prompt=prompt,
+            sampling=json.dumps(params),
+            codec=codec,
+            prefill=at[0],
+            decode=at[1],
+        )
+        now = self._clock()
+        self._prompts[handle] = DoorPrompt(begin, arrived=now, token_at=now)
+        self._begins[handle] = self._prompts[handle]
+        self._has_news.set()
+        return handle
+
+    def _leave(self, handle: int) -> None:
+        """The client is gone, or its request has ended."""
+        self._begins.pop(handle, None)
+        if self._prompts.pop(handle, None) is not None:
+            self._cancels.append(handle)
+            self._has_news.set()
+
+    @property
+    def running(self) -> int:
+        """Requests that are not done."""
+        return len(self._prompts)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of all doors that wait for a worker; of this door, that wait for a router."""
+        return self._state.waiting if self._has_router else self.running
+
+    @property
+    def ready(self) -> bool:
+        """Whether the router is there, and ready."""
+        return self._has_router and self._state.ready
+
+    @property
+    def _has_router(self) -> bool:
+        """Whether a router answers: it says something every half second."""
+        silent_s = self._clock() - self._heard_at
+        return self._is_attached and silent_s < self._config.silence_s
+
+    @property
+    def target_counts(self) -> Mapping[str, int]:
+        """The target number of workers of each role; none before a router was there."""
+        return dict(self._state.targets)
+
+    def lacks(self, expected: Mapping[str, int]) -> str:
+        """What `ready` waits for, in words of the router, which knows its expected workers."""
+        if not self._has_router:
+            return f"router 0 of 1, {self.running} requests wait"
+        return self._state.lacks
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Take nothing new, let requests end within the grace; then end them: StoppingError."""
+        self._closing = True
+        until = self._clock() + grace_s
+        while self.running and self._clock() < until:
+            await asyncio.sleep(CHECK_S)
+        self._end_all(StoppingError("the service is shutting down"))
+
+    def configure(self, config: RouterConfig) -> None:
+        """Use these limits from now on; from any thread."""
+        self._config = config
+
+    # -- calls
+
+    async def report(self) -> RouterReport:
+        """The state of the router and of every worker; PeerLostError while there is none."""
+        answer = await self._call("Report", pb.ReportRequest(), pb.ReportResponse)
+        return RouterReport.from_json(answer.report)
+
+    async def scrape(self) -> bytes:
+        """The series of all doors, the router and the workers, in Prometheus's text format."""
+        request = pb.ScrapeRequest(door=self.name, counts=self._counts())
+        answer = await self._call("Scrape", request, pb.ScrapeResponse)
+        return answer.text
+
+    async def scale(self, prefill: int | None, decode: int | None) -> None:
+        """Scale each role to this count, in the background; None keeps the current one."""
+        request = pb.ScaleRequest(prefill=prefill, decode=decode)
+        await self._call("Scale", request, pb.ScaleResponse)
+
+    async def drain(self, worker: str) -> None:
+        """Replace a worker; it leaves once another one has taken its place."""
+        await self._call("Drain", pb.DrainRequest(worker=worker), pb.DrainResponse)
+
+    async def _call(
+        self, method: str, request: Message, response: type[Parsed]
+    ) -> Parsed:
+        data = await self._link.call(
+            f"/{ROUTER_SERVICE}/{method}", request.SerializeToString(), CALL_S
+        )
+        return parse(response, data)
+
+    # -- following the router
+
+    async def run(self) -> None:
+        """Follow the router until cancelled."""
+        checking = asyncio.create_task(self._tick())
+        try:
+            while True:
+                try:
+                    await self._attach()
+                except CapacityError as error:
+                    log.error("the router gave this door up: %s", error)
+                    self._end_all(error)
+                except DisaggError as error:
+                    self._note_lost(error)
+                self._is_attached = False
+                await asyncio.sleep(REOPEN_S)
+        finally:
+            checking.cancel()
+
+    def _note_lost(self, error: DisaggError) -> None:
+        if self._is_attached:
+            log.warning(
+                "the router is lost, %d requests wait for the next: %s",
+                self.running,
+                error,
+            )
+
+    async def _attach(self) -> None:
+        """One stream, from its begin to its end, which is an error or the leave of the router."""
+        method = self._link.channel.stream_stream(f"/{ROUTER_SERVICE}/Generate")
+        with failures_of(self._link.address):
+            call = method(metadata=self._link.metadata)
+            await call.wait_for_connection()
+            self._begins = dict(self._prompts)
+            self._cancels.clear()
+            self._last_counts = b""
+            self._has_news.set()
+            writing = asyncio.create_task(self._write(call))
+            writing.add_done_callback(lambda _: call.cancel())
+            try:
+                async for data in call:
+                    self._on_response(parse(pb.GenerateResponse, data))
+            finally:
+                call.cancel()
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+        raise PeerLostError("the router left")
+
+    async def _write(self, call: Any) -> None:
+        """Say what happened here, in one message for each turn of the loop."""
+        with failures_of(self._link.address):
+            request = pb.GenerateRequest(door=self.name)
+            await call.write(request.SerializeToString())
+            while True:
+                await self._has_news.wait()
+                if data := self._news().SerializeToString():
+                    await call.write(data)
+
+    def _news(self) -> pb.GenerateRequest:
+        """What the router does not know, as much as one message holds."""
+        now = self._clock()
+        request = pb.GenerateRequest(
+            cancels=self._cancels, counts=self._changed_counts(now)
+        )
+        self._cancels = []
+        nbytes = 0
+        while self._begins and nbytes < TURN_BYTES:
+            handle = next(iter(self._begins))
+            begin = self._begins.pop(handle).message(now)
+            request.begins.append(begin)
+            nbytes += begin.ByteSize()
+        if not self._begins:
+            self._has_news.clear()
+        return request
+
+    def _changed_counts(self, now: float) -> bytes:
+        """The door's own series, if they have changed and some time has passed."""
+        if now < self._counted_at + COUNTS_S:
+            return b""
+        self._counted_at = now
+        counts = self._counts()
+        if counts == self._last_counts:
+            return b""
+        self._last_counts = counts
+        return counts
+
+    def _on_response(self, response: pb.GenerateResponse) -> None:
+        """Pass on what a turn of the router has for the clients of this door."""
+        now = self._clock()
+        self._heard_at = now
+        if response.HasField("state"):
+            self._state = response.state
+            self._is_attached = True
+        for figures in response.figures:
+            self._on_figures(figures)
+        scores = {
+            each.position: parse_json("logprobs", each.logprobs, list)
+            for each in response.scores
+        }
+        prompts = self._prompts
+        pairs = zip(response.handles, response.tokens, strict=True)
+        for position, (handle, token) in enumerate(pairs):
+            prompt = prompts.get(handle)
+            if prompt is None:
+                continue  # its client has left
+            prompt.emitted.append(token)
+            prompt.token_at = now
+            output = TokenOutput("", token, None, scores.get(position, ()), prompt.kv)
+            output.waited_s = prompt.waited_s
+            prompt.inbox.put_nowait(output)
+        for end in response.ends:
+            self._on_end(end)
+
+    def _on_figures(self, figures: pb.Figures) -> None:
+        prompt = self._prompts.get(figures.handle)
+        if prompt is None:
+            return
+        prompt.waited_s = figures.waited_s
+        if figures.kv:
+            prompt.kv = parse_json("kv", figures.kv, dict)
+        if prompt.begin.codec == AUTO:
+            prompt.begin.codec = figures.codec
+
+    def _on_end(self, end: pb.End) -> None:
+        prompt = self._prompts.get(end.handle)
+        if prompt is None:
+            return
+        if not end.HasField("error"):
+            del self._prompts[end.handle]
+            output = TokenOutput("", finish_reason=end.finish_reason, kv=prompt.kv)
+            prompt.inbox.put_nowait(output)
+            return
+        error = error_from(end.error.reason, end.error.message)
+        if isinstance(error, StoppingError) and not self._closing:
+            return  # this router leaves, and the next one takes the request
+        del self._prompts[end.handle]
+        prompt.inbox.put_nowait(error)
+
+    def _end_all(self, error: DisaggError) -> None:
+        for handle, prompt in list(self._prompts.items()):
+            self._leave(handle)
+            prompt.inbox.put_nowait(error)
+
+    async def _tick(self) -> None:
+        """Say what changed in the door's series, or look at deadlines while there is no router."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if self._has_router:
+                self._has_news.set()
+            else:
+                self._fail_late()
+
+    def _fail_late(self) -> None:
+        """Fail what got no token for too long, as the router would."""
+        deadline_s = self._config.deadline_s
+        late = self._clock() - deadline_s
+        for handle, prompt in list(self._prompts.items()):
+            if prompt.token_at <= late:
+                self._leave(handle)
+                prompt.inbox.put_nowait(
+                    DeadlineError(f"no token in {deadline_s:g} s; no router runs")
+                )

@@ -1,0 +1,186 @@
+"""A door: HTTP, tokenizer, text, limits and counts, in front of a router in another process.
+
+It keeps nothing that outlives its clients' requests, so doors start, drain and die one by one.
+"""
+
+import asyncio
+import math
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from disagg.config import Config
+from disagg.router.client import RouterClient
+from disagg.server.app import create_app
+from disagg.server.auth import KeyRing, read_keys
+from disagg.server.completions import Completions
+from disagg.server.connections import HttpServer, http_server
+from disagg.server.door_metrics import exported
+from disagg.server.live_settings import plan_update, reload_http
+from disagg.server.process import raise_file_limit, settled_collector
+from disagg.server.service import served_name
+from disagg.transfer.rpc import connect
+from disagg.transfer.security import Security
+
+POLL_S = 0.05
+
+
+class DoorCompletions(Completions):
+    """Completions whose router is in another process, which has the series of all doors."""
+
+    router: RouterClient
+
+    async def _collect(self) -> bytes:
+        return await self.router.scrape()
+
+
+class RemoteWorkers:
+    """The owner of the workers, in the process of the router."""
+
+    def __init__(self, client: RouterClient):
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def target_counts(self) -> Mapping[str, int]:
+        """The target number of workers of each role."""
+        return self._client.target_counts
+
+    def scale(self, prefill: int | None, decode: int | None) -> None:
+        """Scale each role to this count, in the background; None keeps the current one."""
+        self._wait_for(self._client.scale(prefill, decode))
+
+    def drain(self, name: str) -> None:
+        """Replace a worker; it leaves once another one has taken its place."""
+        self._wait_for(self._client.drain(name))
+
+    def _wait_for(self, call: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+class Door:
+    """Serves clients on sockets that it shares with other doors.
+
+    number:  of its place among the doors of the service
+    path:    where the router listens
+    secret:  of the service's owner
+    on_stop: called when the owner asks for the end of the service
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        sockets: Sequence[socket.socket],
+        path: Path,
+        secret: str,
+        on_stop: Callable[[], None],
+    ):
+        self._config = config
+        self._name = str(number)
+        self._sockets = list(sockets)
+        self._path = path
+        self._secret = secret
+        self._on_stop = on_stop
+        server = config.server
+        self._keys = KeyRing(read_keys(server), secret, server.metrics_key)
+        self._ends = asyncio.Event()
+        # until when requests may take, once it ends
+        self._until = math.inf
+        self._is_ending = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: RouterClient
+        self._completions: DoorCompletions
+        self._http: HttpServer
+
+    async def serve(self, on_serving: Callable[[], None]) -> None:
+        """Serve until `end` was called and requests have ended. on_serving: called when it does."""
+        raise_file_limit(self._config.server)
+        link = connect(f"unix:{self._path}", Security(token=self._secret))
+        config = self._config
+        client = RouterClient(
+            link, self._name, config.router, counts=lambda: exported(metrics.registry)
+        )
+        name = served_name(config)
+        completions = DoorCompletions.load(config, name, client, {})
+        metrics = completions.metrics
+        app = create_app(
+            completions,
+            token=self._secret,
+            on_stop=self._on_stop,
+            keys=self._keys,
+            worker_pool=RemoteWorkers(client),
+            origins=config.server.allowed_origins,
+            is_stopping=self._ends.is_set,
+        )
+        server = http_server(LastRequests(app, self._ends), config.server)
+        self._client = client
+        self._completions = completions
+        self._http = server
+        self._loop = asyncio.get_running_loop()
+        if self._is_ending:
+            self._ends.set()
+        following = asyncio.create_task(client.run())
+        serving = asyncio.create_task(server.serve(self._sockets))
+        while not server.started and not serving.done():
+            await asyncio.sleep(POLL_S)
+        on_serving()
+        with settled_collector():
+            await self._drain(server, serving)
+        await client.close()
+        server.end()
+        await serving
+        following.cancel()
+        await link.close()
+
+    async def _drain(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
+        """Wait for the end, then take no new connections, and let requests end in time."""
+        ends = asyncio.create_task(self._ends.wait())
+        await asyncio.wait([ends, serving], return_when=asyncio.FIRST_COMPLETED)
+        for listening in server.servers:
+            listening.close()
+        while server.server_state.tasks and time.monotonic() < self._until:
+            await asyncio.sleep(POLL_S)
+
+    def end(self, grace_s: float = math.inf) -> None:
+        """Take no new connections, and end with the last request or after the grace.
+
+        It may be called from any thread, and again with another grace.
+        """
+        self._until = time.monotonic() + grace_s
+        self._is_ending = True
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._ends.set)
+
+    def reload(self, config: Config) -> None:
+        """Apply what a running service can use of a configuration that was read again.
+
+        ConfigError, and nothing changes, for files that cannot be used.
+        """
+        update = plan_update(self._config, config)
+        reload_http(update, self._keys, self._http, self._completions.reader)
+        self._client.configure(update.config.router)
+        self._config = update.config
+
+
+class LastRequests:
+    """Closes each connection after its answer once the door ends, so that clients go elsewhere."""
+
+    def __init__(self, app: ASGIApp, ends: asyncio.Event):
+        self._app = app
+        self._ends = ends
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._ends.is_set():
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive, send_last)

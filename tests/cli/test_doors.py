@@ -1,0 +1,208 @@
+"""Doors in front of one router, with the real command: kill -9 of each under 40 streams.
+
+Says how long streams stood still (`-s`).
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.client import complete
+from disagg.cli.state_file import RunningService
+from disagg.errors import DisaggError
+from tests.cli.conftest import answering, free_port, wait_for
+from tests.cli.test_cluster import address as address
+from tests.cli.test_cluster import pids
+from tests.cli.test_private import BODY, PROMPT, Home, home, idle, workers
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STREAMS, PROMPTS, TOKENS = 40, 4, 200
+__all__ = ["address", "home"]
+
+
+def children(home: Home, kind: str) -> dict[str, int]:
+    """Processes of a service by number: of its doors, or its router as "0"."""
+    by_number = {}
+    for pid, command in home.processes().items():
+        if f"children import main; main()\0{kind}\0" in command:
+            number = command.split("\0")[6]
+            by_number[number] = pid
+    return by_number
+
+
+@dataclass
+class Stream:
+    """An answer that is read without a second try.
+
+    at: when each piece came
+    """
+
+    number: int
+    pieces: list[str] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    error: DisaggError | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def read(self, state: RunningService) -> "Stream":
+        try:
+            complete(state, body_of(self.number), self._show)
+        except DisaggError as error:
+            self.error = error
+        return self
+
+    def _show(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self.at.append(time.monotonic())
+
+    @property
+    def longest_pause_s(self) -> float:
+        return max(
+            (
+                after - before
+                for before, after in zip(self.at, self.at[1:], strict=False)
+            ),
+            default=0.0,
+        )
+
+
+def body_of(number: int) -> dict[str, object]:
+    prompt = f"{number % PROMPTS}. {PROMPT}"
+    return BODY | {"prompt": prompt, "max_tokens": TOKENS}
+
+
+@dataclass
+class Crowd:
+    """Forty streams that have begun, and what each has to be."""
+
+    state: RunningService
+    expected: list[str]
+    pool: ThreadPoolExecutor
+    streams: list[Stream] = field(default_factory=list)
+    futures: list[Future[Stream]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.streams = [Stream(number) for number in range(STREAMS)]
+        self.futures = [
+            self.pool.submit(stream.read, self.state) for stream in self.streams
+        ]
+        wait_for(lambda: all(stream.pieces for stream in self.streams))
+
+    def end(self) -> list[Stream]:
+        return [future.result() for future in self.futures]
+
+    def is_exact(self, stream: Stream) -> bool:
+        return stream.text == self.expected[stream.number % PROMPTS]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(STREAMS) as pool:
+        yield pool
+
+
+def crowd_of(state: RunningService, pool: ThreadPoolExecutor) -> Crowd:
+    expected = [Stream(number).read(state).text for number in range(PROMPTS)]
+    assert all(expected)
+    return Crowd(state, expected, pool)
+
+
+def test_forty_streams_survive_their_router_and_others_their_door(home, pool):
+    process = home.start("serve", "--port", "0", "--doors", "2")
+    state = home.service()
+    crowd = crowd_of(state, pool)
+
+    kill_the_router(home, crowd)
+    kill_a_door(home, crowd)
+    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    replace_a_door(home, crowd)
+
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+
+
+def kill_the_router(home: Home, crowd: Crowd) -> None:
+    """Every stream goes on, token by token."""
+    crowd.begin()
+    os.kill(children(home, "router")["0"], signal.SIGKILL)
+    streams = crowd.end()
+
+    assert [stream.error for stream in streams] == [None] * STREAMS
+    assert all(crowd.is_exact(stream) for stream in streams)
+    pause_s = max(stream.longest_pause_s for stream in streams)
+    print(f"\nrouter killed: {STREAMS} streams exact after {pause_s:.1f} s at most")
+
+
+def kill_a_door(home: Home, crowd: Crowd) -> None:
+    """Its streams end with an error, the others go on."""
+    crowd.begin()
+    victim = children(home, "door")["0"]
+    os.kill(victim, signal.SIGKILL)
+    streams = crowd.end()
+
+    cut = [stream for stream in streams if stream.error]
+    whole = [stream for stream in streams if not stream.error]
+    assert all(crowd.is_exact(stream) for stream in whole)
+    assert cut
+    assert whole
+    print(f"door killed: {len(cut)} streams cut, {len(whole)} exact")
+    wait_for(lambda: children(home, "door").get("0") not in (None, victim))
+
+
+def replace_a_door(home: Home, crowd: Crowd) -> None:
+    """Its streams end first; then nothing of it stays."""
+    crowd.begin()
+    leaver = children(home, "door")["1"]
+    os.kill(leaver, signal.SIGTERM)
+    streams = crowd.end()
+
+    assert all(crowd.is_exact(stream) for stream in streams)
+    wait_for(lambda: children(home, "door").get("1") not in (None, leaver))
+    wait_for(lambda: leaver not in home.processes())
+
+
+def test_on_a_cluster_the_next_router_takes_over_the_workers(address, tmp_path, pool):
+    home = Home(tmp_path)
+    cluster = ("--name", "doors", "--set", f"cluster.address={address}")
+    port = str(free_port())
+    process = home.start("serve", "--port", port, "--doors", "2", *cluster)
+    state = home.service("doors")
+    before = pids(state)
+    crowd = crowd_of(state, pool)
+
+    crowd.begin()
+    os.kill(children(home, "router")["0"], signal.SIGKILL)
+    streams = crowd.end()
+
+    assert [stream.error for stream in streams] == [None] * STREAMS
+    assert all(crowd.is_exact(stream) for stream in streams)
+    assert pids(state) == before
+    pause_s = max(stream.longest_pause_s for stream in streams)
+    print(f"\nrouter killed: the same workers go on after {pause_s:.1f} s at most")
+    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+
+
+def test_nothing_stays_of_a_service_whose_supervisor_is_killed(home):
+    process = home.start("serve", "--port", "0", "--doors", "2")
+    state = home.service()
+    assert len(children(home, "door")) == 2
+
+    process.kill()
+    process.communicate()
+
+    wait_for(lambda: not home.processes(), describe=home.processes)
+    assert not answering(state, "/health")
+    Path(home.folder / "disagg.json").unlink()
