@@ -31,13 +31,20 @@ def table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> str:
     """
     keys = keys or list(dict.fromkeys(key for row in rows for key in row))
     text = _table_of(rows, keys)
-    shared = [key for key in keys if len({str(row.get(key)) for row in rows}) == 1]
+    shared = _shared_keys(rows, keys)
     longest_line = max(map(len, text.splitlines()))
-    if longest_line <= _available_width() or len(rows) == 1 or not shared:
+    if longest_line <= _available_width() or not shared:
         return text
     facts = [f"{key.replace('_', ' ')} {format_cell(rows[0][key])}" for key in shared]
     others = [key for key in keys if key not in shared]
     return f"{', '.join(facts)}\n\n{_table_of(rows, others)}"
+
+
+def _shared_keys(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """The keys with one value in all rows; none if there is a single row."""
+    if len(rows) == 1:
+        return []
+    return [key for key in keys if len({str(row.get(key)) for row in rows}) == 1]
 
 
 def _table_of(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:

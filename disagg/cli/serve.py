@@ -78,7 +78,9 @@ def serve(
     host: str | None = Option(None, help="Address to listen on."),
     port: int | None = Option(None, help="Port to listen on; 0: any free port."),
     doors: int | None = Option(
-        None, min=1, help="Number of processes with HTTP, in front of one router."
+        None,
+        min=1,
+        help="Processes with HTTP in front of one router; default: 1, with both.",
     ),
     pd_ports: int | None = Option(
         None, help="First of one port per worker, for vLLM's routers; 0: any free."

@@ -98,7 +98,7 @@ class Scheduler:
     def hold(self, sequence: Sequence) -> None:
         """Compute no more, and keep the records for another worker."""
         self.active.remove(sequence)
-        self._give_row_back(sequence)
+        self._give_slot_back(sequence)
         self.held[sequence.rid] = sequence
 
     def find(self, rid: str) -> Sequence | None:
@@ -168,7 +168,7 @@ class Scheduler:
         is_alone = not self._pool.referenced_pages
         if not self._may_start(sequence, is_alone):
             return False
-        if not self._give_row(sequence):
+        if not self._take_slot(sequence):
             return False
         try:
             for group in sequence.plan.groups:
@@ -198,10 +198,10 @@ class Scheduler:
             return True
         return sequence.plan.nbytes(sequence.length + 1) <= self.free_bytes
 
-    def _give_row(self, sequence: Sequence) -> bool:
-        """Give a sequence a row of decode steps where it needs one; False: no row is free.
+    def _take_slot(self, sequence: Sequence) -> bool:
+        """Give a sequence a decode slot where it needs one; False: none is free.
 
-        A sequence that moves on needs none, and one may come with a row promised to it.
+        A sequence that moves on needs none, and one may come with a slot promised to it.
         """
         if sequence.slot_promised or sequence.handoff:
             return True
@@ -232,10 +232,10 @@ class Scheduler:
         sequence.groups = ()
         sequence.n = 0
         sequence.workspace = None
-        self._give_row_back(sequence)
+        self._give_slot_back(sequence)
 
-    def _give_row_back(self, sequence: Sequence) -> None:
-        """Free its row for others; a promised row is not the engine's to give."""
+    def _give_slot_back(self, sequence: Sequence) -> None:
+        """Free its decode slot for others, unless another part of the worker promised it."""
         if sequence.has_slot:
             sequence.has_slot = False
             self._decode_slots.give()

@@ -1,7 +1,8 @@
 """All hand-offs from one worker to another: one stream of frames, one renewal of their leases.
 
 The channel sends the frame of the most urgent hand-off that has credit: the earliest deadline, then
-the lowest layer. Credit is per hand-off, so none holds up another. Anything that ends the stream,
+the lowest layer. Credit is per hand-off, so none holds up another. What is in flight, of all of
+them, is bounded by the rate of the link. Anything that ends the stream,
 failures of our own included, breaks it for all attached hand-offs, which attach again; an error of
 one hand-off ends only that one. An idle stream ends after a while, and then gRPC closes the link.
 Lives on the io loop.
@@ -32,7 +33,6 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.direct import dial
 from disagg.transfer.hosts import HostLink, HostLinks
 from disagg.transfer.link import (
-    FIRST_BYTES,
     LinkReport,
     RateLimiter,
     RateMeter,
@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 3
 LEAST_PAUSE_S = 0.01  # between two renewals
+PROBED_BYTES = 64 << 10  # to send over an unknown link, before it is probed
 SAMPLE_FRAMES = 8  # answered, before the rate of a link is updated
 
 
@@ -298,13 +299,15 @@ class Channel:
 
     async def _send_frames(self, stream: FrameStream) -> None:
         """Send frames as they become ready; returns when the stream has ended."""
-        if self.report is None and self._bytes_to_come() > FIRST_BYTES:
+        if self.report is None and self._bytes_to_come() > PROBED_BYTES:
             await self.meet(is_short=True)
         pace = self.options.pace
         is_open = True
         while is_open:
             self._wake.clear()
-            most_urgent = self._next_frame()
+            window = self.host.window_bytes(self.options.frame_bytes)
+            is_full = self.meter.bytes_in_flight >= window
+            most_urgent = None if is_full else self._next_frame()
             if most_urgent is None:
                 await self._wake.wait()
                 continue

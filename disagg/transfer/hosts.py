@@ -47,6 +47,16 @@ class HostLink:
             return min(most, UNKNOWN_FRAME_BYTES)
         return self.report.frame_bytes(most)
 
+    def window_bytes(self, most: int) -> int:
+        """How many bytes may be in flight, of all hand-offs, in frames of at most `most` bytes.
+
+        A ping waits for all of them.
+        """
+        frames = 2 * self.frame_bytes(most)
+        if self.report is None:
+            return frames
+        return max(frames, int(2 * FRAME_S * 1e9 * self.report.gbytes_per_s))
+
     # -- the rate
 
     def learn(self, measured: LinkReport, sample: RateSample) -> None:

@@ -14,7 +14,10 @@ from disagg.transfer.rpc import Link
 from disagg.wire import FRAME_BYTES, frame_message
 
 TRIPS = 5
-FIRST_BYTES = 64 << 10  # the least that a probe sends, and all that a short one does
+FIRST_BYTES = 64 << 10
+SHORT_BYTES = (
+    16 << 10
+)  # of a short probe: a ping waits for it, on any link that can be used
 LONG_S = 0.02  # how long one probe may take on a slow link
 CALL_S = 5.0
 # a frame takes at most this long, unless it is of the least size: a ping after two is on time
@@ -53,7 +56,7 @@ async def measure(
 
     At most 64 KiB and three frames cross, or less on a slow link.
 
-    is_short: only the 64 KiB cross, which shows a fast link slower than it is
+    is_short: only 16 KiB cross, which shows a fast link slower than it is
     """
 
     async def probe_s(nbytes: int, times: int = 1) -> float:
@@ -68,7 +71,7 @@ async def measure(
 
     await probe_s(0)  # connects
     trip_s = await probe_s(0, TRIPS)
-    size = FIRST_BYTES
+    size = SHORT_BYTES if is_short else FIRST_BYTES
     frame_s = await probe_s(size)
     if not is_short:
         affordable = FIRST_BYTES * LONG_S / max(frame_s - trip_s, 1e-9)
@@ -146,6 +149,11 @@ class RateMeter:
         sample = self.sample
         self.sample = RateSample()
         return sample
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of the frames that are not answered yet."""
+        return sum(self._in_flight)
 
     def quiet_s(self, now: float) -> float:
         """For how long no frame in flight was answered; 0 if none is in flight."""

@@ -67,6 +67,23 @@ def test_frames_over_an_unknown_link_are_small():
     assert link.frame_bytes(4000) == 4000
 
 
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (None, 2 * UNKNOWN_FRAME_BYTES),
+        (report(125e-6), 100_000),
+        (report(1.0), 800_000_000),
+    ],
+    ids=["unknown", "1 Mb/s", "8 Gb/s"],
+)
+def test_all_hand_offs_share_the_window_of_a_link(measured, expected):
+    """Frames of twelve hand-offs over 1 Mb/s once delayed a ping by ten seconds."""
+    link = HostLink("h")
+    link.report = measured
+
+    assert link.window_bytes(FRAME_BYTES) == expected
+
+
 def test_the_first_frames_are_the_first_report():
     assert learn(HostLink("h"), 0.01, seconds_per_frame=0.001) == 0.01
 

@@ -12,6 +12,7 @@ from disagg.transfer.channel import Channel, Peers
 from disagg.transfer.link import (
     FIRST_BYTES,
     LEAST_FRAME_BYTES,
+    SHORT_BYTES,
     LinkReport,
     RateLimiter,
     RateMeter,
@@ -166,5 +167,5 @@ async def test_a_short_probe_sends_little(monkeypatch):
     async with open_peer() as (_, link_channel):
         report = await measure(link_channel.link, is_short=True)
 
-    assert sum(sent) == FIRST_BYTES
+    assert sum(sent) == SHORT_BYTES
     assert report.gbytes_per_s > 0

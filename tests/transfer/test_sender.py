@@ -14,8 +14,8 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
 from disagg.kv.page import Kind, make_layout
 from disagg.transfer import rpc
-from disagg.transfer.channel import Channel, ChannelOptions, Peers
-from disagg.transfer.link import FIRST_BYTES, LinkReport, RateLimiter
+from disagg.transfer.channel import PROBED_BYTES, Channel, ChannelOptions, Peers
+from disagg.transfer.link import LinkReport, RateLimiter
 from disagg.transfer.messages import Attach, Attached, Credit
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, PageFrame, Ticket
@@ -80,7 +80,7 @@ async def test_a_hand_off_smaller_than_a_probe_needs_none(prompt, monkeypatch):
     async with open_peer() as (peer, _):
         for rid in ("first", "second", "third"):
             channel = peers.get(peer.address)
-            assert prompt.manifest.total_bytes < FIRST_BYTES
+            assert prompt.manifest.total_bytes < PROBED_BYTES
 
             await hand_over(peer.sender(prompt, channel, rid), prompt)
 
@@ -405,6 +405,23 @@ async def test_a_hand_off_without_credit_holds_up_no_other(prompt):
 
         assert nonce not in {frame.ticket.nonce for frame in peer.frames}
         waiting.cancel()
+
+
+async def test_hand_offs_over_a_slow_link_share_its_window(prompt):
+    async with open_peer() as (peer, channel):
+        may_go_on = asyncio.Event()
+        peer.pause = may_go_on.wait
+        channel.host.report = LinkReport(peer.address, "a modem", 90.0, 10e-6)
+        senders = [peer.sender(prompt, channel, rid) for rid in "abcdef"]
+
+        running = [asyncio.create_task(hand_over(x, prompt)) for x in senders]
+        await until(lambda: all(sender.queue.credit for sender in senders))
+        await until(lambda: channel.meter.bytes_in_flight >= 8000)  # the window
+
+        assert channel.meter.bytes_in_flight < 8000 + QUICK.frame_bytes
+        may_go_on.set()
+        await asyncio.gather(*running)
+        peer.assert_admitted(**dict.fromkeys("abcdef", prompt))
 
 
 async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):

@@ -1,0 +1,202 @@
+"""Processes of a service that are replaced, ended and told of new settings. None is real here."""
+
+import queue
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from disagg.cli import supervisor
+from disagg.cli.children import Pipe, Settings
+from disagg.cli.supervisor import Slot, Supervisor, longer
+from disagg.config import Config, load_config
+from disagg.errors import ConfigError, ModelError, PeerLostError
+from tests.processes import wait_for
+
+END = object()
+
+
+class FakePipe:
+    """What a child says, and what it is told."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Any] = queue.Queue()
+        self.told: list[str] = []
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        while (event := self.said.get()) is not END:
+            yield event
+
+    def send(self, event: str) -> None:
+        self.told.append(event)
+
+
+class FakeChild:
+    """A process that ends when a test or its slot says so."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.pipe = FakePipe()
+        self.stopped = False
+
+    def say(self, event: str, **fields: Any) -> None:
+        self.pipe.said.put({"event": event, **fields})
+
+    def die(self) -> None:
+        self.pipe.said.put(END)
+
+    def wait(self) -> int:
+        return 0
+
+    def stop(self, limit_s: float) -> None:
+        self.stopped = True
+        self.die()
+
+
+class Nursery:
+    """Starts children, and keeps them all."""
+
+    def __init__(self) -> None:
+        self.children: list[FakeChild] = []
+        self.events: list[str] = []
+        self.slot = Slot("door 0", self._spawn, self._note)
+
+    def _spawn(self) -> FakeChild:
+        self.children.append(FakeChild(len(self.children)))
+        return self.children[-1]
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event["event"])
+
+    def wait_for_children(self, number: int) -> None:
+        wait_for(lambda: len(self.children) == number)
+
+
+@pytest.fixture
+def nursery(monkeypatch) -> Iterator[Nursery]:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    nursery = Nursery()
+    nursery.slot.start()
+    nursery.wait_for_children(1)
+    yield nursery
+    nursery.slot.stop(1.0)
+
+
+def test_a_process_that_ends_is_replaced(nursery):
+    nursery.children[0].say("serving")
+    nursery.children[0].die()
+
+    nursery.wait_for_children(2)
+
+
+def test_a_process_that_leaves_is_replaced_while_it_lives(nursery):
+    nursery.children[0].say("leaving")
+
+    nursery.wait_for_children(2)
+
+    assert not nursery.children[0].stopped
+
+
+def test_a_slot_ends_its_process_and_those_that_leave(nursery):
+    nursery.children[0].say("leaving")
+    nursery.wait_for_children(2)
+
+    nursery.slot.stop(1.0)
+
+    assert all(child.stopped for child in nursery.children)
+    assert len(nursery.children) == 2
+
+
+def test_a_slot_is_up_with_the_first_process_that_serves(nursery):
+    nursery.children[0].say("serving", links=["a", "b"])
+
+    assert nursery.slot.up.result(10)["links"] == ["a", "b"]
+
+
+def test_the_error_of_a_start_keeps_its_name(nursery):
+    nursery.children[0].say("failed", reason="model", message="no weights")
+
+    with pytest.raises(ModelError, match="no weights"):
+        nursery.slot.up.result(10)
+
+
+def test_a_process_that_ends_before_it_serves_is_an_error(nursery):
+    nursery.children[0].die()
+
+    with pytest.raises(PeerLostError, match="door 0 ended with status 0 at its start"):
+        nursery.slot.up.result(10)
+
+
+def test_words_of_a_process_that_leaves_still_count(nursery):
+    nursery.children[0].say("leaving")
+    nursery.wait_for_children(2)
+    nursery.children[0].say("stop")
+
+    wait_for(lambda: "stop" in nursery.events)
+
+
+def test_all_living_processes_are_told(nursery):
+    nursery.children[0].say("leaving")
+    nursery.wait_for_children(2)
+
+    nursery.slot.send("reload")
+
+    assert [child.pipe.told for child in nursery.children] == [["reload"]] * 2
+
+
+def test_pauses_grow_up_to_a_limit():
+    pauses = [0.0]
+    for _ in range(10):
+        pauses.append(longer(pauses[-1]))
+
+    assert pauses[1:4] == [0.5, 1.0, 2.0]
+    assert pauses[-1] == supervisor.MAX_PAUSE_S
+
+
+def test_doors_and_ports_of_workers_exclude_each_other():
+    config = load_config(None, {"server.doors": 2, "server.pd_ports": 0})
+
+    with pytest.raises(ConfigError, match="doors is 2 with --pd-ports"):
+        Supervisor(config)
+
+
+def test_a_supervisor_checks_keys_before_it_starts_anything():
+    config = load_config(None, {"server.doors": 2, "server.api_key": ""})
+
+    with pytest.raises(ConfigError, match="api_key is empty"):
+        Supervisor(config)
+
+
+def test_settings_survive_their_file(tmp_path):
+    flags = {"codec": "raw", "server.api_key": "sk", "cluster.ports": [7000, 7010]}
+    settings = Settings(load_config(None, flags), "secret", tmp_path)
+
+    settings.write()
+
+    assert Settings.read(tmp_path) == settings
+
+
+def test_the_file_of_settings_is_for_its_owner_alone(tmp_path):
+    settings = Settings(Config(), "secret", tmp_path)
+
+    settings.write()
+    settings.write()
+
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_pipe_carries_events_until_the_other_side_is_gone():
+    ours, theirs = socket.socketpair()
+    parent, child = Pipe(ours), Pipe(theirs)
+
+    child.send("stage", text="loading")
+    child.send("serving")
+    child.close()
+
+    assert list(parent.events()) == [
+        {"event": "stage", "text": "loading"},
+        {"event": "serving"},
+    ]
+    parent.send("stop")  # nobody is there; no error
