@@ -1,11 +1,11 @@
 """A service of several processes: doors in front of one router. Starts them, and starts them again.
 
     supervisor ─┬─ router     router and workers; doors wait for the next one if it dies
-                ├─ door 0     HTTP; all doors accept from one socket, which the supervisor
-                └─ door 1     holds, so that one that dies loses no connection that waits
+                ├─ door 0     HTTP; each door accepts from a socket of its own at the same port,
+                └─ door 1     which the supervisor holds too: connections wait for the next door
 
 A process that ends without having been told is replaced, at once, then after longer and longer
-pauses. A door that leaves (SIGTERM) is replaced while it finishes its requests.
+pauses. A door that leaves (SIGTERM) accepts connections until its successor does.
 """
 
 import logging
@@ -30,7 +30,7 @@ from disagg.launch.private_ray import private_folder
 from disagg.server.auth import check_tls, read_keys
 from disagg.server.live_settings import plan_update, warn_of_fixed
 from disagg.server.log import fields
-from disagg.server.service import bind, served_name, url_of
+from disagg.server.service import bind_many, served_name, url_of
 
 STEADY_S = 30.0  # a process that lived for so long is replaced at once
 FIRST_PAUSE_S = 0.5
@@ -92,6 +92,7 @@ class Slot:
         self._spawn = spawn
         self._on_event = on_event
         self._children: set[ChildProcess] = set()
+        self._leavers: list[ChildProcess] = []  # that accept until another one does
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -141,6 +142,7 @@ class Slot:
         for event in child.pipe.events():
             if event["event"] == "leaving":
                 log.info("process leaves", extra=fields(name=self.name, pid=child.pid))
+                self._leavers.append(child)
                 threading.Thread(
                     target=self._see_off, args=[child], daemon=True
                 ).start()
@@ -150,8 +152,12 @@ class Slot:
         return False
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "serving" and not self.up.done():
-            self.up.set_result(event)
+        if event["event"] == "serving":
+            for leaver in self._leavers:
+                leaver.pipe.send("drain")
+            self._leavers.clear()
+            if not self.up.done():
+                self.up.set_result(event)
         if event["event"] == "failed":
             error = error_from(event["reason"], event["message"])
             log.error("%s: %s", self.name, error)
@@ -210,14 +216,16 @@ class Supervisor:
         self.links: list[str] = []  # each worker's room and its links, for the log
         self._say = say
         self._stages: SimpleQueue[str] = SimpleQueue()
-        self._socket = bind(config.server.host, config.server.port)
-        self.url = url_of(self._socket, config.server)
+        server = config.server
+        self._sockets = bind_many(server.host, server.port, server.doors)
+        self.url = url_of(self._sockets[0], server)
         self._is_up = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.callback(self._socket.close)
+            for listening in self._sockets:
+                stack.callback(listening.close)
             self._folder = private_folder()
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             Settings(self.config, self.secret, self._folder).write()
@@ -267,7 +275,8 @@ class Supervisor:
         """The router's, and one for each door."""
 
         def spawn_door(number: int) -> Callable[[], ChildProcess]:
-            return lambda: ChildProcess(DOOR, folder, number, self._socket)
+            listening = self._sockets[number]
+            return lambda: ChildProcess(DOOR, folder, number, listening)
 
         router = Slot(ROUTER, lambda: ChildProcess(ROUTER, folder, 0), self._on_event)
         doors = [

@@ -3,6 +3,7 @@
 import queue
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from disagg.cli.children import Pipe, Settings
 from disagg.cli.supervisor import Slot, Supervisor, longer
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
+from disagg.server.service import bind_many
 from tests.processes import wait_for
 
 END = object()
@@ -98,6 +100,16 @@ def test_a_process_that_leaves_is_replaced_while_it_lives(nursery):
     assert not nursery.children[0].stopped
 
 
+def test_a_process_that_leaves_drains_once_another_one_serves(nursery):
+    nursery.children[0].say("leaving")
+    nursery.wait_for_children(2)
+    assert nursery.children[0].pipe.told == []
+
+    nursery.children[1].say("serving")
+
+    wait_for(lambda: nursery.children[0].pipe.told == ["drain"])
+
+
 def test_a_slot_ends_its_process_and_those_that_leave(nursery):
     nursery.children[0].say("leaving")
     nursery.wait_for_children(2)
@@ -166,6 +178,27 @@ def test_a_supervisor_checks_keys_before_it_starts_anything():
 
     with pytest.raises(ConfigError, match="api_key is empty"):
         Supervisor(config)
+
+
+def test_an_address_of_another_service_is_not_shared():
+    with ExitStack() as stack:
+        sockets = bind_many("127.0.0.1", 0, 2)
+        for each in sockets:
+            stack.enter_context(each)
+        port = sockets[0].getsockname()[1]
+
+        with pytest.raises(ConfigError, match="cannot listen"):
+            bind_many("127.0.0.1", port, 2)
+
+
+def test_the_sockets_of_all_doors_have_one_address():
+    sockets = bind_many("127.0.0.1", 0, 3)
+
+    addresses = {each.getsockname() for each in sockets}
+    for each in sockets:
+        each.close()
+
+    assert len(addresses) == 1
 
 
 def test_settings_survive_their_file(tmp_path):
