@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # imports torch: the arguments are checked before
     from disagg.bench.compare import Speed
     from disagg.bench.workers import Prompt
 
-PHASES = (4.0, 1 / 8, 4.0)  # rates of the link, times the KV that prefill makes
+PHASES = (4.0, 1 / 8, 4.0)  # rates of the link, relative to the KV rate of prefill
 ANSWER_TOKENS = 2
 COLUMNS = ("codec", "both_pct", "deadline_pct", "budget_pct", "mean_error", "chosen")
 NOTES = (

@@ -23,7 +23,7 @@ from statistics import median
 
 from typer import Option
 
-from benchmarks import command
+from benchmarks import command, faults
 from benchmarks.faults import (
     ALL_FAULTS,
     GROUP_FAULTS,
@@ -39,7 +39,7 @@ from disagg.bench.workers import Prompt, prompt_of
 from disagg.cli.bench import Out, show, without_none
 from disagg.cli.checks import check_codecs
 from disagg.cli.options import Json, refuse_idle
-from disagg.config import DEFAULT_CODEC, Config, RouterConfig
+from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig
 from disagg.errors import DisaggError, UnknownNameError
 
 NUM_PROMPTS = 8  # different ones, of 40 to 320 tokens
@@ -93,7 +93,8 @@ def measure_chaos(options: ChaosOptions) -> Row:
 
 async def _measure(options: ChaosOptions) -> Row:
     router = RouterConfig(deadline_s=options.deadline_s)
-    config = Config(codec=options.codec, router=router)
+    engine = EngineConfig(stuck_s=faults.REPLACE_S)
+    config = Config(codec=options.codec, engine=engine, router=router)
     async with running_group(
         config, options.prefill, options.decode, FaultyWorker
     ) as group:
@@ -104,15 +105,15 @@ async def _measure(options: ChaosOptions) -> Row:
         expected = [await _answer(group, options, prompt, []) for prompt in prompts]
         injector = FaultInjector(group, options, prompts, expected)
         memory_before = group.resident_mb()
-        faults = asyncio.create_task(injector.inject())
+        injecting = asyncio.create_task(injector.inject())
         streams = [injector.stream(number) for number in range(options.streams)]
-        await asyncio.gather(faults, *streams)
+        await asyncio.gather(injecting, *streams)
         gauges = await group.gauges_when_idle()
         memory_after = group.resident_mb()
         requests = group.router.table
     failed = injector.failed.total()
     return result_of(
-        faults.result(),
+        injecting.result(),
         NOTES,
         options=asdict(options),
         completed=injector.completed,

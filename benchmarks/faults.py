@@ -4,9 +4,9 @@ Each is a method of `Faults`:
 
     kill             SIGKILL; another worker takes its place
     freeze           for 5 s: about as long as a router waits before it takes it for dead
-    freeze_for_good  it never answers again; the service kills it after a while and starts another
-    hang             its engine never ends its step, while it answers every call; it ends itself,
-                     or the service kills it
+    freeze_for_good  it never answers again; the service kills it after 20 s and starts another one
+    hang             its engine never ends its step, while it answers every call: it ends itself
+                     after 20 s
     drain            another one takes its place, then it leaves: its sequences move
     cut_off          for 2 to 8 s all its connections break and none is accepted
     few_files        for 2 to 8 s it can open no file and accept no connection
@@ -35,15 +35,19 @@ from disagg.bench.workers import WorkerEnd
 from disagg.config import Config, ModelConfig
 from disagg.engine.messages import Abort
 from disagg.errors import DisaggError
+from disagg.transfer import messages
 from disagg.transfer.messages import Role, WorkerInfo
+from disagg.worker import watchdog
 
 FREEZE_S = 5.0
 SHORT_S = (2.0, 8.0)  # least and most, of faults that pass
 ROUTER_CUT_OFF_S = (1.0, 4.0)  # beyond `router.silence_s`
 DRAIN_S = 60.0
-REPLACE_S = 20.0  # until the service replaces a worker that is silent or hangs
+REPLACE_S = 20.0  # until a silent worker is replaced, and one that hangs ends itself
+END_S = 30.0  # for that end
 FILES = 256  # that each process may open
 BAD_STARTS = 2
+POLL_S = 0.1
 SETTLE_S = 0.2  # for broken connections to be closed
 MISSING_MODEL = "/no/such/model"
 
@@ -53,6 +57,8 @@ class FaultyWorker(WorkerEnd):
 
     async def speak(self, version: int) -> None:
         """Another version of the wire; before it starts."""
+        control, _ = messages.VERSIONS
+        messages.VERSIONS = control, f"wire {version}"
         wire.WIRE_VERSION = version
 
     async def start(self, config: Config, role: Role, name: str) -> WorkerInfo:
@@ -63,7 +69,7 @@ class FaultyWorker(WorkerEnd):
         """Its engine never ends the next step."""
         never = threading.Event()
         engine = self._worker.engine
-        engine.step = never.wait  # type: ignore[assignment, method-assign]
+        engine._step = never.wait  # type: ignore[assignment, method-assign]
         engine.submit(Abort("nobody"))  # an idle engine waits for a message
 
     async def use_up_files(self) -> None:
@@ -115,12 +121,15 @@ class Faults:
 
     async def freeze_for_good(self, worker: WorkerProcess) -> None:
         os.kill(worker.child.pid, signal.SIGSTOP)
-        await asyncio.sleep(REPLACE_S)
+        router = self._group.router
+        while router.silent_s()[worker.name] < REPLACE_S:
+            await asyncio.sleep(POLL_S)
         await self.kill(worker)
 
     async def hang(self, worker: WorkerProcess) -> None:
         await asyncio.to_thread(worker.child.ask, "hang")
-        await asyncio.to_thread(worker.child.wait, REPLACE_S)
+        exit_code = await asyncio.to_thread(worker.child.wait, REPLACE_S + END_S)
+        assert exit_code == watchdog.EXIT_CODE, f"{worker.name} hangs on: {exit_code}"
         await self.kill(worker)
 
     async def drain(self, worker: WorkerProcess) -> None:

@@ -123,7 +123,8 @@ class TransferConfig(Bounded):
     min_disagg_tokens: shorter prompts are computed on the decode worker, without a hand-off. None:
                  prompts whose hand-off would be no smaller than their KV in fp16. With a codec that
                  is never smaller, such as raw, every prompt is handed off
-    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates
+    channel:     "grpc", or "direct": the same frames over a plain socket that gRPC negotiates; if
+                 it cannot be opened, gRPC
     """
 
     lease_s: float = at_least(0.001, default=10.0)
@@ -145,6 +146,8 @@ class RouterConfig(Bounded):
     deadline_s:   a request that gets no token for this long fails
     max_attempts: a request fails after this many workers died while running it
     silence_s:    a worker that does not answer for this long counts as dead
+    stuck_s:      so does a worker whose engine has work and makes no progress for this long, unless
+                  it has been slow before
     max_queue:    maximum requests waiting for a worker; more are refused with 429
     error_budget: for codec auto: acceptable relative error of the attention output
     first_decode_s: for codec auto: target time to the second token, the first one decoded
@@ -153,6 +156,7 @@ class RouterConfig(Bounded):
     deadline_s: float = at_least(0.001, default=300.0)
     max_attempts: int = at_least(1, default=3)
     silence_s: float = at_least(0.001, default=5.0)
+    stuck_s: float = at_least(0.001, default=10.0)
     max_queue: int = at_least(1, default=1024)
     error_budget: float = at_least(0, default=0.15)
     first_decode_s: float = at_least(0.001, default=2.0)

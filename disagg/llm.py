@@ -84,7 +84,7 @@ class LLM:
             plan_of=self._decode.plan,
             epoch=1,
             lease_s=math.inf,
-            rows=self._decode.rows,
+            decode_slots=self._decode.decode_slots,
             may_reserve=self._decode.may_reserve,
         )
         self._receiver = Receiver(

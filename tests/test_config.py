@@ -23,6 +23,7 @@ def test_without_file_and_flags_the_defaults_hold():
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = write(tmp_path, "codec: raw\nserver: {port: 9000, host: 0.0.0.0}\n")
     config = load_config(path, {"server.port": "9001", "codec": None})
+
     assert (config.codec, config.server.host, config.server.port) == (
         "raw",
         "0.0.0.0",
@@ -90,6 +91,7 @@ def test_a_section_without_keys_changes_nothing(tmp_path):
 
 def test_an_optional_key_can_be_unset_and_takes_integers(tmp_path):
     path = write(tmp_path, "transfer: {link_mbps: 50}")
+
     assert load_config(path).transfer.link_mbps == 50.0
     assert load_config(path, {"transfer.link_mbps": "null"}).transfer.link_mbps is None
 
@@ -138,7 +140,9 @@ def test_lists_and_maps_are_yaml_in_a_file_and_in_a_flag(tmp_path):
     text = "cluster: {ports: [2000, 2009], runtime_env: {env_vars: {HF_HOME: /models}}}"
     flags = {"cluster.ports": "[2000, 2009]"}
     flags |= {"cluster.runtime_env": "{env_vars: {HF_HOME: /models}}"}
+
     config = load_config(None, flags)
+
     assert config == load_config(write(tmp_path, text))
     assert config.cluster.runtime_env == {"env_vars": {"HF_HOME": "/models"}}
     with pytest.raises(ConfigError, match=r"config key cluster.ports is not YAML"):

@@ -31,12 +31,14 @@ def test_links_and_files_of_a_page_are_there(page):
     )
     missing = [x for x in links if not (page.parent / x).exists()]
     missing += [x for x in named if not (ROOT / x).exists()]
+
     assert not missing
 
 
 def test_the_site_shows_every_page_that_it_lists():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = {name for entry in nav for name in entry.values()}
+
     assert listed <= {page.name for page in PAGES}
     assert "index.md" in listed
 

@@ -26,11 +26,12 @@ def test_every_error_has_a_reason_of_its_own():
     while stack:
         classes.add(stack[-1])
         stack.extend(stack.pop().__subclasses__())
+
     assert {error.reason for error in classes} == set(all_errors())
     assert len(classes) == len(all_errors())
 
 
-def test_a_peer_names_its_error_and_it_becomes_an_exception_again():
+def test_an_error_named_by_a_peer_becomes_an_exception_again():
     assert type(error_from("capacity", "full")) is errors.CapacityError
     assert type(error_from("from the future", "x")) is DisaggError
     assert type(error_from("unknown_name", "unknown codec 'x'")) is UnknownNameError
@@ -38,8 +39,11 @@ def test_a_peer_names_its_error_and_it_becomes_an_exception_again():
 
 def test_an_unknown_name_lists_the_known_ones():
     unknown = UnknownNameError.of("codec", "x", ["raw", "kivi"])
+
     assert str(unknown) == "unknown codec 'x'; known: kivi, raw"
+
     sent = pickle.loads(
         pickle.dumps(unknown)
     )  # from one process of a benchmark to another
+
     assert (type(sent), str(sent)) == (UnknownNameError, str(unknown))

@@ -119,6 +119,7 @@ def test_imports_point_down():
                 continue
             if FLOOR[imported] >= FLOOR[importer]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {imported}")
+
     assert not wrong, "\n".join(wrong)
 
 
@@ -141,6 +142,7 @@ def test_third_party_packages_stay_in_their_rooms():
             rooms = THIRD_PARTY.get(module.split(".")[0])
             if rooms and not file.startswith(tuple(rooms)):
                 wrong.append(f"{file} imports {module}")
+
     assert not wrong, "\n".join(wrong)
 
 
@@ -196,5 +198,7 @@ def test_no_class_has_a_name_twice():
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+
     twice = {name: files for name, files in places.items() if len(files) > 1}
+
     assert not twice

@@ -48,9 +48,11 @@ def test_the_wheel_holds_real_files_and_the_default_model(wheel: Path) -> None:
         assert (wheel / "disagg" / name).is_file()
     for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md"):
         assert (wheel / "disagg/model/default" / name).is_file()
+
     size = sum(
         path.stat().st_size for path in (wheel / "disagg/model/default").iterdir()
     )
+
     assert size <= 25e6
     assert not (wheel / "kernels").exists()
 
@@ -64,6 +66,7 @@ def test_it_runs_from_any_folder_with_its_library(
     """The wheel from the folder of the checkout, where another `disagg` and `kernels` lie."""
     path = wheel if how == "wheel" else ROOT
     file, backend = say(path, ROOT if start == "root" else tmp_path)
+
     assert file == str(path / "disagg" / "__init__.py")
     assert backend.startswith("cpu-") or not (shutil.which("cc") or shutil.which("gcc"))
 
@@ -73,6 +76,7 @@ def test_the_console_script_runs_from_elsewhere(tmp_path: Path) -> None:
     output = subprocess.check_output(
         [script, "codecs", "--json"], cwd=tmp_path, text=True
     )
+
     assert '"kivi"' in output
 
 

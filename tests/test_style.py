@@ -151,6 +151,7 @@ def test_names_say_what_a_value_is(folder):
         for name, path in names
         if name in VAGUE_NAMES
     ]
+
     assert len(vague) <= MAX_NAMES_SHARE * len(names), "\n".join(vague)
 
 

@@ -98,10 +98,12 @@ def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer, distance):
 
 def test_held_out_books_never_enter_training_rows(books, tokenizer, tmp_path):
     maker = make_rows(books, tokenizer, tmp_path)
+
     assert "Zanzibar" in tokenizer.decode(
         rows_module.held_out_tokens(books, tokenizer)[rows_module.HELD_OUT[3]]
     )
     assert "Zanzibar" not in tokenizer.decode(maker.books)
+
     for step in range(15):
         tokens, weights = maker.batch(step, 2)
         assert tokens.shape == (2, 513)
@@ -149,12 +151,17 @@ def tiny_training(rows: rows_module.RowMaker) -> Training:
 def test_a_resumed_training_ends_like_an_uninterrupted_one(books, tokenizer, tmp_path):
     rows = make_rows(books, tokenizer, tmp_path, length=128)
     whole, first, second = (tiny_training(rows) for _ in range(3))
+
     losses = [whole.train_step(), whole.train_step()]
+
     assert first.train_step() == losses[0]
+
     first.save(tmp_path / "checkpoint.pt")
     second.load(tmp_path / "checkpoint.pt")
+
     assert (second.step, second.elapsed_s) == (1, first.elapsed_s)
     assert second.train_step() == losses[1]
+
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, second.model.state_dict()[name]), name
 
@@ -170,6 +177,7 @@ def test_the_rate_rises_then_falls_with_the_budget(tokenizer):
     for step, minutes in [(0, 0), (10, 0), (10, 5), (10, 10), (10, 99)]:
         training.step, training.elapsed_s = step, 60.0 * minutes
         rates.append(round(training.lr(), 3))
+
     assert rates == [0.1, 1.0, 0.55, 0.1, 0.1]
 
 
@@ -178,9 +186,11 @@ def test_an_untrained_model_recalls_nothing(tokenizer, books, tmp_path):
         make_rows(books, tokenizer, tmp_path, length=128)
     ).model.eval()
     rng = np.random.default_rng(0)
+
     sums = [
         rows_module.arithmetic(tokenizer, rng, 2, task_first=True) for _ in range(4)
     ]
+
     assert share_right(model, sums) == 0
 
 
@@ -202,7 +212,9 @@ def test_a_refreshed_card_keeps_its_text_around_new_figures(tmp_path):
         "arithmetic": sums,
     }
     refresh_card(card, measured | {"tokens": 8192, "step": 2})
+
     text = card.read_text()
+
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text

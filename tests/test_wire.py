@@ -54,7 +54,9 @@ def test_a_frame_survives_the_wire(frame):
 def test_packing_and_unpacking_copy_no_payload():
     buffer = bytearray(b"\x05" * 63)
     frame = page_frame([memoryview(buffer)])
+
     message = bytearray(joined(frame))
+
     assert wire.pack(frame)[1].obj is buffer
     assert wire.unpack(message).payload[0].obj is message
 
@@ -83,6 +85,7 @@ def test_every_truncated_frame_is_refused(name):
     for size in range(len(message)):
         with pytest.raises(CorruptFrameError):
             wire.unpack(message[:size])
+
     with pytest.raises(CorruptFrameError):
         wire.unpack(message + b"\0")
 
@@ -90,6 +93,7 @@ def test_every_truncated_frame_is_refused(name):
 def test_a_frame_of_another_version_is_a_version_error():
     message = bytearray(joined(PAGES))
     message[4] += 1
+
     with pytest.raises(VersionError, match=f"version {wire.WIRE_VERSION + 1}"):
         wire.unpack(message)
 
@@ -129,6 +133,7 @@ def test_a_header_with_wrong_fields_is_refused(change):
     header = page_header() | change
     if header["sizes"] is None:
         del header["sizes"]
+
     with pytest.raises(CorruptFrameError):
         wire.unpack(resealed(header, b"\x01" * 189))
 
@@ -142,6 +147,7 @@ def test_a_frame_of_an_unknown_type_is_refused():
 def test_a_frame_message_is_a_protobuf_push_request(size):
     parts = [b"\x07" * size, b"\x08"]
     message = wire.frame_message(parts)
+
     assert message == kv.PushRequest(frame=b"".join(parts)).SerializeToString()
     assert message == kv.CommitRequest(frame=b"".join(parts)).SerializeToString()
     assert wire.message_frame(message) == b"".join(parts)

@@ -35,7 +35,7 @@ from disagg.transfer.messages import Role, WorkerInfo
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC)
-RATES = (1 / 8, 1 / 2, 1.0, 8.0)  # of the link, times the KV that prefill makes
+RATES = (1 / 8, 1 / 2, 1.0, 8.0)  # of the link, relative to the KV rate of prefill
 MOST_CHARS = 8  # of a token, on average
 COLOCATED = "co-located"
 DISAGGREGATED = "disaggregated"
@@ -52,7 +52,7 @@ COLUMNS = (
 )
 NOTES = (
     "seconds, means of the prompts: to the second token, which decode emits, and to the last; "
-    "link_times: of the KV that prefill makes a second; ratio: of request_s to co-located"
+    "link_times: link rate / KV rate of prefill; ratio: of request_s to co-located"
 )
 
 
@@ -155,7 +155,7 @@ async def measure_speed(
     prefill_s = median(times.ttft_s for times, _ in answers[2:])
     kv_bytes = kv_figures(answers)[0]["fp16_bytes"]
     speed = Speed(prefill_s, kv_bytes / prefill_s)
-    announce(f"prefill makes {1e-6 * speed.kv_bytes_per_s:.3g} MB of KV a second, fp16")
+    announce(f"prefill produces {1e-6 * speed.kv_bytes_per_s:.3g} MB/s of fp16 KV")
     return speed
 
 
@@ -214,14 +214,12 @@ def verdict(result: Row) -> str:
         "workers"
     )
     if not losing_rates:
-        return (
-            f"Disaggregation loses nowhere here: at no link that was measured {loss}."
-        )
+        return f"Disaggregation loses on no measured link: nowhere {loss}."
     cells = "; ".join(
         f"with {codec} at {', '.join(rates)} times"
         for codec, rates in losing_rates.items()
     )
-    return f"Disaggregation loses, {loss}: {cells} the KV that prefill makes a second."
+    return f"Disaggregation loses, {loss}: {cells} the KV rate of prefill."
 
 
 def draw_compare(result: Row) -> str:

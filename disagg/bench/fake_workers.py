@@ -104,10 +104,11 @@ class FakeSequence:
 
 
 class FakeWorker(WorkerHandler):
-    """One worker of a fleet. `hangs`: its engine makes no step, while it answers every call."""
+    """One worker of a fleet."""
 
     def __init__(self, role: Role, options: FleetOptions, fleet: "Fleet"):
-        self.hangs = False
+        self._hung_at: float | None = None
+        self._num_steps = 0
         self._role = role
         self._options = options
         self._fleet = fleet
@@ -143,10 +144,10 @@ class FakeWorker(WorkerHandler):
         while True:
             step_at = max(step_at + self._options.step_s, time.monotonic())
             await asyncio.sleep(step_at - time.monotonic())
-            events = () if self.hangs else tuple(self._step())
+            events = tuple(self._step()) if self._hung_at is None else ()
             load = self._current_load()
             is_due = step_at >= sent_at + HEARTBEAT_S
-            if events or load != self._load or is_due:
+            if events or is_due or self._has_changed(load):
                 self._load = load
                 sent_at = step_at
                 yield StepEvents(events, load)
@@ -175,16 +176,31 @@ class FakeWorker(WorkerHandler):
             job, len(job.emitted), runs=True, is_local=is_local
         )
 
+    def hang(self) -> None:
+        """Its engine makes no step from now on, while it answers every call."""
+        self._hung_at = time.monotonic()
+
+    def _has_changed(self, load: Load) -> bool:
+        return (load.slots, load.free_bytes) != (
+            self._load.slots,
+            self._load.free_bytes,
+        )
+
     def _current_load(self) -> Load:
         held = sum(x.job.tokens for x in self._sequences.values())
         return Load(
             free_bytes=TOKEN_BYTES * max(0, self._options.room - held),
             slots=max(0, self._options.slots - len(self._sequences)),
             role=self._role,
+            step=self._num_steps,
+            stalled_s=0.0
+            if self._hung_at is None
+            else time.monotonic() - self._hung_at,
         )
 
     def _step(self) -> Iterator[TokenEvent]:
         """Hand prompts over, and make a token of each running sequence."""
+        self._num_steps += 1
         for submit in self._prefilled:
             job = submit.job
             self._fleet.workers[submit.decode_address].admit(job)
@@ -259,4 +275,4 @@ class Fleet:
 
     async def hang(self, address: str) -> None:
         """The engine of a worker stands still from now on."""
-        self.workers[address].hangs = True
+        self.workers[address].hang()

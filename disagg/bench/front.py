@@ -6,7 +6,7 @@ Nothing is computed, so every figure is the front end's own. Its processor time 
 times, since the machine may be shared. Each part is a function that returns rows.
 """
 
-import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,7 @@ from typing import Any
 
 from disagg.bench.child import Child
 from disagg.bench.fake_workers import Fleet, FleetOptions
-from disagg.bench.front_end import FrontEndFigures, FrontEndOptions, MeasuredFront
+from disagg.bench.front_end import FrontEndFigures, MeasuredFront
 from disagg.bench.raw_clients import (
     HttpAnswer,
     RawClients,
@@ -30,12 +30,26 @@ from disagg.transfer.messages import WorkerInfo
 PROMPT = 64  # tokens, unless a part has another
 ENDLESS = 1900  # tokens of answers that no part waits for; with the prompt, a context
 SETTLE_S = 0.5
-FILES = 1024  # the usual limit of open files in a shell
+MAX_FILES = 1024  # the usual limit of open files in a shell
 MEGABYTE = 1e6
 NOTES = (
-    "late: how late the event loop was, every 10 ms; cpu_s, token_us, cpu_share: processor time of "
-    "the front end; token_p99_ms: from the worker that made a token to its client"
+    "late: how late the event loop was, every 10 ms; busy: its processor time between two of these "
+    "looks, which neighbours on the machine do not change; cpu_s, token_us, cores: "
+    "processor time of the front end; token_p99_ms: from the worker of a token to its client"
 )
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Streams that get `per_s` tokens a second each."""
+
+    streams: int
+    workers: int
+    per_s: float
+
+    @property
+    def fleet(self) -> FleetOptions:
+        return FleetOptions(decode=self.workers, step_s=1 / self.per_s)
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class FrontOptions:
     """How much of each part.
 
     parts:    names of `PARTS`
-    relays:   streams, workers, and tokens a second of each stream
+    relays:   the last one is more than one process can relay
     window_s: of a measurement
     burst:    requests that arrive at once
     roles:    workers of each role that are full when a burst arrives
@@ -55,12 +69,12 @@ class FrontOptions:
     """
 
     parts: Sequence[str] = ()
-    relays: Sequence[tuple[int, int, float]] = (
-        (100, 8, 10.0),
-        (1000, 64, 10.0),
-        (1000, 64, 20.0),
+    relays: Sequence[Relay] = (
+        Relay(100, 8, per_s=10.0),
+        Relay(1000, 64, per_s=10.0),
+        Relay(1000, 64, per_s=20.0),
     )
-    window_s: float = 5.0
+    window_s: float = 4.0
     burst: int = 1000
     roles: int = 64
     streams: int = 100
@@ -73,31 +87,50 @@ class FrontOptions:
 
 @dataclass(frozen=True)
 class Stage:
-    """The three processes of a measurement."""
+    """The processes of a measurement. doors: of the front end; router: behind them, if any."""
 
-    front: Child
+    doors: Sequence[Child]
     fleet: Child
     clients: Child
     workers: Sequence[WorkerInfo]
+    router: Child | None = None
 
-    def close_streams(self, count: int | None = None) -> None:
-        self.clients.ask("close_streams", count)
+    @property
+    def front(self) -> Child:
+        """The only process of a front end."""
+        (front,) = self.doors
+        return front
+
+    @property
+    def processes(self) -> Sequence[Child]:
+        """All processes of the front end; the router is the last one, if it has its own."""
+        return self.doors if self.router is None else [*self.doors, self.router]
+
+    def begin(self) -> int:
+        """Begin a window in all of them; their memory, in bytes."""
+        return sum(process.ask("begin") for process in self.processes)
+
+    def read(self) -> list[FrontEndFigures]:
+        """The figures of each."""
+        return [process.ask("read") for process in self.processes]
+
+    def open_streams(self, count: int, prompt_tokens: int = PROMPT) -> None:
+        """Begin streams, and wait for the first token of each."""
+        self.clients.ask("open_streams", count, prompt_tokens, ENDLESS)
 
 
 @contextmanager
-def staged(
-    fleet_options: FleetOptions, front_options: FrontEndOptions | None = None
-) -> Iterator[Stage]:
-    """A front end that serves fake workers, and clients that know it."""
+def staged(options: FleetOptions, max_files: int | None = None) -> Iterator[Stage]:
+    """A front end of one process that serves fake workers, and clients that know it."""
     with ExitStack() as stack:
         # first: the process that the others are forked from imports its modules
         front = stack.enter_context(Child(MeasuredFront))
         fleet = stack.enter_context(Child(Fleet))
         clients = stack.enter_context(Child(RawClients))
-        workers = fleet.ask("start", fleet_options)
-        port = front.ask("start", workers, front_options or FrontEndOptions())
+        workers = fleet.ask("start", options)
+        port = front.ask("start", workers, max_files)
         clients.ask("connect", port)
-        yield Stage(front, fleet, clients, workers)
+        yield Stage([front], fleet, clients, workers)
 
 
 # -- parts
@@ -106,47 +139,52 @@ def staged(
 def measure_relay(options: FrontOptions) -> list[Row]:
     """Tokens a second and a core, and how late they are, by streams and workers."""
     rows = []
-    for streams, workers, rate in options.relays:
-        fleet = FleetOptions(decode=workers, step_s=1 / rate)
-        with staged(fleet) as stage:
-            idle_bytes = stage.front.ask("begin")
-            stage.clients.ask("open_streams", streams, PROMPT, ENDLESS)
-            time.sleep(SETTLE_S)
-            stage.front.ask("begin")
-            tokens: TokenFigures = stage.clients.ask("read_window", options.window_s)
-            figures: FrontEndFigures = stage.front.ask("read")
-        stream_bytes = (figures.resident_bytes - idle_bytes) / streams
-        rows.append(
-            {
-                "streams": streams,
-                "workers": workers,
-                "offered_per_s": streams * rate,
-                **_relayed(tokens, figures),
-                "stream_kb": stream_bytes / 1e3,
-            }
-        )
+    for relay in options.relays:
+        with staged(relay.fleet) as stage:
+            relayed = _relay(stage, relay, options.window_s)
+        rows.append(relayed.as_row())
     return rows
 
 
-def _relayed(tokens: TokenFigures, figures: FrontEndFigures) -> Row:
-    """Tokens of a window, and what they cost."""
-    return {
-        "tokens_per_s": tokens.tokens / tokens.seconds,
-        "token_p99_ms": 1e3 * tokens.token_p99_s,
-        "longest_gap_ms": 1e3 * tokens.longest_gap_s,
-        "token_us": 1e6 * figures.cpu_s / max(1, tokens.tokens),
-        "tokens_per_core_s": tokens.tokens / figures.cpu_s,
-        "cpu_share": figures.cpu_s / figures.seconds,
-        **_lateness(figures),
-        "collection_ms": 1e3 * figures.collection_s,
-    }
+@dataclass(frozen=True)
+class Relayed:
+    """A relay in one window. stream_bytes: memory of a stream, of all processes."""
+
+    relay: Relay
+    tokens: TokenFigures
+    figures: Sequence[FrontEndFigures]
+    stream_bytes: float
+
+    def as_row(self) -> Row:
+        tokens, figures = self.tokens, self.figures
+        cpu_s = sum(x.cpu_s for x in figures)
+        return {
+            "streams": self.relay.streams,
+            "workers": self.relay.workers,
+            "offered_per_s": self.relay.streams * self.relay.per_s,
+            "tokens_per_s": tokens.tokens / tokens.seconds,
+            "token_p99_ms": 1e3 * tokens.token_p99_s,
+            "longest_gap_ms": 1e3 * tokens.longest_gap_s,
+            "token_us": 1e6 * cpu_s / max(1, tokens.tokens),
+            "tokens_per_core_s": tokens.tokens / cpu_s,
+            "cores": cpu_s / figures[0].seconds,
+            "late_p99_ms": 1e3 * max(x.late_p99_s for x in figures),
+            "late_max_ms": 1e3 * max(x.late_max_s for x in figures),
+            "busy_max_ms": 1e3 * max(x.busy_max_s for x in figures),
+            "collection_ms": 1e3 * max(x.collection_s for x in figures),
+            "stream_kb": self.stream_bytes / 1e3,
+        }
 
 
-def _lateness(figures: FrontEndFigures) -> Row:
-    return {
-        "late_p99_ms": 1e3 * figures.late_p99_s,
-        "late_max_ms": 1e3 * figures.late_max_s,
-    }
+def _relay(stage: Stage, relay: Relay, window_s: float) -> Relayed:
+    idle_bytes = stage.begin()
+    stage.open_streams(relay.streams)
+    time.sleep(SETTLE_S)
+    stage.begin()
+    tokens: TokenFigures = stage.clients.ask("read_window", window_s)
+    figures = stage.read()
+    stream_bytes = sum(x.resident_bytes for x in figures) - idle_bytes
+    return Relayed(relay, tokens, figures, stream_bytes / relay.streams)
 
 
 def measure_burst(options: FrontOptions) -> list[Row]:
@@ -171,36 +209,40 @@ def _burst_at_router(options: FrontOptions) -> list[Row]:
         {
             "what": f"{options.burst} {phase} at the router",
             "workers": f"{options.roles} + {options.roles}",
-            "late_max_ms": 1e3 * figures.late_max_s,
-            "late_sum_s": figures.late_sum_s,
-            "cpu_s": figures.cpu_s,
-            "seconds": figures.seconds,
+            **_lateness(figures),
         }
         for phase, figures in phases.items()
     ]
+
+
+def _lateness(figures: FrontEndFigures) -> Row:
+    return {
+        "late_max_ms": 1e3 * figures.late_max_s,
+        "late_sum_s": figures.late_sum_s,
+        "busy_max_ms": 1e3 * figures.busy_max_s,
+        "cpu_s": figures.cpu_s,
+        "seconds": figures.seconds,
+    }
 
 
 def _burst_at_server(options: FrontOptions) -> Row:
     """Over HTTP, all at once, at one worker: how long the streams that run there stand still."""
     slots = 8
     with staged(FleetOptions(decode=1, slots=slots)) as stage:
-        stage.clients.ask("open_streams", slots, PROMPT, ENDLESS)
+        stage.open_streams(slots)
         time.sleep(SETTLE_S)
         stage.front.ask("begin")
         stage.clients.ask("begin_window")
         stage.clients.ask("open_streams", options.burst, PROMPT, ENDLESS, False)
         time.sleep(options.window_s)
-        stage.close_streams(options.burst)
+        stage.clients.ask("close_streams", options.burst)
         time.sleep(options.window_s / 2)
         tokens: TokenFigures = stage.clients.ask("end_window")
         figures: FrontEndFigures = stage.front.ask("read")
     return {
         "what": f"{options.burst} arrive and leave over HTTP",
         "workers": "1",
-        "late_max_ms": 1e3 * figures.late_max_s,
-        "late_sum_s": figures.late_sum_s,
-        "cpu_s": figures.cpu_s,
-        "seconds": figures.seconds,
+        **_lateness(figures),
         "longest_gap_ms": 1e3 * tokens.longest_gap_s,
     }
 
@@ -211,13 +253,13 @@ def measure_long_prompts(options: FrontOptions) -> list[Row]:
 
 
 def _long_prompts(options: FrontOptions, workers: int) -> Row:
-    room, short, long = 20_000, 200, 19_000
+    # tokens: what a worker holds, and prompts
+    room, running, short, long = 2000, 100, 20, 1950
     per_s = 20.0
     fleet = FleetOptions(prefill=workers, decode=workers, room=room)
-    front = FrontEndOptions(context_length=2 * room)
-    with staged(fleet, front) as stage:
+    with staged(fleet) as stage:
         # long answers, beside which no long prompt finds room
-        stage.clients.ask("open_streams", workers, 2000, ENDLESS)
+        stage.open_streams(workers, running)
         request = {"prompt": prompt_of_ids(short), "max_tokens": 4}
         stage.clients.ask("begin_requests", request, per_s)
         alone: list[HttpAnswer] = stage.clients.ask("take_answers", options.window_s)
@@ -238,7 +280,7 @@ def measure_hung_engine(options: FrontOptions) -> list[Row]:
     """One engine of four makes no step any more, while its worker answers every call."""
     with staged(FleetOptions(decode=4)) as stage:
         count = min(40, options.streams)
-        stage.clients.ask("open_streams", count, PROMPT, ENDLESS)
+        stage.open_streams(count)
         stage.fleet.ask("hang", stage.workers[0].address)
         waited_s, stalled = stage.clients.ask("wait_for_progress", options.patience_s)
     return [
@@ -253,10 +295,9 @@ def measure_hung_engine(options: FrontOptions) -> list[Row]:
 
 def measure_sleepy(options: FrontOptions) -> list[Row]:
     """Streams with and without connections that send a byte now and then."""
-    front = FrontEndOptions(files=FILES)
     rows = []
-    with staged(FleetOptions(decode=8), front) as stage:
-        stage.clients.ask("open_streams", options.streams, PROMPT, ENDLESS)
+    with staged(FleetOptions(decode=8), MAX_FILES) as stage:
+        stage.open_streams(options.streams)
         for sleepy in (0, options.sleepy):
             accepted = stage.clients.ask("open_sleepy", sleepy) if sleepy else 0
             stage.front.ask("begin")
@@ -286,10 +327,12 @@ def measure_ignored_fields(options: FrontOptions) -> list[Row]:
     memory = []
     with staged(FleetOptions(decode=2)) as stage:
         stage.clients.ask("begin_health")
+        stage.front.ask("begin")
         for _ in range(3):
             stage.clients.ask("open_padded_stream", *padded)
             time.sleep(SETTLE_S)
-            memory.append(stage.front.ask("begin"))
+            memory.append(stage.front.ask("resident_bytes"))
+        figures: FrontEndFigures = stage.front.ask("read")
         answers: list[HttpAnswer] = stage.clients.ask("end_requests")
     # the first one also takes memory that the later ones use again
     held_bytes = (memory[-1] - memory[0]) / (len(memory) - 1)
@@ -297,6 +340,7 @@ def measure_ignored_fields(options: FrontOptions) -> list[Row]:
         {
             "body_mb": options.ignored_bytes / MEGABYTE,
             "health_max_ms": 1e3 * max(x.seconds for x in answers),
+            "busy_max_ms": 1e3 * figures.busy_max_s,
             "held_mb": held_bytes / MEGABYTE,
         }
     ]
@@ -325,6 +369,7 @@ def measure_scores(options: FrontOptions) -> list[Row]:
             "seconds": answer.seconds,
             "answer_mb": len(answer.body) / MEGABYTE,
             "health_max_ms": 1e3 * max(x.seconds for x in health),
+            "busy_max_ms": 1e3 * figures.busy_max_s,
             "memory_mb": (figures.resident_bytes - before_bytes) / MEGABYTE,
         }
     ]
@@ -334,7 +379,7 @@ def measure_link_again(options: FrontOptions) -> list[Row]:
     """Bytes over a link for a short hand-off, the first time and after the link was idle."""
     from disagg.bench.idle_link import measure_crossings  # imports torch
 
-    crossings = asyncio.run(measure_crossings(times=3))
+    crossings = measure_crossings(times=3)
     return [
         {
             "use": number,
@@ -363,13 +408,14 @@ def measure_front(options: FrontOptions) -> Row:
         if name not in PARTS:
             raise UnknownNameError.of("part", name, list(PARTS))
     rows = []
-    took_s = {}
+    parts = []
     for name in options.parts or PARTS:
         announce(f"part {name}")
         began = time.monotonic()
         rows += [{"part": name, **row} for row in PARTS[name](options)]
-        took_s[name] = time.monotonic() - began
-    return result_of(rows, NOTES, took_s=took_s)
+        seconds = time.monotonic() - began
+        parts.append({"part": name, "seconds": seconds, "load": os.getloadavg()[0]})
+    return result_of(rows, NOTES, parts=parts)
 
 
 def draw_front(result: dict[str, Any]) -> str:

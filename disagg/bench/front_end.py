@@ -10,8 +10,8 @@ import os
 import resource
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from disagg.router.router import Router, WorkerConnection
 from disagg.server.app import create_app
 from disagg.server.completions import Completions
 from disagg.server.connections import http_server
+from disagg.server.process import raise_file_limit, settled_collector
 from disagg.server.service import bind
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import WorkerInfo
@@ -34,27 +35,17 @@ RESIDENT_S = 0.2  # between two looks at the memory
 READY_S = 30.0  # for all workers to take part
 MODEL = "front"
 SECRET = "secret"
-PATIENCE = 1 << 20  # requests in the queue
-
-
-@dataclass(frozen=True)
-class FrontEndOptions:
-    """How a front end is set up.
-
-    files:          the soft limit of open files; None: as it is
-    context_length: of the model that it believes to serve; None: its own
-    """
-
-    files: int | None = None
-    context_length: int | None = None
+CONFIG = Config(router=RouterConfig(max_queue=1 << 20))
 
 
 @dataclass(frozen=True)
 class FrontEndFigures:
-    """What a front end did in one window of time.
+    """What a process did in one window of time.
 
     cpu_s:          processor time of all its threads
     late_max_s, late_p99_s, late_sum_s: how late its loop was, at each look
+    busy_max_s:     most processor time of the loop between two looks: what it would be late on
+                    a machine of its own
     collection_s:   the longest garbage collection
     resident_bytes: most memory at one look
     log_lines:      lines that it logged, from level warning on
@@ -65,6 +56,7 @@ class FrontEndFigures:
     late_max_s: float
     late_p99_s: float
     late_sum_s: float
+    busy_max_s: float
     collection_s: float
     resident_bytes: int
     log_lines: int
@@ -89,6 +81,7 @@ class Watch:
     began_at: float = field(default_factory=time.perf_counter)
     began_cpu_s: float = field(default_factory=time.process_time)
     late_s: list[float] = field(default_factory=list)
+    busy_max_s: float = 0.0
     collection_s: float = 0.0
     resident_bytes: int = 0
     log_lines: int = 0
@@ -104,6 +97,7 @@ class Watch:
             late_max_s=max(late_s),
             late_p99_s=p99(late_s),
             late_sum_s=sum(late_s),
+            busy_max_s=self.busy_max_s,
             collection_s=self.collection_s,
             resident_bytes=self.resident_bytes,
             log_lines=self.log.lines - self.log_lines,
@@ -126,44 +120,16 @@ class Memory:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class MeasuredFront:
-    """A front end, as the object of a `Child`."""
+class MeasuredProcess:
+    """A process whose loop is watched, from `watch` on."""
 
     def __init__(self) -> None:
+        gc.unfreeze()  # as in a service, whose imported modules are collected too
         self._log = LineCount()
         logging.getLogger().addHandler(self._log)
         self._memory = Memory()
-        self._tasks: list[asyncio.Task[object]] = []
-        self._requests: list[asyncio.Task[None]] = []  # the last ones that began
-        self._earlier: list[asyncio.Task[None]] = []
-
-    async def start(
-        self, workers: Sequence[WorkerInfo], options: FrontEndOptions
-    ) -> int:
-        """The port at which it serves these workers."""
-        if options.files is not None:
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, most))
-        gc.unfreeze()  # as in a service, whose imported modules are collected too
-        config = Config(router=RouterConfig(max_queue=PATIENCE))
-        self._router = Router(config.router)
-        completions = Completions.load(config, MODEL, self._router, {})
-        if options.context_length is not None:
-            completions.served = replace(
-                completions.served, context_length=options.context_length
-            )
-        listening = bind(LOOPBACK, 0)
-        server = http_server(create_app(completions, SECRET), config.server)
-        self._spawn(server.serve([listening]))
-        self._links = [connect(worker.address) for worker in workers]
-        for worker, link in zip(workers, self._links, strict=True):
-            self._router.add(WorkerConnection(worker, WorkerClient(link)))
-        await self._wait_for(len(workers))
         self._watch = Watch(self._log)
-        self._spawn(self._watch_loop())
-        self._spawn(self._watch_memory())
-        self._watch_collections()
-        return int(listening.getsockname()[1])
+        self._tasks: list[asyncio.Task[object]] = []
 
     async def begin(self) -> int:
         """Begin a window; memory at its beginning."""
@@ -171,28 +137,14 @@ class MeasuredFront:
         self._note_memory()
         return self._watch.resident_bytes
 
+    async def resident_bytes(self) -> int:
+        """Memory now."""
+        return self._memory.resident_bytes()
+
     async def read(self) -> FrontEndFigures:
         """The window so far."""
         self._note_memory()
         return self._watch.figures()
-
-    # -- requests that come without HTTP
-
-    async def begin_requests(
-        self, count: int, prompt_tokens: int, tokens: int
-    ) -> FrontEndFigures:
-        """Requests that arrive at the router, one a turn of the loop, and go on."""
-        await self.begin()
-        prompt = prompt_of_ids(prompt_tokens)
-        self._earlier += self._requests
-        self._requests = []
-        for number in range(count):
-            prompt_ids = (*prompt[:-1], number)
-            request = asyncio.create_task(self._generate(prompt_ids, tokens))
-            self._requests.append(request)
-            await asyncio.sleep(0)
-        await asyncio.sleep(WATCH_S)
-        return await self.read()
 
     async def idle(self, seconds: float) -> FrontEndFigures:
         """What happens meanwhile."""
@@ -200,44 +152,25 @@ class MeasuredFront:
         await asyncio.sleep(seconds)
         return await self.read()
 
-    async def cancel_requests(self) -> FrontEndFigures:
-        """The clients of the requests that began last leave, one a turn of the loop."""
-        await self.begin()
-        for request in self._requests:
-            request.cancel()
-            await asyncio.sleep(0)
-        await asyncio.gather(*self._requests, return_exceptions=True)
-        await asyncio.sleep(WATCH_S)
-        return await self.read()
+    def watch(self) -> None:
+        """Watch the loop, the memory and the garbage collector."""
+        self.spawn(self._watch_loop())
+        self.spawn(self._watch_memory())
+        self._watch_collections()
 
-    async def count_running(self) -> int:
-        """Requests that are not over."""
-        return self._router.running
-
-    async def _generate(self, prompt: tuple[int, ...], tokens: int) -> None:
-        outputs = self._router.generate(prompt, {"max_tokens": tokens}, "")
-        async with aclosing(outputs):
-            async for _ in outputs:
-                pass
-
-    # -- inside
-
-    async def _wait_for(self, workers: int) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(READY_S):
-                while len(self._router.table.workers) < workers:
-                    await asyncio.sleep(WATCH_S)
-                return
-        raise DeadlineError(f"{workers} workers did not take part in {READY_S:g} s")
-
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run something as long as the process."""
         self._tasks.append(asyncio.create_task(work))
 
     async def _watch_loop(self) -> None:
         while True:
             began = time.perf_counter()
+            began_busy_s = time.thread_time()
             await asyncio.sleep(WATCH_S)
-            self._watch.late_s.append(time.perf_counter() - began - WATCH_S)
+            watch = self._watch
+            watch.late_s.append(time.perf_counter() - began - WATCH_S)
+            busy_s = time.thread_time() - began_busy_s
+            watch.busy_max_s = max(watch.busy_max_s, busy_s)
 
     async def _watch_memory(self) -> None:
         while True:
@@ -262,3 +195,82 @@ class MeasuredFront:
                 watch.collection_s = max(watch.collection_s, now - began)
 
         gc.callbacks.append(on_collection)
+
+
+async def route(workers: Sequence[WorkerInfo]) -> Router:
+    """A router in which all workers take part."""
+    router = Router(CONFIG.router)
+    for worker in workers:
+        client = WorkerClient(connect(worker.address))
+        router.add(WorkerConnection(worker, client))
+    try:
+        async with asyncio.timeout(READY_S):
+            while len(router.table.workers) < len(workers):
+                await asyncio.sleep(WATCH_S)
+    except TimeoutError:
+        raise DeadlineError(
+            f"{len(workers)} workers did not take part in {READY_S:g} s"
+        ) from None
+    return router
+
+
+class MeasuredFront(MeasuredProcess):
+    """HTTP, tokenizer and router in one process."""
+
+    async def start(
+        self, workers: Sequence[WorkerInfo], max_files: int | None = None
+    ) -> int:
+        """The port at which it serves these workers.
+
+        max_files: its soft limit of open files at first; None: as it is
+        """
+        if max_files is not None:
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, most))
+        # as a service does
+        raise_file_limit(CONFIG.server)
+        self._router = await route(workers)
+        self._requests: list[asyncio.Task[None]] = []  # the last ones that began
+        self._earlier: list[asyncio.Task[None]] = []
+        completions = Completions.load(CONFIG, MODEL, self._router, {})
+        listening = bind(LOOPBACK, 0)
+        server = http_server(create_app(completions, SECRET), CONFIG.server)
+        self.spawn(server.serve([listening]))
+        self._settled = ExitStack()
+        self._settled.enter_context(settled_collector())
+        self.watch()
+        return int(listening.getsockname()[1])
+
+    # -- requests that come without HTTP
+
+    async def begin_requests(
+        self, count: int, prompt_tokens: int, tokens: int
+    ) -> FrontEndFigures:
+        """Requests that arrive at the router, one a turn of the loop, and go on."""
+        await self.begin()
+        prompt = prompt_of_ids(prompt_tokens)
+        self._earlier += self._requests
+        self._requests = []
+        for number in range(count):
+            prompt_ids = (*prompt[:-1], number)
+            request = asyncio.create_task(self._generate(prompt_ids, tokens))
+            self._requests.append(request)
+            await asyncio.sleep(0)
+        await asyncio.sleep(WATCH_S)
+        return await self.read()
+
+    async def cancel_requests(self) -> FrontEndFigures:
+        """The clients of the requests that began last leave, one a turn of the loop."""
+        await self.begin()
+        for request in self._requests:
+            request.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        await asyncio.sleep(WATCH_S)
+        return await self.read()
+
+    async def _generate(self, prompt: tuple[int, ...], tokens: int) -> None:
+        outputs = self._router.generate(prompt, {"max_tokens": tokens}, "")
+        async with aclosing(outputs):
+            async for _ in outputs:
+                pass

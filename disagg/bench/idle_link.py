@@ -1,6 +1,6 @@
 """What crosses a link for a short hand-off, again and again after the link was idle.
 
-A sender's channels end after a second without hand-offs here, and not after a minute, so that a
+A channel ends after half a second without hand-offs here, and not after a minute, so that a
 link is idle soon. Between sender and receiver stands a proxy that counts bytes.
 """
 
@@ -20,9 +20,9 @@ from disagg.transfer.messages import WorkerInfo
 CODEC = DEFAULT_CODEC
 SHAPE = shape_of(6, 2, 64)  # of the model that ships in the package
 TOKENS = 300
-IDLE_S = 1.0
-FORGET_S = 2.5  # until an idle stream has ended
-POOL_SLABS = 16
+IDLE_S = 0.5
+FORGET_S = 1.5  # until an idle stream has ended
+POOL_SLABS = 6
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Crossing:
 
 
 class IdleSender(SendingEnd):
-    """A prefill worker, as the object of a `Child`."""
+    """A prefill worker whose links are idle soon."""
 
     async def open(self) -> None:
         """Its prompt, and its channels."""
@@ -57,28 +57,33 @@ class IdleSender(SendingEnd):
         stats = await running
         return stats.payload_bytes
 
-    async def idle(self) -> None:
-        """Long enough to forget a link that was used a while ago."""
-        await asyncio.sleep(FORGET_S)
-        gc.collect()
 
+class IdlePair:
+    """Sender, receiver and the link between them, as the object of a `Child`."""
 
-async def measure_crossings(times: int) -> list[Crossing]:
-    """Hand-offs over one link, which is idle between them."""
-    with Child(IdleSender) as sender, Child(ReceivingEnd) as receiver:
-        plans = {CODEC: parse_plan(CODEC, SHAPE)}
-        await asyncio.to_thread(receiver.ask, "open", plans, POOL_SLABS * SLAB_BYTES)
-        info = await asyncio.to_thread(receiver.ask, "listen", LOOPBACK)
+    async def measure(self, times: int) -> list[Crossing]:
+        """Hand-offs over one link, which is idle between them."""
+        sender, receiver = IdleSender(), ReceivingEnd()
+        await receiver.open({CODEC: parse_plan(CODEC, SHAPE)}, POOL_SLABS * SLAB_BYTES)
+        info = await receiver.listen(LOOPBACK)
         proxy = TcpProxy(info.address)
         target = replace(info, address=await proxy.open())
-        await asyncio.to_thread(sender.ask, "open")
+        await sender.open()
         crossings = []
         for number in range(times):
             if number:
-                await asyncio.to_thread(sender.ask, "idle")
+                await asyncio.sleep(FORGET_S)
+                gc.collect()  # of what only its last hand-off referred to
             before = proxy.passed_bytes
-            payload = await asyncio.to_thread(sender.ask, "hand_off", target)
-            assert await asyncio.to_thread(receiver.ask, "settle") == 1
-            crossings.append(Crossing(payload, proxy.passed_bytes - before))
+            payload_bytes = await sender.hand_off(target)
+            assert await receiver.settle() == 1
+            crossings.append(Crossing(payload_bytes, proxy.passed_bytes - before))
         proxy.close()
+        return crossings
+
+
+def measure_crossings(times: int) -> list[Crossing]:
+    """See `IdlePair.measure`."""
+    with Child(IdlePair) as pair:
+        crossings: list[Crossing] = pair.ask("measure", times)
     return crossings

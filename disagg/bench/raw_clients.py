@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from disagg.bench.fake_workers import LOOPBACK, Stamps, load_stamps
@@ -181,11 +182,12 @@ class RawClients:
         self._background: list[asyncio.Task[None]] = []
         self._answers: list[HttpAnswer] = []
 
-    async def connect(self, port: int) -> None:
-        """The front end that all requests go to."""
+    async def connect(self, *ports: int) -> None:
+        """The doors of the front end: streams take turns, all else goes to the first."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._port = port
+        self._ports = cycle(ports)
+        self._port = ports[0]
         self._stamps = load_stamps()
 
     # -- streams
@@ -207,7 +209,8 @@ class RawClients:
         request = encode_request("POST", COMPLETIONS, data)
         client = StreamClient(request, self._window, self._stamps)
         loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: client, LOOPBACK, self._port)
+        port = next(self._ports)
+        await loop.create_connection(lambda: client, LOOPBACK, port)
         self._streams.append(client)
         return client
 

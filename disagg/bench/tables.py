@@ -25,8 +25,29 @@ def tables(result: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> str:
-    """A column for every key that some row has: text on the left, numbers on the right."""
+    """A column for every key that some row has: text on the left, numbers on the right.
+
+    If the terminal is too narrow, values that all rows share are in a line above the table.
+    """
     keys = keys or list(dict.fromkeys(key for row in rows for key in row))
+    text = _table_of(rows, keys)
+    shared = _shared_keys(rows, keys)
+    longest_line = max(map(len, text.splitlines()))
+    if longest_line <= _available_width() or not shared:
+        return text
+    facts = [f"{key.replace('_', ' ')} {format_cell(rows[0][key])}" for key in shared]
+    others = [key for key in keys if key not in shared]
+    return f"{', '.join(facts)}\n\n{_table_of(rows, others)}"
+
+
+def _shared_keys(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """The keys with one value in all rows; none if there is a single row."""
+    if len(rows) == 1:
+        return []
+    return [key for key in keys if len({str(row.get(key)) for row in rows}) == 1]
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
     columns = []
     for key in keys:
         is_text = any(isinstance(row.get(key), str) for row in rows)
@@ -36,7 +57,9 @@ def table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> str:
 
 
 def format_cell(value: Any) -> str:
-    """Floats with three digits, or as whole numbers from 100 on."""
+    """Floats with three digits, or as whole numbers from 100 on; nothing for None."""
+    if value is None:
+        return ""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -53,7 +76,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     from rich.table import Table
 
     is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else ANY_WIDTH
+    width = _available_width()
     headers = [column.removeprefix(">") for column in columns]
     if full_width(headers, rows) > width:
         headers = [header.replace(" ", "\n") for header in headers]
@@ -62,7 +85,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         show_edge=False,
         padding=(0, GAP - 1, 0, 0) if is_terminal else (0, GAP, 0, 0),
     )
-    least_width = 0
+    least_width = -GAP  # none after the last column
     for index, header in enumerate(headers):
         cells = [row[index] for row in rows]
         least_width += _add_column(grid, header, columns[index], cells) + GAP
@@ -79,6 +102,10 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     console.print(grid)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
     return "\n".join(lines)
+
+
+def _available_width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else ANY_WIDTH
 
 
 def _add_column(grid: "Table", header: str, column: str, cells: Sequence[str]) -> int:
@@ -101,4 +128,4 @@ def full_width(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """The width of a table whose cells are not wrapped."""
     columns = zip(headers, *rows, strict=True)
     widths = [max(len(cell) for cell in column) for column in columns]
-    return sum(widths) + GAP * len(widths)
+    return sum(widths) + GAP * (len(widths) - 1)

@@ -1,8 +1,8 @@
-"""`disagg bench`: measurements that a user runs on his own machine or service.
+"""`disagg bench`: benchmarks of this machine or of a running service.
 
-Each has a function in disagg.bench that returns a JSON object, and one that draws the text that
-people read of it. Progress goes to stderr. What only developers measure is in `benchmarks/` of a
-checkout; its old names here are aliases for one release.
+Each is a function in disagg.bench that returns a JSON object, and one that formats it as text.
+Progress goes to stderr. Benchmarks for developers are in `benchmarks/` of a checkout; their old
+names here remain as aliases for one release.
 """
 
 import sys
@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 app.command()(bench_serve.serve)
 
-ANSWER_TOKENS = 16  # behind the prompts of `compare`
+ANSWER_TOKENS = 16  # after the prompts of `compare`
 ALIASES = ("overlap", "load", "latency", "streams", "chaos", "moves", "auto")
 Device = Annotated[Literal["cpu", "cuda"], Option(help="Device to measure.")]
 RandomModel = Annotated[
@@ -37,7 +37,6 @@ Rounds = Annotated[int | None, Option(min=1, help="Runs per median.")]
 Codecs = Annotated[
     list[str] | None, Option("--codec", help="Codec spec; may be repeated.")
 ]
-Size = Annotated[int, Option(min=1, help="Shape of the KV; default: Llama 3.1 8B.")]
 Out = Annotated[
     Path | None,
     Option(callback=options.writable, help="Also write the result to this JSON file."),
@@ -81,7 +80,7 @@ def kernels(
 def decode(
     device: Device = "cpu",
     model: RandomModel = "small",
-    dtype: str | None = Option(None, help="Of the weights: float32 or bfloat16."),
+    dtype: str | None = Option(None, help="Dtype of the weights: float32 or bfloat16."),
     threads: int | None = Option(None, min=1, max=1024, help="Torch threads on a CPU."),
     codec: Codecs = None,
     size: list[str] | None = Option(
@@ -121,7 +120,9 @@ def capacity(
 def compare(
     model: options.Model = None,
     codec: Codecs = None,
-    cached: bool = Option(False, "--cached", help="Prompts that prefill has cached."),
+    cached: bool = Option(
+        False, "--cached", help="Send prompts that prefill has cached."
+    ),
     prompts: int = Option(3, min=1, help="Prompts per cell."),
     tokens: int = Option(512, min=1, help="Tokens per prompt."),
     plot: options.Plot = None,
@@ -160,16 +161,16 @@ def transfer(
     threads: int | None = Option(
         None, min=1, max=1024, help="Encoder threads; default: 1."
     ),
-    layers: Size = 32,
-    heads: Size = 8,
-    head_dim: Size = 128,
+    layers: int = Option(32, min=1, help="Layers; default: those of Llama 3.1 8B."),
+    heads: int = Option(8, min=1, help="KV heads."),
+    head_dim: int = Option(128, min=1, help="Head dim."),
     channel: Literal["grpc", "direct"] | None = Option(
         None, help="Transport of frames; default: grpc."
     ),
     netns: bool | None = Option(
         None,
         "--netns/--no-netns",
-        help="Links between network namespaces, as root; default: with --plane, if possible.",
+        help="Pace the link in the kernel, as root; default: with --plane, if possible.",
     ),
     plane: bool = Option(
         False, "--plane", help="Compare every channel with a TCP socket."
@@ -244,7 +245,7 @@ def show(
     draw: Callable[[dict[str, Any]], str] | None = None,
     plot: Path | None = None,
 ) -> None:
-    """Write a result to files, and print it: as `draw` has it, else the tables that are in it."""
+    """Write a result to files, and print it: with `draw`, or else as its tables."""
     from disagg.bench.result import write
     from disagg.bench.tables import tables
 

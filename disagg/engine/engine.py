@@ -21,10 +21,7 @@ from functools import lru_cache
 from itertools import count
 from queue import Empty, SimpleQueue
 
-import torch
-from torch import Tensor
-
-from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import (
     make_pool,
@@ -32,8 +29,8 @@ from disagg.engine.arena import (
     slab_bytes_for,
     wait_for_kernels,
 )
-from disagg.engine.error_probe import CodecErrorProbe, relative_errors
-from disagg.engine.exact_prefixes import ExactPrefixes
+from disagg.engine.error_probe import relative_errors
+from disagg.engine.limits import check_pool, check_tokens
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -49,9 +46,11 @@ from disagg.engine.messages import (
     as_disagg_error,
     is_memory_error,
 )
+from disagg.engine.progress import StepProgress
+from disagg.engine.prompts import Prompts
 from disagg.engine.sampler import Sampled, choose, score_prompts
 from disagg.engine.scheduler import ScheduledTokens, Scheduler
-from disagg.engine.sequence import Handoff, Sequence, Status
+from disagg.engine.sequence import Sequence, Status
 from disagg.engine.steps import StepAllocation, allocate_step, build_batch
 from disagg.errors import (
     CapacityError,
@@ -63,13 +62,8 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.kv.decode_slots import DecodeSlots
-from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
-from disagg.model.attention import Chunk
-from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
-from disagg.paged.append import RecordIds
-from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 
 WAIT_S = 0.05  # how often a sequence without room looks again
 
@@ -88,7 +82,7 @@ class Engine:
         """codecs: those that may be served; none: all · probed: those whose error is sampled"""
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
-        arena_bytes, self._workspace_bytes = measure_memory(config, runner)
+        arena_bytes, workspace_bytes = measure_memory(config, runner)
         self.pool, self.arena = make_pool(arena_bytes, slab_bytes, runner.device)
         self.listed = {parse_plan(spec, shape): spec for spec in codecs}
         self.plan = lru_cache(maxsize=64)(lambda spec: self._listed_plan(spec, shape))
@@ -96,21 +90,26 @@ class Engine:
         self._config = config
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self.rows = DecodeSlots(config.max_sequences)
+        self.decode_slots = DecodeSlots(config.max_sequences)
         self._scheduler = Scheduler(
-            self.pool, config.max_batch_tokens, self.rows, config.watermark
+            self.pool, config.max_batch_tokens, self.decode_slots, config.watermark
         )
-        self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
-        self._error_probe = CodecErrorProbe([self.plan(spec) for spec in probed])
+        self.progress = StepProgress(clock)
+        self._prompts = Prompts(
+            runner=runner,
+            config=config,
+            pool=self.pool,
+            arena=self.arena,
+            workspace_bytes=workspace_bytes,
+            probed=[self.plan(spec) for spec in probed],
+            on_layer=self.progress.advance,
+        )
         # "computed_tokens" and "cached_tokens" of prompts, "preempted"
         self.counts = Counter[str]()
         self._arrivals = count()
         self._draining = False
         self._last_refused: Sequence | None = None  # the last to find no room
         self._output = StepOutput()  # of the running step
-        self.num_steps = 0  # begun so far
-        # when the running step began, or last computed a layer of a prompt
-        self._progressed_at: float | None = None
 
     def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
@@ -144,15 +143,6 @@ class Engine:
         )
 
     @property
-    def stalled_s(self) -> float:
-        """Seconds without progress of the running step; 0 while none runs. Any thread.
-
-        A step progresses when it begins, and with each layer of a prompt that it computes.
-        """
-        progressed_at = self._progressed_at
-        return 0.0 if progressed_at is None else self._clock() - progressed_at
-
-    @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and no record held for another worker."""
         scheduler = self._scheduler
@@ -176,17 +166,15 @@ class Engine:
 
     def step(self) -> StepOutput:
         """One turn of the loop. Never blocks; with nothing to do it returns an empty output."""
-        self.num_steps += 1
-        self._progressed_at = self._clock()
-        try:
+        self.progress.num_steps += 1
+        with self.progress.running():
             return self._step()
-        finally:
-            self._progressed_at = None
 
     def _step(self) -> StepOutput:
         while not self._inbox.empty():
             self._handle(self._inbox.get())
         scheduled, allocation = self._schedule()
+        self.progress.scheduled = scheduled
         if scheduled:
             try:
                 self._compute(scheduled, allocation)
@@ -204,7 +192,9 @@ class Engine:
         """Block until there is a message; only for a moment if a sequence waits for room."""
         timeout = WAIT_S if self._scheduler.waiting else None
         with suppress(Empty):
-            self._handle(self._inbox.get(timeout=timeout))
+            message = self._inbox.get(timeout=timeout)
+            with self.progress.running():
+                self._handle(message)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -242,7 +232,7 @@ class Engine:
             sequence.scores = list(message.logprobs)
             sequence.groups = message.groups
             sequence.n = message.moved or sequence.prompt_len
-            sequence.row_promised = True
+            sequence.slot_promised = True
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
         else:
@@ -259,47 +249,17 @@ class Engine:
             raise PeerLostError("this worker is draining; it takes no new requests")
         if self._scheduler.find(request.rid) is not None:
             raise RequestError(f"request {request.rid!r} is here already")
-        self._check_tokens(message)
+        check_tokens(request, message.emitted, self._runner.info)
         if isinstance(message, Admit) and not message.emitted:
             raise RequestError(
                 f"request {request.rid!r} is admitted without its first token"
             )
         num_tokens = len(request.tokens)
         plan = self.plan(request.codec)
-        needed = plan.nbytes(num_tokens + 1)
-        room = self.pool.arena.nbytes
-        if needed > room:
-            raise PromptTooLongError(
-                f"prompt of {num_tokens} tokens needs {needed} bytes of KV; "
-                f"the pool holds {room}"
-            )
+        check_pool(plan, num_tokens, self.pool.arena.nbytes)
         if not isinstance(message, Admit):
-            self._check_workspace(plan, num_tokens)
+            self._prompts.check(plan, num_tokens)
         return plan
-
-    def _check_tokens(self, message: Prefill | Admit) -> None:
-        """An error for a prompt beyond the model's context, or tokens outside its vocabulary."""
-        request, info = message.request, self._runner.info
-        if len(request.tokens) >= info.context_length:
-            raise PromptTooLongError(
-                f"prompt of {len(request.tokens)} tokens; the model's context of "
-                f"{info.context_length} holds at most {info.context_length - 1} and an answer"
-            )
-        for token in (*request.tokens, *message.emitted, *request.params.named_tokens):
-            if not 0 <= token < info.vocab_size:
-                raise RequestError(
-                    f"token {token} is outside the vocabulary of {info.vocab_size}"
-                )
-
-    def _check_workspace(self, plan: Plan, num_tokens: int) -> None:
-        """PromptTooLongError for a prompt whose exact KV has no room here while it prefills."""
-        needed = self._prefill_bytes(plan, num_tokens)
-        room = self._workspace_bytes
-        if needed > room:
-            raise PromptTooLongError(
-                f"prompt of {num_tokens} tokens needs {needed} bytes of exact KV while it "
-                f"prefills; there is room for {room}"
-            )
 
     # -- schedule
 
@@ -369,12 +329,7 @@ class Engine:
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Begin with a prompt if there is room for it."""
-        self._check_workspace(sequence.plan, sequence.prompt_len)
-        prefilling = [x for x in self._scheduler.active if x.workspace is not None]
-        needed = sum(
-            self._prefill_bytes(x.plan, x.prompt_len) for x in (sequence, *prefilling)
-        )
-        if needed > self._workspace_bytes:
+        if not self._prompts.has_room(sequence, self._scheduler.active):
             return False
         try:
             if not self._scheduler.admit(sequence):
@@ -386,46 +341,8 @@ class Engine:
         sequence.enter(Status.PREFILL)
         if sequence.handoff is not None:
             sequence.handoff.begin(sequence.plan, sequence.groups)
-        self._make_workspace(sequence, budget)
+        self._prompts.begin(sequence, budget)
         return True
-
-    def _prefill_bytes(self, plan: Plan, num_tokens: int) -> int:
-        """Bytes of the exact K and V of a prompt while it prefills."""
-        rooms = rooms_of(plan, num_tokens, self._config.max_batch_tokens)
-        return exact_bytes(self._runner.shape, sum(rooms)) // len(rooms)
-
-    def _make_workspace(self, sequence: Sequence, budget: int) -> None:
-        """Room for exact K and V, filled with the cached prefix.
-
-        A prompt that takes more than one chunk gets all its memory at once.
-        """
-        rooms = rooms_of(
-            sequence.plan, sequence.prompt_len, self._config.max_batch_tokens
-        )
-        sequence.workspace = self._runner.workspace(sequence.prompt_len, rooms)
-        try:
-            if budget < sequence.prompt_len:
-                dtype = getattr(torch, self._runner.info.dtype)
-                sequence.workspace.reserve(dtype, self._runner.device)
-            if self._config.prefix_cache:
-                self._restore(sequence)
-        except (MemoryError, RuntimeError) as error:
-            raise CapacityError(
-                "no memory for the exact KV of a prompt of "
-                f"{sequence.prompt_len} tokens: {error}"
-            ) from None
-
-    def _restore(self, sequence: Sequence) -> None:
-        """Begin behind the cached prefix of a prompt.
-
-        Always computed: its last token, the last queries that its codecs need, and all of a prompt
-        that is scored.
-        """
-        limit = 0
-        if not sequence.scored:
-            queries = [codec_of(x).last_queries for x in sequence.plan.groups]
-            limit = max(0, sequence.prompt_len - max(1, *queries))
-        sequence.begin(self._prefixes.restore(sequence, limit))
 
     # -- build, forward, sample
 
@@ -433,90 +350,17 @@ class Engine:
         self, scheduled: Seq[ScheduledTokens], allocation: StepAllocation
     ) -> None:
         """One forward pass, and one more token for each sequence that has fed all its tokens."""
-        batch = build_batch(scheduled, allocation, self.arena, self._chunk)
+        batch = build_batch(scheduled, allocation, self.arena, self._prompts.chunk)
         logits = score_prompts(scheduled, self._runner.forward(batch))
         ready = [entry.sequence for entry in scheduled if entry.completes]
         sampled = choose(ready, logits, self._runner.info.eos_ids)
         # once released, the pages that kernels read may be written
         wait_for_kernels(self._runner.device)
-        self._prefixes.close(whole=True)
+        self._prompts.close(whole=True)
         for decode in batch.decodes:
             self.pool.release(decode.step.freed)
         allocation.loose.clear()
         self._advance(scheduled, ready, sampled)
-
-    def _chunk(self, entry: ScheduledTokens, row: int) -> Chunk:
-        """A chunk of a prompt, whose layers are encoded and offered as they finish."""
-        sequence = entry.sequence
-        workspace = sequence.workspace
-        assert workspace is not None
-        units = self._prefixes.open(sequence, sequence.n + entry.count)
-
-        def sink(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
-            self._progressed_at = self._clock()
-            if sequence.error is not None:
-                return
-            try:
-                self._encode(sequence, layer, k, v, chunk)
-                self._error_probe.measure(sequence, layer, k, v, units.done)
-                self._prefixes.write(units, layer, k, v, chunk.tables[1])
-            except Exception as error:
-                sequence.error = as_disagg_error(error)
-
-        record_ids = tuple(RecordIds.of(state) for state in sequence.groups)
-        return Chunk(
-            row=row,
-            count=entry.count,
-            before=sequence.n,
-            workspace=workspace,
-            sink=sink,
-            tables=(record_ids, units.tables),
-        )
-
-    def _encode(
-        self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk
-    ) -> None:
-        """Compress what a chunk completes in one layer, and offer it."""
-        index = sequence.plan.group_of[layer]
-        group = sequence.plan.groups[index]
-        record_ids = chunk.tables[0][index]
-        num_pages = len(record_ids.pages)
-        start = time.perf_counter()
-        # the first chunk also encodes the cached prefix
-        is_first = chunk.before == sequence.cached
-        prompt = PromptChunk(
-            k,
-            v,
-            total=sequence.prompt_len,
-            before=0 if is_first else chunk.before,
-            first=chunk.before + chunk.count - k.shape[1],
-            queries=chunk.workspace.queries(layer),
-            peer_pages=self._pages_at_receiver(
-                sequence.handoff, index, layer, num_pages
-            ),
-        )
-        records = LayerRecords(group, layer, self.arena)
-        items = write_prompt(codec_of(group), records, record_ids, prompt)
-        sequence.encode_s += time.perf_counter() - start
-        if sequence.handoff is not None and items:
-            sequence.handoff.offer(
-                [
-                    Item(written.kind, index, layer, i)
-                    for written in items
-                    for i in written.indices
-                ]
-            )
-
-    def _pages_at_receiver(
-        self, handoff: Handoff | None, group: int, layer: int, num_pages: int
-    ) -> int:
-        """How many leading pages of a layer the receiver has already."""
-        if handoff is None:
-            return 0
-        for i in range(num_pages):
-            if not handoff.has(Item(Kind.PAGE, group, layer, i)):
-                return i
-        return num_pages
 
     def _give_up(
         self,
@@ -529,7 +373,7 @@ class Engine:
         If memory ran out, the longest prompt is the culprit; the others start again if they can.
         """
         wait_for_kernels(self._runner.device)
-        self._prefixes.close(whole=False)
+        self._prompts.close(whole=False)
         self.pool.release(allocation.lost(scheduled))
         failure = as_disagg_error(error)
         culprit = None

@@ -56,7 +56,11 @@ class Scheduler:
     """The queues of an engine, and the rules by which sequences get room and tokens."""
 
     def __init__(
-        self, pool: Pool, max_batch_tokens: int, rows: DecodeSlots, watermark: float
+        self,
+        pool: Pool,
+        max_batch_tokens: int,
+        decode_slots: DecodeSlots,
+        watermark: float,
     ):
         self.waiting: list[Sequence] = []  # in order of arrival, as `active`
         self.active: list[Sequence] = []
@@ -67,13 +71,13 @@ class Scheduler:
         self.exclusive: Sequence | None = None
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
-        self._rows = rows
+        self._decode_slots = decode_slots
         self._reserve_bytes = int(pool.arena.nbytes * watermark)
 
     @property
     def slots(self) -> int:
         """How many more sequences may compute, those that wait already subtracted."""
-        free = min(self._rows.free, self._rows.count - len(self.active))
+        free = min(self._decode_slots.free, self._decode_slots.count - len(self.active))
         return max(0, free - len(self.waiting))
 
     @property
@@ -94,7 +98,7 @@ class Scheduler:
     def hold(self, sequence: Sequence) -> None:
         """Compute no more, and keep the records for another worker."""
         self.active.remove(sequence)
-        self._give_row_back(sequence)
+        self._give_slot_back(sequence)
         self.held[sequence.rid] = sequence
 
     def find(self, rid: str) -> Sequence | None:
@@ -164,7 +168,7 @@ class Scheduler:
         is_alone = not self._pool.referenced_pages
         if not self._may_start(sequence, is_alone):
             return False
-        if not self._give_row(sequence):
+        if not self._take_slot(sequence):
             return False
         try:
             for group in sequence.plan.groups:
@@ -183,7 +187,7 @@ class Scheduler:
 
     def _may_start(self, sequence: Sequence, is_alone: bool) -> bool:
         """Whether the rules let a sequence start now; is_alone: the pool is empty."""
-        if len(self.active) >= self._rows.count:
+        if len(self.active) >= self._decode_slots.count:
             return False
         may_be_first = is_alone and sequence is self.exclusive
         if self.exclusive is not None and not may_be_first:
@@ -194,15 +198,15 @@ class Scheduler:
             return True
         return sequence.plan.nbytes(sequence.length + 1) <= self.free_bytes
 
-    def _give_row(self, sequence: Sequence) -> bool:
-        """Give a sequence a row of decode steps where it needs one; False: no row is free.
+    def _take_slot(self, sequence: Sequence) -> bool:
+        """Give a sequence a decode slot where it needs one; False: none is free.
 
-        A sequence that moves on needs none, and one may come with a row promised to it.
+        A sequence that moves on needs none, and one may come with a slot promised to it.
         """
-        if sequence.row_promised or sequence.handoff:
+        if sequence.slot_promised or sequence.handoff:
             return True
-        sequence.has_row = self._rows.take()
-        return sequence.has_row
+        sequence.has_slot = self._decode_slots.take()
+        return sequence.has_slot
 
     def preempt(self) -> Sequence | None:
         """Free the newest sequence that can start again, and let it wait; None: there is none.
@@ -228,10 +232,10 @@ class Scheduler:
         sequence.groups = ()
         sequence.n = 0
         sequence.workspace = None
-        self._give_row_back(sequence)
+        self._give_slot_back(sequence)
 
-    def _give_row_back(self, sequence: Sequence) -> None:
-        """Free its row for others; a promised row is not the engine's to give."""
-        if sequence.has_row:
-            sequence.has_row = False
-            self._rows.give()
+    def _give_slot_back(self, sequence: Sequence) -> None:
+        """Free its decode slot for others, unless another part of the worker promised it."""
+        if sequence.has_slot:
+            sequence.has_slot = False
+            self._decode_slots.give()

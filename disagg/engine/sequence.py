@@ -269,8 +269,8 @@ class Sequence:
     keys:      of the units of its exact KV, by layer group
     stored_units: leading units of them that are in the prefix cache
     groups:    its records, one state per layer group; empty: none
-    row_promised: it came with a row of decode steps of its own
-    has_row:   this engine gave it a row
+    slot_promised: it came with a decode slot of its own
+    has_slot:  this engine gave it a decode slot
     retry_below_bytes: bytes that others used when it was preempted; while any sequence computes,
                it waits until they use fewer
     hold_at:   tokens in the pool at which it stops, to move to another worker; None: it stays
@@ -296,8 +296,8 @@ class Sequence:
     keys: Seq[Seq[bytes]] = ()
     stored_units: int = 0
     groups: tuple[GroupState, ...] = ()
-    row_promised: bool = False
-    has_row: bool = False
+    slot_promised: bool = False
+    has_slot: bool = False
     retry_below_bytes: float = inf
     hold_at: int | None = None
     workspace: "Workspace | None" = None

@@ -44,6 +44,16 @@ class PrefixBlock:
         ]
 
 
+def joined(blocks: Sequence[PrefixBlock]) -> PrefixBlock:
+    """Consecutive blocks of a layer group as one: few long ranges instead of many short ones."""
+    parts: dict[Kind, range] = {}
+    for block in blocks:
+        for kind, records in block.parts.items():
+            start = parts[kind].start if kind in parts else records.start
+            parts[kind] = range(start, records.stop)
+    return PrefixBlock(blocks[0].group, blocks[-1].end, parts)
+
+
 def prefix_blocks(plan: Plan, tokens: int) -> tuple[tuple[PrefixBlock, ...], ...]:
     """The blocks of a prompt of `tokens` tokens: for each layer group, in token order.
 
@@ -102,8 +112,9 @@ def _blocks(index: int, group: LayerGroup, tokens: int) -> Iterator[PrefixBlock]
     dropped = min(sealed, group.dropped(tokens))
     if sink and tokens >= sink:
         yield PrefixBlock(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
-    for first in range(0, sealed - dropped, group.step):
-        end = min(first + group.step, sealed - dropped)
+    step = group.step
+    for first in range(0, sealed - dropped, step):
+        end = min(first + step, sealed - dropped)
         parts: dict[Kind, range] = {}
         if group.segment:
             last_segment = -(-end // group.segment_tokens)

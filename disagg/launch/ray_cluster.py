@@ -110,6 +110,7 @@ class Cluster:
             loading.remove(actor)
             try:
                 serving.append(actor.enter())
+                self._pauses.served(place_of(actor.name))
             except DisaggError as error:
                 self._actors.remove(actor)
                 has_left = actor.name in self._names.adopted
@@ -251,7 +252,17 @@ class Cluster:
         on_down(actor.name)
         if not actor.leaves:
             cause = actors.cause_of_death(actor)
-            log.warning("%s ended%s; another one starts", actor.name, cause)
+            log.warning(
+                "%s ended%s; another one starts%s",
+                actor.name,
+                cause,
+                self._pause_after_end(actor),
+            )
+
+    def _pause_after_end(self, actor: Actor) -> str:
+        """When the next worker starts, for the log: at once unless several ended early."""
+        pause_s = self._pauses.ended(place_of(actor.name))
+        return f" in {pause_s:g} s" if pause_s else ""
 
     def _kill_silent(
         self, silent_s: Mapping[str, float], on_down: Callable[[str], None]
@@ -261,7 +272,12 @@ class Cluster:
             seconds = silent_s.get(actor.name, 0.0)
             if seconds < self._config.cluster.replace_s:
                 continue
-            log.error("%s was silent for %.0f s; killed", actor, seconds)
+            log.error(
+                "%s was silent for %.0f s and is killed; another one starts%s",
+                actor,
+                seconds,
+                self._pause_after_end(actor),
+            )
             actor.kill()
             self._actors.remove(actor)
             on_down(actor.name)

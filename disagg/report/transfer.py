@@ -25,7 +25,7 @@ Row = Mapping[str, Any]  # a JSON object
 
 COMPARED = {
     "first_decode_s": "seconds to the first decode token",
-    "request_s": "seconds of a request",
+    "request_s": "seconds per request",
 }
 COLORS = (
     "#4d4d4d",
@@ -131,10 +131,10 @@ def compare_figure(result: Row) -> Figure:
     """The plot of `bench compare`, with a panel for each measure of a request."""
     figure = new_figure(12, 5.5)
     colocated, *disaggregated = result["rows"]
-    prompts = "known to prefill" if result["cached"] else "computed"
+    prompts = "cached by prefill" if result["cached"] else "computed"
     figure.suptitle(
-        f"{result['model']}, prompts of {result['tokens']} tokens, {prompts}; prefill makes "
-        f"{1e-6 * result['kv_bytes_per_s']:.3g} MB of KV a second in fp16",
+        f"{result['model']}, prompts of {result['tokens']} tokens, {prompts}; prefill "
+        f"produces {1e-6 * result['kv_bytes_per_s']:.3g} MB/s of fp16 KV",
         fontsize=11,
     )
     codecs = dict.fromkeys(row["codec"] for row in disaggregated)
@@ -160,7 +160,7 @@ def compare_figure(result: Row) -> Figure:
         panel.set_xscale("log", base=2)
         draw_log_scale(panel)
         panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        panel.set_xlabel("link, times the KV that prefill makes a second")
+        panel.set_xlabel("link rate / KV rate of prefill")
         panel.set_ylabel(label)
     figure.legend(
         *panel.get_legend_handles_labels(), loc="outside lower center", ncols=5

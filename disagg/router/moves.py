@@ -31,19 +31,21 @@ def has_to_move(
     return tokens_left > MOVE_TOKENS and sampling.get("logprobs") is None
 
 
-def reserve_target(
-    request: RequestState, target: str, spare_tokens: int = MOVE_TOKENS
-) -> Reserve:
+def reserve_target(request: RequestState, target: str) -> Reserve:
     """Ask for room for the sequence as it will be when its pages have arrived."""
-    tokens = len(request.job.prompt) + len(request.emitted) + spare_tokens
-    request.target = target
-    request.job = replace(request.job, emitted=request.emitted[:], moved=tokens)
-    return Reserve(target, request.job)
+    return _reserve(request, target, MOVE_TOKENS)
 
 
 def reserve_more(request: RequestState, target: str) -> Reserve:
     """Ask again, with twice as many spare tokens: the sequence outgrows its reservation."""
-    return reserve_target(request, target, 2 * request.spare_tokens)
+    return _reserve(request, target, 2 * request.spare_tokens)
+
+
+def _reserve(request: RequestState, target: str, spare_tokens: int) -> Reserve:
+    tokens = len(request.job.prompt) + len(request.emitted) + spare_tokens
+    request.target = target
+    request.job = replace(request.job, emitted=request.emitted[:], moved=tokens)
+    return Reserve(target, request.job)
 
 
 def is_outgrowing(request: RequestState) -> bool:

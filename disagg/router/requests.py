@@ -152,10 +152,18 @@ class RequestTable:
         self.needs_placing = True
         return self._abort(request, now)
 
-    def worker_up(self, info: WorkerInfo, now: float) -> list[Action]:
-        """A worker takes part. If it did before, it has dropped all requests that it had."""
+    def worker_up(
+        self, info: WorkerInfo, now: float, times_stuck: int = 0
+    ) -> list[Action]:
+        """A worker takes part. If it did before, it has dropped all requests that it had.
+
+        times_stuck: how often its engine hung lately; its breaker is open then
+        """
         actions = self.worker_down(info.name, now, fenced=True)
-        self.workers[info.name] = WorkerState(info)
+        worker = WorkerState(info)
+        self.workers[info.name] = worker
+        if times_stuck:
+            worker.distrust(times_stuck, now)
         self._workers_changed()
         return actions
 
@@ -272,12 +280,26 @@ class RequestTable:
 
     # -- queries
 
-    def num_emitted(self, worker: str) -> dict[str, int]:
-        """rid -> tokens delivered, for the requests of a worker."""
+    def num_emitted(
+        self, worker: str, rids: Iterable[str] | None = None
+    ) -> dict[str, int]:
+        """rid -> tokens delivered, for the requests of a worker: all of them, or those named."""
+        if rids is None:
+            requests = list(self.requests.values())
+        else:
+            requests = [self.requests[rid] for rid in rids if rid in self.requests]
         return {
             request.rid: len(request.emitted)
-            for request in self.requests.values()
+            for request in requests
             if worker in request.workers
+        }
+
+    def decoding_workers(self) -> set[str]:
+        """Names of the workers whose engines have a sequence to decode now."""
+        return {
+            request.decode
+            for request in self.requests.values()
+            if request.phase is Phase.DECODE and request.decode is not None
         }
 
     @property

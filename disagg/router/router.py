@@ -1,16 +1,17 @@
 """The router: performs what a `RequestTable` decides, and follows the events of the workers.
 
     stream open ──► steps ──► broken: open again from the tokens delivered ──► ...
-                                 │ silent for too long: down ──► reached again: fence, up
+                                 │ silent or stuck: down ──► reached again: fence, up
 
 A plain asyncio object in the process that serves clients, with one event stream per worker. A
 broken stream is opened again, and nothing else changes. The requests of a worker that is silent for
-too long go to others, so it must drop them (fence) before it gets work again. Knows no Ray, no
-HTTP, no text.
+too long, or whose engine hangs, go to others, so it must drop them (fence) before it gets work
+again. Knows no Ray, no HTTP, no text.
 """
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -20,11 +21,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from disagg.config import RouterConfig
+from disagg.config import RouterConfig, TransferConfig
 from disagg.errors import (
     ConfigError,
     DisaggError,
     QueueFullError,
+    RequestError,
     StoppingError,
     WireError,
 )
@@ -37,7 +39,8 @@ from disagg.router.actions import (
     TokenOutput,
 )
 from disagg.router.contract import RouterReport, Submission
-from disagg.router.request_state import RequestState
+from disagg.router.liveness import Liveness, Pulse, liveness_of
+from disagg.router.request_state import RequestState, token_array
 from disagg.router.requests import RequestTable
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import (
@@ -51,6 +54,7 @@ from disagg.transfer.messages import (
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
+ACKNOWLEDGE_S = 1.0  # how often a worker is told which tokens were delivered
 RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand-off
 log = logging.getLogger(__name__)
 
@@ -61,19 +65,23 @@ Deliver = Callable[[TokenOutput | DisaggError], None]
 class WorkerConnection:
     """A worker that the router follows. `client`: a `WorkerClient`, or the worker itself.
 
-    heard_at:  when its last step arrived, or the last silence was acted upon
-    step_at:   when its last step arrived
-    fallen:    whether it was silent for too long: it has to be fenced before it gets work again
+    pulse:     its signs of life
+    opened_at: when its stream of events was last opened because of a silence
+    fallen:    whether it was silent or stuck: it has to be fenced before it gets work again
     unaborted: aborts that did not reach it, by rid; sent again with its next step
-    trouble:   why its events cannot be followed, as last logged
+    unacknowledged: rids with tokens that it does not know to be delivered
+    acknowledged_at: when it was last told
+    trouble:   why it refuses to be followed, as last logged
     """
 
     info: WorkerInfo
     client: WorkerHandler
-    heard_at: float = 0.0
-    step_at: float = 0.0
+    pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
+    opened_at: float = -math.inf
     fallen: bool = False
     unaborted: dict[str, AbortAttempt] = field(default_factory=dict)
+    unacknowledged: set[str] = field(default_factory=set)
+    acknowledged_at: float = -math.inf
     trouble: str = ""
     task: asyncio.Task[None] = field(init=False)
 
@@ -97,14 +105,19 @@ class PendingStream:
 
 
 class Router:
-    """Keeps requests alive across workers and delivers every token once. Lives on one loop."""
+    """Keeps requests alive across workers and delivers every token once. Lives on one loop.
+
+    lease_s: how long workers keep their work for a router that they cannot reach
+    """
 
     def __init__(
         self,
         config: RouterConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        lease_s: float = TransferConfig.lease_s,
     ):
         self.config = config or RouterConfig()
+        self.lease_s = lease_s
         self.id = uuid.uuid4().hex  # a worker follows one router at a time
         self.table = RequestTable(self.config)
         self.peers: dict[str, WorkerConnection] = {}
@@ -117,13 +130,13 @@ class Router:
         self._ticker: asyncio.Task[None] | None = None
         self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
         self._closing = False
-        self._is_placing = False  # `_place` runs in the next turn of the loop
+        self._is_placing = False  # `_place` will run in the next turn of the loop
 
     # -- for clients
 
     async def generate(
         self,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         params: Mapping[str, Any],
         codec: str,
         at: tuple[str, str] = ("", ""),
@@ -135,6 +148,8 @@ class Router:
         Use it with `contextlib.aclosing`, so that it is closed at once when the client leaves.
         """
         inbox: asyncio.Queue[TokenOutput | DisaggError] = asyncio.Queue()
+        # nothing else keeps a copy of the prompt while the answer is generated
+        prompt = token_array(prompt)
         submission = Submission(prompt, params, codec, at)
         rid = self.submit(submission, inbox.put_nowait)
         try:
@@ -151,7 +166,8 @@ class Router:
     def submit(self, submission: Submission, deliver: Deliver) -> str:
         """Begin a request, and call `deliver` with each token and its end; the router's name of it.
 
-        StoppingError and QueueFullError if it is refused. `cancel` has to follow, also at its end.
+        StoppingError and QueueFullError if it is refused, RequestError for wrong token ids.
+        `cancel` has to follow, also at its end.
         """
         if self._closing:
             raise StoppingError("the service is shutting down")
@@ -160,6 +176,7 @@ class Router:
             raise QueueFullError(
                 f"{self.waiting} requests wait, {limit} may; try again later"
             )
+        prompt = token_array(submission.prompt)
         rid = f"{self.id}-{uuid.uuid4().hex}"
         stream = PendingStream(deliver)
         self._streams[rid] = stream
@@ -167,7 +184,7 @@ class Router:
         job = Job(
             rid,
             0,
-            submission.prompt,
+            prompt,
             emitted=submission.emitted,
             sampling=dict(submission.params),
             codec=submission.codec,
@@ -199,8 +216,8 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a worker for each side of a hand-off, and requests get to them."""
-        return self.table.ready(self._clock())
+        """Whether new requests are taken, and there are workers that get to them."""
+        return not self._closing and self.table.ready(self._clock())
 
     def lacks(self, expected: Mapping[str, int]) -> str:
         """Why the router is not ready, in words. expected: number of workers by role."""
@@ -219,15 +236,6 @@ class Router:
 
     # -- for the owner of the workers
 
-    def silent_s(self) -> dict[str, float]:
-        """Seconds since the last step of each worker; 0 while that is no silence."""
-        now = self._clock()
-        silences = {peer.name: now - peer.step_at for peer in self.peers.values()}
-        return {
-            name: seconds if seconds >= self.config.silence_s else 0.0
-            for name, seconds in silences.items()
-        }
-
     def configure(self, config: RouterConfig) -> None:
         """Use these limits from now on; the deadlines of running requests stay."""
         self.config = config
@@ -237,9 +245,25 @@ class Router:
         """Follow a new worker and give it work."""
         self._ensure_ticker()
         self.peers[peer.name] = peer
-        peer.heard_at = self._clock()
-        peer.step_at = peer.heard_at
+        peer.pulse = Pulse(self._clock())
         peer.task = asyncio.create_task(self._follow(peer))
+
+    def silent_s(self) -> dict[str, float]:
+        """By worker, seconds since it was last heard, or since its hung engine last made a step.
+
+        0 for workers that are alive, and for those that answer but refuse this router.
+        """
+        now = self._clock()
+        return {name: self._silent_s(peer, now) for name, peer in self.peers.items()}
+
+    def _silent_s(self, peer: WorkerConnection, now: float) -> float:
+        silent_s = now - peer.pulse.heard_at
+        if peer.trouble:
+            return 0.0
+        if silent_s >= self.config.silence_s:
+            return silent_s
+        stuck_since = peer.pulse.stuck_since
+        return 0.0 if stuck_since is None else now - stuck_since
 
     def died(self, name: str) -> None:
         """A worker is dead and never comes back."""
@@ -312,18 +336,19 @@ class Router:
                 async with aclosing(steps):  # type: ignore[type-var]
                     async for step in steps:
                         self._on_step(peer, step)
-            except (ConfigError, WireError) as error:
+            except (ConfigError, RequestError, WireError) as error:
                 if peer.trouble != str(error):
                     peer.trouble = str(error)
                     log.warning("%s cannot be followed: %s", peer.name, error)
             except DisaggError as error:
+                peer.trouble = ""
                 log.debug("the events of %s broke: %s", peer.name, error)
             except Exception:
                 log.exception("following %s broke", peer.name)
             await asyncio.sleep(REOPEN_S)
 
     async def _meet(self, peer: WorkerConnection) -> None:
-        """Ask a worker for its epoch; fence one that was silent."""
+        """Ask a worker for its epoch; fence one that was silent or stuck."""
         epoch = (await peer.client.status()).epoch
         if peer.fallen:
             epoch += 1
@@ -338,10 +363,14 @@ class Router:
     def _on_step(self, peer: WorkerConnection, step: StepEvents) -> None:
         """Handle the events of a step. After the first step the worker gets work."""
         now = self._clock()
-        peer.heard_at = now
-        peer.step_at = now
+        peer.trouble = ""
+        peer.pulse.hear(step.load, now)
         if peer.name not in self.table.workers:
-            self._perform(self.table.worker_up(peer.info, now))
+            if peer.pulse.is_in_stuck_step:
+                return
+            peer.pulse.rest(now)
+            times_stuck = peer.pulse.times_stuck
+            self._perform(self.table.worker_up(peer.info, now, times_stuck))
         if step.load.role:
             peer.info = replace(peer.info, role=step.load.role)
         unaborted = list(peer.unaborted.values())
@@ -350,9 +379,23 @@ class Router:
         for event in step.events:
             if event.stats is not None:
                 self._take_figures(event.rid, event.stats)
+            if event.token is not None:
+                peer.unacknowledged.add(event.rid)
             self._perform(self.table.on_event(peer.name, event, now))
         self.table.update_load(peer.name, step.load)
         self._place_soon()
+        if peer.unacknowledged and now >= peer.acknowledged_at + ACKNOWLEDGE_S:
+            self._spawn(self._acknowledge(peer, now))
+
+    async def _acknowledge(self, peer: WorkerConnection, now: float) -> None:
+        """Tell a worker which tokens were delivered, so that it need not keep them."""
+        rids = peer.unacknowledged
+        peer.unacknowledged = set()
+        peer.acknowledged_at = now
+        num_emitted = self.table.num_emitted(peer.name, rids)
+        with suppress(DisaggError):  # the next one says so too
+            if num_emitted:
+                await peer.client.acknowledge(num_emitted, self.id)
 
     def _take_figures(self, rid: str, stats: Mapping[str, Any]) -> None:
         """Keep the figures of a hand-off for the client, and add them to the totals."""
@@ -389,23 +432,44 @@ class Router:
             if self.ready:
                 self._ready_at = now
             try:
-                for peer in self.peers.values():
-                    if late_s > TICK_S:
-                        peer.heard_at += late_s
-                        peer.step_at += late_s
-                    if now - peer.heard_at >= self.config.silence_s:
-                        self._drop_silent(peer)
+                if late_s > TICK_S:
+                    for peer in self.peers.values():
+                        peer.pulse.delay(late_s)
+                self._check_peers(now)
                 self._perform(self.table.tick(now))
             except Exception:
                 log.exception("a tick of the router broke")
 
-    def _drop_silent(self, peer: WorkerConnection) -> None:
-        """Take a silent worker out, and go on trying to reach it."""
-        peer.task.cancel()
-        if peer.name in self.table.workers:
-            peer.fallen = True
-        peer.heard_at = self._clock()
+    def _check_peers(self, now: float) -> None:
+        """Drop the workers that are silent or stuck, and open streams again."""
+        decoding = self.table.decoding_workers()
+        members = [x for x in self.peers.values() if x.name in self.table.workers]
+        pulses = [peer.pulse for peer in members]
+        for peer in members:
+            if peer.name not in decoding:
+                peer.pulse.rest(now)
+            liveness = liveness_of(peer.pulse, pulses, self.config, self.lease_s, now)
+            if liveness in (Liveness.SILENT, Liveness.STUCK):
+                self._drop(peer, liveness, now)
+        for peer in self.peers.values():
+            last_sign_at = max(peer.pulse.heard_at, peer.opened_at)
+            if now - last_sign_at >= self.config.silence_s:
+                self._reopen(peer, now)
+
+    def _drop(self, peer: WorkerConnection, liveness: Liveness, now: float) -> None:
+        """Take a silent or stuck worker out; it is fenced when it can be reached."""
+        if liveness is Liveness.STUCK:
+            peer.pulse.note_stuck()
+        silent_s = self._silent_s(peer, now)
+        log.warning("%s is %s since %.1f s", peer.name, liveness, silent_s)
+        peer.fallen = True
         self._leave(peer)
+        self._reopen(peer, now)
+
+    def _reopen(self, peer: WorkerConnection, now: float) -> None:
+        """Open the stream of a worker again: this one may never break."""
+        peer.opened_at = now
+        peer.task.cancel()
         peer.task = asyncio.create_task(self._follow(peer))
 
     # -- performing actions

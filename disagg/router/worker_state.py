@@ -88,6 +88,12 @@ class WorkerState:
         self.failures = 0
         self.open_until = -math.inf
 
+    def distrust(self, times_stuck: int, now: float) -> None:
+        """Open the breaker of a worker whose engine hung so many times: it may hang again."""
+        self.failures = OPENS_AT - 1 + times_stuck
+        self.failed_at = now
+        self.pause(now)
+
     def pause(self, now: float) -> None:
         """Open the breaker (again), if the worker has failed often enough."""
         if self.failures >= OPENS_AT:

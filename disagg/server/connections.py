@@ -5,7 +5,8 @@
        ▼ within that time   ▼ and BODY_RATE       time   ▼
        closed               closed                       closed
 
-uvicorn serves HTTP/1.1 with h11, because httptools does not limit headers.
+uvicorn serves HTTP/1.1 with httptools, which takes an eighth less time for a token than h11, but
+does not limit headers: that is done here.
 """
 
 import asyncio
@@ -15,20 +16,22 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from disagg.config import ServerConfig
+from disagg.errors import RequestError
 from disagg.server.process import max_connections
 from disagg.server.responses import error_body
 
 GRACE_S = 2  # for responses in progress when the service stops
 BACKLOG = 128  # connections that the system accepts for us
+MAX_HEADER_BYTES = 16 << 10
 BODY_RATE = 8 << 10  # bytes per second that a client has to send of a long request
 MAX_REFUSALS = 100  # connections that are told at once that there are too many
 LINGER_S = (
@@ -132,7 +135,14 @@ class Arrival:
         return min(self.heard_at + silence_s, slowest)
 
 
-class Connection(H11Protocol):
+class Phase(Enum):
+    """What a client sends next."""
+
+    HEADER = "header"
+    BODY = "body"
+
+
+class Connection(HttpToolsProtocol):
     """An HTTP/1.1 connection that is closed if a request arrives too slowly.
 
     uvicorn's own timer closes idle connections. A client that waits for its response may be silent.
@@ -142,6 +152,9 @@ class Connection(H11Protocol):
         super().__init__(**options)
         self.timeout_keep_alive = pool.limits.idle_s  # type: ignore[assignment]
         self._pool = pool
+        self._phase = Phase.HEADER
+        self._header_bytes = 0  # of the parts that are whole
+        self._has_whole_request = False  # since the latest bytes arrived
         self._arrival: Arrival | None = None  # of the request that is incomplete
         self._timer: asyncio.TimerHandle | None = None
 
@@ -163,12 +176,49 @@ class Connection(H11Protocol):
             self._begin_request()
         assert self._arrival is not None
         self._arrival.add(len(data), self.loop.time())
+        self._has_whole_request = False
         super().data_received(data)
-        self._note_progress()
+        if self._has_whole_request:
+            self._arrival = None
+            if self._phase is Phase.BODY:  # of the request behind it
+                self._begin_request()
+        elif self._phase is Phase.HEADER and self._arrival.nbytes > MAX_HEADER_BYTES:
+            self._refuse_header()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()  # the next request may have begun to arrive before
-        self._note_progress()
+    # -- called by the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header(name + value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._phase = Phase.BODY
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._phase = Phase.HEADER
+        self._has_whole_request = True
+
+    # -- limits
+
+    def _count_header(self, part: bytes) -> None:
+        """RequestError, which the parser turns into a status of 400, for a header that is long."""
+        self._header_bytes += len(part)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise RequestError("the header is too long")
+
+    def _refuse_header(self) -> None:
+        if not self.transport.is_closing():
+            self.send_400_response(f"a header has at most {MAX_HEADER_BYTES:,} bytes")
 
     def _begin_request(self) -> None:
         now = self.loop.time()
@@ -176,21 +226,12 @@ class Connection(H11Protocol):
         if self._timer is None:
             self._check()
 
-    def _note_progress(self) -> None:
-        state = self.conn.their_state
-        unread, _ = self.conn.trailing_data
-        is_idle = state is h11.IDLE and not unread
-        if is_idle or state not in (h11.IDLE, h11.SEND_BODY):
-            self._arrival = None
-        elif self._arrival is None:
-            self._begin_request()
-
     def _check(self) -> None:
         """Close the connection if the client is too slow, else look again later."""
         self._timer = None
         if self._arrival is None or self.transport.is_closing():
             return
-        in_body = self.conn.their_state is h11.SEND_BODY
+        in_body = self._phase is Phase.BODY
         deadline = self._arrival.deadline(self._pool.limits.silence_s, in_body)
         if self.loop.time() >= deadline:
             self.transport.close()

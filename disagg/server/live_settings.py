@@ -1,4 +1,4 @@
-"""Which settings of a running service may change, and the certificate of its HTTPS."""
+"""Which settings of a running service may change."""
 
 import logging
 import ssl

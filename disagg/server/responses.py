@@ -44,6 +44,9 @@ class GenerationResponse:
             "created": int(time.time()),
             "model": served.name,
         }
+        # of every chunk, written once: there is one for each token
+        head = json.dumps(self._chunk_head())[:-1]
+        self._event_head = f'data: {head}, "choices": ['
 
     async def first(self, deltas: AsyncGenerator[IndexedDelta]) -> IndexedDelta:
         """The first delta; an error that precedes it can still choose the HTTP status."""
@@ -144,10 +147,10 @@ class GenerationResponse:
         }
 
     def _chunk_event(self, choice: Mapping[str, Any]) -> str:
-        chunk = {**self._chunk_head(), "choices": [choice]}
+        usage = ""
         if self._request.stream_options.continuous_usage_stats:
-            chunk["usage"] = self._usage()
-        return event(chunk)
+            usage = f', "usage": {json.dumps(self._usage())}'
+        return f"{self._event_head}{json.dumps(choice)}]{usage}}}\n\n"
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": self._choices.chunk_object}

@@ -1,7 +1,8 @@
 """All hand-offs from one worker to another: one stream of frames, one renewal of their leases.
 
 The channel sends the frame of the most urgent hand-off that has credit: the earliest deadline, then
-the lowest layer. Credit is per hand-off, so none holds up another. Anything that ends the stream,
+the lowest layer. Credit is per hand-off, so none holds up another. What is in flight, of all of
+them, is bounded by the rate of the link. Anything that ends the stream,
 failures of our own included, breaks it for all attached hand-offs, which attach again; an error of
 one hand-off ends only that one. An idle stream ends after a while, and then gRPC closes the link.
 Lives on the io loop.
@@ -13,7 +14,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -30,7 +31,14 @@ from disagg.errors import (
 )
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.direct import dial
-from disagg.transfer.link import LinkReport, RateLimiter, RateMeter, measure
+from disagg.transfer.hosts import HostLink, HostLinks
+from disagg.transfer.link import (
+    LinkReport,
+    RateLimiter,
+    RateMeter,
+    measure,
+    reach,
+)
 from disagg.transfer.messages import (
     KV_SERVICE,
     Ack,
@@ -49,6 +57,8 @@ log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 3
 LEAST_PAUSE_S = 0.01  # between two renewals
+PROBED_BYTES = 64 << 10  # to send over an unknown link, before it is probed
+SAMPLE_FRAMES = 8  # answered, before the rate of a link is updated
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,8 @@ class ChannelOptions:
 class FrameStream(Protocol):
     """Frames out and answers in, on one connection: gRPC's Push, or a direct one."""
 
+    is_direct: bool
+
     async def send(self, parts: Sequence[Buffer]) -> int:
         """Send one frame; waits while the stream is full. Returns the bytes of the message.
 
@@ -91,7 +103,9 @@ class FrameStream(Protocol):
 
 
 class PushStream:
-    """A `FrameStream` over gRPC. It copies what is sent once, into one message."""
+    """A `FrameStream` over gRPC. It copies each frame once, into one message."""
+
+    is_direct = False
 
     def __init__(self, link: Link):
         self._address = link.address
@@ -119,8 +133,8 @@ class PushStream:
 class Channel:
     """All hand-offs from this worker to one other: their stream, their leases, their calls.
 
-    report: what the link can do; None until it was measured
-    meter:  of the current stream
+    host:  the link to the peer's host, shared by all channels to it
+    meter: of the current stream
     """
 
     def __init__(
@@ -128,33 +142,55 @@ class Channel:
         address: str,
         security: Security | None = None,
         options: ChannelOptions | None = None,
+        host: HostLink | None = None,
     ):
         self.address = address
+        self.host = host or HostLink(address)
         self.options = options or ChannelOptions()
         self.link = connect(address, security)  # it connects when first used
         self._security = security
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self.report: LinkReport | None = None
         self.meter = RateMeter()
         self._needed_at = 0.0  # when the last hand-off ended
+        self._fastest_call_s = math.inf
+        self._has_answers = False  # of the current stream
+        # how the last direct stream ended, if none of its frames was answered
+        self._unanswered: DisaggError | None = None
         self._lease_s = math.inf
 
     @property
-    def frame_bytes(self) -> int:
-        """Where frames are cut: small enough for a measured link to answer in time."""
-        most = self.options.frame_bytes
-        return most if self.report is None else self.report.frame_bytes(most)
+    def report(self) -> LinkReport | None:
+        """Latency and rate of the link; None: unknown."""
+        return self.host.report
 
-    async def meet(self) -> None:
-        """Measure the link."""
+    @property
+    def frame_bytes(self) -> int:
+        """Where frames are cut: small enough for the link to answer in time."""
+        return self.host.frame_bytes(self.options.frame_bytes)
+
+    @property
+    def wants_direct(self) -> bool:
+        """Whether the next stream should be a direct connection."""
+        return self.options.direct and self.host.may_dial(time.monotonic())
+
+    async def meet(self, is_short: bool = False) -> bool:
+        """Measure the link, unless its rate is known; whether the peer answered."""
         try:
-            self.report = await measure(self.link)
+            await self._measure(is_short)
         except DisaggError as error:
             log.warning("the link to %s cannot be measured: %s", self.address, error)
-        else:
-            log.info("%s", self.report)
+            return False
+        return True
+
+    async def _measure(self, is_short: bool) -> None:
+        async with self.host.probing:
+            if self.host.report is not None:
+                await reach(self.link)
+                return
+            self.host.report = await measure(self.link, is_short=is_short)
+            log.info("%s", self.host.report)
 
     async def close(self) -> None:
         """Break all attachments and close the link."""
@@ -199,10 +235,13 @@ class Channel:
         self, name: str, data: bytes, timeout_s: float, *senders: Sender
     ) -> bytes:
         """The answer to a call, or PeerLostError. Its bytes, both ways, count for `senders`."""
+        began = time.monotonic()
         try:
             reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
+        call_s = time.monotonic() - began
+        self._fastest_call_s = min(self._fastest_call_s, call_s)
         for sender in senders:
             sender.wire_bytes += (len(data) + len(reply)) // len(senders)
         return reply
@@ -213,8 +252,11 @@ class Channel:
         """Run one stream until it ends in any way; then end all attachments on it."""
         error: DisaggError = PeerLostError(f"the channel to {self.address} was closed")
         self.meter = RateMeter()
+        self._has_answers = False
+        is_direct = False
         try:
             with closing(await self._open(attached)) as stream:
+                is_direct = stream.is_direct
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._send_frames(stream))
                     group.create_task(self._receive_credit(stream))
@@ -224,24 +266,48 @@ class Channel:
             error = self._reason(failure)
         finally:
             self._serving = None
+            quiet_s = self.meter.quiet_s(time.monotonic())
+            self.host.broke(quiet_s)
+            if is_direct and quiet_s and not self._has_answers:
+                self._note_unanswered(error, quiet_s)
             for sender in self._attached.values():
                 sender.end(error)
             self._attached.clear()
 
     async def _open(self, attached: Attached) -> FrameStream:
-        if self.options.direct and attached.port:
+        """A direct connection where both ends want one; gRPC where it fails and fails again."""
+        if self._unanswered is not None:  # the peer has just attached: it is not dead
+            self.host.dial_failed(self._unanswered, time.monotonic())
+            self._unanswered = None
+        if not attached.port or not self.wants_direct:
+            return PushStream(self.link)
+        try:
             return await dial(self.address, attached.port, attached.key, self._security)
-        return PushStream(self.link)
+        except PeerLostError as error:
+            self.host.dial_failed(error, time.monotonic())
+            if self.wants_direct:
+                raise  # attaching again gets another key
+            return PushStream(self.link)
+
+    def _note_unanswered(self, error: DisaggError, quiet_s: float) -> None:
+        """A direct stream ended without an answer. One that waited for long is not tried twice:
+        hand-offs would be given up before the second one ends."""
+        if quiet_s > self.options.stall_s:
+            self.host.dial_failed(error, time.monotonic(), for_good=True)
+        else:
+            self._unanswered = error
 
     async def _send_frames(self, stream: FrameStream) -> None:
         """Send frames as they become ready; returns when the stream has ended."""
-        if self.report is None:
-            await self.meet()
+        if self.report is None and self._bytes_to_come() > PROBED_BYTES:
+            await self.meet(is_short=True)
         pace = self.options.pace
         is_open = True
         while is_open:
             self._wake.clear()
-            most_urgent = self._next_frame()
+            window = self.host.window_bytes(self.options.frame_bytes)
+            is_full = self.meter.bytes_in_flight >= window
+            most_urgent = None if is_full else self._next_frame()
             if most_urgent is None:
                 await self._wake.wait()
                 continue
@@ -254,6 +320,10 @@ class Channel:
             nbytes = await stream.send(frame.parts)
             sender.wire_bytes += nbytes
             is_open = nbytes > 0
+
+    def _bytes_to_come(self) -> int:
+        """Bytes of all attached hand-offs, except the items that the peer has."""
+        return sum(sender.queue.bytes_to_come for sender in self._attached.values())
 
     def _next_frame(self) -> tuple[Sender, OutgoingFrame] | None:
         """The frame of the most urgent hand-off that has one and credit for it."""
@@ -274,12 +344,29 @@ class Channel:
                 credit = Credit.from_proto(parse(kv.PushResponse, data))
                 if credit.error and not credit.gen:  # the stream itself failed
                     raise credit.error
-                self.meter.arrived(time.monotonic())
+                self._on_answer(stream)
                 sender = self._attached.get(credit.nonce)
                 if sender is not None:
                     sender.on_credit(credit, len(data))
                 self._wake.set()
         raise PeerLostError(f"{self.address} ended the stream")
+
+    def _on_answer(self, stream: FrameStream) -> None:
+        """Update what is known of the link: its rate, once a few frames were answered."""
+        self.meter.arrived(time.monotonic())
+        if stream.is_direct and not self._has_answers:
+            self.host.dial_worked()
+        self._has_answers = True
+        if self.report is not None and self.meter.sample.frames < SAMPLE_FRAMES:
+            return
+        sample = self.meter.take_sample()
+        measured = LinkReport(
+            peer=self.address,
+            transport=self.link.transport,
+            round_trip_ms=1e3 * self._fastest_call_s,
+            gbytes_per_s=sample.bytes_per_s / 1e9,
+        )
+        self.host.learn(measured, sample)
 
     async def _renew_leases(self) -> None:
         """Keep all leases alive. A call that fails is repeated with the next renewal."""
@@ -332,10 +419,10 @@ class Channel:
 
 
 class Peers:
-    """The channels of a worker by address, with the reports of their links.
+    """The channels of a worker by address, and its links by host.
 
-    A channel without hand-offs and without a stream is closed, as workers come and go. Those that
-    were measured in advance stay.
+    A channel without hand-offs and without a stream is closed, as workers come and go. The report
+    of its link is remembered for hours.
     """
 
     def __init__(self, security: Security | None, config: TransferConfig):
@@ -351,27 +438,27 @@ class Peers:
         )
         self._security = security
         self._channels = WeakValueDictionary[str, Channel]()
-        self._measured = set[Channel]()
+        self._hosts = HostLinks()
 
     def get(self, address: str) -> Channel:
         """The channel to "host:port"; it connects when it is used."""
         if (channel := self._channels.get(address)) is None:
-            channel = self._channels[address] = Channel(
-                address, self._security, self.options
-            )
+            host = self._hosts.to(address, time.monotonic())
+            channel = Channel(address, self._security, self.options, host)
+            self._channels[address] = channel
         return channel
 
     async def meet(self, addresses: Iterable[str]) -> list[str]:
-        """Measure links before they are needed; describes each that could be measured."""
-        channels = [self.get(address) for address in addresses]
-        for channel in channels:
-            await channel.meet()
-        self._measured.update(x for x in channels if x.report)
-        return [str(x.report) for x in channels if x.report]
+        """Measure unknown links before they are needed; describes each peer that answered."""
+        lines = []
+        for channel in [self.get(address) for address in addresses]:
+            if await channel.meet() and channel.report is not None:
+                lines.append(str(replace(channel.report, peer=channel.address)))
+        return lines
 
     def as_info(self) -> list[dict[str, Any]]:
-        """The measured links, as plain values."""
-        return [asdict(x.report) for x in self._channels.values() if x.report]
+        """The links, as plain values: see `HostLink.as_info`."""
+        return self._hosts.as_info()
 
     async def close(self) -> None:
         """Close all channels."""

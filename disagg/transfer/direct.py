@@ -176,6 +176,8 @@ def _drop_sent(unsent: deque[memoryview], count: int) -> None:
 class DirectStream:
     """A `channel.FrameStream` over a socket. Frames are not copied on the way to the kernel."""
 
+    is_direct = True
+
     def __init__(self, sock: AsyncSocket, peer: str):
         self._sock = sock
         self._peer = peer

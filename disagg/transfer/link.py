@@ -15,6 +15,9 @@ from disagg.wire import FRAME_BYTES, frame_message
 
 TRIPS = 5
 FIRST_BYTES = 64 << 10
+SHORT_BYTES = (
+    16 << 10
+)  # of a short probe: a ping waits for it, on any link that can be used
 LONG_S = 0.02  # how long one probe may take on a slow link
 CALL_S = 5.0
 # a frame takes at most this long, unless it is of the least size: a ping after two is on time
@@ -47,11 +50,13 @@ class LinkReport:
 
 
 async def measure(
-    link: Link, clock: Callable[[], float] = time.perf_counter
+    link: Link, clock: Callable[[], float] = time.perf_counter, is_short: bool = False
 ) -> LinkReport:
     """Measure the link to a decode worker's receiver; raises as `Link.call` does.
 
     At most 64 KiB and three frames cross, or less on a slow link.
+
+    is_short: only 16 KiB cross, which shows a fast link slower than it is
     """
 
     async def probe_s(nbytes: int, times: int = 1) -> float:
@@ -66,10 +71,12 @@ async def measure(
 
     await probe_s(0)  # connects
     trip_s = await probe_s(0, TRIPS)
-    first_s = max(await probe_s(FIRST_BYTES) - trip_s, 1e-9)
-    affordable = FIRST_BYTES * LONG_S / first_s
-    size = int(min(FRAME_BYTES, max(FIRST_BYTES, affordable)))
-    frame_s = await probe_s(size, 3)
+    size = SHORT_BYTES if is_short else FIRST_BYTES
+    frame_s = await probe_s(size)
+    if not is_short:
+        affordable = FIRST_BYTES * LONG_S / max(frame_s - trip_s, 1e-9)
+        size = int(min(FRAME_BYTES, max(FIRST_BYTES, affordable)))
+        frame_s = await probe_s(size, 3)
     bytes_per_s = size / max(frame_s - trip_s / 2, frame_s / 2)
     return LinkReport(
         peer=link.address,
@@ -79,21 +86,53 @@ async def measure(
     )
 
 
+async def reach(link: Link) -> None:
+    """Call a decode worker's receiver; raises as `Link.call` does."""
+    await link.call(f"/{KV_SERVICE}/Probe", frame_message([b""]), CALL_S)
+
+
 async def absorb(data: bytes) -> bytes:
     """The receiver's side of a probe, as a method of `rpc.rpc_handlers`."""
     return b""
 
 
+@dataclass
+class RateSample:
+    """Answered frames, and the seconds in which at least one was in flight."""
+
+    frames: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Count a frame that was answered so long after the one before, or after it left."""
+        self.frames += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0 without a frame."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_per_frame(self) -> float:
+        """The mean; 0 without a frame."""
+        return self.seconds / self.frames if self.frames else 0.0
+
+
 class RateMeter:
-    """The rate of a link while frames are in flight, and for how long it has been silent."""
+    """The rate of a link while frames are in flight, and for how long it has been silent.
+
+    sample: since it was last taken
+    """
 
     def __init__(self) -> None:
+        self.sample = RateSample()
         self._in_flight = deque[int]()  # bytes of each frame
-        self._since = (
-            0.0  # when the oldest of them left, or the one before was answered
-        )
-        self._nbytes = 0
-        self._busy_s = 0.0
+        # when the oldest of them left, or the one before was answered
+        self._since = 0.0
+        self._since_reading = RateSample()
         self._last_rate = 0.0
 
     def read(self) -> float:
@@ -101,11 +140,20 @@ class RateMeter:
 
         0 before the first answer.
         """
-        if self._busy_s:
-            self._last_rate = self._nbytes / self._busy_s
-            self._nbytes = 0
-            self._busy_s = 0.0
+        self._last_rate = self._since_reading.bytes_per_s or self._last_rate
+        self._since_reading = RateSample()
         return self._last_rate
+
+    def take_sample(self) -> RateSample:
+        """The frames answered since the last sample; begins another one."""
+        sample = self.sample
+        self.sample = RateSample()
+        return sample
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of the frames that are not answered yet."""
+        return sum(self._in_flight)
 
     def quiet_s(self, now: float) -> float:
         """For how long no frame in flight was answered; 0 if none is in flight."""
@@ -119,10 +167,12 @@ class RateMeter:
 
     def arrived(self, now: float) -> None:
         """The oldest frame in flight was answered; an answer to none is not counted."""
-        if self._in_flight:
-            self._busy_s += now - self._since
-            self._nbytes += self._in_flight.popleft()
-            self._since = now
+        if not self._in_flight:
+            return
+        nbytes = self._in_flight.popleft()
+        for sample in (self.sample, self._since_reading):
+            sample.add(nbytes, now - self._since)
+        self._since = now
 
 
 class RateLimiter:

@@ -11,14 +11,14 @@ The pool stores and counts; this file knows no peer, no lease and no clock.
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
 from disagg.kv.page import Kind
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.pool import Pool
-from disagg.kv.prefix_keys import PrefixBlock, content_keys, prefix_blocks
+from disagg.kv.prefix_keys import PrefixBlock, content_keys, joined, prefix_blocks
 from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
@@ -287,10 +287,18 @@ def _cached_items(
         plan.groups, prefix_blocks(plan, tokens), cached, strict=True
     ):
         group_tokens = group.dropped(tokens)  # of which no records are needed
-        for block, cached_block in zip(blocks, cached_blocks, strict=False):
-            indices = chain.from_iterable(manifest.indices_of(block))
-            digests.update(zip(indices, cached_block.item_digests(), strict=True))
-            group_tokens = block.end
+        pairs = list(zip(blocks, cached_blocks, strict=False))
+        # blocks of one earlier prompt stand side by side, and are looked up together
+        for _, same_prompt in groupby(pairs, key=lambda pair: id(pair[1].digests)):
+            own, earlier = zip(*same_prompt, strict=True)
+            indices = manifest.indices_of(joined(own))
+            earlier_block = replace(
+                earlier[0], block=joined([x.block for x in earlier])
+            )
+            own_indices = chain.from_iterable(indices)
+            digests.update(zip(own_indices, earlier_block.item_digests(), strict=True))
+        if pairs:
+            group_tokens = pairs[-1][0].end
         cached_tokens = min(cached_tokens, group_tokens)
     return digests, cached_tokens
 

@@ -38,7 +38,10 @@ from disagg.wire import Commit, PageFrame, Ticket, digest, pack
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
-MEMORY_S = 900.0  # how long ended reservations and aborts are remembered
+# how long ended reservations and aborts are remembered, whatever the deadline of their request:
+# calls end after 5 s, so none of an ended attempt can still be on its way. If one were, it would
+# hold room for one lease
+MEMORY_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class ReceiverPolicy:
     plan_of:         the plan of a job's codec, whose records it allocates
     epoch:           its incarnation; a fence raises it by one
     lease_s:         a reservation ends this long after its sender's last sign of life
-    rows:            rows of decode steps; a reservation takes one until its answer has ended
+    decode_slots:    of the engine; a reservation takes one until its answer has ended
     watermark_bytes: what a reservation leaves free for sequences that grow
     may_reserve:     False while sequences of this worker wait for room
     share:           prompts share cached blocks of equal prefixes
@@ -59,7 +62,7 @@ class ReceiverPolicy:
     plan_of: Callable[[str], Plan]
     epoch: int
     lease_s: float = 10.0
-    rows: DecodeSlots = field(default_factory=lambda: DecodeSlots(1 << 16))
+    decode_slots: DecodeSlots = field(default_factory=lambda: DecodeSlots(1 << 16))
     watermark_bytes: int = 0
     may_reserve: Callable[[], bool] = lambda: True
     share: bool = True
@@ -416,14 +419,14 @@ class Reservations:
         policy = self.policy
         if not policy.may_reserve():
             raise CapacityError("sequences here wait for room already")
-        if not policy.rows.take():
+        if not policy.decode_slots.take():
             raise CapacityError(
-                f"{policy.rows.count} sequences are here or promised room"
+                f"{policy.decode_slots.count} sequences are here or promised room"
             )
         try:
             pending = self.cache.hold(policy.model, plan, job, policy.watermark_bytes)
         except BaseException:
-            policy.rows.give()
+            policy.decode_slots.give()
             raise
         reservation = Reservation(secrets.randbits(64), pending)
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
@@ -469,7 +472,7 @@ class Reservations:
         for table in (self._live, self._running):
             if table.get(reservation.rid) is reservation:
                 del table[reservation.rid]
-        self.policy.rows.give()
+        self.policy.decode_slots.give()
         self._ended.append(reservation)
         pending = reservation.pending
         if pending is not None:

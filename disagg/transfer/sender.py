@@ -128,7 +128,7 @@ class SendQueue:
         self._last_offered_at = now
         self._enqueue(offered_at)
 
-    def leave_out(self, items: Iterable[Item]) -> None:
+    def mark_unencoded(self, items: Iterable[Item]) -> None:
         """These items have no bytes: the receiver had them, so they were not encoded.
 
         They are offered like all others. `next_frame` raises TransferError if the receiver lost one
@@ -151,6 +151,12 @@ class SendQueue:
         """Bytes of the frames that are not answered yet."""
         return sum(frame.size for frame in self._in_flight)
 
+    @property
+    def bytes_to_come(self) -> int:
+        """About how many bytes the receiver lacks, sent or not."""
+        lacks = self.manifest.num_items - len(self.peer_has)
+        return self.manifest.total_bytes * lacks // self.manifest.num_items
+
     def restart(self, peer_has: Mapping[int, int], credit: int) -> None:
         """Start over on a new attachment, whose receiver has these items already.
 
@@ -161,11 +167,14 @@ class SendQueue:
             raise CorruptFrameError(
                 f"the receiver has item {last} of a prompt with {self.manifest.num_items} items"
             )
-        self.peer_has = {
-            index: peer_digest
-            for index, peer_digest in peer_has.items()
-            if self._sent_digests.get(index, peer_digest) == peer_digest
-        }
+        altered = [
+            index
+            for index, own_digest in self._sent_digests.items()
+            if peer_has.get(index, own_digest) != own_digest
+        ]
+        self.peer_has = dict(peer_has)
+        for index in altered:
+            del self.peer_has[index]
         self._in_flight.clear()
         self._queue.clear()
         self._ready = None
@@ -209,7 +218,7 @@ class SendQueue:
             ticket=ticket,
             tokens=self.manifest.tokens,
             plan=self.manifest.plan.fingerprint,
-            digests=tuple(digests[index] for index in range(self.manifest.num_items)),
+            digests=tuple(map(digests.__getitem__, range(self.manifest.num_items))),
             first_token=first_token,
             extras=extras,
         )
@@ -234,6 +243,9 @@ class SendQueue:
         return len(self._offered_at) == self.manifest.num_items
 
     def _enqueue(self, items: Iterable[Item]) -> None:
+        if not self.peer_has:
+            self._queue.extend(items)
+            return
         self._queue += [
             item for item in items if self.manifest.index_of(item) not in self.peer_has
         ]
@@ -396,7 +408,7 @@ class Sender:
         attach = replace(
             self._attach_message,
             ticket=self.ticket,
-            direct=self._channel.options.direct,
+            direct=self._channel.wants_direct,
         )
         return await self._channel.attach(self, attach)
 

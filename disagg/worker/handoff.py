@@ -94,7 +94,6 @@ class OutgoingHandoff(Generic[EngineResult]):
         self._part_items = part_items
         self._unpushed: list[Item] = []  # later parts
         self._source: ArenaSource | None = None
-        self._items = self.manifest.items  # listed now, before the engine waits for it
         self._loop = asyncio.get_running_loop()
         self.result: asyncio.Future[EngineResult | Failed] = self._loop.create_future()
 
@@ -135,13 +134,17 @@ class OutgoingHandoff(Generic[EngineResult]):
 
         The engine did not encode and offer what `has` says that the receiver has.
         """
-        left_out = [item for item in self._items if item not in self.offered_items]
-        self.sender.queue.leave_out(left_out)
-        last_items = left_out if self._overlap else self._items
-        if last_items:
-            self._push(last_items)
+        if not (self._overlap and self.all_offered):
+            # a long prompt has 65,536 items: going through them would hold up the loop
+            unencoded = await asyncio.to_thread(self._not_offered)
+            self.sender.queue.mark_unencoded(unencoded)
+            self._push(unencoded if self._overlap else self.manifest.items)
         self.sender.finish(first_token, extras)
         return await self._send_task
+
+    def _not_offered(self) -> list[Item]:
+        """The items that the engine has not offered. For any thread, once the engine is done."""
+        return [x for x in self.manifest.items if x not in self.offered_items]
 
     def _push(self, items: Sequence[Item]) -> None:
         """Push items into the sender, at once or in parts."""
@@ -215,6 +218,7 @@ class MigrationHandoff(OutgoingHandoff[Moved]):
 
     def __init__(self, context: HandoffContext, submit: Submit, name: str):
         super().__init__(context, submit, name, part_items=PART_ITEMS)
+        self._items = self.manifest.items  # listed before the engine waits for them
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         has_stopped = self._source is not None

@@ -21,17 +21,21 @@ from disagg.worker.event_log import EventLog
 from disagg.worker.handoff import HandoffContext, OutgoingHandoff
 
 
+def sampling_of(job: Job) -> SamplingParams:
+    """How a job samples its answer; RequestError for parameters that no engine can follow."""
+    try:
+        return SamplingParams(**job.sampling)
+    except TypeError as error:
+        raise RequestError(f"{job.name}: {error}") from None
+
+
 def request_of(job: Job, side: str) -> Request:
     """A job as a request of the engine; RequestError for invalid sampling parameters.
 
     side: "p" or "d", as one engine may have both ends of a request
     """
-    try:
-        params = SamplingParams(**job.sampling)
-    except TypeError as error:
-        raise RequestError(f"{job.name}: {error}") from None
     rid = f"{job.rid}#{job.attempt}/{side}"
-    return Request(rid, tuple(job.prompt), params, job.codec)
+    return Request(rid, tuple(job.prompt), sampling_of(job), job.codec)
 
 
 @dataclass(eq=False)

@@ -50,7 +50,7 @@ from disagg.transfer.security import Security
 from disagg.worker.decode import DecodeSide
 from disagg.worker.event_log import EventLog
 from disagg.worker.handoff import HandoffContext
-from disagg.worker.prefill import PrefillSide, request_of
+from disagg.worker.prefill import PrefillSide, sampling_of
 
 # lengths of prompts whose bytes are in `WorkerInfo.sizes`
 SIZES = (1024, 4096)
@@ -106,7 +106,7 @@ class WorkerService:
             plan_of=self._engine.plan,
             epoch=self.epoch,
             lease_s=config.transfer.lease_s,
-            rows=self._engine.rows,
+            decode_slots=self._engine.decode_slots,
             watermark_bytes=int(arena_bytes * config.engine.watermark),
             may_reserve=self._engine.may_reserve,
             share=config.transfer.dedup,
@@ -121,7 +121,7 @@ class WorkerService:
             raise PeerLostError(
                 f"{self.name} ({self.role}) decodes nothing of others now"
             )
-        request_of(job, "d")  # raises RequestError if no engine can serve it
+        sampling_of(job)  # RequestError before room is reserved
         return self.reservations.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
@@ -296,8 +296,8 @@ class WorkerService:
             slots=engine.slots,
             waiting=waiting,
             role=self.role,
-            step=self._engine.num_steps,
-            stalled_s=self._engine.stalled_s,
+            step=self._engine.progress.num_steps,
+            stalled_s=self._engine.progress.stalled_s,
         )
 
     def _tokens_that_fit(self, nbytes: int) -> int:

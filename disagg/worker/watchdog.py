@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from disagg.engine.engine import Engine
+from disagg.engine.progress import StepProgress
 
 EXIT_CODE = 86  # of a process whose engine stood still
 CHECKS = 10  # in the time that a step may stall
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """A thread that looks at an engine until it is stopped.
+    """A thread that looks at the steps of an engine until it is stopped.
 
     stuck_s:  how long a step may make no progress
     on_stuck: called once when it has made none for longer; ends the process
@@ -29,12 +29,12 @@ class Watchdog:
     def __init__(
         self,
         name: str,
-        engine: Engine,
+        progress: StepProgress,
         stuck_s: float,
         on_stuck: Callable[[], None] | None = None,
     ):
         self._name = name
-        self._engine = engine
+        self._progress = progress
         self._stuck_s = stuck_s
         self._on_stuck = on_stuck or end_process
         self._stopped = threading.Event()
@@ -53,7 +53,7 @@ class Watchdog:
     def _run(self) -> None:
         was_stuck = False
         while not self._stopped.wait(self._stuck_s / CHECKS):
-            is_stuck = self._engine.stalled_s > self._stuck_s
+            is_stuck = self._progress.stalled_s > self._stuck_s
             # twice in a row: a process that was frozen goes on between the two checks
             if is_stuck and was_stuck:
                 self._report()
@@ -65,9 +65,9 @@ class Watchdog:
         log.critical(
             "%s: step %d of the engine has made no progress for %.0f s, with %s; the worker ends",
             self._name,
-            self._engine.num_steps,
-            self._engine.stalled_s,
-            self._engine.load,
+            self._progress.num_steps,
+            self._progress.stalled_s,
+            self._progress.contents,
         )
 
 

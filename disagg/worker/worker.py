@@ -98,7 +98,7 @@ class Worker:
         self._engine_thread = threading.Thread(
             target=self._run_engine, name=f"{name}-engine", daemon=True
         )
-        self._watchdog = Watchdog(name, self.engine, config.engine.stuck_s)
+        self._watchdog = Watchdog(name, self.engine.progress, config.engine.stuck_s)
         self._failure: BaseException | None = None
 
     # -- from any thread

@@ -28,7 +28,7 @@ def test_fewer_bytes_fit_more_sequences_and_modelled_rows_say_so():
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
-def test_the_modelled_model_has_as_many_parameters_as_its_name_says():
+def test_the_modelled_8b_has_eight_billion_parameters():
     assert parameters() == pytest.approx(8.03e9, rel=0.001)
 
 

@@ -38,7 +38,7 @@ class Clerk:
         raise CapacityError(f"no room for {arguments}")
 
 
-def test_calls_are_answered_in_turn_and_the_context_ends_the_process():
+def test_calls_are_answered_in_turn_until_the_context_ends():
     with Child(Clerk) as process:
         assert process.ask("count") == 1
 

@@ -66,9 +66,9 @@ def test_one_line_says_where_disaggregation_loses():
 
     assert compare.verdict({"rows": rows}) == (
         "Disaggregation loses, a request takes longer than the 2.00 s of co-located workers: "
-        "with raw at 0.125, 0.5 times the KV that prefill makes a second."
+        "with raw at 0.125, 0.5 times the KV rate of prefill."
     )
-    assert "loses nowhere here" in compare.verdict({"rows": rows[:1] + rows[3:]})
+    assert "loses on no measured link" in compare.verdict({"rows": rows[:1] + rows[3:]})
 
 
 def measure_cell(monkeypatch: pytest.MonkeyPatch, figures: list[Row]) -> Row:

@@ -62,9 +62,7 @@ def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
     assert all(row["own"] < 1 for row in (raw, kivi))
 
 
-def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(
-    monkeypatch, runner
-):
+def test_arenas_of_one_size_are_freed_before_the_next(monkeypatch, runner):
     arenas: list[ReferenceType[Tensor]] = []
 
     def make(*arguments: Any) -> tuple[Pool, Tensor]:

@@ -19,7 +19,7 @@ def test_the_golden_input_is_made_again():
     assert torch.equal(layer.outliers, stored["outlier_tokens"])
 
 
-def test_outlier_tokens_have_small_keys_and_three_channels_are_loud():
+def test_outlier_tokens_are_small_and_three_channels_are_loud():
     layer = generate(0, Knobs(n=512, outliers=5))
 
     keys = layer.k.float()

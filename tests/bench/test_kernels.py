@@ -19,10 +19,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_pages_of_a_prompt_are_attended_as_the_tokens_they_stand_for(spec):
+def test_attention_on_pages_equals_that_on_their_decoded_tokens(spec):
     layer = make_layer(spec, StepShape(2, 4096, heads=1, per_head=3, head_dim=64), CPU)
+
     assert layer.error() < layer.codec.attend_error
+
     wrong = layer.exact().roll(1, 2)
+
     assert layer.error() < float((wrong - layer.exact()).norm() / wrong.norm())
     assert torch.equal(layer.layer_call()(), layer.attend()[:, 0])
 
@@ -40,17 +43,22 @@ def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
     records = group.inventory(tokens)
     records[Kind.RAW] -= -(-(tokens - group.sealed(tokens)) // 16)
     records[Kind.SIDE] *= any(table.sides is not None for table in layer.tables)
+
     sizes = [
         n * group.layer_bytes(group.layout(kind)) for kind, n in records.items() if n
     ]
+
     assert layer.nbytes == 3 * sum(sizes)
 
 
-def test_a_cpu_is_asked_about_other_heads_and_every_path_that_it_can_run():
+def test_a_cpu_runs_its_own_shapes_on_every_available_path():
     cases = kernels.cases_of(kernels.KernelOptions(), CPU)
     paths = set(library.paths()) or {library.TORCH}
+
     assert {path for _, _, path in cases} == paths
+
     sizes = {(shape.name, shape.per_head, shape.head_dim) for _, shape, _ in cases}
+
     assert sizes == {
         (x, *y) for x in ("1x8192", "8x2048") for y in ((4, 128), *OTHER_HEADS)
     }
@@ -59,6 +67,7 @@ def test_a_cpu_is_asked_about_other_heads_and_every_path_that_it_can_run():
 
 def test_a_dtype_that_ends_the_process_is_no_baseline(monkeypatch):
     monkeypatch.setitem(kernels.DTYPES, "fp8", torch.float8_e4m3fn)
+
     assert kernels.is_runnable("fp32")
     assert not kernels.is_runnable("fp8")
 
@@ -67,13 +76,16 @@ def test_a_dtype_that_ends_the_process_is_no_baseline(monkeypatch):
 def test_a_baseline_is_compiled_once_for_all_codecs_of_a_shape(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *_, **__: object())
     kernels.compiled_flex.cache_clear()
+
     one, other = StepShape(1, 64), StepShape(2, 64)
+
     assert kernels.compiled_flex(one) is kernels.compiled_flex(StepShape(1, 64))
     assert kernels.compiled_flex(one) is not kernels.compiled_flex(other)
+
     kernels.compiled_flex.cache_clear()
 
 
-def test_a_gpu_that_is_not_there_is_an_error_that_names_the_way_out():
+def test_a_missing_gpu_is_an_error_that_suggests_a_way_out():
     with pytest.raises(ConfigError, match="machine_code"):
         kernels.run(kernels.KernelOptions(device="cuda"))
 

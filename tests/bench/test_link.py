@@ -29,7 +29,7 @@ def output(command: list[str]) -> str:
 
 
 @needs_root
-def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
+def test_a_link_keeps_its_rate_and_disappears_at_the_end():
     devices_before = output(["ip", "-o", "link"])
     with Child(Host, isolated=True) as sink, Child(Host, isolated=True) as source:
         pids = [host.pid for host in (sink, source) if host.ask("congestion")]

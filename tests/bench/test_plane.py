@@ -14,7 +14,7 @@ COMMAND = (
 )
 
 
-def test_every_channel_and_the_socket_bring_the_records_of_one_prompt(disagg, tmp_path):
+def test_every_channel_and_the_socket_move_all_records(disagg, tmp_path):
     file = tmp_path / "a.json"
 
     table = disagg(COMMAND, file).out

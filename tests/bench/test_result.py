@@ -25,7 +25,7 @@ def test_progress_goes_to_stderr_and_quick_cases_never_flood_it(
     assert printed.err.splitlines() == ["1 of 2: case 3", "2 of 2: case 4"][:lines]
 
 
-def test_the_time_left_is_estimated_from_the_seconds_of_each_case(monkeypatch, capsys):
+def test_remaining_time_is_estimated_from_the_expected_seconds(monkeypatch, capsys):
     clock = iter([0.0, 0.0, 5.0, 10.0, 29.0])
     monkeypatch.setattr(result.time, "monotonic", lambda: next(clock))
 
@@ -54,13 +54,35 @@ def test_without_expected_seconds_all_cases_take_as_long(monkeypatch, capsys):
     ]
 
 
-def test_a_table_has_a_column_for_every_key_and_aligns_numbers_to_the_right():
+def test_a_table_has_every_key_and_aligns_numbers_right():
     rows = [{"kernel": "a", "us": 1234.5, "n": 7}, {"kernel": "longer", "reason": "no"}]
 
     assert table(rows).splitlines() == [
         "kernel     us  n  reason",
         "a       1,234  7",
         "longer            no",
+    ]
+
+
+def test_a_narrow_terminal_has_shared_values_above_the_table(monkeypatch):
+    rows = [
+        {"codec": "raw", "model": "small", "dtype": "float32", "ms": 3.5, "own": None},
+        {"codec": "fp8", "model": "small", "dtype": "float32", "ms": 2.5, "own": 0.1},
+    ]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+
+    lines = table(rows).splitlines()
+
+    assert max(map(len, lines[2:])) <= 20
+    assert lines[:3] == [
+        "model small, dtype float32",
+        "",
+        "codec   ms  own",
+    ]
+    assert lines[4:] == [
+        "raw    3.5",
+        "fp8    2.5  0.1",
     ]
 
 

@@ -77,7 +77,7 @@ def ask(url: str, *more: str) -> list[str]:
     ("backend", "limit_key"),
     [("openai", "max_tokens"), ("openai-chat", "max_completion_tokens")],
 )
-def test_requests_follow_the_flags_and_results_have_the_keys_of_vllm(
+def test_requests_follow_the_flags_and_keys_are_those_of_vllm(
     url, backend, limit_key, disagg, tmp_path
 ):
     more = [
@@ -134,9 +134,7 @@ def test_failed_requests_are_counted_and_printed(url, disagg):
     assert f"{'Failed requests:':<40} 5" in output.out
 
 
-def test_without_a_tokenizer_it_takes_that_of_the_model_of_the_server(
-    url, disagg, monkeypatch
-):
+def test_the_default_tokenizer_is_that_of_the_servers_model(url, disagg, monkeypatch):
     flags = ["bench", "serve", "--base-url", url, "--num-prompts", "1"]
 
     result = json.loads(disagg(*flags, "--json").out)

@@ -22,7 +22,7 @@ def requests_of(
     return make_requests(options, Tokenizer.load())
 
 
-def test_random_prompts_have_their_length_and_come_again_with_the_seed():
+def test_random_prompts_have_their_length_and_follow_the_seed():
     lengths = {"input_len": 50, "output_len": 6, "prefix_len": 5}
     tokenizer = Tokenizer.load()
 
@@ -39,7 +39,7 @@ def test_random_prompts_have_their_length_and_come_again_with_the_seed():
     assert requests != requests_of("random", **lengths, seed=1)
 
 
-def test_a_conversation_gives_its_first_turn_and_the_length_of_its_answer(tmp_path):
+def test_a_conversation_yields_its_first_turn_and_answer_length(tmp_path):
     file = tmp_path / "talks.json"
     long, short = {"value": "The ship left the harbour. " * 5}, {"value": "No"}
     talks = [

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.parametrize(
     "command", ["bench auto --tokens 4095", "bench latency --tokens 4096"]
 )
-def test_prompts_longer_than_the_context_are_refused_before_it_begins(
+def test_prompts_longer_than_the_context_are_refused_early(
     command, disagg, monkeypatch
 ):
     monkeypatch.setattr(

@@ -66,7 +66,9 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 def test_a_rehearsal_runs_every_step_where_much_is_missing(rehearsed):
     steps = json.loads((rehearsed / "gpu.json").read_text())["steps"]
+
     assert list(steps) == ["warmup", *NAMES]
+
     for name, step in steps.items():
         assert step["ended"] == "done", name
         assert step["rows"], name
@@ -75,6 +77,7 @@ def test_a_rehearsal_runs_every_step_where_much_is_missing(rehearsed):
 
 def test_a_rehearsal_leaves_few_files_and_says_little(rehearsed):
     output = (rehearsed / "output").read_text().splitlines()
+
     assert 2 * len(NAMES) <= len(output) <= running.LINES
     assert all(any(f" {name}," in line for line in output) for name in NAMES)
     assert {x.name for x in rehearsed.iterdir()} == {"gpu.json", "gpu.log", "output"}
@@ -83,6 +86,7 @@ def test_a_rehearsal_leaves_few_files_and_says_little(rehearsed):
 def test_a_rehearsal_attends_encodes_and_decodes(rehearsed):
     steps = json.loads((rehearsed / "gpu.json").read_text())["steps"]
     rows = {name: step["rows"] for name, step in steps.items()}
+
     assert all(
         row["errors"]["attend"] <= row["bounds"]["attend"] for row in rows["equality"]
     )
@@ -99,6 +103,7 @@ def test_the_tests_of_a_gpu_are_collected_where_much_is_missing(rehearsed):
     marked = [
         x for x in (ROOT / "tests").rglob("test_*.py") if GPU.search(x.read_text())
     ]
+
     assert row["files"] == sorted(str(x.relative_to(ROOT)) for x in marked)
     assert row["collected"] >= 11
 
@@ -192,9 +197,12 @@ def test_an_unknown_step_is_refused(capsys):
 
 def test_a_profile_is_read_codec_by_codec():
     first, second = attention.read_profile(PROFILE, ["a", "b"])
+
     assert first == {"profiled": "a", "dram_percent": 71.5, "microseconds": 1.25}
     assert second == {"profiled": "b", "dram_percent": 60.0}
+
     (row,) = attention.read_profile("==ERROR== no permission", ["a"])
+
     assert "no table" in row["reason"]
 
 
@@ -205,10 +213,13 @@ for job in all_jobs()[::3]:
 """
 
 
-def test_all_that_is_compiled_ahead_has_launches_and_no_chip_refuses_one():
+def test_kernels_compiled_ahead_are_launched_and_fit_all_chips():
     done = call(NOTED, TRITON_INTERPRET="0")
+
     assert done.returncode == 0, done.stderr
+
     lines = done.stdout.splitlines()
+
     assert len(lines) > 20
     assert all("attend_kernel" in line or "alignedkv" in line for line in lines)
 
@@ -224,20 +235,24 @@ def test_a_packed_cache_has_what_launches_read_and_no_more(tmp_path):
         (tmp_path / "cache" / folder / name).write_text(name)
     compiling.pack(tmp_path / "cache", tmp_path / "it.tar.xz")
     compiling.unpack(tmp_path / "it.tar.xz", tmp_path / "there")
+
     result = {
         str(x.relative_to(tmp_path / "there"))
         for x in (tmp_path / "there").rglob("*.*")
     }
+
     assert result == {"A/x.cubin", "A/x.json", "B/__grp__y.json"}
 
 
-def test_a_table_has_each_kernel_once_and_forgets_what_failed_before_it_was_done():
+def test_a_table_has_each_kernel_once_and_its_latest_outcome():
     needs = {"registers": 9, "spill_bytes": 0, "shared_bytes": 1, "shared_limit": 2}
     one = {"kernel": "k", "case": "a", "hash": "x", "compiled": 1, "seconds": 2.0}
     again = one | {"case": "b", "compiled": 0, "seconds": 0.0}
     rows = [{"case": "a", "reason": "killed"}, one | needs, again]
     rows += [{"case": "a", "done": True}, {"case": "b", "reason": "no memory"}]
+
     kernels, failed = compiling.table(rows)
+
     assert kernels == [{"kernel": "k", "case": "a", "seconds": 2.0, **needs}]
     assert failed == [{"case": "b", "reason": "no memory"}]
     assert compiling.result_of(rows, "sm_90")["summary"]["over_limit"] == 0
@@ -256,10 +271,14 @@ def test_what_was_compiled_ahead_is_all_that_a_gpu_launches(tmp_path):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "there")}
     environment.pop("TRITON_INTERPRET", None)
     follow = [sys.executable, "-m", "tests.benchmarks.carried", name]
+
     done = subprocess.run(
         follow, cwd=ROOT, env=environment, capture_output=True, text=True
     )
+
     assert done.returncode == 0, done.stderr
+
     row = json.loads(done.stdout.splitlines()[-1])
+
     assert row["launched"]
     assert row["compiled"] == 0

@@ -7,7 +7,7 @@ from disagg.bench.result import Row
 EXACT_TAIL_BYTES = 2 * 2 * 6 * 2 * 64 * 37
 
 
-def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
+def test_every_round_is_a_hand_off_and_an_answer_decodes_along():
     options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=1.0)
 
     result = measure_latency(options)

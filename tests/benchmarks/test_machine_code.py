@@ -78,12 +78,13 @@ def test_no_loop_over_pages_exceeds_its_budget(names):
 )
 def test_sparse_slots_that_spill_are_refused_on_nvidia_chips(spec, head_dim):
     pages = prompt_format(get_codec(spec), head_dim)
+
     with pytest.raises(ValueError, match=r"4 sparse slots for each column .* 2 fit"):
         loops_of([pages], [0], 1, 4, Chip(True, PTX, PTX))
     assert len(loops_of([pages], [0], 1, 4, Chip(False, PLAIN, PLAIN))) == 1
 
 
-def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
+def test_the_loop_over_whole_pages_is_counted_in_amd_code():
     search = ["v_cmp_lt_i32 v0, v1", *["global_load_dword v2, v[4:5], off"] * 6]
     whole = [*search, "v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]"]
     masked = [*whole[:-1], "v_cndmask_b32 v8, v9, v10, vcc", whole[-1]]
@@ -111,6 +112,7 @@ def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):
         "target": "sm_90",
         "reason": "ptxas is not there",
     }
+
     assert compile_all(["kivi-2-4heads"], ["sm_90"]) == [failed]
 
 
@@ -131,17 +133,20 @@ def test_an_unknown_target_is_an_error_that_lists_the_known_ones():
 
 
 @pytest.mark.timeout(300)
-def test_other_kernels_keep_to_their_registers_beside_one_that_fails():
+def test_other_kernels_fit_their_registers_if_one_fails():
     names = [*OTHERS[:-1], "nothing-like-it", OTHERS[-1]]
     *rows, wrong, behind = compile_all(names, ["sm_90"])
+
     assert (wrong["kernel"], wrong["target"]) == ("nothing-like-it", "sm_90")
     assert "no kernel" in wrong["reason"]
+
     for row in (*rows, behind):
         assert "reason" not in row, row
         assert row["spill_bytes"] == 0, row
         assert 16 < row["registers"] <= 255, row
         assert row["shared_bytes"] <= 99 << 10, row
         assert row["instructions"] > 100, row
+
     assert [row["kernel"] for row in (*rows, behind)] == list(OTHERS)
 
 

@@ -6,7 +6,7 @@ from benchmarks import moves
 
 
 @pytest.mark.slow
-def test_every_answer_moves_and_its_bytes_are_the_same_on_both_sides(monkeypatch):
+def test_every_answer_moves_with_the_same_bytes(monkeypatch):
     monkeypatch.setattr(moves, "LENGTHS", (300,))
 
     for row in moves.measure_moves(rounds=2)["rows"]:

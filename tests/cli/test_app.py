@@ -25,6 +25,7 @@ def test_help_has_a_short_name_everywhere(command, disagg):
     shown = []
     for flag in ("-h", "--help"):
         shown.append(disagg(*command.split(), flag).out)
+
     assert shown[0] == shown[1]
     assert "-h, --help" in shown[0]
 
@@ -32,6 +33,7 @@ def test_help_has_a_short_name_everywhere(command, disagg):
 def test_no_summary_is_cut(disagg, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, _, commands = disagg("--help").out.partition("Commands:")
+
     assert "submit" in commands
     assert "..." not in commands
 
@@ -43,9 +45,11 @@ def test_a_shell_can_complete_commands():
         "_DISAGG_COMPLETE": "complete_bash",
     }
     environment, command = os.environ | words, [sys.executable, "-m", "disagg"]
+
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True
     )
+
     assert done.stdout.split() == ["serve"]
 
 
@@ -55,6 +59,7 @@ def test_a_full_disk_is_an_error_and_no_traceback():
         done = subprocess.run(
             command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
         )
+
     assert done.returncode == 2
     assert done.stderr == "error: input or output: No space left on device\n"
 
@@ -62,6 +67,7 @@ def test_a_full_disk_is_an_error_and_no_traceback():
 def test_too_much_memory_is_an_error_and_no_traceback(disagg, monkeypatch):
     full = Mock(side_effect=MemoryError("Unable to allocate 373 TiB"))
     monkeypatch.setattr("disagg.codecs.describe.describe_all", full)
+
     assert disagg("codecs", code=7).err == "error: Unable to allocate 373 TiB\n"
 
 
@@ -122,7 +128,9 @@ def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(
         monkeypatch.setenv("GRPC_VERBOSITY", before)
     heard: list[str | None] = []
     run = "disagg.cli.app.run"
+
     monkeypatch.setattr(run, lambda _: heard.append(os.environ.get("GRPC_VERBOSITY")))
+
     with pytest.raises(SystemExit):
         program.main()
     assert heard == [after]
@@ -131,5 +139,6 @@ def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(
 def test_a_terminal_that_has_not_all_of_unicode_gets_what_it_has(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+
     assert run(["page", "raw"]) == 0
     assert b"layers 0, 1, 2, 3, 4, 5 ? raw" in written.getvalue()

@@ -50,7 +50,9 @@ def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
         "rows": [{"codec": "raw", "waited_s": 1.5}],
     }
     module = import_module(f"benchmarks.{name}")
+
     monkeypatch.setattr(module, f"measure_{name}", lambda *_: result)
+
     assert disagg("bench", name).out.splitlines()[1].split() == ["raw", "1.5"]
     assert json.loads(disagg("bench", name, "--json").out) == result
 

@@ -42,9 +42,11 @@ def test_what_goes_on_does_so_though_nobody_can_hear_of_it(monkeypatch):
 def test_a_closed_stream_is_one_that_nobody_reads(closed):
     code = "import disagg.__main__ as m, sys; from disagg.cli import app; app.run = lambda _: sum("
     code += "x.fileno() for x in (sys.stdin, sys.stdout, sys.stderr)); m.main()"
+
     done = subprocess.run(
         ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
     )
+
     assert done.returncode == 0 + 1 + 2
 
 

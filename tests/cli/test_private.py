@@ -217,7 +217,7 @@ def test_a_worker_that_freezes_for_ever_is_replaced(home):
     process.terminate()
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    assert re.search(r"decode-0 at 127.0.0.1 was silent for \d+ s; killed", err)
+    assert re.search(r"decode-0 at 127.0.0.1 was silent for \d+ s and is killed", err)
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ def service(port: int = 1, pid: int = 0) -> RunningService:
 def test_the_state_file_is_for_its_owner_alone(state_file):
     for _ in range(2):
         write_state(state_file, service())
+
     assert stat.S_IMODE(state_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(state_file.parent.stat().st_mode) == 0o700
     assert read_state(state_file) == service()
@@ -73,6 +74,7 @@ def test_a_signal_ends_a_start_that_hangs_in_c():
         assert process.stdout.readline() == "stuck\n"
         process.terminate()
         assert process.communicate(timeout=60)[1] == "stopped while Ray started\n"
+
     assert process.returncode == 128 + signal.SIGTERM
 
 
@@ -92,7 +94,9 @@ def test_a_reused_process_id_is_no_running_service(state_file):
     """The first process of a container is number 1 at every start of the container."""
     ours = replace(service(), born=birth(os.getpid()))
     write_state(state_file, replace(ours, born=f"1{ours.born}"))
+
     assert read_state(state_file) is None
+
     with announced(state_file, ours):
         assert read_state(state_file) == ours
 

@@ -46,9 +46,12 @@ def test_lm_eval_scores_and_generates(service, tmp_path):
     command += ["--include_path", str(HERE / "tasks"), "--tasks", tasks]
     run(*command, "--output_path", str(tmp_path))
     (file,) = tmp_path.rglob("results_*.json")
+
     results = json.loads(file.read_text())["results"]
+
     assert results["disagg_choose"]["acc,none"] == 1.0
     assert results["disagg_continue"]["exact_match,none"] > 0.5
+
     service.empty()
 
 
@@ -63,7 +66,9 @@ def test_guidellm_finishes_every_request(service, tmp_path):
     run(*command, "--constraint", "kind=max_requests,count=8", cwd=tmp_path)
     (benchmark,) = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
+
     assert (totals["successful"], totals["errored"], totals["incomplete"]) == (8, 0, 0)
+
     service.empty()
 
 
@@ -94,13 +99,20 @@ def test_vllm_router_prefills_at_one_port_and_decodes_at_another(service):
                 streamed = client.post(url, json=body | {"stream": True})
         finally:
             router.terminate()
+
     alone = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).json()
+
     assert whole.json()["choices"] == alone["choices"]
+
     lines = streamed.text.split("data: ")[1:-1]
     text = "".join(json.loads(x)["choices"][0]["text"] for x in lines)
+
     assert text == whole.json()["choices"][0]["text"]
+
     chosen = 'disagg_routed_total{model_name="tiny",reason="knows_most",role="prefill"}'
+
     assert f"{chosen} 4.0" in httpx.get(f"{service.url}/metrics").text
+
     service.empty()
 
 
@@ -110,10 +122,13 @@ def test_the_npm_client_lists_completes_and_chats(service, tmp_path):
         pytest.skip("no `openai` among the global packages of npm")
     (tmp_path / "node_modules").symlink_to(folder)
     script = shutil.copy(HERE / "openai.mjs", tmp_path)
+
     answers = json.loads(run("node", script, service.url))
+
     assert answers["models"] == ["tiny"]
     assert (answers["completion"]["total_tokens"], answers["logprobs"]) == (10, 5)
     assert answers["text"]
     assert answers["usage"]["completion_tokens"] == 5
     assert answers["missing"] == [404, "not_found"]
+
     service.empty()

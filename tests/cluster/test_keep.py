@@ -41,6 +41,7 @@ def keep() -> ModuleType:
 def test_ray_is_gone_after_refusals_or_a_long_silence(keep, looks, gone_at):
     watch = keep.Watch(0.0)
     gone = [now for now, answer in looks if not watch.look(answer, now)]
+
     assert gone == ([] if gone_at is None else [gone_at])
 
 
@@ -64,6 +65,7 @@ def test_a_command_that_fails_is_started_again_later_and_later(keep, command, st
             last = supervised.process
             last.wait()
             started.append(now)
+
     assert started == starts
 
 

@@ -95,6 +95,7 @@ def test_ray_accepts_the_cluster(name):
 def test_a_cloud_has_a_node_type_for_each_role_and_a_bare_head(name):
     types = ray_up(name)["available_node_types"]
     pools = {role: ROLES & set(node["resources"]) for role, node in types.items()}
+
     assert pools == {"head": set(), "prefill": {"prefill"}, "decode": {"decode"}}
 
 
@@ -107,7 +108,9 @@ def test_every_command_is_shell(name):
 @pytest.mark.parametrize("name", RAY_UP)
 def test_files_that_are_copied_to_hosts_exist_or_are_built(name):
     config = ray_up(name)
+
     assert {"cluster", "build/wheel"} == set(config["file_mounts"].values())
+
     text = " ".join([*commands(name), (FOLDER / "env.sh").read_text()])
     for path in re.findall(r"~/\.disagg/cluster/(\S+?\.\w+)\b", text):
         assert (FOLDER / path).exists()
@@ -121,8 +124,11 @@ def test_the_service_knows_every_setting_that_it_is_given(name):
         if "disagg serve" in line
     ]
     flags = dict(re.findall(r"--set ([\w.]+)=(\S+)", lines[0]))
+
     assert "cluster.address" in flags
+
     config = load_config(FOLDER / "service.yaml", flags)
+
     assert config.cluster.pools
     assert config.security.plane == "tls"
 
@@ -130,7 +136,9 @@ def test_the_service_knows_every_setting_that_it_is_given(name):
 def test_the_service_knows_every_setting_in_comments():
     text = (FOLDER / "service.yaml").read_text()
     everything = re.sub(r"^( *)# (?=[a-z]+:)", r"\1", text, flags=re.M)
+
     assert everything != text
+
     replace_keys(Config(), yaml.safe_load(everything))
 
 
@@ -139,12 +147,16 @@ def test_the_application_on_kubernetes_knows_its_settings(monkeypatch):
         application()["import_path"]
         == f"{serve_app.__name__}:{serve_app.build_app.__name__}"
     )
+
     cluster = serve_app.config_of(application()["args"]).cluster
+
     assert (cluster.address, cluster.prefill, cluster.decode) == ("auto", 1, 1)
     assert cluster.pools
     with pytest.raises(ConfigError, match=r"cluster\.prefill is 'many'"):
         serve_app.build_app({"prefill": "many"})
+
     monkeypatch.setitem(sys.modules, "ray.serve", None)
+
     with pytest.raises(ConfigError, match=r"disagg\[serve\]"):
         serve_app.build_app({})
 
@@ -162,7 +174,9 @@ def test_kubernetes_accepts_the_network_policy_and_all_pods():
 
 def test_the_operator_and_ray_understand_the_ray_cluster():
     service = kubernetes()["RayService"]
+
     assert service["apiVersion"] == "ray.io/v1"
+
     jsonschema.validate(service["spec"], RAY_SERVICE)
     names = {"name": "disagg-any", "namespace": "any"}
     cluster = {"metadata": names, "spec": service["spec"]["rayClusterConfig"]}
@@ -174,6 +188,7 @@ def test_the_operator_and_ray_understand_the_ray_cluster():
         name: {k: v for k, v in items if k in ROLES}
         for name, items in resources.items()
     }
+
     assert roles == {
         "headgroup": {},
         "prefill": {"prefill": 1},
@@ -199,8 +214,11 @@ def test_parts_of_the_kubernetes_manifests_name_each_other():
 def test_the_image_has_our_torch_and_copies_existing_files():
     text = (FOLDER / "Dockerfile").read_text()
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+
     (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
+
     assert set(re.findall(r'"(torch\S+)"', text)) == {torch}
+
     copied = [
         word
         for line in re.findall(r"^COPY (.*) \S+$", text, re.M)

@@ -75,6 +75,7 @@ def cluster(hosts: Hosts) -> Hosts:
 
 def test_a_prompt_is_answered_on_the_head_across_two_hosts(cluster: Hosts) -> None:
     answer = submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))
+
     assert answer["completion_tokens"] == 8
     assert {
         name: worker["address"].partition(":")[0]
@@ -86,7 +87,9 @@ def test_a_laptop_reaches_the_service_through_ssh(cluster: Hosts) -> None:
     tunnel = f"ssh -fN {SSH} -L 8000:127.0.0.1:8000 ubuntu@{ADDRESSES['head']} > /dev/null 2>&1"
     cluster["laptop"].run("sh", "-c", tunnel)
     command = f"python -m disagg submit --json --url http://127.0.0.1:8000 {ASKED}"
+
     answer = submitted(on_laptop(cluster, "sh", "-c", command))
+
     assert answer["completion_tokens"] == 8
 
 
@@ -102,10 +105,12 @@ def test_bytes_on_the_wire_are_those_that_are_reported(cluster: Hosts) -> None:
         reported += submitted(output)["kv"]["wire_bytes"]
         prompts += 1
     acked_bytes = acked(prefill, pid, ADDRESSES["decode"]) - before
+
     print(
         f"\n{prompts} prompts: {reported:,} bytes reported, {acked_bytes:,} acked, "
         f"x{acked_bytes / reported:.4f}"
     )
+
     assert acked_bytes == pytest.approx(reported, rel=0.02)
 
 
@@ -115,7 +120,9 @@ def test_a_killed_service_comes_back_and_finds_its_workers(cluster: Hosts) -> No
     since = time.monotonic()
     wait_for(lambda: not healthy(cluster["head"]), 10)
     wait_for(lambda: healthy(cluster["head"]), 60)
+
     print(f"\nserves again after {time.monotonic() - since:.1f} s")
+
     assert {name: worker["pid"] for name, worker in workers(cluster).items()} == before
     assert (
         submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))[
@@ -130,7 +137,9 @@ def test_a_host_whose_ray_dies_is_started_again_and_works_again(cluster: Hosts) 
     in_shell(cluster["decode"], "pkill -9 raylet")
     since = time.monotonic()
     wait_for(lambda: healthy(cluster["head"]) and decode_pids(cluster) - {before}, 180)
+
     print(f"\nanother decode worker after {time.monotonic() - since:.1f} s")
+
     assert (
         submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))[
             "completion_tokens"
@@ -143,11 +152,15 @@ def test_ray_up_again_starts_everything_anew_once(cluster: Hosts) -> None:
     before = decode_pids(cluster)
     since = time.monotonic()
     on_laptop(cluster, "ray", "up", "-y", YAML)
+
     print(f"\na second ray up: {time.monotonic() - since:.1f} s")
+
     assert not decode_pids(cluster) & before
+
     for name in ADDRESSES:
         keepers = [line for line in cluster[name].processes() if "keep.py hold" in line]
         assert len(keepers) == 1
+
     assert (
         submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))[
             "completion_tokens"

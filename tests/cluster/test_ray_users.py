@@ -93,15 +93,20 @@ def test_a_job_serves_with_readable_actors_and_its_runtime_env(head, tmp_path):
     serve += ["--port=0", f"--state-file={state_file}"]
     head.ray("ray", *job, *serve)
     wait_for(lambda: (state := read_state(state_file)) is not None and state.ready)
+
     state = read_state(state_file)
+
     assert complete(state, ASKED, lambda piece: None).completion_tokens == 8
     assert head.actors() == {"prefill-0": "PrefillWorker", "decode-0": "DecodeWorker"}
+
     for worker in get(state, "/status")["workers"]:
         environment = Path(f"/proc/{worker['pid']}/environ").read_bytes()
         assert b"DISAGG_TEST=of the job" in environment.split(b"\0")
+
     assert "2.0/2.0 CPU" in head.ray(
         "ray", "status", f"--address=127.0.0.1:{head.port}"
     )
+
     head.ray("ray", "job", "stop", "disagg", f"--address={head.dashboard}")
     wait_for(lambda: not head.actors())
 
@@ -123,10 +128,13 @@ def test_ray_serve_deploys_it_and_takes_it_back(head, tmp_path):
     service = RunningService(f"http://127.0.0.1:{port}", 0, "")
     wait_for(lambda: answering(service, "/v1/models"))
     pieces: list[str] = []
+
     answer = complete(service, ASKED, pieces.append)
+
     assert answer.completion_tokens == 8
     assert "".join(pieces) == answer.text
     assert get(service, "/status")["codec"] == "raw"
     assert set(head.actors()) == {"prefill-0", "decode-0"}
+
     head.ray("serve", "shutdown", "-y", "--address", head.dashboard)
     wait_for(lambda: not head.actors())

@@ -139,6 +139,7 @@ def test_tokens_of_equal_weight_are_read_as_exactly_as_others() -> None:
 def test_bits_read_needs_a_sealed_page() -> None:
     k, v = realistic(2, 40, 64)
     cache = compress("alignedkv", k, v)
+
     with pytest.raises(RequestError, match="no page is sealed of 40 tokens"):
         cache.bits_read(torch.zeros(2, 64))
 
@@ -148,6 +149,7 @@ def test_more_queries_than_tokens_are_refused(width: int) -> None:
     k, v = realistic(2, 40, 64)
     cache = compress("alignedkv", k, v)
     message = f"{width} queries of the last of 40 tokens"
+
     with pytest.raises(RequestError, match=message):
         cache.attend(torch.zeros(2, width, 64))
 

@@ -106,7 +106,7 @@ def test_tokens_outside_the_lead_order_nothing():
 
 
 @pytest.mark.parametrize("n", [0, 30, 100, 191])
-def test_a_prompt_without_a_page_leaves_sums_for_the_first_decoded_one(n):
+def test_a_prompt_below_a_page_leaves_sums_for_the_first_page(n):
     codec = Banded()
     k, v, q = tokens(400)
     cache = compress(codec, k[:, :n], v[:, :n], q=q[:, :n])
@@ -241,7 +241,7 @@ def page_bytes(cache: CompressedKV) -> bytes:
 
 
 @pytest.mark.parametrize("name", [name for name in SINKING if name != "banded"])
-def test_behind_a_sink_pages_are_those_of_a_prompt_that_begins_there(name):
+def test_pages_after_a_sink_equal_those_of_a_prompt_without_it(name):
     k, v = realistic(2, 700, 64)
     cache = compress(f"{name}:sink=64", k, v)
     whole = page_bytes(cache)
@@ -290,7 +290,7 @@ def test_a_spec_names_a_sink_where_it_is_not_the_default(spec, is_named):
     assert get_codec(spec).spec.endswith(option) == is_named
 
 
-def test_ranges_of_channels_are_computed_without_a_sync_of_the_host():
+def test_ranges_of_channels_are_computed_without_a_host_sync():
     # a tensor on meta has no numbers to ask for
     k = torch.empty(2, 640, 64, dtype=torch.float16, device="meta")
     assert banded._ranges(Prompt(640, k)).shape == (2, 64)

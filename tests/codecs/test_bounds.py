@@ -179,7 +179,7 @@ def test_a_constant_token_of_v_stays_exact(spec):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("factor", [1.0, 3000.0])
-def test_a_rotation_spreads_the_error_no_further_than_its_columns(bits, block, factor):
+def test_a_rotation_spreads_errors_only_within_its_columns(bits, block, factor):
     codec = get_codec(f"decoquant:bits={bits},block={block}")
     k, v = ((y * factor).half() for y in realistic(2, 1024, 128))
     encoded = golden.encode(codec, k, v)

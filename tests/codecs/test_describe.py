@@ -42,6 +42,7 @@ def test_true_stored_size_is_at_most_what_was_promised(spec: str) -> None:
 def test_the_row_says_what_a_cache_of_that_length_really_stores(spec: str) -> None:
     x = torch.randn(2, 1000, 128).half()
     stored = compress(get_codec(spec), x, x, q=x[:, -8:]).nbytes
+
     assert 100 * stored / (4 * x.numel()) == pytest.approx(
         describe(spec, 2, 128, 1000).fp16_pct
     )
@@ -49,8 +50,11 @@ def test_the_row_says_what_a_cache_of_that_length_really_stores(spec: str) -> No
 
 def test_every_registered_codec_has_a_row() -> None:
     rows = describe_all(heads=8, head_dim=128, tokens=2048)
+
     assert [row.name for row in rows] == codec_names()
+
     kivi = next(row for row in rows if row.name == "kivi")
+
     assert (kivi.page_tokens, kivi.page_bytes, kivi.segment_bytes) == (64, 8 * 5120, 0)
     assert kivi.bits_per_element == 2.5
     assert kivi.fp16_pct < kivi.fp16_pct_mean  # 2048 is a multiple of the page
@@ -66,6 +70,7 @@ def test_a_codec_says_in_its_docstring_what_was_measured_of_it(name: str) -> Non
     ]
     for row in rows:
         assert "{bits:.2f} bits, {ppl_pct:+.1f} %, KL {kl:.4f}".format(**row) in text
+
     assert text.count(" %, KL ") == len(rows)
     assert ("cost: not measured" in text) == (not rows)
 
@@ -75,6 +80,7 @@ def test_the_table_of_the_docs_has_the_costs_that_were_measured() -> None:
     table = {
         row.split("`")[1]: row for row in rows if row.startswith("| `") and " ± " in row
     }
+
     assert {
         "fp8",
         "kivi:bits=4",
@@ -82,6 +88,7 @@ def test_the_table_of_the_docs_has_the_costs_that_were_measured() -> None:
         "banded:bits=2",
         "banded:bits=3",
     } == set(table)
+
     for spec, row in table.items():
         spec += ",residual=64" if spec.startswith("kivi") else ""
         cost = measured_costs()["codecs"][get_codec(spec).spec]

@@ -62,13 +62,13 @@ def test_kivi_k_is_quantised_better_per_channel_than_per_token(bits: int) -> Non
         assert channel.v == pytest.approx(token.v)
 
 
-def test_kivi_attention_is_better_per_channel_on_content_heads_but_not_on_sink_heads() -> (
-    None
-):
+def test_kivi_gains_per_channel_on_content_heads_not_on_sinks() -> None:
     """A sink token ruins the group of K that it falls into, which is what OTT is about."""
     specs = ("pertoken:bits=2,group=32", "kivi:bits=2,group=32,residual=0")
     content = errors(make_source("content", 0, CONTENT, 2), *specs)
+
     sinks = errors(make_source("sinks", 0, SINK, 8), *specs)
+
     assert (content[1].output or 0) < (content[0].output or 0)
     assert (sinks[1].output or 0) > (sinks[0].output or 0)
 
@@ -103,10 +103,11 @@ def test_ott_beats_kivi_on_sink_heads_once_it_keeps_the_sinks(
     assert (ott.output or 0) < ratio * (kivi.output or 0)
 
 
-def test_ott_gains_little_while_it_keeps_fewer_tokens_than_there_are_sinks() -> None:
+def test_ott_gains_little_with_fewer_slots_than_sinks() -> None:
     """Its table has the jump from 0 to 1 outlier on a model with one sink; here are eight."""
     specs = (f"ott:group=128,outliers={count},aux=0,residual=0" for count in (0, 1))
     kivi, few = errors(make_source("sinks", 0, SINK, 8), *specs)
+
     assert 0.9 * (kivi.output or 0) < (few.output or 0) < (kivi.output or 0)
 
 
@@ -117,7 +118,7 @@ def round_to_nearest(x: Tensor) -> Tensor:
     return ((codes + expand(zeros, side)) * expand(scales, side))[0]
 
 
-def test_decoquant_beats_round_to_nearest_on_k_and_more_with_larger_blocks() -> None:
+def test_decoquant_beats_rounding_on_k_more_with_larger_blocks() -> None:
     for source in sources()[:2] + sources()[3:]:
         plain = relative_error(round_to_nearest(source.k), source.k)
         small, large = errors(source, "decoquant:block=16", "decoquant:block=64")
@@ -128,7 +129,9 @@ def test_decoquant_gains_nothing_on_v_whose_channels_are_alike() -> None:
     """The paper's figure 4 is of K; V of the generator has no channels to mix."""
     source = sources()[0]
     plain = relative_error(round_to_nearest(source.v), source.v)
+
     (turned,) = errors(source, "decoquant:block=16")
+
     assert turned.v == pytest.approx(plain, rel=0.1)
 
 
@@ -144,7 +147,7 @@ BETTER_FIRST = (
 
 
 @pytest.mark.skipif(not KV_14B.exists(), reason=f"no {KV_14B.name} in {KV_14B.parent}")
-def test_gear_and_ott_are_better_than_what_they_build_on_for_a_14b_model() -> None:
+def test_gear_and_ott_beat_their_backbones_for_a_14b_model() -> None:
     """Layer 0 of a 14B model. Its tensors came without a licence to pass on: only who has them
     beside the checkout runs this; everybody has the figures in `RECORD`."""
     (source,) = load_sources(KV_14B)

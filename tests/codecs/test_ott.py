@@ -98,7 +98,9 @@ def test_the_first_layers_have_no_outliers() -> None:
     k, v = realistic(2, 600, 64)
     codec = get_codec("ott:skip_layers=2")
     skipped = compress(codec, k, v, layer=1)
+
     served = compress(codec, k, v, layer=2)
+
     assert not slots_of(skipped).states.any()
     assert slots_of(served).states.any()
 

@@ -14,10 +14,9 @@ SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
     ("head_dim", "group"), [(64, 64), (96, 32), (80, 16), (112, 16), (128, 64)]
 )
 @pytest.mark.parametrize("codec", ["kivi", "gear:backbone=kivi", "pertoken"])
-def test_a_default_group_is_the_largest_that_divides_the_head_dim(
-    codec, head_dim, group
-):
+def test_the_default_group_is_the_largest_divisor_of_head_dim(codec, head_dim, group):
     plan = parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,)))
+
     assert f"group={group}" in plan.spec
     assert parse_plan(plan.spec, KVShape(1, 2, head_dim, "float32", (None,))) == plan
 
@@ -47,6 +46,7 @@ def test_an_explicit_group_that_does_not_divide_is_refused():
 )
 def test_layers_may_have_codecs_of_their_own(spec, layers, group_of):
     plan = parse_plan(spec, SHAPE)
+
     assert [group.layers for group in plan.groups] == layers
     assert plan.group_of == group_of
 
@@ -55,11 +55,13 @@ def test_layers_with_another_window_form_another_group():
     shape = KVShape(4, 2, 64, "float32", (None, 512, None, 512))
     plan = parse_plan("kivi", shape)
     groups = [(group.layers, group.window) for group in plan.groups]
+
     assert groups == [((0, 2), None), ((1, 3), 512)]
 
 
 def test_raw_follows_the_dtype_of_the_model():
     (group,) = parse_plan("raw", SHAPE).groups
+
     assert group.codec == "raw:dtype=fp32"
     assert group.page == group.raw
     assert parse_plan("kivi", SHAPE).groups[0].raw.plane("k").dtype == "float16"
@@ -152,6 +154,7 @@ def test_what_is_said_of_a_spec_is_short_however_long_it_is(spec):
 )
 def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim, codec):
     shape = replace(SHAPE, head_dim=head_dim)
+
     assert parse_plan(DEFAULT_CODEC, shape).spec == codec
     with pytest.raises(ConfigError, match="40, which raw holds"):
         parse_plan(DEFAULT_CODEC, replace(SHAPE, head_dim=40))

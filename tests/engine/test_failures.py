@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from disagg.engine import engine as engine_module
+from disagg.engine import prompts as prompts_module
 from disagg.engine import steps as steps_module
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill
@@ -73,14 +74,14 @@ def test_a_hand_off_that_breaks_ends_its_request_alone(runner, at, budget):
 
 
 def test_an_encoder_that_breaks_ends_its_request_alone(runner, monkeypatch):
-    encode = engine_module.write_prompt
+    encode = prompts_module.write_prompt
 
     def write_prompt(codec: Any, records: Any, at: Any, chunk: Any) -> Any:
         if BROKEN in (chunk.before, chunk.total):
             raise torch.OutOfMemoryError("out of memory")
         return encode(codec, records, at, chunk)
 
-    monkeypatch.setattr(engine_module, "write_prompt", write_prompt)
+    monkeypatch.setattr(prompts_module, "write_prompt", write_prompt)
     prompt = random_prompt(BROKEN)
     error = serve_beside(
         runner, lambda x: x.submit(Prefill(request("bad", prompt, KIVI, 4)))

@@ -194,7 +194,7 @@ def test_a_running_step_says_for_how_long_it_has_stalled():
 
         def forward(self, batch: Batch) -> Tensor:
             logits = super().forward(batch)
-            self.stalls.append(self.engine.stalled_s)
+            self.stalls.append(self.engine.progress.stalled_s)
             return logits
 
     load = Slow()
@@ -203,8 +203,8 @@ def test_a_running_step_says_for_how_long_it_has_stalled():
     load.step()
 
     assert load.stalls == [STEP_S]
-    assert load.engine.stalled_s == 0
-    assert load.engine.num_steps == 1
+    assert load.engine.progress.stalled_s == 0
+    assert load.engine.progress.num_steps == 1
 
 
 def test_a_step_that_breaks_is_no_stalled_step():
@@ -218,4 +218,4 @@ def test_a_step_that_breaks_is_no_stalled_step():
     load.engine.step()
     load.now += 100
 
-    assert load.engine.stalled_s == 0
+    assert load.engine.progress.stalled_s == 0

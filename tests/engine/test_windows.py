@@ -237,7 +237,7 @@ def test_a_prefix_is_cached_as_long_as_its_last_window_is(path):
     engine = make_engine(Runner.load(path), max_batch_tokens=256)
     prompt = random_prompt(1000)
     expected = serve(engine, [prompt], "raw", 8)
-    of_windows, of_all = content_keys(MODEL, engine._prefixes._plan, prompt)
+    of_windows, of_all = content_keys(MODEL, engine._prompts.prefixes._plan, prompt)
 
     for dropped_keys, cached_units in (
         (of_windows[:20], 62),

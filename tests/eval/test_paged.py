@@ -69,7 +69,7 @@ def test_layers_may_have_codecs_of_their_own(runner):
 
 
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "gear:bits=2", "h2o"])
-def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runner):
+def test_attention_of_last_queries_equals_a_one_layer_cache(codec, runner):
     prompt = prefill(runner, ROW[:PROMPT])
 
     outputs = PagedKV(runner, codec, prompt).attend(prompt)

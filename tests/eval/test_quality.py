@@ -49,6 +49,7 @@ def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):
         of_all_codecs = rows[first : first + len(SPECS)]
         assert len({row["nll"] for row in of_all_codecs}) == 1
     of_one_codec = rows[:: len(SPECS)]
+
     assert exact_perplexity(rows) == exact_perplexity(of_one_codec)
 
 
@@ -89,6 +90,7 @@ def test_of_all_codecs_those_that_hold_the_heads_are_judged(tmp_path):
     model = str(save_tiny("llama", tmp_path, head_dim=80))
     judge = Judge(EvalOptions(model, **SHAPE))
     left_out = {"banded:bits=3", "banded:bits=2", "kivi:group=32"}
+
     assert set(CODECS) - set(judge.codecs) == left_out
     with pytest.raises(ConfigError, match="head dim is 80"):
         Judge(EvalOptions(model, ("banded:bits=3",), **SHAPE))

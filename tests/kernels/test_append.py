@@ -292,7 +292,7 @@ def test_completed_pages_are_those_of_the_reference(name, dtype, own, append):
 
 
 @pytest.mark.parametrize("name", ["gear-l-own", "gear-own", "gear-odd-own"])
-def test_completed_pages_with_factors_decode_as_the_reference_does(name, append):
+def test_sealed_pages_with_factors_decode_as_the_reference(name, append):
     fmt = named_format(name)
     raw = raw_format("float16", fmt.head_dim)
     tails = make_tails(fmt, raw, own=True)
@@ -314,5 +314,5 @@ def test_completed_pages_with_factors_decode_as_the_reference_does(name, append)
 
 
 @pytest.mark.parametrize("name", ["decoquant", "ott", "kcvt", "gear"])
-def test_pages_of_several_tiles_or_with_segments_are_not_sealable(name):
+def test_pages_of_several_tiles_or_a_segment_are_not_sealable(name):
     assert not named_format(name).is_sealable

@@ -108,9 +108,7 @@ def test_what_memory_held_before_is_never_seen(spec, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", ["banded", "kivi:bits=2", "h2o"])
-def test_wide_queries_that_share_pages_but_not_tails_are_those_of_the_reference(
-    spec, monkeypatch
-):
+def test_wide_queries_that_share_pages_equal_the_reference(spec, monkeypatch):
     reference, q = make_cache(spec, "cpu", 8, 256)
     expected = reference.attend(q.double())
     watch(monkeypatch)
@@ -138,7 +136,7 @@ def test_caps_and_sinks_are_those_of_the_reference(spec, monkeypatch):
 @pytest.mark.parametrize(
     "spec", ["banded", "kivi:residual=0", "gear:bits=2,backbone=kivi", "h2o", "kcvt"]
 )
-def test_the_token_that_completes_a_page_takes_one_launch_in_a_layer(spec, monkeypatch):
+def test_a_token_that_completes_a_page_takes_one_launch(spec, monkeypatch):
     cache, _ = make_cache(spec, DEVICE)
     launched = watch(monkeypatch)
     k, v = (x.half().to(DEVICE) for x in realistic(1, 64, 64))

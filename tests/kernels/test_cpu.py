@@ -114,7 +114,7 @@ def count_calls(module, monkeypatch):
     return calls
 
 
-def test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler():
+def test_the_library_is_built_in_ci_or_if_there_is_a_compiler():
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not (compiler or os.environ.get("CI")):
         pytest.skip("no C compiler here")
@@ -135,7 +135,7 @@ def test_a_missing_compiler_fails_ci_alone(ci, ends, monkeypatch):
     monkeypatch.setattr(library, "load", lambda: None)
 
     with pytest.raises((AssertionError, pytest.skip.Exception)) as ended:
-        test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler()
+        test_the_library_is_built_in_ci_or_if_there_is_a_compiler()
 
     assert ended.type is ends
 
@@ -396,7 +396,7 @@ def hostile(head_dim, n):
     yield k, v
 
 
-def test_codes_between_two_are_rounded_as_the_reference_rounds_them(path):
+def test_ties_between_codes_are_rounded_as_in_the_reference(path):
     # in about one of a million numbers the rounding of the product matters
     fmt = quant_format(4, 128, 64, 64)
     generator = torch.Generator().manual_seed(2)

@@ -460,7 +460,7 @@ def test_a_rotation_of_numbers_close_to_zero_can_be_undone(size):
     assert (unrotated.abs() <= 64 * size**0.5).all()
 
 
-def test_formats_that_kernels_cannot_encode_are_left_to_the_reference():
+def test_formats_beyond_the_kernels_are_left_to_the_reference():
     """Sides of different ranks, and outliers of a range that the segment shares."""
     fmt = make_format(rank=2)
     of_rank_one = replace(fmt.v.low_rank, rank=1)

@@ -166,7 +166,7 @@ def test_windows_and_several_queries_see_different_heavy_hitters(slots):
     check(view, width=5, m=3)
 
 
-def test_pages_too_large_for_a_tile_or_without_positions_are_refused():
+def test_too_large_pages_and_missing_positions_are_refused():
     fmt = heavy_format(128, 64, tokens=256)
     arena, pages, covered = heavy_case(fmt, [256], heads=1)
     view = View(

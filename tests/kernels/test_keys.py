@@ -31,4 +31,5 @@ def test_keys_do_not_depend_on_what_is_launched_first():
         ).stdout
         for first in ("0", "1")
     }
+
     assert len(result) == 1

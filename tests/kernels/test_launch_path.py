@@ -124,7 +124,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_every_launch_of_a_codec_binds_compiles_and_gets_its_parameters(name, reports):
+def test_every_launch_binds_compiles_and_gets_its_parameters(name, reports):
     assert not reports[name]["error"]
     assert reports[name]["launched"]
 

@@ -112,7 +112,7 @@ def test_no_unit_crosses_a_segment(sequences, programs):
         assert segments == {segment}
 
 
-def test_there_is_room_for_pages_that_join_the_first_segment_late():
+def test_there_is_room_for_pages_that_rejoin_the_first_segment():
     """The fifth page, sealed while decoding, belongs to segment 0 again."""
     batch = 9
     hi = np.full(batch, 320)
@@ -190,7 +190,7 @@ def test_no_recorded_step_has_more_units_than_a_gpu_starts():
     assert plan.most_units([span], 8, CPU) == plan.MAX_GRID
 
 
-def test_pages_that_say_their_positions_are_all_read_behind_a_window():
+def test_pages_with_positions_are_all_read_under_a_window():
     tile = plan.Tile(64, 4096, counted=False)
     span = span_of(lo=[500], hi=[640], tile=tile)
 

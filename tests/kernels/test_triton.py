@@ -76,7 +76,7 @@ def holding(case: cases.Case, k: torch.Tensor, v: torch.Tensor) -> cases.Case:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_queries_that_overflow_fp16_with_scales_or_factors_do_not(rank):
+def test_queries_that_overflow_fp16_once_scaled_lose_nothing(rank):
     fmt = cases.make_format(rank=rank)
     case = one_sequence(fmt, 200, width=2)
     loud = replace(case, q=case.q * 300)
@@ -137,7 +137,7 @@ def move_range(case: cases.Case, factor: float) -> torch.Tensor:
     return b.view(head_dim, low.rank).float()
 
 
-def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
+def test_a_basis_whose_product_overflows_fp16_loses_nothing():
     fmt = cases.make_format(rank=2, head_dim=128)
     case = one_sequence(fmt, 200, width=2, run=4)
     b = move_range(case, factor=2.0**14)
@@ -162,7 +162,7 @@ def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
         {"rank": 32},
     ],
 )
-def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference(options):
+def test_formats_beyond_its_tiles_are_left_to_the_reference(options):
     fmt = cases.make_format(**options)
 
     assert not is_supported(fmt)

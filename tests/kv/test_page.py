@@ -15,12 +15,14 @@ def layout(spec: str = "x", tokens: int = 64):
 
 def test_planes_start_on_16_byte_boundaries_and_never_overlap():
     spans = [(plane.offset, plane.nbytes) for plane in layout().planes]
+
     assert spans == [(0, 30), (32, 14), (48, 1)]
     assert layout().block_bytes == 64
 
 
 def test_fingerprint_stands_for_spec_kind_tokens_and_planes():
     assert layout().fingerprint == layout().fingerprint
+
     layouts = [
         layout(),
         layout("y"),
@@ -29,6 +31,7 @@ def test_fingerprint_stands_for_spec_kind_tokens_and_planes():
         make_layout("x", Kind.PAGE, 64, [("a", "int16", (5, 3))]),
     ]
     fingerprints = {layout.fingerprint for layout in layouts}
+
     assert len(fingerprints) == 5
 
 

@@ -69,7 +69,9 @@ def test_one_flipped_bit_of_a_frame_is_seen(name):
 def test_the_package_still_writes_these_bytes(vector):
     new = make_vector(vector)
     stored = vector_of(vector.name)
+
     assert new.keys() == stored.keys()
+
     for key in ("plan", "codec", "positions", "frames"):
         assert new[key] == stored[key]
 

@@ -12,7 +12,7 @@ from disagg.config import load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.launch import actors, ray_cluster, ray_connection
 from disagg.launch.ray_cluster import Cluster
-from disagg.launch.retry_pauses import LONGEST_PAUSE_S
+from disagg.launch.retry_pauses import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from disagg.launch.worker_names import WorkerNames
 from disagg.transfer.messages import Role, WorkerInfo, serves
 from tests.launch.fakes import LOADING, Call, FakeCluster, Handle, fake_node, loaded
@@ -103,7 +103,7 @@ def test_workers_that_load_longer_than_the_start_are_reported():
         assert cluster.step() == [f"+{actor.name}"]
 
 
-def test_a_worker_that_cannot_start_ends_the_start_with_its_error():
+def test_the_start_raises_the_error_of_a_worker():
     cluster = FakeCluster(ModelError("no such model"))
 
     with pytest.raises(ModelError, match="no such model"):
@@ -279,6 +279,18 @@ def test_failed_starts_are_tried_after_growing_pauses(caplog):
     ]
 
 
+def test_a_worker_that_crashes_again_and_again_waits_between(cluster, caplog):
+    for name in "decode-0", "decode-0.1", "decode-0.2":
+        cluster.kill(name)
+        cluster.step()
+        cluster.step()
+
+    assert caplog.messages[-1] == "decode-0.2 ended; another one starts in 10 s"
+    assert list(cluster.handles)[-1] == "decode-0.2"
+    cluster.now_s = FIRST_PAUSE_S
+    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.3"]]
+
+
 def test_a_place_that_pauses_does_not_keep_another_empty():
     config = load_config(None, {"cluster.decode": 2})
     cluster = FakeCluster(None, None, None, ModelError("gone"), config=config)
@@ -322,13 +334,17 @@ def test_a_drained_worker_stays_while_its_replacement_fails():
 
 # -- silence
 
+SILENT_LINE = (
+    "decode-0 at 192.0.2.2 was silent for 61 s and is killed; another one starts"
+)
+
 
 def test_a_silent_worker_is_killed_and_replaced(cluster, killed, caplog):
     news = cluster.step(decode_0=61.0)
 
     assert news == ["-decode-0"]
     assert killed == [cluster.handles["decode-0"]]
-    assert caplog.messages == ["decode-0 at 192.0.2.2 was silent for 61 s; killed"]
+    assert caplog.messages == [SILENT_LINE]
     assert cluster.step() == ["+decode-0.1"]
 
 

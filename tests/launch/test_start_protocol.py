@@ -30,6 +30,7 @@ INFO = WorkerInfo(
     room=1000,
     step_tokens=512,
     sizes={"raw": {64: 100, 128: 200}},
+    speaks=("frames 4", "model fingerprint"),
 )
 # a setting that is in neither set fails the test below: decide whether workers use it
 UNUSED_GROUPS = {"router", "server"}

@@ -60,7 +60,7 @@ def test_the_last_tokens_attend_to_all_visible_ones(
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
 
-def test_flash_kernels_get_no_mask_in_memory_and_no_repeated_heads(monkeypatch):
+def test_flash_kernels_get_neither_a_mask_nor_repeated_heads(monkeypatch):
     arguments = {}
 
     def spy(q, k, v, attn_mask, **options):
@@ -97,7 +97,7 @@ def test_a_gpu_attends_as_well(count, dtype):
 
 
 @pytest.mark.parametrize("rooms", [(), (20, 7)])
-def test_a_workspace_returns_its_room_and_forgets_finished_layers(rooms):
+def test_a_workspace_returns_memory_and_frees_finished_layers(rooms):
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 3, 20, 8, generator=generator)
     workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=rooms)

@@ -25,9 +25,13 @@ LLAMA_8B |= {
 def test_an_8b_on_80_gb_holds_hundreds_of_thousands_of_tokens(tmp_path: Path) -> None:
     path = write(tmp_path, **LLAMA_8B)
     (tmp_path / "model.safetensors").write_bytes(b"")
+
     fit = check_model(path, memory=80 * 10**9 - 16 * 10**9)
+
     assert fit.exact_bytes_per_token == 2 * 2 * 32 * 8 * 128
+
     tokens = {codec.spec.partition(":")[0]: codec.tokens for codec in fit.codecs}
+
     assert tokens["raw"] == pytest.approx(tokens["fp8"] / 2, rel=0.01)
     assert tokens["raw"] > 250_000
     assert tokens["kivi"] > 1_500_000
@@ -36,8 +40,11 @@ def test_an_8b_on_80_gb_holds_hundreds_of_thousands_of_tokens(tmp_path: Path) ->
 
 def test_every_codec_has_a_row_or_says_why_not(tmp_path: Path) -> None:
     fit = check_model(write(tmp_path, hidden_size=320))  # heads of 80
+
     assert len(fit.codecs) == 1 + len(codec_names())
+
     refused = [codec for codec in fit.codecs if codec.refused]
+
     assert [codec.spec for codec in refused] == ["banded"]
     assert "head dim is 80" in refused[0].refused
     assert fit.recommended == "kivi:bits=4,group=16,residual=64"
@@ -47,7 +54,9 @@ def test_as_many_tokens_fit_as_plans_count_and_not_one_more(tmp_path: Path) -> N
     info = describe_model(write(tmp_path))
     plan = parse_plan(DEFAULT_CODEC, kv_shape(info))
     room = 3 * plan.nbytes(2048) + plan.nbytes(700)
+
     fitting = tokens_that_fit(plan, room, 2048)
+
     assert (
         plan.nbytes(fitting - 3 * 2048)
         <= plan.nbytes(700)
@@ -55,36 +64,44 @@ def test_as_many_tokens_fit_as_plans_count_and_not_one_more(tmp_path: Path) -> N
     )
 
 
-def test_workspaces_take_what_the_longest_prompt_needs_or_a_third(
+def test_workspaces_take_the_longest_prompts_need_or_a_third(
     tmp_path: Path,
 ) -> None:
     info = describe_model(write(tmp_path, **LLAMA_8B), device="cuda")
     arena, workspace = split_memory(57_600_000_000, kv_shape(info), info.context_length)
+
     assert workspace == 131072 * 131072
     assert arena + workspace == 57_600_000_000
+
     arena, workspace = split_memory(9 * 10**9, kv_shape(info), info.context_length)
+
     assert (arena, workspace) == (6 * 10**9, 3 * 10**9)
 
 
-def test_the_command_says_the_reason_in_one_line_and_ends_as_a_model_error(
-    tmp_path, disagg
-):
+def test_the_command_prints_one_line_and_exits_as_a_model_error(tmp_path, disagg):
     path = write(
         tmp_path, layer_types=["linear_attention"] * 3, model_type="qwen3_next"
     )
     (line,) = disagg("models check", path, code=ModelError.exit_code).out.splitlines()
+
     assert "not served: qwen3_next has layers of type linear_attention" in line
+
     output = disagg("models check --json", path, code=ModelError.exit_code).out
+
     assert not json.loads(output)["served"]
 
 
 def test_the_command_needs_no_weights(tmp_path, disagg):
     path = write(tmp_path, **LLAMA_8B)
     as_json = disagg("models check", path, "--memory", "24GiB", "--json").out
+
     fit = json.loads(as_json)
+
     assert fit["served"]
     assert all(codec["tokens"] > 0 for codec in fit["codecs"])
+
     text = disagg("models check", path).out
+
     assert "recommended: banded:bits=3" in text
     assert text.count("banded:bits=3") == 2
     assert "tokens that fit" not in text
@@ -94,6 +111,7 @@ def test_the_command_needs_no_weights(tmp_path, disagg):
 def test_sizes_are_written_with_units() -> None:
     assert parse_bytes("80GB") == 80 * 10**9
     assert parse_bytes("1.5 GiB") == 3 << 29
+
     for wrong in ("much", "80XB", "1.2.3GB", ""):
         with pytest.raises(ConfigError, match="write 80GB"):
             parse_bytes(wrong)
@@ -121,5 +139,6 @@ WRONG = [
 @pytest.mark.parametrize("changes", WRONG, ids=str)
 def test_a_config_that_makes_no_sense_is_a_refusal(changes, tmp_path):
     fit = check_model(write(tmp_path, **changes))
+
     assert not fit.served
     assert fit.reason

@@ -31,6 +31,7 @@ def write(folder: Path, **changes: Any) -> str:
 
 def test_the_sizes_of_a_llama_are_read_from_its_config(tmp_path):
     info = describe_model(write(tmp_path, eos_token_id=[7, 9]))
+
     assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (
         3,
         4,
@@ -47,7 +48,9 @@ def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path):
 
 def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+
     assert describe_model(write(tmp_path, eos_token_id=7)).eos_ids == (3,)
+
     for none in (-1, None, [-1, 100]):  # of 100 tokens
         (tmp_path / "generation_config.json").write_text(
             json.dumps({"eos_token_id": none})
@@ -75,6 +78,7 @@ def test_windows_follow_the_layer_types(tmp_path):
     path = write(
         tmp_path, model_type="qwen3", head_dim=32, layer_types=types, sliding_window=64
     )
+
     assert describe_model(path).windows == (64, None, 64)
 
 
@@ -83,11 +87,12 @@ def test_a_window_without_layer_types_holds_for_every_layer(tmp_path):
     assert describe_model(path).windows == (64, 64, 64)
 
 
-def test_what_a_config_leaves_to_its_architecture_comes_from_transformers(tmp_path):
+def test_fields_missing_in_a_config_come_from_transformers(tmp_path):
     path = write(
         tmp_path, model_type="mistral", num_key_value_heads=2
     )  # no window, no head dim
     info = describe_model(path)
+
     assert info.windows == (4096, 4096, 4096)
     assert info.head_dim == 32
 
@@ -143,7 +148,7 @@ def test_what_pages_cannot_serve_is_refused_by_its_config(changes, reason, tmp_p
         describe_model(write(tmp_path, **changes))
 
 
-def test_a_missing_model_is_named_together_with_the_way_to_get_it():
+def test_a_missing_model_is_named_with_the_way_to_get_it():
     with pytest.raises(ModelError, match="hf download nobody/nothing"):
         describe_model("nobody/nothing")
     with pytest.raises(ModelError, match="no such folder"):
@@ -160,15 +165,20 @@ def test_a_name_that_is_nearly_one_to_fetch_is_told_so():
 
 def test_the_packaged_model_has_a_name_unless_a_folder_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
     assert locate_model("default") == locate_model()
+
     (tmp_path / "default").mkdir()
+
     assert locate_model("default") != locate_model()
 
 
 def test_folders_without_a_readable_config_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         describe_model(str(tmp_path))
+
     (tmp_path / "config.json").write_text("{")
+
     with pytest.raises(ModelError, match="no JSON"):
         describe_model(str(tmp_path))
     with pytest.raises(ModelError, match="is a file"):
@@ -182,11 +192,13 @@ def test_a_name_is_found_in_the_local_cache(tmp_path, monkeypatch):
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("abc")
     write(snapshot)
+
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
     assert describe_model("some/model").path == snapshot
 
 
-def test_describing_and_tokenizing_import_neither_torch_nor_transformers(tmp_path):
+def test_describing_and_tokenizing_need_no_heavy_imports(tmp_path):
     path = save_tiny("llama", tmp_path)
     code = (
         "import sys; from disagg.model.describe import describe_model;"
@@ -195,7 +207,9 @@ def test_describing_and_tokenizing_import_neither_torch_nor_transformers(tmp_pat
         "print(info.vocab_size, info.context_length, len(ids),"
         " [x for x in ('torch', 'transformers') if x in sys.modules])"
     )
+
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
+
     assert done.stdout.strip() == f"{VOCAB} {CONTEXT} 2 []"

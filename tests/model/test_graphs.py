@@ -68,7 +68,9 @@ def test_a_replayed_step_gives_what_an_eager_one_gives(runner, codec):
     expected = logits_of(runner, codecs)
     recorder = EagerRecorder()
     runner.record_steps(recorder)
+
     assert_alike(logits_of(runner, codecs), expected)
+
     assert recorder.replayed > recorder.recorded
 
 
@@ -76,7 +78,9 @@ def test_each_codec_of_a_batch_is_a_recorded_step(runner):
     codecs = {"a": "kivi", "b": "raw", "c": MIXED}
     expected = logits_of(runner, codecs)
     graphs = runner.record_steps(EagerRecorder())
+
     assert_alike(logits_of(runner, codecs), expected)
+
     assert {len(key) - 3 for key in graphs._recorded} == {1, 2}  # layer groups
     assert {key[0] for key in graphs._recorded} == {1}  # rows
 
@@ -85,7 +89,9 @@ def test_plans_that_share_a_layer_group_run_eagerly_in_one_batch(runner):
     codecs = {"a": MIXED, "b": MIXED.replace("32,residual", "16,residual", 1)}
     expected = logits_of(runner, codecs)
     runner.record_steps(recorder := EagerRecorder())
+
     assert_alike(logits_of(runner, codecs), expected)
+
     assert not recorder.recorded
 
 
@@ -93,6 +99,7 @@ def test_padding_writes_where_the_step_writes_and_nowhere_else(runner):
     written = [
         x.view(-1, 128).any(1) for x in eager_and_replayed(runner, LENGTHS, 6, "kivi")
     ]
+
     assert written[0].any()
     assert torch.equal(*written)
 
@@ -152,13 +159,13 @@ def batches_of(
 @pytest.mark.parametrize(
     ("codec", "by_append"), [("int8", True), ("ott:residual=0", False)]
 )
-def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(
-    runner, codec, by_append
-):
+def test_steps_are_recorded_unless_they_prefill_or_flush(runner, codec, by_append):
     batches = batches_of(runner, [120], 30, codec)
     plain = [bool(static.parts_of(batch)) for batch in batches]
     seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
+
     both = zip(batches, seals, strict=True)
+
     assert plain == [
         not batch.chunks and (by_append or not seal) for batch, seal in both
     ]
@@ -172,10 +179,11 @@ def test_a_replayed_step_seals_what_an_eager_one_seals(runner, codec):
     lengths = (63, 50, 60)  # a page each, in different steps
     eager, replayed = eager_and_replayed(runner, lengths, 20, codec)
     used = (eager | replayed) != 0
+
     assert (eager == replayed)[used].float().mean() >= 1 - allowed("kivi")
 
 
-def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
+def test_a_recorded_shape_serves_many_steps_of_one_layout(runner):
     def keys_of(prompts: list[int], codec: str) -> list[Any]:
         batches = batches_of(runner, prompts, 40, codec)
         parts = [part for batch in batches for part in static.parts_of(batch)]
@@ -194,8 +202,9 @@ def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
     assert set(three_rows) & set(four_rows)  # both in a bucket of four
 
 
-def test_buckets_are_close_above_what_they_hold_and_tables_have_a_few_sizes():
+def test_buckets_fit_closely_and_tables_have_few_sizes():
     counts = (1, 2, 3, 4, 5, 9, 17, 24)
+
     assert [*map(static.bucket_of, counts)] == [1, 2, 4, 4, 8, 16, 24, 24]
     assert [static.rooms(most)[-1] for most in (0, 1024, 1025, 4097)] == [
         1024,
@@ -218,19 +227,25 @@ def test_one_long_row_makes_no_room_for_units_of_each_row(
     decodes = [replace(x, step=replace(x.step, units=units)) for x in batch.decodes]
     part = replace(batch, decodes=tuple(decodes))
     size = static.size_of(part)
+
     (padded,) = static.StaticStep(part, size).batch.decodes
+
     assert padded.step.units.table.shape == (room, 5)
     assert padded.step.units.table.sum() == need * 5
     assert room in (most, size[1])
     assert size in static.sizes_of(part, 5000)
+
     keys = {static.key_of(part, x) for x in static.sizes_of(part, 5000)}
+
     assert len(keys) == 3 * len(static.rooms(most, size[1]))
 
 
 def test_a_step_is_recorded_in_no_size_that_is_too_small_for_it(runner, monkeypatch):
     monkeypatch.setattr("disagg.model.static.ROOM", 64)
     (part,) = static.parts_of(batches_of(runner, [200], 3, "int8")[-1])
+
     sizes = [*static.sizes_of(part, 512)]
+
     assert [tokens for tokens, _ in sizes] == [1024, 256]
     assert all(static.StaticStep(part, size) for size in sizes)
 
@@ -243,7 +258,9 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
         "operation not permitted when stream is capturing"
     )
     graphs = runner.record_steps(recorder)
+
     assert_alike(logits_of(runner, codecs), expected)
+
     assert not any(graphs._recorded.values())
     assert 0 < recorder.record.call_count < 5
 
@@ -284,6 +301,7 @@ class StandInCuda:
 
 def test_whoever_goes_on_waits_for_a_warm_up_that_broke(monkeypatch):
     cuda = StandInCuda(monkeypatch)
+
     with pytest.raises(torch.OutOfMemoryError):
         CudaRecorder().record(MagicMock(side_effect=torch.OutOfMemoryError))
     assert cuda.waited == cuda.streams
@@ -296,11 +314,13 @@ def test_all_steps_warm_up_and_record_in_one_stream(monkeypatch):
     for _ in range(3):
         recorder.record(torch.Tensor)
     (stream,) = cuda.streams
+
     assert cuda.recorded == [stream] * 3
 
 
 def test_no_recording_begins_of_what_asks_the_host(monkeypatch):
     cuda = StandInCuda(monkeypatch)
+
     with pytest.raises(RuntimeError, match="synchronizing"):
         CudaRecorder().record(cuda.wait)
     assert not cuda.recorded
@@ -330,9 +350,12 @@ def test_a_cpu_records_nothing(runner):
 def test_a_graph_gives_what_eager_kernels_give(tiny, codec):
     runner = Runner.load(str(tiny), device="cuda")
     codecs = dict.fromkeys("abc", codec)
+
     replayed = logits_of(runner, codecs)
+
     assert runner.graphs is not None
     assert runner.graphs._recorded
     assert all(runner.graphs._recorded.values())
+
     runner.graphs = None
     assert_alike(replayed, logits_of(runner, codecs))

@@ -33,9 +33,12 @@ def test_laid_weights_multiply_as_they_did(dtype, rows):
     model = layers(dtype)
     x = torch.randn(*rows, 48, dtype=dtype)
     expected = model(x)
+
     pack_linears(model)
+
     assert isinstance(model[0], PackedLinear)
     assert isinstance(model[1][1], PackedLinear)
+
     scale = expected.abs().max()
     torch.testing.assert_close(
         model(x) / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype]
@@ -45,6 +48,7 @@ def test_laid_weights_multiply_as_they_did(dtype, rows):
 def test_laid_weights_are_in_memory_once():
     model = layers()
     pack_linears(model)
+
     assert {
         x.device.type for name, x in model.named_parameters() if "weight" in name
     } == {"meta"}
@@ -57,11 +61,14 @@ def test_laid_weights_are_in_memory_once():
 def test_other_layers_stay_as_they_are(model):
     house = nn.Sequential(model)
     pack_linears(house)
+
     assert house[0] is model
 
 
 def test_weights_stay_as_they_are_where_memory_is_small(monkeypatch):
     monkeypatch.setattr(linear, "MEMORY_PART", 1 << 40)
     model = layers()
+
     pack_linears(model)
+
     assert type(model[0]) is nn.Linear

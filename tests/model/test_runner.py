@@ -19,17 +19,22 @@ from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
 
 
-def test_a_fingerprint_is_of_config_and_weights_and_not_of_the_place(tiny, tmp_path):
+def test_a_fingerprint_covers_config_and_weights_not_the_path(tiny, tmp_path):
     copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
     original = fingerprint_model(tiny)
+
     assert Runner.load(str(copy)).fingerprint == original
+
     weights = load_file(copy / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
+
     assert fingerprint_model(copy) != original
+
     shutil.copy(tiny / "model.safetensors", copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+
     assert fingerprint_model(copy) != original
 
 
@@ -37,7 +42,9 @@ def test_a_model_without_all_of_its_weights_is_refused(tiny, tmp_path):
     copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
+
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
+
     with pytest.raises(
         ModelError, match=r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj"
     ):
@@ -47,7 +54,9 @@ def test_a_model_without_all_of_its_weights_is_refused(tiny, tmp_path):
 def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
     copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
     file = copy / "model.safetensors"
+
     file.write_bytes(file.read_bytes()[:1000])
+
     with pytest.raises(ModelError, match="cannot load LlamaForCausalLM"):
         Runner.load(str(copy))
 
@@ -57,6 +66,7 @@ def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
 )  # one tells attention, one only masks
 def test_windows_that_the_model_does_not_share_are_refused(kind, tmp_path):
     runner = Runner.load(str(save_tiny(kind, tmp_path, sliding_window=20)))
+
     assert runner.info.windows == (20, 20, 20)
     with pytest.raises(ModelError, match="a window of 20"):
         check_attention(runner._model, replace(runner.info, windows=(None, None, None)))
@@ -69,41 +79,49 @@ def test_a_window_that_the_architecture_does_not_know_is_none(kind, tmp_path):
     (answer,) = serve(
         make_engine(Runner.load(path), max_batch_tokens=61), [prompt], "raw", 8
     )
+
     # without a cache, which would have the window
     logprobs = ReferenceModel(path).logprobs([*prompt, *answer])
+
     assert logprobs[len(prompt) - 1 : -1].argmax(1).tolist() == answer
 
 
-def test_windows_by_layer_that_the_architecture_does_not_know_are_refused(tmp_path):
+def test_windows_by_layer_need_an_architecture_that_has_them(tmp_path):
     strange = {"sliding_window": 20, "layer_types": ["sliding_attention"] * 3}
     path = save_tiny("seed_oss", tmp_path, **strange)
+
     with pytest.raises(ModelError, match="a window of None where its config says 20"):
         Runner.load(str(path))
 
 
 def test_models_run_in_16_bits_too(tiny):
     runner = Runner.load(str(tiny), "float16")
+
     assert runner.shape.dtype == "float16"
+
     engine = make_engine(runner, max_batch_tokens=40)
     (answer,) = serve(engine, [random_prompt(70)], "raw", 8)
+
     assert len(answer) == 8
+
     (group,) = engine.plan("raw").groups
+
     assert group.raw.plane("k").dtype == "float16"
 
 
 def test_only_wanted_rows_have_logits(tiny):
     runner = Runner.load(str(tiny))
     chunk = Chunk(0, 4, 0, runner.workspace(4), lambda *_: None)
+
     logits = runner.forward(
         Batch([1, 2, 3, 4], [0, 1, 2, 3], [3, 1], torch.empty(0), (chunk,))
     )
+
     assert logits.shape == (2, runner.info.vocab_size)
     assert logits.dtype == torch.float32
 
 
-def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(
-    tiny, monkeypatch
-):
+def test_bfloat16_weights_are_loaded_as_float16_on_old_chips(tiny, monkeypatch):
     info = replace(describe_model(str(tiny)), dtype="bfloat16")  # as on a GPU
     monkeypatch.setattr("disagg.model.runner.describe_model", lambda *_: info)
     for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
@@ -111,13 +129,16 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(
         runner = Runner.load(str(tiny))
         assert runner.info.dtype == str(dtype).removeprefix("torch.")
         assert next(runner._model.parameters()).dtype == dtype
+
     by_name = Runner.load(str(tiny), dtype="bfloat16")
+
     assert by_name.info.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
 def test_auto_takes_a_gpu_where_there_is_one(has_gpu, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+
     assert pick_device("auto") == device
     assert pick_device("cpu") == "cpu"
 

@@ -28,6 +28,7 @@ def test_encoding_lets_other_threads_go_on():
     """What else the library has for it holds Python's lock, for seconds if the text is long."""
     backend = Mock(spec=["encode_batch_fast"])
     backend.encode_batch_fast.return_value = [Mock(ids=[1, 2])]
+
     assert Tokenizer(backend).encode("text") == [1, 2]
 
 
@@ -41,13 +42,15 @@ def test_no_text_has_fewer_tokens_than_the_longest_token_allows(text):
 def test_pieces_never_split_a_character_and_add_up(tokenizer, size):
     ids, stream = tokenizer.encode(TEXT), tokenizer.detokenizer()
     pieces = [stream.add(ids[i : i + size]) for i in range(0, len(ids), size)]
+
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) + stream.finish() == TEXT
     assert len([piece for piece in pieces if piece]) > len(TEXT) / (2 * size)
 
 
-def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer):
+def test_bytes_that_never_form_a_character_come_at_the_end(tokenizer):
     ids, stream = tokenizer.encode("ab🎉")[:-1], tokenizer.detokenizer()
+
     assert stream.add(ids) == ""
     assert stream.finish().startswith("ab\ufffd")
     assert stream.finish() == ""
@@ -62,9 +65,10 @@ def byte_fallback() -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", [packaged, byte_fallback])
-def test_the_bytes_of_tokens_are_those_of_the_text_where_a_character_has_several(kind):
+def test_bytes_of_tokens_equal_the_text_in_split_characters(kind):
     tokenizer, text = kind(), "a\u6771a\U0001f389\ufffda"
     tokens = tokenizer.encode(text, special=False)
+
     assert b"".join(map(tokenizer.bytes_of, tokens)).decode() == text
     assert b"\xf0" in map(tokenizer.bytes_of, tokens)
     assert tokenizer.spell(tokens[-1]) == "a"
@@ -72,31 +76,36 @@ def test_the_bytes_of_tokens_are_those_of_the_text_where_a_character_has_several
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+
     with pytest.raises(ModelError, match="tokenizer"):
         Tokenizer.load(tmp_path)
+
     (tmp_path / "tokenizer.json").write_text("{}")
+
     with pytest.raises(ModelError, match="is no tokenizer"):
         Tokenizer.load(tmp_path)
 
 
-def test_an_answer_keeps_the_space_that_decoders_strip_in_front_of_a_text(tokenizer):
+def test_an_answer_keeps_its_leading_space(tokenizer):
     strip = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     tokenizer._backend.decoder = strip
     prompt, answer = tokenizer.encode("a man"), tokenizer.encode(" who")
+
     stream = tokenizer.detokenizer(prompt)
+
     assert stream.add(answer) + stream.finish() == " who"
     assert tokenizer.decode(answer) == "who"
 
 
-def test_what_never_becomes_a_character_is_decoded_a_few_tokens_at_a_time(
-    tokenizer, monkeypatch
-):
+def test_broken_characters_are_decoded_a_few_tokens_at_a_time(tokenizer, monkeypatch):
     decode, sizes, broken = tokenizer.decode, [], tokenizer.encode("🎉")[:1]
     monkeypatch.setattr(
         tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1]
     )
     stream = tokenizer.detokenizer()
+
     text = "".join(stream.add(broken) for _ in range(500)) + stream.finish()
+
     assert set(text) == {"\ufffd"}
     assert max(sizes) <= 2 * MOST_PENDING
 
@@ -109,6 +118,8 @@ def test_what_has_no_text_is_decoded_a_few_tokens_at_a_time(monkeypatch):
         tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1]
     )
     stream, (end,) = tokenizer.detokenizer(), tokenizer.special_ids
+
     ids = [*tokenizer.encode("one"), *[end] * 500, *tokenizer.encode(" two ☃")]
+
     assert "".join(stream.add([token]) for token in ids) == "one two ☃"
     assert max(sizes) <= 2 * MOST_PENDING

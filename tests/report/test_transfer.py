@@ -29,7 +29,9 @@ def make_rows() -> list[dict]:
 
 def test_every_codec_has_a_line_of_its_colour_in_every_panel():
     figure = transfer_figure({"rows": make_rows()})
+
     assert len(figure.axes) == 2
+
     for panel in figure.axes:
         lines = [line for line in panel.lines if len(line.get_xdata()) > 1]
         assert len(lines) == 2 * len(CODECS)
@@ -37,6 +39,7 @@ def test_every_codec_has_a_line_of_its_colour_in_every_panel():
         assert all(list(line.get_xdata()) == [0.1, 1.0, 10.0] for line in lines)
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
+
     assert labels[: len(CODECS)] == list(CODECS)
 
 

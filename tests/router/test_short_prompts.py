@@ -64,4 +64,4 @@ async def test_whole_and_handed_over_together_they_keep_to_the_rows(
             assert tokens == alone(prompt, KIVI, max_tokens=30)
         await home.empty()
         assert max(decode_counts) == 3
-        assert home.workers["d"].engine.rows.free == 3
+        assert home.workers["d"].engine.decode_slots.free == 3

@@ -17,6 +17,7 @@ from disagg.config import ServerConfig
 from disagg.server import connections
 from disagg.server.connections import (
     BODY_RATE,
+    MAX_HEADER_BYTES,
     Arrival,
     LoopErrors,
     http_server,
@@ -30,6 +31,7 @@ POST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
     % len(BODY)
 )
+LONG_POST = POST.replace(b"%d" % len(BODY), b"1000000")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -77,13 +79,13 @@ def test_a_connection_is_closed_whose_client_says_no_more(data, answers, app):
     assert asyncio.run(scene()).count(b"HTTP/1.1 200") == answers
 
 
-@pytest.mark.parametrize("pieces", [GET, POST + BODY], ids=["header", "body"])
+@pytest.mark.parametrize("pieces", [GET, LONG_POST], ids=["header", "body"])
 def test_a_client_that_trickles_a_request_is_cut_off(pieces, app):
     """However short its pauses are."""
 
     async def scene() -> bytes:
         async with serving(app) as port:
-            reader, writer = await send(port, pieces[:-20])
+            reader, writer = await send(port, pieces)
             answer = asyncio.ensure_future(reader.read())
             while not answer.done():
                 writer.write(b"X")
@@ -91,6 +93,44 @@ def test_a_client_that_trickles_a_request_is_cut_off(pieces, app):
             return await answer
 
     assert asyncio.run(scene()) == b""
+
+
+LONG = b"x" * MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GET + b"X: " + LONG + b"\r\n\r\n",
+        GET + b"X: " + LONG,
+        b"GET /" + LONG,
+        GET + b"X: y\r\n" * MAX_HEADER_BYTES,
+    ],
+    ids=["whole", "line", "path", "lines"],
+)
+def test_a_long_header_is_refused(data, app):
+    async def scene() -> bytes:
+        async with serving(app, replace(CONFIG, silence_s=60.0)) as port:
+            reader, _writer = await send(port, data)
+            return await reader.read()
+
+    assert asyncio.run(scene()).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_long_body_before_a_header_is_no_header(app):
+    """Both may arrive at once."""
+    body = BODY + b" " * (2 * MAX_HEADER_BYTES)
+    head = POST.replace(b"%d" % len(BODY), b"%d" % len(body))
+    rest = b"Connection: close\r\n\r\n"
+
+    async def scene() -> bytes:
+        async with serving(app, replace(CONFIG, silence_s=60.0)) as port:
+            reader, writer = await send(port, head + body + GET)
+            await reader.readuntil(b"[DONE]")
+            writer.write(rest)
+            return await reader.read()
+
+    assert b"HTTP/1.1 200 " in asyncio.run(scene())
 
 
 def test_a_connection_stays_open_between_requests(app):

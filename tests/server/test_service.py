@@ -62,6 +62,25 @@ def test_streams_and_service_end_at_once_when_ray_is_lost_for_good():
     assert error["message"] == "the service is shutting down"
 
 
+def test_the_watch_of_workers_asks_the_router_who_is_silent():
+    with colocated(0) as (service, _):
+        *_, silent_s = service._workers.watch.call_args.args
+
+        assert silent_s() == {"both-0": 0.0}
+
+
+def test_a_busy_router_calls_nobody_silent(monkeypatch):
+    monkeypatch.setattr("disagg.server.service.ANSWER_S", 0.01)
+    with colocated(0) as (service, _):
+        *_, silent_s = service._workers.watch.call_args.args
+        is_over = threading.Event()
+        service._on_loop(is_over.wait)
+
+        assert silent_s() == {}
+
+        is_over.set()
+
+
 def test_a_service_is_not_ready_from_the_stop_request_on():
     with colocated(0) as (service, _):
         assert httpx.get(f"{service.url}/ready").status_code == 200

@@ -51,6 +51,115 @@ async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
         assert peer.opened == 1
 
 
+# -- where it is blocked
+def closed_port() -> int:
+    with socket.create_server((HOST, 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def offer_port(peer: Peer, port: int) -> list[int]:
+    """Let Attach answer this port; the ports that were answered."""
+    answered: list[int] = []
+
+    def direct_port() -> tuple[int, bytes]:
+        answered.append(port)
+        return port, peer.door.make_key()
+
+    peer.receiver.direct = direct_port
+    return answered
+
+
+async def test_a_hand_off_goes_over_grpc_where_direct_is_blocked(prompt, caplog):
+    async with open_peer(DIRECT) as (peer, channel):
+        offer_port(peer, closed_port())
+
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+
+        assert stats.attaches == 2
+        assert stats.payload_bytes == prompt.manifest.total_bytes
+        assert peer.opened == 1
+        peer.assert_admitted(r=prompt)
+    blocked = [x for x in caplog.messages if x.startswith("direct connections to")]
+    assert len(blocked) == 1
+    assert "no direct connection to" in channel.host.as_info()["direct_failed"]
+
+
+async def test_where_direct_is_blocked_no_port_is_asked_for_again(prompt):
+    async with open_peer(DIRECT) as (peer, channel):
+        answered = offer_port(peer, closed_port())
+        await hand_over(peer.sender(prompt, channel, "first"), prompt)
+
+        stats = await hand_over(peer.sender(prompt, channel, "second"), prompt)
+
+        assert stats.attaches == 1
+        assert len(answered) == 2
+        assert [attach.direct for attach in peer.attaches] == [True, True, False]
+
+
+async def test_direct_is_tried_again_after_a_while(prompt):
+    async with open_peer(replace(DIRECT, idle_s=0.0, stall_s=0.1)) as (peer, channel):
+        for _ in range(2):
+            channel.host.dial_failed(PeerLostError("blocked"), -1e9)
+
+        await hand_over(peer.sender(prompt, channel), prompt)
+
+        assert peer.opened == 0
+        assert channel.host.as_info()["direct_failed"] == ""
+
+
+async def test_a_hand_off_goes_on_over_grpc_if_direct_is_cut_midway(prompt):
+    """A firewall that lets a connection begin, then drops it and every other one."""
+    async with open_peer(DIRECT) as (peer, channel):
+
+        def cut(frame: PageFrame) -> None:
+            if len(peer.frames) == 4:
+                offer_port(peer, closed_port())
+                raise ConnectionError("cut")
+
+        peer.on_frame = cut
+
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+
+        sent_twice = stats.payload_bytes - prompt.manifest.total_bytes
+        assert stats.attaches == 3
+        assert peer.opened == 1
+        assert sent_twice <= 3 * DIRECT.frame_bytes
+        peer.assert_admitted(r=prompt)
+
+
+async def test_a_direct_connection_that_carries_nothing_is_given_up(prompt):
+    """The port takes connections and bytes, and answers nothing."""
+    async with open_peer(replace(DIRECT, stall_s=0.3)) as (peer, channel):
+        silent = socket.create_server((HOST, 0))
+        offer_port(peer, silent.getsockname()[1])
+
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+
+        silent.close()
+        assert stats.attaches == 2
+        assert peer.opened == 1
+        peer.assert_admitted(r=prompt)
+
+
+async def test_a_direct_connection_that_is_hung_up_is_given_up(prompt):
+    """As a proxy does that does not know the protocol; gRPC works."""
+    async with open_peer(DIRECT) as (peer, channel):
+
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+            await reader.readexactly(24)
+            writer.close()
+
+        server = await asyncio.start_server(hang_up, HOST, 0)
+        offer_port(peer, server.sockets[0].getsockname()[1])
+
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+
+        server.close()
+        assert stats.attaches == 3
+        assert peer.opened == 1
+        peer.assert_admitted(r=prompt)
+
+
 # -- who may come in
 async def enter(peer: Peer, key: bytes | None = None) -> DirectStream:
     """A connection that is let in; PeerLostError if it is not."""

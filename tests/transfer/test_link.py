@@ -12,6 +12,7 @@ from disagg.transfer.channel import Channel, Peers
 from disagg.transfer.link import (
     FIRST_BYTES,
     LEAST_FRAME_BYTES,
+    SHORT_BYTES,
     LinkReport,
     RateLimiter,
     RateMeter,
@@ -118,15 +119,53 @@ def test_over_time_the_rate_is_exact_whatever_the_messages():
 async def test_frames_over_a_slow_link_are_small(
     monkeypatch,
 ):
-    reports = [
-        LinkReport("127.0.0.1:1", "a modem", 90.0, rate) for rate in (35e-6, 1.0)
-    ]
-    monkeypatch.setattr(channel, "measure", AsyncMock(side_effect=reports))
+    report = LinkReport("127.0.0.1:1", "a modem", 90.0, 35e-6)
+    monkeypatch.setattr(channel, "measure", AsyncMock(return_value=report))
     peers = Peers(None, TransferConfig())
+
     await peers.meet(["127.0.0.1:1"])
+
     assert peers.get("127.0.0.1:1").frame_bytes == 14_000
-    await peers.meet(["127.0.0.1:1"])  # the next service measures anew
-    assert peers.get("127.0.0.1:1").frame_bytes == FRAME_BYTES
-    assert LinkReport("", "", 1.0, 1e-9).frame_bytes(1 << 21) == LEAST_FRAME_BYTES
-    assert LinkReport("", "", 1.0, 1.0).frame_bytes(1 << 21) == 1 << 21
     await peers.close()
+
+
+@pytest.mark.parametrize(
+    ("gbytes_per_s", "expected"),
+    [
+        (1e-9, LEAST_FRAME_BYTES),
+        (35e-6, 14_000),
+        (1.0, FRAME_BYTES),
+    ],
+)
+def test_a_frame_takes_the_time_of_a_ping_at_most(gbytes_per_s, expected):
+    assert LinkReport("", "", 1.0, gbytes_per_s).frame_bytes(FRAME_BYTES) == expected
+
+
+async def test_the_next_service_measures_no_link_again(monkeypatch):
+    report = LinkReport("127.0.0.1:1", "a modem", 90.0, 35e-6)
+    measure = AsyncMock(return_value=report)
+    monkeypatch.setattr(channel, "measure", measure)
+    monkeypatch.setattr(channel, "reach", AsyncMock())
+    peers = Peers(None, TransferConfig())
+
+    lines = [await peers.meet(["127.0.0.1:1", "127.0.0.1:2"]) for _ in range(2)]
+
+    assert measure.await_count == 1
+    assert lines[0] == lines[1]
+    assert [line.split(":")[1] for line in lines[0]] == ["1", "2"]
+    await peers.close()
+
+
+async def test_a_short_probe_sends_little(monkeypatch):
+    sent: list[int] = []
+
+    def note(parts: list[bytes]) -> bytes:
+        sent.append(len(parts[0]))
+        return frame_message(parts)
+
+    monkeypatch.setattr("disagg.transfer.link.frame_message", note)
+    async with open_peer() as (_, link_channel):
+        report = await measure(link_channel.link, is_short=True)
+
+    assert sum(sent) == SHORT_BYTES
+    assert report.gbytes_per_s > 0

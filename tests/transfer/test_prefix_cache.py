@@ -57,6 +57,43 @@ def test_the_shared_part_of_a_second_prompt_is_not_sent_again(tokens, shared):
     assert desk.pool.cached_pages > 0
 
 
+@pytest.mark.parametrize("plan", [PLAN, BY_PAGE], ids=["segments", "pages"])
+def test_blocks_of_several_earlier_prompts_have_their_digests(plan):
+    """The first blocks of the third prompt come from the first one, the others from the second."""
+    first = make_related(2300, 1, 2110, plan)
+    second = make_related(6000, 2, 2110, plan)
+    desk = Desk(1 << 22, plan=plan)
+    desk.give(first, "one")
+    desk.give(second, "two")
+
+    ticket = desk.begin(second, rid="three")
+
+    received = desk.received(ticket)
+    assert desk.cached_tokens("three") > 4096
+    assert received.items() <= second.digests().items()
+
+
+def test_a_cached_prompt_is_looked_up_in_long_ranges(monkeypatch):
+    """A prompt of 32,768 exact tokens took a tenth of a second, a range for each page and layer."""
+    prompt = make_prompt(64 * 100, plan=BY_PAGE)
+    desk = Desk(1 << 22, plan=BY_PAGE)
+    desk.give(prompt, "one")
+    indices_of = Manifest.indices_of
+    ranges = []
+
+    def noted(manifest, block):
+        for indices in indices_of(manifest, block):
+            ranges.append(indices)
+            yield indices
+
+    monkeypatch.setattr(Manifest, "indices_of", noted)
+
+    desk.reserve(prompt, rid="two")
+
+    assert desk.cached_tokens("two") > 64 * 90
+    assert len(ranges) <= 4
+
+
 def test_a_reservation_answers_which_items_are_cached():
     """One layer group shares its first segment, the other one pages beyond it too."""
     first = make_related(2300, 1, 2110)

@@ -225,7 +225,7 @@ def test_shared_records_do_not_count_against_the_watermark():
 
 
 def test_reservations_and_running_sequences_share_one_limit(prompt):
-    desk = Desk(rows=DecodeSlots(2))
+    desk = Desk(decode_slots=DecodeSlots(2))
     desk.give(prompt, "one")
     desk.reserve(prompt, rid="two")
 

@@ -51,7 +51,7 @@ class Machine(stateful.RuleBasedStateMachine):
         super().__init__()
         policy = {
             "lease_s": LEASE_S,
-            "rows": DecodeSlots(MAX_SEQUENCES),
+            "decode_slots": DecodeSlots(MAX_SEQUENCES),
             "watermark_bytes": 1 << 13,
         }
         self.desk = Desk(7 << 14, may_reserve=lambda: not self.engine_waits, **policy)
@@ -310,7 +310,7 @@ class Machine(stateful.RuleBasedStateMachine):
         self.pool.check_integrity()
         gauges = self.ledger.gauges()
         rows_in_use = gauges["reservations"] + gauges["running"]
-        assert self.desk.policy.rows.free == MAX_SEQUENCES - rows_in_use >= 0
+        assert self.desk.policy.decode_slots.free == MAX_SEQUENCES - rows_in_use >= 0
         assert len(self.ledger._by_nonce) == len(self.ledger._of()) + len(
             self.ledger._ended
         )

@@ -14,13 +14,13 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
 from disagg.kv.page import Kind, make_layout
 from disagg.transfer import rpc
-from disagg.transfer.channel import Channel, ChannelOptions, Peers
+from disagg.transfer.channel import PROBED_BYTES, Channel, ChannelOptions, Peers
 from disagg.transfer.link import LinkReport, RateLimiter
 from disagg.transfer.messages import Attach, Attached, Credit
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, PageFrame, Ticket
 from tests.transfer.peer import QUICK, hand_over, offer_all, open_peer, until
-from tests.transfer.prompts import EPOCH, MODEL, OTHER_PLAN, make_related
+from tests.transfer.prompts import EPOCH, MODEL, OTHER_PLAN, make_prompt, make_related
 
 TOKENS = 1500
 
@@ -54,8 +54,9 @@ async def test_prompts_arrive_whole_and_both_ends_count_equal_bytes(direct):
         peer.close()
 
 
-async def test_a_link_is_measured_before_its_first_frame(prompt, monkeypatch):
+async def test_an_unknown_link_is_measured_before_a_long_hand_off(monkeypatch):
     """Without, frames of a new worker had 2 MiB: on a slow link, gRPC's ping came too late."""
+    prompt = make_prompt(5000)
     async with open_peer(ChannelOptions()) as (peer, channel):
         slow = LinkReport(peer.address, "a modem", 90.0, 35e-6)
         measure = AsyncMock(return_value=slow)
@@ -68,6 +69,58 @@ async def test_a_link_is_measured_before_its_first_frame(prompt, monkeypatch):
         assert max(payloads) < 14_000
         assert str(channel.report).startswith(f"link to {peer.address}")
         peer.close()
+
+
+async def test_a_hand_off_smaller_than_a_probe_needs_none(prompt, monkeypatch):
+    """A probe of 6 MB once crossed before each hand-off of 25 kB to a worker that was idle."""
+    measure = AsyncMock()
+    monkeypatch.setattr("disagg.transfer.channel.measure", measure)
+    peers = Peers(None, TransferConfig())
+    peers.options = replace(peers.options, idle_s=0.0, stall_s=0.1)
+    async with open_peer() as (peer, _):
+        for rid in ("first", "second", "third"):
+            channel = peers.get(peer.address)
+            assert prompt.manifest.total_bytes < PROBED_BYTES
+
+            await hand_over(peer.sender(prompt, channel, rid), prompt)
+
+            peer.free()
+            closed = weakref.ref(channel)
+            del channel
+            await until(lambda x=closed: not gc.collect() and x() is None)
+
+        assert not measure.called
+        await peers.close()
+
+
+async def test_a_link_is_known_from_its_frames(prompt):
+    async with open_peer() as (peer, channel):
+        await hand_over(peer.sender(prompt, channel), prompt)
+
+        assert channel.report.round_trip_ms > 0
+        assert channel.report.gbytes_per_s > 0
+        assert channel.report.peer == peer.address
+
+
+async def test_a_channel_that_opens_again_has_the_report_of_its_link(
+    monkeypatch,
+):
+    measured = LinkReport("somewhere", "a modem", 90.0, 35e-6)
+    measure = AsyncMock(return_value=measured)
+    monkeypatch.setattr("disagg.transfer.channel.measure", measure)
+    peers = Peers(None, TransferConfig())
+    first = peers.get("127.0.0.1:1")
+    await first.meet()
+    await first.close()
+    del first
+    gc.collect()
+
+    again = peers.get("127.0.0.1:1")
+    await again.meet()
+
+    assert again.frame_bytes == 14_000
+    assert measure.await_count == 1
+    await peers.close()
 
 
 async def test_a_layer_arrives_before_the_next_is_offered(prompt):
@@ -352,6 +405,23 @@ async def test_a_hand_off_without_credit_holds_up_no_other(prompt):
 
         assert nonce not in {frame.ticket.nonce for frame in peer.frames}
         waiting.cancel()
+
+
+async def test_hand_offs_over_a_slow_link_share_its_window(prompt):
+    async with open_peer() as (peer, channel):
+        may_go_on = asyncio.Event()
+        peer.pause = may_go_on.wait
+        channel.host.report = LinkReport(peer.address, "a modem", 90.0, 10e-6)
+        senders = [peer.sender(prompt, channel, rid) for rid in "abcdef"]
+
+        running = [asyncio.create_task(hand_over(x, prompt)) for x in senders]
+        await until(lambda: all(sender.queue.credit for sender in senders))
+        await until(lambda: channel.meter.bytes_in_flight >= 8000)  # the window
+
+        assert channel.meter.bytes_in_flight < 8000 + QUICK.frame_bytes
+        may_go_on.set()
+        await asyncio.gather(*running)
+        peer.assert_admitted(**dict.fromkeys("abcdef", prompt))
 
 
 async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):

@@ -18,7 +18,7 @@ from disagg.kv.page import Kind
 from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState
 from disagg.model.runner import Runner
-from disagg.router import requests
+from disagg.router import moves
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
 from disagg.worker.handoff import MigrationHandoff
@@ -83,7 +83,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
 async def test_a_sequence_that_outgrows_its_room_moves_as_well(
     home, runners, story, monkeypatch
 ):
-    monkeypatch.setattr(requests, "MOVE_TOKENS", 1)
+    monkeypatch.setattr(moves, "MOVE_TOKENS", 1)
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])

@@ -4,90 +4,97 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from disagg.engine.engine import Engine
-from disagg.engine.messages import EngineLoad
+import pytest
+
+from disagg.engine.progress import StepProgress
 from disagg.worker import watchdog
-from disagg.worker.watchdog import Watchdog
+from disagg.worker.watchdog import CHECKS, Watchdog
 
 STUCK_S = 0.1
 HANGS = """
 import time
-from disagg.worker.watchdog import EXIT_CODE, Watchdog
-
-class StuckEngine:
-    num_steps, load, stalled_s = 7, "2 running", 99.0
+from disagg.engine.progress import StepProgress
+from disagg.worker.watchdog import Watchdog
 
 def a_kernel_that_never_ends():
     time.sleep(60)
 
-Watchdog("decode-0", StuckEngine(), stuck_s=0.1).start()
-a_kernel_that_never_ends()
+progress = StepProgress(time.monotonic)
+progress.num_steps = 7
+Watchdog("decode-0", progress, stuck_s=0.1).start()
+with progress.running():
+    a_kernel_that_never_ends()
 """
+Watch = Callable[[StepProgress], threading.Event]
 
 
-class FakeEngine(Engine):
-    """An engine that makes no progress while `is_stuck`."""
+class LookedAt(StepProgress):
+    """Progress that says for how long a step has stalled at each look; the last one stays."""
 
-    def __init__(self, is_stuck: bool):
-        self.is_stuck = is_stuck
-        self.num_steps = 1
+    def __init__(self, *stalls: float):
+        super().__init__(time.monotonic)
+        self.looks = 0
+        self._stalls = stalls
 
     @property
     def stalled_s(self) -> float:
-        return 2 * STUCK_S if self.is_stuck else 0.0
-
-    @property
-    def load(self) -> EngineLoad:
-        return EngineLoad(running=2)
+        stall = self._stalls[min(self.looks, len(self._stalls) - 1)]
+        self.looks += 1
+        return stall
 
 
-def watch(engine: Engine) -> tuple[Watchdog, threading.Event]:
-    stuck = threading.Event()
-    dog = Watchdog("decode-0", engine, STUCK_S, on_stuck=stuck.set)
-    dog.start()
-    return dog, stuck
+@pytest.fixture
+def watch() -> Any:
+    """Watch the progress of an engine; the event is set when it is stuck."""
+    dogs = []
+
+    def start(progress: StepProgress) -> threading.Event:
+        stuck = threading.Event()
+        dog = Watchdog("decode-0", progress, STUCK_S, on_stuck=stuck.set)
+        dog.start()
+        dogs.append(dog)
+        return stuck
+
+    yield start
+    for dog in dogs:
+        dog.stop()
 
 
-def test_an_engine_that_stands_still_is_reported(caplog: Any):
-    engine = FakeEngine(is_stuck=True)
+def wait_for_looks(progress: LookedAt, count: int) -> None:
+    while progress.looks < count:
+        time.sleep(STUCK_S / CHECKS)
 
-    _, stuck = watch(engine)
+
+def test_an_engine_that_stands_still_is_reported(watch: Watch, caplog: Any):
+    progress = LookedAt(99.0)
+    progress.num_steps = 1
+
+    stuck = watch(progress)
 
     assert stuck.wait(10)
-    assert "decode-0: step 1 of the engine has made no progress" in caplog.text
-    assert "running=2" in caplog.text
+    assert "decode-0: step 1 of the engine has made no progress for 99 s" in caplog.text
 
 
-def test_an_engine_that_progresses_is_let_alone():
-    engine = FakeEngine(is_stuck=False)
+def test_an_engine_that_progresses_is_let_alone(watch: Watch):
+    progress = LookedAt(0.0)
 
-    dog, stuck = watch(engine)
+    stuck = watch(progress)
 
-    assert not stuck.wait(10 * STUCK_S)
-    dog.stop()
-
-
-def test_one_late_look_is_not_enough(monkeypatch: Any):
-    """A process that was frozen looks stuck at the first check after it."""
-
-    class Thawed(FakeEngine):
-        looks = 0
-
-        @property
-        def stalled_s(self) -> float:
-            self.looks += 1
-            return 99.0 if self.looks == 1 else 0.0
-
-    engine = Thawed(is_stuck=False)
-
-    dog, stuck = watch(engine)
-
-    while engine.looks < 5:
-        time.sleep(0.01)
+    wait_for_looks(progress, 2 * CHECKS)
     assert not stuck.is_set()
-    dog.stop()
+
+
+def test_one_late_look_is_not_enough(watch: Watch):
+    """A process that was frozen looks stuck at the first check after it."""
+    progress = LookedAt(99.0, 0.0)
+
+    stuck = watch(progress)
+
+    wait_for_looks(progress, 5)
+    assert not stuck.is_set()
 
 
 def test_the_process_ends_with_the_stacks_of_its_threads():
@@ -97,4 +104,4 @@ def test_the_process_ends_with_the_stacks_of_its_threads():
 
     assert done.returncode == watchdog.EXIT_CODE
     assert "a_kernel_that_never_ends" in done.stderr
-    assert "step 7 of the engine has made no progress for 99 s" in done.stderr
+    assert "step 7 of the engine has made no progress" in done.stderr

@@ -232,6 +232,28 @@ async def test_what_left_is_freed_without_the_garbage_collector(
         gc.enable()
 
 
+async def test_the_items_of_a_hand_off_are_not_listed_on_the_io_loop(
+    home, story, monkeypatch
+):
+    """A long prompt has 65,536 of them."""
+    listed: list[str] = []
+    items = Manifest.items.func
+
+    def noted(manifest: Manifest) -> tuple[Item, ...]:
+        listed.append(threading.current_thread().name)
+        return items(manifest)
+
+    monkeypatch.setattr(Manifest.items, "func", noted)
+
+    first, _ = await home.complete(story, KIVI)
+    assert listed == []  # the engine offered all items
+
+    again, _ = await home.complete(story, KIVI)
+    assert again == first
+    assert listed
+    assert not any(name.endswith("-io") for name in listed)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 async def test_pages_leave_before_the_last_layer_or_when_done(
     overlap, runners, story, monkeypatch

@@ -1,0 +1,222 @@
+"""The prompts that an engine computes: their exact K and V, and the records that these become.
+
+    begin   a workspace for exact K and V, filled with the cached prefix
+    chunk   the next tokens of a prompt. When a layer has attended, its K and V are
+              encoded    into the records of the sequence, which are offered at once
+              measured   against the exact ones, if the prompt is a sample
+              copied     to raw pages of the prefix cache
+    close   after the step: cache the units that all layers have written
+
+Knows no queues, and no sequences that decode.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.planning import codec_of
+from disagg.config import EngineConfig
+from disagg.engine.error_probe import CodecErrorProbe
+from disagg.engine.exact_prefixes import ExactPrefixes
+from disagg.engine.messages import as_disagg_error
+from disagg.engine.scheduler import ScheduledTokens
+from disagg.engine.sequence import Handoff, Sequence
+from disagg.errors import CapacityError, PromptTooLongError
+from disagg.kv.page import Item, Kind
+from disagg.kv.plan import Plan
+from disagg.kv.pool import Pool
+from disagg.model.attention import Chunk
+from disagg.model.capacity import exact_bytes, rooms_of
+from disagg.model.runner import Runner
+from disagg.paged.append import RecordIds
+from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
+
+
+@dataclass(frozen=True)
+class ChunkTables:
+    """Where the layers of a chunk are written, by layer group; on the device while they are.
+
+    record_ids:   of the prompt's records
+    prefix_pages: of the raw pages that the prefix cache keeps
+    """
+
+    record_ids: tuple[RecordIds, ...]
+    prefix_pages: tuple[Tensor, ...]
+
+
+class Prompts:
+    """The prompts of one engine. On the engine's thread.
+
+    workspace_bytes: room for the exact K and V of all prompts that compute
+    probed:          plans whose error is sampled
+    on_layer:        called when a layer of a prompt has been computed
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        pool: Pool,
+        arena: Tensor,
+        workspace_bytes: int,
+        probed: Iterable[Plan],
+        on_layer: Callable[[], None],
+    ):
+        self.prefixes = ExactPrefixes(pool, arena, runner.shape)
+        self._runner = runner
+        self._config = config
+        self._arena = arena
+        self._workspace_bytes = workspace_bytes
+        self._error_probe = CodecErrorProbe(probed)
+        self._on_layer = on_layer
+
+    # -- room
+
+    def check(self, plan: Plan, num_tokens: int) -> None:
+        """PromptTooLongError for a prompt whose exact KV never has room here."""
+        needed = self._exact_bytes(plan, num_tokens)
+        room = self._workspace_bytes
+        if needed > room:
+            raise PromptTooLongError(
+                f"prompt of {num_tokens} tokens needs {needed} bytes of exact KV while it "
+                f"prefills; there is room for {room}"
+            )
+
+    def has_room(self, sequence: Sequence, active: Iterable[Sequence]) -> bool:
+        """Whether the exact KV of a prompt has room now, beside that of active sequences."""
+        self.check(sequence.plan, sequence.prompt_len)
+        prefilling = [x for x in active if x.workspace is not None]
+        needed = sum(
+            self._exact_bytes(x.plan, x.prompt_len) for x in (sequence, *prefilling)
+        )
+        return needed <= self._workspace_bytes
+
+    def _exact_bytes(self, plan: Plan, num_tokens: int) -> int:
+        """Bytes of the exact K and V of a prompt while it prefills."""
+        rooms = rooms_of(plan, num_tokens, self._config.max_batch_tokens)
+        return exact_bytes(self._runner.shape, sum(rooms)) // len(rooms)
+
+    # -- begin
+
+    def begin(self, sequence: Sequence, budget: int) -> None:
+        """Give a prompt a workspace, and fill it with the cached prefix.
+
+        A prompt that takes more than one chunk of `budget` tokens gets all its memory at once.
+        """
+        rooms = rooms_of(
+            sequence.plan, sequence.prompt_len, self._config.max_batch_tokens
+        )
+        sequence.workspace = self._runner.workspace(sequence.prompt_len, rooms)
+        try:
+            if budget < sequence.prompt_len:
+                dtype = getattr(torch, self._runner.info.dtype)
+                sequence.workspace.reserve(dtype, self._runner.device)
+            if self._config.prefix_cache:
+                self._restore(sequence)
+        except (MemoryError, RuntimeError) as error:
+            raise CapacityError(
+                "no memory for the exact KV of a prompt of "
+                f"{sequence.prompt_len} tokens: {error}"
+            ) from None
+
+    def _restore(self, sequence: Sequence) -> None:
+        """Begin behind the cached prefix of a prompt.
+
+        Always computed: its last token, the last queries that its codecs need, and all of a prompt
+        that is scored.
+        """
+        limit = 0
+        if not sequence.scored:
+            queries = [codec_of(x).last_queries for x in sequence.plan.groups]
+            limit = max(0, sequence.prompt_len - max(1, *queries))
+        sequence.begin(self.prefixes.restore(sequence, limit))
+
+    # -- compute
+
+    def chunk(self, entry: ScheduledTokens, row: int) -> Chunk:
+        """A chunk of a prompt, whose layers are encoded and offered as they finish.
+
+        row: of its first token in the batch
+        """
+        sequence = entry.sequence
+        workspace = sequence.workspace
+        assert workspace is not None
+        units = self.prefixes.open(sequence, sequence.n + entry.count)
+
+        def sink(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+            self._on_layer()
+            if sequence.error is not None:
+                return
+            try:
+                self._encode(sequence, layer, k, v, chunk)
+                self._error_probe.measure(sequence, layer, k, v, units.done)
+                self.prefixes.write(units, layer, k, v, chunk.tables.prefix_pages)
+            except Exception as error:
+                sequence.error = as_disagg_error(error)
+
+        tables = ChunkTables(
+            record_ids=tuple(RecordIds.of(state) for state in sequence.groups),
+            prefix_pages=units.tables,
+        )
+        return Chunk(
+            row=row,
+            count=entry.count,
+            before=sequence.n,
+            workspace=workspace,
+            sink=sink,
+            tables=tables,
+        )
+
+    def _encode(
+        self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk
+    ) -> None:
+        """Compress what a chunk completes in one layer, and offer it."""
+        index = sequence.plan.group_of[layer]
+        group = sequence.plan.groups[index]
+        record_ids = chunk.tables.record_ids[index]
+        num_pages = len(record_ids.pages)
+        start = time.perf_counter()
+        # the first chunk also encodes the cached prefix
+        is_first = chunk.before == sequence.cached
+        prompt = PromptChunk(
+            k,
+            v,
+            total=sequence.prompt_len,
+            before=0 if is_first else chunk.before,
+            first=chunk.before + chunk.count - k.shape[1],
+            queries=chunk.workspace.queries(layer),
+            peer_pages=_pages_at_receiver(sequence.handoff, index, layer, num_pages),
+        )
+        records = LayerRecords(group, layer, self._arena)
+        items = write_prompt(codec_of(group), records, record_ids, prompt)
+        sequence.encode_s += time.perf_counter() - start
+        if sequence.handoff is not None and items:
+            sequence.handoff.offer(
+                [
+                    Item(written.kind, index, layer, i)
+                    for written in items
+                    for i in written.indices
+                ]
+            )
+
+    def close(self, whole: bool) -> None:
+        """After a step: cache the units that it completed.
+
+        whole: whether the step was completed; else nothing is cached
+        """
+        self.prefixes.close(whole)
+
+
+def _pages_at_receiver(
+    handoff: Handoff | None, group: int, layer: int, num_pages: int
+) -> int:
+    """How many leading pages of a layer the receiver has already."""
+    if handoff is None:
+        return 0
+    for i in range(num_pages):
+        if not handoff.has(Item(Kind.PAGE, group, layer, i)):
+            return i
+    return num_pages
