@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ SETTINGS_FILE = "settings.json"
 SOCKET_FILE = "router"
 ROUTER = "router"
 DOOR = "door"
+BEAT_S = 1.0
 log = logging.getLogger(__name__)
 # a child imports what its parent imports, from wherever that was started
 PROGRAM = (
@@ -80,6 +82,10 @@ class Pipe:
         line = json.dumps({"event": event, **fields}) + "\n"
         with self._lock, suppress(OSError):
             self._connection.sendall(line.encode())
+
+    def limit_silence(self, limit_s: float) -> None:
+        """From now on a side that tells nothing for so long counts as gone."""
+        self._connection.settimeout(limit_s)
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the other side tells, until it is gone."""
@@ -155,6 +161,7 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
         stack.callback(guard.begin)
         guard.started()
         pipe.send("serving", links=process.links)
+        send_beats(pipe, process.call_soon)
         while not process.stopped.wait(1.0):
             guard.take_signals()
 
@@ -200,6 +207,7 @@ def run_door(
     follow_parent(pipe, settings.folder, orders, on_orphaned=lambda: door.end(0))
     serving = Serving(lambda: asyncio.run(door.serve(lambda: pipe.send("serving"))))
     serving.start()
+    send_beats(pipe, door.call_soon)
     while serving.is_alive():
         serving.join(1.0)  # in steps: a signal is handled between two
     if serving.error is not None:
@@ -236,6 +244,21 @@ def follow_parent(
         on_orphaned()
 
     threading.Thread(target=follow, name="parent", daemon=True).start()
+
+
+def send_beats(pipe: Pipe, call_soon: Callable[[Callable[[], None]], None]) -> None:
+    """Tell the parent again and again that the event loop of this process goes on."""
+
+    def send() -> None:
+        pipe.send("beat")
+
+    def run() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            while True:
+                time.sleep(BEAT_S)
+                call_soon(send)
+
+    threading.Thread(target=run, name="beat", daemon=True).start()
 
 
 def reload_settings(settings: Settings, process: "RouterProcess | Door") -> None:

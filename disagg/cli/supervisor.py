@@ -36,6 +36,7 @@ STEADY_S = 30.0  # a process that lived for so long is replaced at once
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 POLL_S = 0.1
+LINGER_S = 15.0  # for a process to end that has closed its pipe
 END_S = 5.0  # beyond its grace, until a door is killed
 
 log = logging.getLogger(__name__)
@@ -59,8 +60,13 @@ class ChildProcess:
         self.pid = self._process.pid
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
-        status = self._process.wait()
+        """Its exit status. It is killed if it lives on without a pipe, or without a word."""
+        try:
+            status = self._process.wait(LINGER_S)
+        except subprocess.TimeoutExpired:
+            log.error("silent process killed", extra=fields(pid=self.pid))
+            self._process.kill()
+            status = self._process.wait()
         self.pipe.close()
         return status
 
@@ -78,7 +84,8 @@ class ChildProcess:
 class Slot:
     """A place that always has a process, until `stop`.
 
-    up: the first "serving" event, or the error that came instead of it
+    up:        the first "serving" event, or the error that came instead of it
+    silence_s: a process that serves and tells nothing for so long is replaced; None: never
     """
 
     def __init__(
@@ -86,8 +93,10 @@ class Slot:
         name: str,
         spawn: Callable[[], ChildProcess],
         on_event: Callable[[Mapping[str, Any]], None],
+        silence_s: float | None = None,
     ):
         self.name = name
+        self._silence_s = silence_s
         self.up: Future[Mapping[str, Any]] = Future()
         self._spawn = spawn
         self._on_event = on_event
@@ -147,6 +156,8 @@ class Slot:
                     target=self._see_off, args=[child], daemon=True
                 ).start()
                 return True
+            if event["event"] == "serving" and self._silence_s is not None:
+                child.pipe.limit_silence(self._silence_s)
             self._take(event)
         self._end(child)
         return False
@@ -278,9 +289,15 @@ class Supervisor:
             listening = self._sockets[number]
             return lambda: ChildProcess(DOOR, folder, number, listening)
 
-        router = Slot(ROUTER, lambda: ChildProcess(ROUTER, folder, 0), self._on_event)
+        silence_s = self.config.cluster.replace_s
+        router = Slot(
+            ROUTER,
+            lambda: ChildProcess(ROUTER, folder, 0),
+            self._on_event,
+            silence_s,
+        )
         doors = [
-            Slot(f"{DOOR} {number}", spawn_door(number), self._on_event)
+            Slot(f"{DOOR} {number}", spawn_door(number), self._on_event, silence_s)
             for number in range(self.config.server.doors)
         ]
         return router, doors

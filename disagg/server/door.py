@@ -149,6 +149,11 @@ class Door:
         while server.server_state.tasks and time.monotonic() < self._until:
             await asyncio.sleep(POLL_S)
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call something on the event loop once there is one; RuntimeError when it has ended."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(call)
+
     def leave(self) -> None:
         """From now on it is not ready, though it serves until `end`."""
         self.is_leaving = True
@@ -161,9 +166,8 @@ class Door:
         self._until = time.monotonic() + grace_s
         self.is_leaving = True
         self._has_to_end = True
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._ends.set)
+        with suppress(RuntimeError):
+            self.call_soon(self._ends.set)
 
     def reload(self, config: Config) -> None:
         """Apply what a running service can use of a configuration that was read again.
