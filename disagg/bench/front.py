@@ -1,6 +1,7 @@
 """`disagg bench front`: what one front end relays, and what can hold it up.
 
-    raw clients ──► HTTP, tokenizer, router ──► gRPC ──► fake workers        a process each
+    raw clients ──► HTTP, tokenizer, router ──────────► gRPC ──► fake workers       a process each
+    raw clients ──► doors: HTTP, tokenizer ──► router ──► gRPC ──► fake workers
 
 Nothing is computed, so every figure is the front end's own. Its processor time stands beside wall
 times, since the machine may be shared. Each part is a function that returns rows.
@@ -11,9 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from disagg.bench.child import Child
+from disagg.bench.doors import MeasuredDoor, MeasuredRouter
 from disagg.bench.fake_workers import Fleet, FleetOptions
 from disagg.bench.front_end import FrontEndFigures, MeasuredFront
 from disagg.bench.raw_clients import (
@@ -34,8 +38,9 @@ MAX_FILES = 1024  # the usual limit of open files in a shell
 MEGABYTE = 1e6
 NOTES = (
     "late: how late the event loop was, every 10 ms; busy: its processor time between two of these "
-    "looks, which neighbours on the machine do not change; cpu_s, token_us, cores: "
-    "processor time of the front end; token_p99_ms: from the worker of a token to its client"
+    "looks, which neighbours on the machine do not change; cpu_s, cores, token_us, door_us, "
+    "router_us: processor time of the front end, of its doors, of their router; token_p99_ms: from "
+    "the worker of a token to its client"
 )
 
 
@@ -58,6 +63,7 @@ class FrontOptions:
 
     parts:    names of `PARTS`
     relays:   the last one is more than one process can relay
+    doors:    processes in front of the router, one number for each measurement
     window_s: of a measurement
     burst:    requests that arrive at once
     roles:    workers of each role that are full when a burst arrives
@@ -74,6 +80,7 @@ class FrontOptions:
         Relay(1000, 64, per_s=10.0),
         Relay(1000, 64, per_s=20.0),
     )
+    doors: Sequence[int] = (1, 2)
     window_s: float = 4.0
     burst: int = 1000
     roles: int = 64
@@ -133,6 +140,23 @@ def staged(options: FleetOptions, max_files: int | None = None) -> Iterator[Stag
         yield Stage([front], fleet, clients, workers)
 
 
+@contextmanager
+def staged_doors(options: FleetOptions, num_doors: int) -> Iterator[Stage]:
+    """A front end with several doors."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory())
+        path = Path(folder) / "router"
+        router = stack.enter_context(Child(MeasuredRouter))
+        doors = [stack.enter_context(Child(MeasuredDoor)) for _ in range(num_doors)]
+        fleet = stack.enter_context(Child(Fleet))
+        clients = stack.enter_context(Child(RawClients))
+        workers = fleet.ask("start", options)
+        router.ask("start", workers, path)
+        ports = [door.ask("start", number, path) for number, door in enumerate(doors)]
+        clients.ask("connect", *ports)
+        yield Stage(doors, fleet, clients, workers, router)
+
+
 # -- parts
 
 
@@ -144,6 +168,37 @@ def measure_relay(options: FrontOptions) -> list[Row]:
             relayed = _relay(stage, relay, options.window_s)
         rows.append(relayed.as_row())
     return rows
+
+
+def measure_doors(options: FrontOptions) -> list[Row]:
+    """The last relay through doors, and what more of them would give, by a model."""
+    relay = options.relays[-1]
+    rows = []
+    for num_doors in options.doors:
+        with staged_doors(relay.fleet, num_doors) as stage:
+            relayed = _relay(stage, relay, options.window_s)
+        *doors, router = relayed.figures
+        num_tokens = relayed.tokens.tokens
+        door_us = 1e6 * sum(door.cpu_s for door in doors) / max(1, num_tokens)
+        router_us = 1e6 * router.cpu_s / max(1, num_tokens)
+        own = {"doors": num_doors, "door_us": door_us, "router_us": router_us}
+        rows.append({"what": "measured", **own, **relayed.as_row()})
+    rows.append(_modelled(rows[-1]))
+    return rows
+
+
+def _modelled(measured: Row) -> Row:
+    """Four doors and a router with a core each: the slower side decides."""
+    num_doors = 4
+    doors_per_s = num_doors * 1e6 / measured["door_us"]
+    router_per_s = 1e6 / measured["router_us"]
+    return {
+        "what": "model: 4 doors on 8 cores",
+        "doors": num_doors,
+        "door_us": measured["door_us"],
+        "router_us": measured["router_us"],
+        "tokens_per_s": min(doors_per_s, router_per_s),
+    }
 
 
 @dataclass(frozen=True)
@@ -392,6 +447,7 @@ def measure_link_again(options: FrontOptions) -> list[Row]:
 
 PARTS: dict[str, Callable[[FrontOptions], list[Row]]] = {
     "relay": measure_relay,
+    "doors": measure_doors,
     "burst": measure_burst,
     "long-prompts": measure_long_prompts,
     "hung-engine": measure_hung_engine,

@@ -226,9 +226,11 @@ class RawClients:
         self._window.begin()
 
     async def read_window(self, seconds: float) -> TokenFigures:
-        """The tokens of so many seconds."""
+        """The tokens of so many seconds, or more until there is one."""
         self._window.begin()
         await asyncio.sleep(seconds)
+        while not self._window.tokens and not all(x.ended for x in self._streams):
+            await asyncio.sleep(POLL_S)
         return self._window.read(self._streams)
 
     async def end_window(self) -> TokenFigures:

@@ -220,8 +220,11 @@ def front(
     part: list[str] | None = Option(
         None,
         "--part",
-        help="relay, burst, long-prompts, hung-engine, sleepy, ignored-fields, scores or "
+        help="relay, doors, burst, long-prompts, hung-engine, sleepy, ignored-fields, scores or "
         "link-again; may be repeated; default: all.",
+    ),
+    doors: list[int] | None = Option(
+        None, "--doors", min=1, help="Doors of part doors; may be repeated; 1 and 2."
     ),
     out: Out = None,
     as_json: options.Json = False,
@@ -229,7 +232,8 @@ def front(
     """Measure what a front end relays and what can hold it up, with fake workers."""
     from disagg.bench.front import FrontOptions, draw_front, measure_front
 
-    result = measure_front(FrontOptions(parts=part or ()))
+    fields = without_none(parts=part, doors=doors)
+    result = measure_front(FrontOptions(**fields))
     show(result, out, as_json, draw_front)
 
 

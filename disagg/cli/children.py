@@ -1,6 +1,6 @@
 """The processes of a service with doors: what their parent tells them, and what they run.
 
-    parent ── "stop", "reload", or the end of the pipe ──► child
+    parent ── "stop", "drain", "reload", or the end of the pipe ──► child
     parent ◄── events: one JSON object a line ── child
 
 Each child ends with its parent, whatever ends that.
@@ -14,19 +14,25 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from disagg.config import Config, replace_keys
 from disagg.errors import DisaggError
+
+if TYPE_CHECKING:
+    from disagg.server.door import Door
+    from disagg.server.router_process import RouterProcess
 
 SETTINGS_FILE = "settings.json"
 SOCKET_FILE = "router"
 ROUTER = "router"
 DOOR = "door"
+BEAT_S = 1.0
 log = logging.getLogger(__name__)
 # a child imports what its parent imports, from wherever that was started
 PROGRAM = (
@@ -76,6 +82,10 @@ class Pipe:
         line = json.dumps({"event": event, **fields}) + "\n"
         with self._lock, suppress(OSError):
             self._connection.sendall(line.encode())
+
+    def limit_silence(self, limit_s: float) -> None:
+        """From now on a side that tells nothing for so long counts as gone."""
+        self._connection.settimeout(limit_s)
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """What the other side tells, until it is gone."""
@@ -142,11 +152,16 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
         process = RouterProcess(
             config, settings.socket_path, settings.secret, guard.reporting(tell)
         )
-        follow_parent(pipe, settings.folder, process.reload, interrupt, interrupt)
+        orders = {
+            "stop": interrupt,
+            "reload": lambda: reload_settings(settings, process),
+        }
+        follow_parent(pipe, settings.folder, orders, interrupt)
         stack.enter_context(process)
         stack.callback(guard.begin)
         guard.started()
         pipe.send("serving", links=process.links)
+        send_beats(pipe, process.call_soon)
         while not process.stopped.wait(1.0):
             guard.take_signals()
 
@@ -154,7 +169,11 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
 def run_door(
     settings: Settings, pipe: Pipe, number: int, sockets: list[socket.socket]
 ) -> None:
-    """A door, until the parent ends it; on SIGTERM it lets its requests end first."""
+    """A door, until the parent ends it.
+
+    On SIGTERM another one takes its place, and it ends with its last request; on a second SIGTERM
+    it does not wait for the other one.
+    """
     import asyncio
 
     from disagg.server.door import Door
@@ -169,23 +188,26 @@ def run_door(
     )
 
     def leave(*_: object) -> None:
-        pipe.send("leaving")
-        door.end()
+        if door.is_leaving:
+            door.end()
+        else:
+            door.leave()
+            pipe.send("leaving")
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(
         signal.SIGHUP, signal.SIG_IGN
     )  # its parent says when to read settings
     grace_s = settings.config.cluster.grace_s
-    follow_parent(
-        pipe,
-        settings.folder,
-        on_reload=door.reload,
-        on_stop=lambda: door.end(grace_s),
-        on_orphaned=lambda: door.end(0),
-    )
+    orders: dict[str, Callable[[], None]] = {
+        "stop": lambda: door.end(grace_s),
+        "drain": door.end,
+        "reload": lambda: reload_settings(settings, door),
+    }
+    follow_parent(pipe, settings.folder, orders, on_orphaned=lambda: door.end(0))
     serving = Serving(lambda: asyncio.run(door.serve(lambda: pipe.send("serving"))))
     serving.start()
+    send_beats(pipe, door.call_soon)
     while serving.is_alive():
         serving.join(1.0)  # in steps: a signal is handled between two
     if serving.error is not None:
@@ -210,27 +232,38 @@ class Serving(threading.Thread):
 def follow_parent(
     pipe: Pipe,
     folder: Path,
-    on_reload: Callable[[Config], None],
-    on_stop: Callable[[], None],
+    orders: Mapping[str, Callable[[], None]],
     on_orphaned: Callable[[], None],
 ) -> None:
     """Do what the parent says, on another thread. The folder of a parent that died is removed."""
 
     def follow() -> None:
         for event in pipe.events():
-            if event["event"] == "stop":
-                on_stop()
-            else:
-                reload_settings(folder, on_reload)
+            orders[event["event"]]()
         shutil.rmtree(folder, ignore_errors=True)
         on_orphaned()
 
     threading.Thread(target=follow, name="parent", daemon=True).start()
 
 
-def reload_settings(folder: Path, on_reload: Callable[[Config], None]) -> None:
+def send_beats(pipe: Pipe, call_soon: Callable[[Callable[[], None]], None]) -> None:
+    """Tell the parent again and again that the event loop of this process goes on."""
+
+    def send() -> None:
+        pipe.send("beat")
+
+    def run() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            while True:
+                time.sleep(BEAT_S)
+                call_soon(send)
+
+    threading.Thread(target=run, name="beat", daemon=True).start()
+
+
+def reload_settings(settings: Settings, process: "RouterProcess | Door") -> None:
     """Settings that cannot be used change nothing."""
     try:
-        on_reload(Settings.read(folder).config)
+        process.reload(Settings.read(settings.folder).config)
     except DisaggError as error:
         log.error("settings not read again: %s", error)

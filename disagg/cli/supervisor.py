@@ -1,11 +1,11 @@
 """A service of several processes: doors in front of one router. Starts them, and starts them again.
 
     supervisor ─┬─ router     router and workers; doors wait for the next one if it dies
-                ├─ door 0     HTTP; all doors accept from one socket, which the supervisor
-                └─ door 1     holds, so that one that dies loses no connection that waits
+                ├─ door 0     HTTP; each door accepts from a socket of its own at the same port,
+                └─ door 1     which the supervisor holds too: connections wait for the next door
 
 A process that ends without having been told is replaced, at once, then after longer and longer
-pauses. A door that leaves (SIGTERM) is replaced while it finishes its requests.
+pauses. A door that leaves (SIGTERM) accepts connections until its successor does.
 """
 
 import logging
@@ -30,12 +30,13 @@ from disagg.launch.private_ray import private_folder
 from disagg.server.auth import check_tls, read_keys
 from disagg.server.live_settings import plan_update, warn_of_fixed
 from disagg.server.log import fields
-from disagg.server.service import bind, served_name, url_of
+from disagg.server.service import bind_many, served_name, url_of
 
 STEADY_S = 30.0  # a process that lived for so long is replaced at once
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 POLL_S = 0.1
+LINGER_S = 15.0  # for a process to end that has closed its pipe
 END_S = 5.0  # beyond its grace, until a door is killed
 
 log = logging.getLogger(__name__)
@@ -59,8 +60,13 @@ class ChildProcess:
         self.pid = self._process.pid
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
-        status = self._process.wait()
+        """Its exit status. It is killed if it lives on without a pipe, or without a word."""
+        try:
+            status = self._process.wait(LINGER_S)
+        except subprocess.TimeoutExpired:
+            log.error("silent process killed", extra=fields(pid=self.pid))
+            self._process.kill()
+            status = self._process.wait()
         self.pipe.close()
         return status
 
@@ -78,7 +84,8 @@ class ChildProcess:
 class Slot:
     """A place that always has a process, until `stop`.
 
-    up: the first "serving" event, or the error that came instead of it
+    up:        the first "serving" event, or the error that came instead of it
+    silence_s: a process that serves and tells nothing for so long is replaced; None: never
     """
 
     def __init__(
@@ -86,12 +93,15 @@ class Slot:
         name: str,
         spawn: Callable[[], ChildProcess],
         on_event: Callable[[Mapping[str, Any]], None],
+        silence_s: float | None = None,
     ):
         self.name = name
+        self._silence_s = silence_s
         self.up: Future[Mapping[str, Any]] = Future()
         self._spawn = spawn
         self._on_event = on_event
         self._children: set[ChildProcess] = set()
+        self._leavers: list[ChildProcess] = []  # that accept until another one does
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -141,17 +151,24 @@ class Slot:
         for event in child.pipe.events():
             if event["event"] == "leaving":
                 log.info("process leaves", extra=fields(name=self.name, pid=child.pid))
+                self._leavers.append(child)
                 threading.Thread(
                     target=self._see_off, args=[child], daemon=True
                 ).start()
                 return True
+            if event["event"] == "serving" and self._silence_s is not None:
+                child.pipe.limit_silence(self._silence_s)
             self._take(event)
         self._end(child)
         return False
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "serving" and not self.up.done():
-            self.up.set_result(event)
+        if event["event"] == "serving":
+            for leaver in self._leavers:
+                leaver.pipe.send("drain")
+            self._leavers.clear()
+            if not self.up.done():
+                self.up.set_result(event)
         if event["event"] == "failed":
             error = error_from(event["reason"], event["message"])
             log.error("%s: %s", self.name, error)
@@ -210,14 +227,16 @@ class Supervisor:
         self.links: list[str] = []  # each worker's room and its links, for the log
         self._say = say
         self._stages: SimpleQueue[str] = SimpleQueue()
-        self._socket = bind(config.server.host, config.server.port)
-        self.url = url_of(self._socket, config.server)
+        server = config.server
+        self._sockets = bind_many(server.host, server.port, server.doors)
+        self.url = url_of(self._sockets[0], server)
         self._is_up = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.callback(self._socket.close)
+            for listening in self._sockets:
+                stack.callback(listening.close)
             self._folder = private_folder()
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             Settings(self.config, self.secret, self._folder).write()
@@ -267,11 +286,18 @@ class Supervisor:
         """The router's, and one for each door."""
 
         def spawn_door(number: int) -> Callable[[], ChildProcess]:
-            return lambda: ChildProcess(DOOR, folder, number, self._socket)
+            listening = self._sockets[number]
+            return lambda: ChildProcess(DOOR, folder, number, listening)
 
-        router = Slot(ROUTER, lambda: ChildProcess(ROUTER, folder, 0), self._on_event)
+        silence_s = self.config.cluster.replace_s
+        router = Slot(
+            ROUTER,
+            lambda: ChildProcess(ROUTER, folder, 0),
+            self._on_event,
+            silence_s,
+        )
         doors = [
-            Slot(f"{DOOR} {number}", spawn_door(number), self._on_event)
+            Slot(f"{DOOR} {number}", spawn_door(number), self._on_event, silence_s)
             for number in range(self.config.server.doors)
         ]
         return router, doors

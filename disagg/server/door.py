@@ -93,7 +93,8 @@ class Door:
         self._ends = asyncio.Event()
         # until when requests may take, once it ends
         self._until = math.inf
-        self._is_ending = False
+        self.is_leaving = False
+        self._has_to_end = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: RouterClient
         self._completions: DoorCompletions
@@ -117,14 +118,14 @@ class Door:
             keys=self._keys,
             worker_pool=RemoteWorkers(client),
             origins=config.server.allowed_origins,
-            is_stopping=self._ends.is_set,
+            is_stopping=lambda: self.is_leaving,
         )
         server = http_server(LastRequests(app, self._ends), config.server)
         self._client = client
         self._completions = completions
         self._http = server
         self._loop = asyncio.get_running_loop()
-        if self._is_ending:
+        if self._has_to_end:
             self._ends.set()
         following = asyncio.create_task(client.run())
         serving = asyncio.create_task(server.serve(self._sockets))
@@ -148,16 +149,25 @@ class Door:
         while server.server_state.tasks and time.monotonic() < self._until:
             await asyncio.sleep(POLL_S)
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call something on the event loop once there is one; RuntimeError when it has ended."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(call)
+
+    def leave(self) -> None:
+        """From now on it is not ready, though it serves until `end`."""
+        self.is_leaving = True
+
     def end(self, grace_s: float = math.inf) -> None:
         """Take no new connections, and end with the last request or after the grace.
 
         It may be called from any thread, and again with another grace.
         """
         self._until = time.monotonic() + grace_s
-        self._is_ending = True
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._ends.set)
+        self.is_leaving = True
+        self._has_to_end = True
+        with suppress(RuntimeError):
+            self.call_soon(self._ends.set)
 
     def reload(self, config: Config) -> None:
         """Apply what a running service can use of a configuration that was read again.

@@ -167,8 +167,7 @@ class RequestReader:
             )
         if not conversation.messages:
             raise RequestError("messages: expected at least one", "messages")
-        options = conversation.template_options
-        text = await asyncio.to_thread(self._chat.render, conversation.turns, **options)
+        text = await asyncio.to_thread(render, self._chat, conversation)
         special = bool(conversation.add_special_tokens)
         return await self.tokens_of(text, special, "messages")
 
@@ -178,6 +177,7 @@ class RequestReader:
         if isinstance(prompt, str):
             tokens = await self.tokens_of(prompt, request.add_special_tokens)
             return TokenizedPrompt(tuple(tokens), prompt if request.echo else "")
+        limits.check_prompt(len(prompt), self._served.context_length)
         text = await self.text_of(prompt, "prompt") if request.echo else ""
         return TokenizedPrompt(tuple(prompt), text)
 
@@ -189,3 +189,8 @@ class RequestReader:
             if is_new and len(self._unknown_fields) < MAX_UNKNOWN_FIELDS:
                 self._unknown_fields.add(short)
                 log.warning("field %r of a request is unknown and ignored", short)
+
+
+def render(chat: ChatTemplate, conversation: Conversation) -> str:
+    """The text of a conversation; RequestError for a message that the template cannot take."""
+    return chat.render(conversation.turns, **conversation.template_options)

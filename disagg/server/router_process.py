@@ -43,6 +43,10 @@ class RouterProcess(Backend):
         await ended.wait()
         await server.stop(None)
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call something on the event loop; RuntimeError when it has ended."""
+        self._on_loop(call)
+
     def count(self, door: str, counts: bytes) -> None:
         """The series of a door, in place of its last ones."""
         self._counts[door] = counts

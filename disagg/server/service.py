@@ -373,10 +373,11 @@ def check_ports(config: Config) -> None:
             bind_within(ports, reserve)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     """A bound socket; ConfigError if the address is in use, not this host's, or empty.
 
     An empty address would mean all interfaces, but clients could not connect to it.
+    reuse_port: other sockets of this user may be bound to it too, and share its connections
     """
     if not host:
         raise ConfigError(
@@ -385,7 +386,20 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server(
-            (host, port), family=family, dualstack_ipv6=host == "::"
+            (host, port),
+            family=family,
+            reuse_port=reuse_port,
+            dualstack_ipv6=host == "::",
         )
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def bind_many(host: str, port: int, count: int) -> list[socket.socket]:
+    """Sockets bound to one address; the system spreads connections over them evenly.
+
+    ConfigError as of `bind`, also where another service of this user has the address.
+    """
+    with bind(host, port) as probe:
+        port = probe.getsockname()[1]
+    return [bind(host, port, reuse_port=True) for _ in range(count)]

@@ -1,11 +1,10 @@
 """All hand-offs from one worker to another: one stream of frames, one renewal of their leases.
 
 The channel sends the frame of the most urgent hand-off that has credit: the earliest deadline, then
-the lowest layer. Credit is per hand-off, so none holds up another. What is in flight, of all of
-them, is bounded by the rate of the link. Anything that ends the stream,
-failures of our own included, breaks it for all attached hand-offs, which attach again; an error of
-one hand-off ends only that one. An idle stream ends after a while, and then gRPC closes the link.
-Lives on the io loop.
+the lowest layer. Credit is per hand-off, so none holds up another. The rate of the link bounds the
+bytes in flight of all of them. Anything that ends the stream, failures of our own included, breaks
+it for all attached hand-offs, which attach again; an error of one hand-off ends only that one. An
+idle stream ends after a while, and then gRPC closes the link. Lives on the io loop.
 """
 
 import asyncio

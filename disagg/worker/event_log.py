@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from disagg.errors import ConfigError
 from disagg.transfer.messages import Load, StepEvents, TokenEvent
+from disagg.worker.event_record import EventRecord
 
 HEARTBEAT_S = 1.0  # a step without events, so that silence means something
 
@@ -28,7 +29,7 @@ class EventLog:
         self.router = ""
         self._load = load
         # by rid, the events of its latest attempt
-        self._records: dict[str, list[TokenEvent]] = {}
+        self._records: dict[str, EventRecord] = {}
         # of the router that follows now
         self._inbox: asyncio.Queue[list[TokenEvent]] | None = None
 
@@ -51,18 +52,10 @@ class EventLog:
             )
 
     def publish(self, events: Iterable[TokenEvent] = ()) -> None:
-        """Send events to the router and keep them; the load of the worker goes with them.
-
-        Figures are the last event of a hand-off: sent once, and its record is forgotten.
-        """
+        """Send events to the router and keep them; the load of the worker goes with them."""
         events = list(events)
         for event in events:
-            record = self._records.setdefault(event.rid, [])
-            if record and record[0].attempt < event.attempt:
-                record.clear()
-            record.append(event)
-            if event.stats and event.token is None:
-                del self._records[event.rid]
+            self._keep(event)
         if self._inbox is not None:
             self._inbox.put_nowait(events)
 
@@ -95,46 +88,46 @@ class EventLog:
                 self._inbox = None
 
     def acknowledge(self, have: Mapping[str, int]) -> None:
-        """Drop tokens that the router has: by rid, those below an index.
-
-        The last event of a record stays, since it says which attempt the record is of.
-        """
+        """Drop tokens that the router has: by rid, those below an index."""
         for rid, num_tokens in have.items():
-            record = self._records.get(rid)
-            if record:
-                *earlier, last = record
-                lacked = [x for x in earlier if _is_lacked(x, num_tokens)]
-                record[:] = [*lacked, last]
+            if (record := self._records.get(rid)) is not None:
+                record.drop_below(num_tokens)
 
     def last_event(self, rid: str, attempt: int) -> TokenEvent | None:
         """The last event of an attempt, unless it was forgotten."""
-        record = self._records.get(rid, [])
-        if record and record[-1].attempt == attempt:
-            return record[-1]
+        record = self._records.get(rid)
+        if record is not None and record.attempt == attempt:
+            return record.last
         return None
 
     def forget(self, rid: str, attempt: int) -> None:
         """An attempt was given up: drop its events."""
         record = self._records.get(rid)
-        if record and record[0].attempt <= attempt:
+        if record is not None and record.attempt <= attempt:
             del self._records[rid]
 
     def clear(self) -> None:
         """Forget everything."""
         self._records.clear()
 
+    def _keep(self, event: TokenEvent) -> None:
+        """Add an event to the record of its attempt; an attempt that a later one replaced has none.
+
+        Figures are the last event of a hand-off: sent once, and its record is forgotten.
+        """
+        record = self._records.get(event.rid)
+        if record is None or record.attempt < event.attempt:
+            self._records[event.rid] = EventRecord(event)
+        elif record.attempt == event.attempt:
+            record.append(event)
+        else:
+            return
+        if event.token is None and event.stats:
+            del self._records[event.rid]
+
     def _missing_events(self, have: Mapping[str, int]) -> Iterator[TokenEvent]:
         for rid, record in self._records.items():
-            num_tokens = have.get(rid, 0)
-            for event in record:
-                if _is_lacked(event, num_tokens):
-                    yield event
+            yield from record.lacked(have.get(rid, 0))
 
     def _step(self, events: Iterable[TokenEvent]) -> StepEvents:
         return StepEvents(tuple(events), self._load())
-
-
-def _is_lacked(event: TokenEvent, num_tokens: int) -> bool:
-    """Whether a router that has `num_tokens` tokens of a request may lack this event."""
-    is_new = event.index >= num_tokens
-    return is_new or event.token is None or bool(event.finish_reason)

@@ -1,17 +1,21 @@
 """Processes of a service that are replaced, ended and told of new settings. None is real here."""
 
 import queue
+import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from disagg.cli import supervisor
-from disagg.cli.children import Pipe, Settings
-from disagg.cli.supervisor import Slot, Supervisor, longer
+from disagg.cli import children, supervisor
+from disagg.cli.children import Pipe, Settings, send_beats
+from disagg.cli.supervisor import ChildProcess, Slot, Supervisor, longer
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
+from disagg.server.service import bind_many
 from tests.processes import wait_for
 
 END = object()
@@ -30,6 +34,9 @@ class FakePipe:
 
     def send(self, event: str) -> None:
         self.told.append(event)
+
+    def limit_silence(self, limit_s: float) -> None:
+        pass
 
 
 class FakeChild:
@@ -96,6 +103,16 @@ def test_a_process_that_leaves_is_replaced_while_it_lives(nursery):
     nursery.wait_for_children(2)
 
     assert not nursery.children[0].stopped
+
+
+def test_a_process_that_leaves_drains_once_another_one_serves(nursery):
+    nursery.children[0].say("leaving")
+    nursery.wait_for_children(2)
+    assert nursery.children[0].pipe.told == []
+
+    nursery.children[1].say("serving")
+
+    wait_for(lambda: nursery.children[0].pipe.told == ["drain"])
 
 
 def test_a_slot_ends_its_process_and_those_that_leave(nursery):
@@ -168,6 +185,27 @@ def test_a_supervisor_checks_keys_before_it_starts_anything():
         Supervisor(config)
 
 
+def test_an_address_of_another_service_is_not_shared():
+    with ExitStack() as stack:
+        sockets = bind_many("127.0.0.1", 0, 2)
+        for each in sockets:
+            stack.enter_context(each)
+        port = sockets[0].getsockname()[1]
+
+        with pytest.raises(ConfigError, match="cannot listen"):
+            bind_many("127.0.0.1", port, 2)
+
+
+def test_the_sockets_of_all_doors_have_one_address():
+    sockets = bind_many("127.0.0.1", 0, 3)
+
+    addresses = {each.getsockname() for each in sockets}
+    for each in sockets:
+        each.close()
+
+    assert len(addresses) == 1
+
+
 def test_settings_survive_their_file(tmp_path):
     flags = {"codec": "raw", "server.api_key": "sk", "cluster.ports": [7000, 7010]}
     settings = Settings(load_config(None, flags), "secret", tmp_path)
@@ -185,6 +223,44 @@ def test_the_file_of_settings_is_for_its_owner_alone(tmp_path):
 
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_side_that_is_silent_for_too_long_counts_as_gone():
+    ours, theirs = socket.socketpair()
+    parent, child = Pipe(ours), Pipe(theirs)
+    child.send("serving")
+
+    parent.limit_silence(0.05)
+
+    assert [event["event"] for event in parent.events()] == ["serving"]
+    child.close()
+
+
+def test_beats_go_through_the_event_loop_until_it_ends(monkeypatch):
+    monkeypatch.setattr(children, "BEAT_S", 0.01)
+    ours, theirs = socket.socketpair()
+    parent, child = Pipe(ours), Pipe(theirs)
+    calls = []
+
+    def call_soon(call) -> None:
+        if len(calls) == 3:
+            child.close()
+            raise RuntimeError("the loop has ended")
+        calls.append(call)
+        call()
+
+    send_beats(child, call_soon)
+
+    assert [event["event"] for event in parent.events()] == ["beat"] * 3
+
+
+def test_a_process_without_a_word_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(supervisor, "LINGER_S", 0.1)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(supervisor, "command", lambda *arguments: sleeper)
+    child = ChildProcess("door", tmp_path, 0)
+
+    assert child.wait() == -signal.SIGKILL
 
 
 def test_a_pipe_carries_events_until_the_other_side_is_gone():

@@ -25,34 +25,47 @@ def test_decode_gives_back_what_was_encoded(tokenizer):
 
 
 def test_encoding_lets_other_threads_go_on():
-    """What else the library has for it holds Python's lock, for seconds if the text is long."""
+    """Other functions of the library hold Python's lock, for seconds if the text is long."""
     backend = Mock(spec=["encode_batch_fast"])
     backend.encode_batch_fast.return_value = [Mock(ids=[1, 2])]
 
-    assert Tokenizer(backend).encode("text") == [1, 2]
+    ids = Tokenizer(backend).encode("text")
+
+    assert ids == [1, 2]
 
 
 @given(st.text())
 def test_no_text_has_fewer_tokens_than_the_longest_token_allows(text):
     tokenizer = packaged()
-    assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text))
+
+    ids = tokenizer.encode(text)
+
+    assert len(text) <= tokenizer.longest_token * len(ids)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_pieces_never_split_a_character_and_add_up(tokenizer, size):
-    ids, stream = tokenizer.encode(TEXT), tokenizer.detokenizer()
+    ids = tokenizer.encode(TEXT)
+    stream = tokenizer.detokenizer()
+
     pieces = [stream.add(ids[i : i + size]) for i in range(0, len(ids), size)]
 
-    assert "\ufffd" not in "".join(pieces)
-    assert "".join(pieces) + stream.finish() == TEXT
-    assert len([piece for piece in pieces if piece]) > len(TEXT) / (2 * size)
+    text = "".join(pieces)
+    filled = [piece for piece in pieces if piece]
+    assert "\ufffd" not in text
+    assert text + stream.finish() == TEXT
+    assert len(filled) > len(TEXT) / (2 * size)
 
 
 def test_bytes_that_never_form_a_character_come_at_the_end(tokenizer):
-    ids, stream = tokenizer.encode("ab🎉")[:-1], tokenizer.detokenizer()
+    *incomplete, _ = tokenizer.encode("ab🎉")
+    stream = tokenizer.detokenizer()
 
-    assert stream.add(ids) == ""
-    assert stream.finish().startswith("ab\ufffd")
+    piece = stream.add(incomplete)
+    rest = stream.finish()
+
+    assert piece == ""
+    assert rest.startswith("ab\ufffd")
     assert stream.finish() == ""
 
 
@@ -66,11 +79,14 @@ def byte_fallback() -> Tokenizer:
 
 @pytest.mark.parametrize("kind", [packaged, byte_fallback])
 def test_bytes_of_tokens_equal_the_text_in_split_characters(kind):
-    tokenizer, text = kind(), "a\u6771a\U0001f389\ufffda"
+    tokenizer = kind()
+    text = "a\u6771a\U0001f389\ufffda"
     tokens = tokenizer.encode(text, special=False)
 
-    assert b"".join(map(tokenizer.bytes_of, tokens)).decode() == text
-    assert b"\xf0" in map(tokenizer.bytes_of, tokens)
+    pieces = [tokenizer.bytes_of(token) for token in tokens]
+
+    assert b"".join(pieces).decode() == text
+    assert b"\xf0" in pieces
     assert tokenizer.spell(tokens[-1]) == "a"
 
 
@@ -89,19 +105,26 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 def test_an_answer_keeps_its_leading_space(tokenizer):
     strip = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     tokenizer._backend.decoder = strip
-    prompt, answer = tokenizer.encode("a man"), tokenizer.encode(" who")
+    prompt = tokenizer.encode("a man")
+    answer = tokenizer.encode(" who")
 
     stream = tokenizer.detokenizer(prompt)
+    text = stream.add(answer) + stream.finish()
 
-    assert stream.add(answer) + stream.finish() == " who"
+    assert text == " who"
     assert tokenizer.decode(answer) == "who"
 
 
 def test_broken_characters_are_decoded_a_few_tokens_at_a_time(tokenizer, monkeypatch):
-    decode, sizes, broken = tokenizer.decode, [], tokenizer.encode("🎉")[:1]
-    monkeypatch.setattr(
-        tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1]
-    )
+    broken = tokenizer.encode("🎉")[:1]
+    decode = tokenizer.decode
+    sizes = []
+
+    def record(ids):
+        sizes.append(len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", record)
     stream = tokenizer.detokenizer()
 
     text = "".join(stream.add(broken) for _ in range(500)) + stream.finish()
