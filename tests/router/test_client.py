@@ -186,8 +186,11 @@ async def test_a_resumed_answer_keeps_the_codec_that_was_chosen_for_it(path):
 
 def choose_codec(process: RouterProcess, codec: str) -> None:
     """In place of the rule: the codec of every request with codec auto."""
-    policy = process.router.table.codec_policy
-    policy.choose = lambda *facts, **limits: (codec, "accurate")
+
+    def choose(*facts, **limits):
+        return codec, "chosen by the test"
+
+    process.router.table.codec_policy.choose = choose
 
 
 async def test_a_new_request_waits_for_a_router_that_is_not_there_yet(path):
