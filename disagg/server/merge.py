@@ -7,13 +7,13 @@ from contextlib import aclosing
 from typing import Literal
 
 from disagg.errors import CancelledError, reason_of
-from disagg.server.output_text import TextDelta
+from disagg.server.output_text import TextDelta, joined
 
 FIRST_WAIT_S = 1.0  # without any delta, until it is said that there is none
 WAIT_S = 10.0  # and then again
 
 # None: a stream has ended
-QueueItem = tuple[int, TextDelta] | Exception | Literal["waiting"] | None
+Note = Exception | Literal["waiting"] | None
 
 
 async def merged(
@@ -22,8 +22,8 @@ async def merged(
     """The deltas of all streams as they arrive, each with the index of its stream.
 
     None: nothing has arrived for FIRST_WAIT_S at the beginning, or for some WAIT_S.
-    Consecutive deltas of one stream that wait for a slow client are joined. The first error ends
-    the iteration and cancels the other streams with its reason; leaving it closes them.
+    Deltas of one stream that wait for a slow client are joined. The first error ends the iteration
+    and cancels the other streams with its reason; leaving it closes them.
     """
     reason = CancelledError.reason
     queue = _DeltaQueue()
@@ -33,10 +33,10 @@ async def merged(
         try:
             async with aclosing(stream):
                 async for delta in stream:
-                    queue.put((index, delta))
-            queue.put(None)
+                    queue.add(index, delta)
+            queue.note(None)
         except Exception as error:
-            queue.put(error)
+            queue.note(error)
 
     tasks = [
         asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)
@@ -61,10 +61,13 @@ async def merged(
 
 
 class _DeltaQueue:
-    """Indexed deltas, errors, and ends of streams, in order of arrival."""
+    """Deltas that wait, joined for each stream, and then notes: errors and ends of streams."""
 
     def __init__(self) -> None:
-        self._items: deque[QueueItem] = deque()
+        self._deltas: dict[
+            int, list[TextDelta]
+        ] = {}  # by stream, the longest waiting first
+        self._notes: deque[Note] = deque()
         self.has_items = asyncio.Event()
         self._is_quiet = True  # since the timer was set
         self._timer: asyncio.TimerHandle | None = None
@@ -81,24 +84,30 @@ class _DeltaQueue:
             self._timer.cancel()
 
     def _look(self) -> None:
-        if self._is_quiet and not self._items:
-            self.put("waiting")
+        if self._is_quiet and not self.has_items.is_set():
+            self.note("waiting")
         self.watch(WAIT_S)
 
-    def put(self, item: QueueItem) -> None:
-        """Add an item, joined with the last one if both are deltas of one stream."""
+    def add(self, index: int, delta: TextDelta) -> None:
+        """The next delta of a stream."""
         self._is_quiet = False
-        last = self._items[-1] if self._items else None
-        if isinstance(item, tuple) and isinstance(last, tuple) and item[0] == last[0]:
-            index, delta = item
-            self._items[-1] = (index, last[1].joined(delta))
-        else:
-            self._items.append(item)
+        self._deltas.setdefault(index, []).append(delta)
         self.has_items.set()
 
-    def pop(self) -> QueueItem:
-        """The oldest item, once `has_items` is set."""
-        item = self._items.popleft()
-        if not self._items:
+    def note(self, note: Note) -> None:
+        """What is told after all deltas."""
+        self._is_quiet = False
+        self._notes.append(note)
+        self.has_items.set()
+
+    def pop(self) -> tuple[int, TextDelta] | Note:
+        """The deltas of the stream that has waited longest, or a note; once `has_items` is set."""
+        item: tuple[int, TextDelta] | Note
+        if self._deltas:
+            index = next(iter(self._deltas))
+            item = index, joined(self._deltas.pop(index))
+        else:
+            item = self._notes.popleft()
+        if not self._deltas and not self._notes:
             self.has_items.clear()
         return item

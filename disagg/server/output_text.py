@@ -25,14 +25,6 @@ class TextDelta:
     kv: Mapping[str, Any] = field(default_factory=dict)
     scores: tuple[Score, ...] = ()
 
-    def joined(self, later: "TextDelta") -> "TextDelta":
-        """This delta and the one after it, as one."""
-        return replace(
-            later,
-            text=self.text + later.text,
-            scores=self.scores + later.scores,
-        )
-
     def parts(self, max_scores: int) -> Iterator["TextDelta"]:
         """This delta in parts with at most so many log-probabilities, the text in the first one."""
         if len(self.scores) <= max_scores:
@@ -49,6 +41,17 @@ class TextDelta:
                 finish_reason=self.finish_reason if is_last else None,
             )
             text = ""
+
+
+def joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Consecutive deltas of a choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        scores=tuple(score for delta in deltas for score in delta.scores),
+    )
 
 
 class TextStream:

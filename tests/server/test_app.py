@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -81,6 +82,24 @@ async def test_what_came_while_a_client_was_slow_is_one_piece():
         (0, TextDelta("ab", 2, scores=both)),
         (1, TextDelta("c", 1, scores=one)),
     ]
+
+
+async def test_what_several_answers_add_for_a_slow_client_is_one_piece_each():
+    """Else what waits would grow with every token of every answer."""
+
+    async def stream(text: str) -> AsyncGenerator[TextDelta]:
+        for count, letter in enumerate(text, 1):
+            yield TextDelta(letter, count)
+            await asyncio.sleep(0)
+
+    async with aclosing(merged([stream("abc"), stream("xyz")])) as deltas:
+        first = await anext(deltas)
+        for _ in range(10):
+            await asyncio.sleep(0)  # the client is slow
+        rest = [each async for each in deltas]
+
+    assert first == (0, TextDelta("a", 1))
+    assert rest == [(1, TextDelta("xyz", 3)), (0, TextDelta("bc", 3))]
 
 
 SAMPLING = {
