@@ -1,4 +1,4 @@
-"""The kernels as the other rooms call them: arguments are checked here, then dispatched by device.
+"""The kernels as the package calls them: arguments are checked here, then dispatched by device.
 
 Tensors on a GPU go to Triton (gpu/). Tensors on a CPU go to the C library (cpu/) if it was built
 and supports the format. The torch reference, the spec of everything, does the rest. A wrong dtype

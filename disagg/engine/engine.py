@@ -34,6 +34,7 @@ from disagg.engine.limits import check_pool, check_tokens
 from disagg.engine.messages import (
     Abort,
     Admit,
+    Drain,
     EngineLoad,
     Failed,
     Message,
@@ -206,7 +207,7 @@ class Engine:
             case Move(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._prepare_to_move(sequence, message)
-            case _:
+            case Drain():
                 self._draining = True
 
     def _start_or_fail(self, message: Prefill | Admit) -> None:

@@ -146,7 +146,7 @@ class Prompts:
         assert workspace is not None
         units = self.prefixes.open(sequence, sequence.n + entry.count)
 
-        def sink(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+        def on_layer(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
             self._on_layer()
             if sequence.error is not None:
                 return
@@ -166,7 +166,7 @@ class Prompts:
             count=entry.count,
             before=sequence.n,
             workspace=workspace,
-            sink=sink,
+            on_layer=on_layer,
             tables=tables,
         )
 

@@ -34,7 +34,7 @@ BLOCK_SCORES = 1 << 24  # fp32 scores in memory at a time, where no fused kernel
 
 # called with a layer; k and v [H, n, D], the exact K and V of the last n tokens so far (all tokens,
 # except where a window hides the first); and the chunk, whose tables are on the device
-Sink = Callable[[int, Tensor, Tensor, "Chunk"], None]
+OnLayer = Callable[[int, Tensor, Tensor, "Chunk"], None]
 
 # answers an attention call of a model. Called with the module; q [Hq, N, D], k and v [H, N, D] of a
 # packed row of N tokens; the softmax; and the other arguments of the call. Returns [N, Hq, D]
@@ -45,15 +45,15 @@ Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Softmax, dict], Tensor]
 class Chunk:
     """Rows `row` .. `row + count - 1`: tokens `before` .. of one prompt.
 
-    sink:   called with the exact K and V so far, as soon as a layer has attended
-    tables: a tree of int32 tensors for the sink, copied to the device with those of the step
+    on_layer: called with the exact K and V so far, as soon as a layer has attended
+    tables:   a tree of int32 tensors for `on_layer`, copied to the device with those of the step
     """
 
     row: int
     count: int
     before: int
     workspace: Workspace
-    sink: Sink
+    on_layer: OnLayer
     tables: Any = ()
 
 
@@ -130,7 +130,7 @@ class BatchAttention:
             attended = attend_exact(chunk_q, exact_k, exact_v, softmax, window)
             out[rows] = attended.transpose(0, 1)
             chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
-            chunk.sink(layer, exact_k, exact_v, chunk)
+            chunk.on_layer(layer, exact_k, exact_v, chunk)
         for decode, layers in decodes:
             row_ids = decode.step.rows
             attended = layers.run(

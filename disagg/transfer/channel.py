@@ -43,7 +43,7 @@ from disagg.transfer.messages import (
     Ack,
     Attach,
     Attached,
-    Credit,
+    FrameAnswer,
     parse,
     ticket_to_proto,
 )
@@ -258,7 +258,7 @@ class Channel:
                 is_direct = stream.is_direct
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._send_frames(stream))
-                    group.create_task(self._receive_credit(stream))
+                    group.create_task(self._receive_answers(stream))
                     group.create_task(self._renew_leases())
                     group.create_task(self._watch_stalls())
         except Exception as failure:
@@ -336,17 +336,17 @@ class Channel:
                 sender.end(error)
         return None
 
-    async def _receive_credit(self, stream: FrameStream) -> None:
+    async def _receive_answers(self, stream: FrameStream) -> None:
         """Pass answers on to their senders; raises when the stream ends."""
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
-                credit = Credit.from_proto(parse(kv.PushResponse, data))
-                if credit.error and not credit.gen:  # the stream itself failed
-                    raise credit.error
+                answer = FrameAnswer.from_proto(parse(kv.PushResponse, data))
+                if answer.error and not answer.gen:  # the stream itself failed
+                    raise answer.error
                 self._on_answer(stream)
-                sender = self._attached.get(credit.nonce)
+                sender = self._attached.get(answer.nonce)
                 if sender is not None:
-                    sender.on_credit(credit, len(data))
+                    sender.on_frame_answer(answer, len(data))
                 self._wake.set()
         raise PeerLostError(f"{self.address} ended the stream")
 

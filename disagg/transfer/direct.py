@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing, suppress
 from itertools import islice
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
-from disagg.transfer.messages import Credit
+from disagg.transfer.messages import FrameAnswer
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import bind_within
 from disagg.transfer.security import Security, tls_context
@@ -308,7 +308,7 @@ class DirectServer:
                     except WireError as error:
                         # over gRPC this is a status, here it is an answer
                         async with asyncio.timeout(HELLO_S):
-                            await self._answer(sock, Credit(0, 0, error))
+                            await self._answer(sock, FrameAnswer(0, 0, error))
                         raise
             except (OSError, WireError) as error:
                 log.info("a direct connection ended: %s", error)
@@ -338,6 +338,6 @@ class DirectServer:
         finally:
             self._receiver.channel_ended(sock)
 
-    async def _answer(self, sock: AsyncSocket, credit: Credit) -> None:
-        answer = credit.to_proto().SerializeToString()
+    async def _answer(self, sock: AsyncSocket, frame_answer: FrameAnswer) -> None:
+        answer = frame_answer.to_proto().SerializeToString()
         await sock.write([_LENGTH.pack(len(answer)), answer])

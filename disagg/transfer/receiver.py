@@ -23,7 +23,7 @@ from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
     KV_SERVICE,
     Attach,
-    Credit,
+    FrameAnswer,
     parse,
     ticket_from_proto,
 )
@@ -78,10 +78,12 @@ class Receiver:
             self.reservations.expire()
             await self.scrub()
 
-    def take(self, data: Buffer, channel: object) -> Credit:
-        """Store a frame, or drop it and answer with an error; the channel goes on either way.
+    def take(self, data: Buffer, channel: object) -> FrameAnswer:
+        """Store a frame, or drop it and answer with an error; the stream goes on either way.
 
-        Raises CorruptFrameError or VersionError for anything but a page frame: it ends the channel.
+        channel: identifies the stream that the frame came over
+
+        Raises CorruptFrameError or VersionError for anything but a page frame: it ends the stream.
         """
         frame = unpack(data)
         if not isinstance(frame, PageFrame):
@@ -94,7 +96,7 @@ class Receiver:
         except DisaggError as failure:
             error = failure
             self._count_failure(failure)
-        return Credit(frame.ticket.nonce, frame.ticket.gen, error)
+        return FrameAnswer(frame.ticket.nonce, frame.ticket.gen, error)
 
     def channel_ended(self, channel: object) -> None:
         """A channel ended, for any reason: its attachments are broken."""
@@ -137,8 +139,8 @@ class Receiver:
         channel = object()
         try:
             async for message in messages:
-                credit = self.take(message_frame(message), channel)
-                yield credit.to_proto().SerializeToString()
+                answer = self.take(message_frame(message), channel)
+                yield answer.to_proto().SerializeToString()
         finally:
             self.channel_ended(channel)
 

@@ -1,7 +1,7 @@
 """The items of a prompt, their addresses in an arena, and which of them have arrived.
 
-Sender and receiver derive the same list of items from the plan and the length of the prompt, so a
-manifest is a list of digests, and no peer ever names an address.
+Sender and receiver derive the same manifest, the list of items, from the plan and the length of the
+prompt; the commit adds their digests. So no peer ever names an address.
 Arithmetic and hashes only: nothing here knows a peer, a reservation or a pool.
 """
 
@@ -21,7 +21,7 @@ from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
 # what a page depends on comes first
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)
-HEADER_BYTES = 512  # upper bound of a frame's prelude and header, without
+HEADER_BYTES = 512  # upper bound of a frame's prelude and header, without its items
 ITEM_HEADER_BYTES = 20  # index, size and digest of each item
 LONGEST = 2048  # tokens: a codec should make a prompt of this length smaller, if any
 

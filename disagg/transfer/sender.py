@@ -3,7 +3,7 @@
     owns:   OutgoingHandoff ──► Sender ──► SendQueue ──► Source: an arena and its addresses
     items:  offer ────────────► offer ───► offer                 pushed, as they become final
     bytes:             Channel ► next_frame ► next_frame ► read  pulled, as credit allows
-    answer: receiver ► Channel ► on_credit ─► on_answer
+    answer: receiver ► Channel ► on_frame_answer ─► on_answer
 
 Nothing owned refers back to its owner, so a hand-off is freed as soon as its task drops it. The
 Channel carries all hand-offs between two workers and holds a sender only while it is attached.
@@ -32,7 +32,7 @@ from disagg.errors import (
 )
 from disagg.kv.page import Item
 from disagg.kv.plan import Plan
-from disagg.transfer.messages import Ack, Attach, Attached, Credit
+from disagg.transfer.messages import Ack, Attach, Attached, FrameAnswer
 from disagg.transfer.records import (
     HEADER_BYTES,
     ITEM_HEADER_BYTES,
@@ -462,17 +462,17 @@ class Sender:
         self.queue.frame_bytes = self._channel.frame_bytes
         return self.queue.next_frame(self.ticket, time.monotonic())
 
-    def on_credit(self, credit: Credit, nbytes: int) -> None:
+    def on_frame_answer(self, answer: FrameAnswer, nbytes: int) -> None:
         """The receiver answered a frame, in `nbytes`. Frames of older attachments are ignored."""
         self.wire_bytes += nbytes
-        if credit.gen != self.ticket.gen:
+        if answer.gen != self.ticket.gen:
             return
         try:
-            if credit.error is None:
+            if answer.error is None:
                 self._advanced_at = time.monotonic()
             else:
-                self._count_corrupt(credit.error)
-            self.queue.on_answer(stored=credit.error is None)
+                self._count_corrupt(answer.error)
+            self.queue.on_answer(stored=answer.error is None)
             self._update_drained()
         except DisaggError as error:
             self.end(error)

@@ -103,10 +103,10 @@ class InProcessHandoff:
     def _send(self) -> None:
         while frame := self._queue.next_frame(self._ticket, time.monotonic()):
             message = frame_message(frame.parts)
-            credit = self._receiver.take(message_frame(message), channel=self)
-            if credit.error is not None:
-                raise credit.error
-            self._wire_bytes += len(message) + credit.to_proto().ByteSize()
+            answer = self._receiver.take(message_frame(message), channel=self)
+            if answer.error is not None:
+                raise answer.error
+            self._wire_bytes += len(message) + answer.to_proto().ByteSize()
             self._queue.on_answer()
 
     def _commit(self, commit: Commit) -> Ack:

@@ -33,7 +33,7 @@ class ExactRunner(StandIn):
                 k, v = self.project(batch.tokens[rows], batch.positions[rows], layer)
                 chunk.workspace.observe(layer, torch.cat([k, v]), chunk.before)
                 all_k, all_v = chunk.workspace.extend(layer, k, v, chunk.before)
-                chunk.sink(layer, all_k, all_v, chunk)
+                chunk.on_layer(layer, all_k, all_v, chunk)
         return torch.zeros(len(batch.outputs), VOCAB)
 
     def project(self, tokens: Any, positions: Any, layer: int) -> tuple[Tensor, Tensor]:

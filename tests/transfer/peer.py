@@ -12,7 +12,13 @@ from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.messages import Attach, Attached, Credit, parse, ticket_from_proto
+from disagg.transfer.messages import (
+    Attach,
+    Attached,
+    FrameAnswer,
+    parse,
+    ticket_from_proto,
+)
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import start_server
 from disagg.transfer.security import Security
@@ -53,7 +59,7 @@ class Peer(Desk):
         self.channels: set[object] = set()  # on which frames came
         self.pause: Callable[[], Awaitable[object]] | None = None
         self.on_attach: Callable[[Attach], Attached | None] = lambda attach: None
-        self.on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
+        self.on_frame: Callable[[PageFrame], FrameAnswer | None] = lambda frame: None
         self.on_commit: Callable[[], Awaitable[None]] | None = None
 
     def promise(self, prompt: Prompt, rid: str = "r") -> Attach:
@@ -121,7 +127,7 @@ class Scripted(Receiver):
         async for answer in super().push(noted()):
             yield answer
 
-    def take(self, data: Buffer, channel: object) -> Credit:
+    def take(self, data: Buffer, channel: object) -> FrameAnswer:
         self._peer.channels.add(channel)
         scripted = None
         if isinstance(frame := unpack(bytes(data)), PageFrame):
@@ -152,7 +158,7 @@ class Scripted(Receiver):
         return answer
 
 
-def _bytes_of(message: Attached | Credit) -> bytes:
+def _bytes_of(message: Attached | FrameAnswer) -> bytes:
     data: bytes = message.to_proto().SerializeToString()
     return data
 

@@ -13,7 +13,7 @@ import pytest
 
 from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.messages import Attach, Credit, ticket_to_proto
+from disagg.transfer.messages import Attach, FrameAnswer, ticket_to_proto
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Ticket, frame_message, pack
 from tests.transfer.desk import bend
@@ -67,7 +67,7 @@ async def _push(receiver: Receiver, source: random.Random, honest: list[bytes]) 
             yield message if source.random() < 0.8 else bend(source, message)
 
     async for reply in receiver.push(stream()):
-        Credit.from_proto(kv.PushResponse.FromString(reply))
+        FrameAnswer.from_proto(kv.PushResponse.FromString(reply))
 
 
 def test_bent_messages_end_in_typed_errors_and_leak_nothing(prompt):

@@ -16,7 +16,7 @@ from disagg.errors import (
 from disagg.kv.page import Item
 from disagg.kv.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, ticket_to_proto
+from disagg.transfer.messages import Ack, Attach, Attached, FrameAnswer, ticket_to_proto
 from disagg.wire import Commit, Frame, Ticket, frame_message, pack
 from tests.transfer.desk import corrupt
 from tests.transfer.peer import Peer, open_peer, until
@@ -36,7 +36,7 @@ class Booth(Peer):
         data = await self.receiver.attach(attach.to_proto().SerializeToString())
         return Attached.from_proto(kv.AttachResponse.FromString(data))
 
-    async def stream(self, messages: Iterable[bytes]) -> list[Credit]:
+    async def stream(self, messages: Iterable[bytes]) -> list[FrameAnswer]:
         """All answers of one channel."""
 
         async def each() -> AsyncIterator[bytes]:
@@ -44,7 +44,9 @@ class Booth(Peer):
                 yield message
 
         replies = self.receiver.push(each())
-        return [Credit.from_proto(kv.PushResponse.FromString(x)) async for x in replies]
+        return [
+            FrameAnswer.from_proto(kv.PushResponse.FromString(x)) async for x in replies
+        ]
 
     async def commit(self, commit: Commit) -> Ack:
         data = await self.receiver.commit(message(commit))
@@ -104,7 +106,9 @@ async def test_a_refused_frame_is_answered_with_its_error(prompt, booth):
     reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
     assert reasons == {name: reason for name, (_, reason) in frames.items()}
     assert "client gone" in str(credits[0].error)
-    assert credits[len(frames) :] == [Credit(live.nonce, 1)] * len(prompt.frames(live))
+    assert credits[len(frames) :] == [FrameAnswer(live.nonce, 1)] * len(
+        prompt.frames(live)
+    )
     counted = {"reservation": 4, "aborted": 1, "layout": 1, "corrupt_frame": 1}
     assert booth.receiver.failures == counted
     # the channel is over, `old` was not on it

@@ -16,7 +16,7 @@ from disagg.kv.page import Kind, make_layout
 from disagg.transfer import rpc
 from disagg.transfer.channel import PROBED_BYTES, Channel, ChannelOptions, Peers
 from disagg.transfer.link import LinkReport, RateLimiter
-from disagg.transfer.messages import Attach, Attached, Credit
+from disagg.transfer.messages import Attach, Attached, FrameAnswer
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, PageFrame, Ticket
 from tests.transfer.peer import QUICK, hand_over, offer_all, open_peer, until
@@ -143,10 +143,10 @@ async def test_a_layer_arrives_before_the_next_is_offered(prompt):
 async def test_a_receiver_that_lost_an_item_it_took_ends_the_hand_off(prompt):
     async with open_peer() as (peer, channel):
 
-        def take_and_lose(frame: PageFrame) -> Credit | None:
+        def take_and_lose(frame: PageFrame) -> FrameAnswer | None:
             if 3 not in frame.indices:
                 return None
-            return Credit(frame.ticket.nonce, frame.ticket.gen)
+            return FrameAnswer(frame.ticket.nonce, frame.ticket.gen)
 
         peer.on_frame = take_and_lose
 
@@ -232,10 +232,10 @@ async def test_the_deadline_ends_a_hand_off(prompt):
 def refuse_first(peer, times: int, error: type[errors.DisaggError]):
     """A receiver that answers its first frames with an error."""
 
-    def answer(frame: PageFrame) -> Credit | None:
+    def answer(frame: PageFrame) -> FrameAnswer | None:
         if len(peer.frames) > times:
             return None
-        return Credit(frame.ticket.nonce, frame.ticket.gen, error("a bit flipped"))
+        return FrameAnswer(frame.ticket.nonce, frame.ticket.gen, error("a bit flipped"))
 
     return answer
 
