@@ -16,13 +16,15 @@ MISMATCHES = (LayoutError, VersionError)
 class Mismatches:
     """The pairs whose hand-offs were refused, until one of the two is replaced.
 
-    A mismatch of all pairs is final until other workers come.
+    A mismatch of all pairs is final if no pair has ever fitted: the service is not set up right.
+    Otherwise an upgrade is under way, and requests wait for the next worker.
     """
 
     def __init__(self) -> None:
         # (sender, receiver, codec)
         self._pairs: set[tuple[str, str, str]] = set()
-        # why no pair can hand over, if that is so, and why none can with a codec
+        self._have_fitted = False
+        # why no pair can hand over, if that is final, and why none can with a codec
         self._error: DisaggError | None = None
         self._codec_errors: dict[str, DisaggError] = {}
 
@@ -37,7 +39,11 @@ class Mismatches:
 
     def update(self, workers: Iterable[WorkerState]) -> None:
         """Other workers take part, or in other roles."""
-        self._error = mismatch_of(workers)
+        workers = list(workers)
+        error = mismatch_of(workers)
+        if error is None and all(_by_role(workers)):
+            self._have_fitted = True
+        self._error = None if self._have_fitted else error
         self._codec_errors.clear()
 
     def add(self, sender: str, receiver: str, codec: str) -> bool:

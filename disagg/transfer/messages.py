@@ -1,7 +1,7 @@
 """The messages of routers, senders and receivers: plain data, and its protobuf form.
 
     router ── Job: Reserve, Submit, Abort ──► worker ── StepEvents: events, Load ──► router
-    prefill ─ Ticket: Attach, frames, Renew, Commit ─► decode ─ Attached, FrameAnswer, Ack ─► prefill
+    prefill ─ Ticket: Attach, frames, Renew, Commit ─► decode ─ Attached, FrameAnswer, Ack ► prefill
 
 The .proto files say what each field means; the docstrings here add what only Python has. Each
 message converts itself: `to_proto` fills every field, `from_proto` checks what a peer sent and

@@ -67,6 +67,18 @@ def test_what_no_pair_can_do_is_refused_at_once(speaks, error):
     assert not table.requests
 
 
+def test_a_half_done_upgrade_lets_requests_wait():
+    """The only prefill worker of the new version is lost: another one takes its place."""
+    table = mixed(p_old=OLD, p_new=NEW, d=NEW)
+    table.worker_down("p_new", 0.0)
+    assert table.submit(job("r"), 0.0) == []
+
+    (reserve,) = join(table, "p_newer", NEW)
+
+    assert isinstance(reserve, Reserve)
+    assert reserve.worker == "d"
+
+
 def test_a_worker_of_both_roles_needs_no_other():
     table = mixed(b=OLD, d=NEW)
 
