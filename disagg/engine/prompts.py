@@ -12,7 +12,6 @@ Knows no queues, and no sequences that decode.
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,18 +32,7 @@ from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds
 from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
-
-
-@dataclass(frozen=True)
-class ChunkTables:
-    """Where the layers of a chunk are written, by layer group; on the device while they are.
-
-    record_ids:   of the prompt's records
-    prefix_pages: of the raw pages that the prefix cache keeps
-    """
-
-    record_ids: tuple[RecordIds, ...]
-    prefix_pages: tuple[Tensor, ...]
+from disagg.paged.page_tables import ChunkTables
 
 
 class Prompts:

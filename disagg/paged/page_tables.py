@@ -307,9 +307,21 @@ def room_for_units(
     return most_units([Span.of(table) for table in tables], group.heads, device)
 
 
+@dataclass(frozen=True)
+class ChunkTables:
+    """Where the layers of a chunk are written, by layer group; on the device while they are.
+
+    record_ids:   of the prompt's records
+    prefix_pages: of the raw pages that the prefix cache keeps
+    """
+
+    record_ids: tuple[RecordIds, ...]
+    prefix_pages: tuple[Tensor, ...]
+
+
 T = TypeVar("T")
 # the classes of a step that hold tensors
-PARTS = (GroupStep, PageTable, Seal, RecordIds, SealRows, WorkPlan)
+PARTS = (GroupStep, PageTable, Seal, RecordIds, SealRows, WorkPlan, ChunkTables)
 
 
 class Upload(Generic[T]):
