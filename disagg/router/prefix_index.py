@@ -27,7 +27,7 @@ def keys_of(prompt: "array[int]") -> tuple[bytes, ...]:
 
 def page_keys_of(keys: Sequence[bytes], codec: str) -> tuple[bytes, ...]:
     """Keys of the same prefixes as pages of a codec."""
-    tag = blake2b(codec.encode(), digest_size=TAG_BYTES).digest()
+    tag = blake2b(codec.encode(errors="surrogatepass"), digest_size=TAG_BYTES).digest()
     return tuple(key + tag for key in keys)
 
 
