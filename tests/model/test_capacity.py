@@ -113,7 +113,7 @@ def test_sizes_are_written_with_units() -> None:
     assert parse_bytes("1.5 GiB") == 3 << 29
 
     for wrong in ("much", "80XB", "1.2.3GB", ""):
-        with pytest.raises(ConfigError, match="write 80GB"):
+        with pytest.raises(ConfigError, match="expected 80GB or 24GiB"):
             parse_bytes(wrong)
 
 
