@@ -264,12 +264,18 @@ def test_what_was_compiled_ahead_is_all_that_a_gpu_launches(tmp_path):
     name = "int8 8x4-D128-float16 2x2pages"
     cache, packed = tmp_path / "cache", tmp_path / "it.tar.xz"
     compile_it = [sys.executable, "-m", "benchmarks.gpu.compiling", "--match", name]
+    environment = dict(os.environ)
+    environment.pop(
+        "TRITON_INTERPRET", None
+    )  # of the tests; interpreted kernels are not compiled
     subprocess.run(
-        [*compile_it, "--cache", cache, "--pack", packed], cwd=ROOT, check=True
+        [*compile_it, "--cache", cache, "--pack", packed],
+        cwd=ROOT,
+        env=environment,
+        check=True,
     )
     compiling.unpack(packed, tmp_path / "there")
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "there")}
-    environment.pop("TRITON_INTERPRET", None)
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "there")
     follow = [sys.executable, "-m", "tests.benchmarks.carried", name]
 
     done = subprocess.run(
