@@ -1,0 +1,66 @@
+"""A checkpoint's tensors, from the headers of its safetensors files: no weights are read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from disagg.errors import ModelError
+
+LENGTH_BYTES = 8  # a file begins with the length of its header
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+METADATA = "__metadata__"  # the one entry of a header that is no tensor
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor of a checkpoint.
+
+    dtype:  as safetensors names it, such as "BF16", "F8_E4M3" or "I32"
+    nbytes: as stored
+    file:   the name of its file
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+def read_headers(folder: Path, files: list[str]) -> dict[str, TensorHeader]:
+    """The tensors in some safetensors files of a folder, by name.
+
+    ModelError for a file that is missing or that is no safetensors file.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for name in files:
+        headers |= _read_header(folder / name)
+    return headers
+
+
+def _read_header(file: Path) -> dict[str, TensorHeader]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            entries = json.loads(stream.read(length))
+        return {
+            name: _tensor_header(entry, file.name)
+            for name, entry in entries.items()
+            if name != METADATA
+        }
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{file} is no safetensors file: {error}") from error
+
+
+def _tensor_header(entry: Mapping[str, list[int]], file: str) -> TensorHeader:
+    start, end = entry["data_offsets"]
+    return TensorHeader(
+        dtype=str(entry["dtype"]),
+        shape=tuple(entry["shape"]),
+        nbytes=end - start,
+        file=file,
+    )
