@@ -450,7 +450,7 @@ class Engine:
         assert sequence.handoff is not None, "a sequence stops here only to move"
         try:
             for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
-                pages = group.dropped(sequence.n) // group.page.tokens
+                pages = group.dropped_pages(sequence.n)
                 self.pool.release(state.drop(pages))
             sequence.handoff.begin(sequence.plan, sequence.groups)
         except Exception as error:

@@ -53,8 +53,7 @@ def allocate_step(
     for group, growths in buckets:
         unseen: list[int] = []
         for growth in growths:
-            pages = group.dropped(growth.n) // group.page.tokens
-            unseen += growth.state.drop(pages)
+            unseen += growth.state.drop(group.dropped_pages(growth.n))
         allocator.release(unseen)
     try:
         for group, growths in buckets:
