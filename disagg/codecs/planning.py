@@ -35,6 +35,11 @@ class KVShape:
     windows: tuple[int | None, ...]
     states: tuple[Layout, ...] = ()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence, whatever its length."""
+        return sum(layout.block_bytes for layout in self.states)
+
 
 def parse_plan(spec: str, shape: KVShape) -> Plan:
     """The plan of a model under a spec.

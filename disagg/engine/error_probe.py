@@ -79,7 +79,7 @@ class CodecErrorProbe:
         head = (sample + layer) % group.heads
         error = _error(group, layer, sequence, k, v, head)
         if spec not in sequence.errors:
-            sequence.errors[spec] = torch.zeros(len(plan.groups), 2)
+            sequence.errors[spec] = torch.zeros(len(plan.paged), 2)
         sequence.errors[spec][index] += error
 
 

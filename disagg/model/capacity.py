@@ -78,7 +78,14 @@ class ModelFit:
 
 def kv_shape(info: ModelInfo) -> KVShape:
     """The shape of a model's KV, for plans."""
-    return KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
+    return KVShape(
+        num_layers=info.num_layers,
+        heads=info.heads,
+        head_dim=info.head_dim,
+        dtype=info.dtype,
+        windows=info.windows,
+        states=info.states,
+    )
 
 
 def exact_bytes(shape: KVShape, tokens: int) -> int:
@@ -200,7 +207,8 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
         model = AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # its checks of a config raise anything
         raise ModelError(f"transformers has no such language model: {error}") from error
-    if not model._supports_attention_backend:
+    # of many hybrid models the flag is wrong; the probe of their weights is right
+    if not model._supports_attention_backend and not info.states:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )

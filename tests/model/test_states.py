@@ -1,0 +1,198 @@
+"""Layers with a state: what they keep, and whether they go on from it."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+from disagg.errors import ModelError
+from disagg.kv.page import ARENA_UNIT, make_state_layout
+from disagg.model.describe import describe_model
+from disagg.model.runner import Runner
+from disagg.model.states import StateRecords, split_states, stateful_layers
+from tests.engine.forced import forced_logits
+from tests.model.tiny import random_prompt, save_config, save_tiny
+from tests.synthetic import relative_error
+
+MIB = 1 << 20
+GRANITE_MICRO: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_chunk_size": 256,
+    "num_local_experts": 0,
+}
+GRANITE_MICRO["layer_types"] = ["linear_attention"] * 40
+for attending in (5, 15, 25, 35):
+    GRANITE_MICRO["layer_types"][attending] = "full_attention"
+FALCON_7B: dict[str, Any] = {
+    "hidden_size": 3072,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 128,
+    "mamba_d_ssm": 3072,
+    "mamba_d_state": 256,
+}
+QWEN_9B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+}
+
+
+@pytest.fixture
+def refuses_to_compute(monkeypatch):
+    """transformers without the cache of 5.24."""
+    monkeypatch.delattr(Cache, "get_conv_state")
+
+
+# the sizes of their published configs, in bf16
+@pytest.mark.parametrize(
+    ("kind", "sizes", "attending", "stateful", "mib"),
+    [
+        ("granitemoehybrid", GRANITE_MICRO, 4, 36, 73.2),
+        ("falcon_h1", FALCON_7B, 44, 44, 133.2),
+        ("qwen3_5_text", QWEN_9B, 8, 24, 49.5),
+    ],
+    ids=["granite-4-h-micro", "falcon-h1-7b", "qwen3.5-9b"],
+)
+def test_the_states_of_real_models_have_the_sizes_of_their_layers(
+    kind, sizes, attending, stateful, mib, tmp_path
+):
+    folder = save_config(kind, tmp_path, **sizes)
+
+    info = describe_model(str(folder), "bfloat16")
+
+    assert (info.num_layers, len(info.states)) == (attending, stateful)
+    state_bytes = sum(layout.block_bytes for layout in info.states)
+    assert state_bytes / MIB == pytest.approx(mib, abs=0.05)
+
+
+def test_convolutions_keep_the_dtype_of_the_model_and_recurrences_fp32(tmp_path):
+    folder = save_config("qwen3_5_text", tmp_path)
+
+    (layout, *_) = describe_model(str(folder), "bfloat16").states
+
+    dtypes = {plane.name: plane.dtype for plane in layout.planes}
+    assert dtypes == {"conv0": "bfloat16", "recurrent0": "float32"}
+
+
+@pytest.mark.usefixtures("refuses_to_compute")
+def test_an_older_transformers_is_refused_by_its_version(tmp_path):
+    folder = save_config("lfm2", tmp_path)
+
+    with pytest.raises(ModelError, match=r"transformers 5\.24 or later; this is"):
+        describe_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "continues"),
+    [("qwen3_5_text", True), ("lfm2", True), ("zaya", True), ("jamba", False)],
+)
+def test_scans_that_begin_anew_are_told_apart_by_what_they_compute(
+    kind, continues, hybrid
+):
+    layers = stateful_layers(hybrid(kind)._model)
+
+    assert {modules[0].forward.continues for modules in layers} == {continues}
+
+
+def test_states_that_a_config_does_not_show_are_refused(hybrid):
+    with pytest.raises(ModelError, match="keeps 3 states, 0 by its config"):
+        split_states(hybrid("qwen3_5_text")._model, ())
+
+
+def test_a_layer_that_forgets_its_state_is_refused_by_the_probe(tmp_path, monkeypatch):
+    """A chunk that does not go on gives other logits than the whole prompt."""
+    folder = save_tiny("jamba", tmp_path)
+    monkeypatch.setattr("disagg.model.states.continues_chunks", lambda *_: True)
+
+    with pytest.raises(ModelError, match="gives other logits"):
+        Runner.load(str(folder))
+
+
+# -- records
+
+
+def test_gathered_states_are_those_that_were_scattered():
+    planes = [("conv0", "bfloat16", (6, 3)), ("recurrent0", "float32", (2, 5, 7))]
+    layout = make_state_layout(planes)
+    arena = torch.full((64 * ARENA_UNIT,), 0xFF, dtype=torch.uint8)
+    records = StateRecords(arena, layout)
+    pages = torch.tensor([40, 8, 20], dtype=torch.int32)
+    states = {
+        "conv0": torch.randn(3, 6, 3).bfloat16(),
+        "recurrent0": torch.randn(3, 2, 5, 7),
+    }
+
+    records.scatter(pages, states)
+
+    gathered = records.gather(pages)
+    for name, state in states.items():
+        assert torch.equal(gathered[name], state)
+        assert torch.equal(records.views(8)[name][0], state[1])
+    written = arena.view(-1, ARENA_UNIT).ne(0xFF).any(1).nonzero().flatten()
+    spans = [range(page, page + 4) for page in (8, 20, 40)]
+    assert written.tolist() == [unit for span in spans for unit in span]
+
+
+# -- parts of a row
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba"])
+def test_chunks_of_any_size_give_the_logits_of_one(kind, hybrid):
+    """The last chunk of 30 tokens under a budget of 29 is a single token of a prompt."""
+    runner = hybrid(kind)
+    prompt = {"a": random_prompt(30)}
+    whole = forced_logits(runner, prompt, {"a": "raw"}, 6)
+
+    for budget in (29, 7):
+        chunks = forced_logits(runner, prompt, {"a": "raw"}, 6, max_batch_tokens=budget)
+        assert relative_error(chunks["a"], whole["a"]) < 1e-4
+
+
+def test_a_model_in_bf16_says_nearly_what_it_says_in_fp32(hybrid):
+    runner = hybrid("qwen3_5_text")
+    prompts = {"a": random_prompt(37), "b": random_prompt(5)}
+    codecs = dict.fromkeys(prompts, "raw")
+    exact = forced_logits(runner, prompts, codecs, 8)
+
+    rounded_runner = Runner.load(str(runner.info.path), "bfloat16")
+    rounded = forced_logits(rounded_runner, prompts, codecs, 8, max_batch_tokens=16)
+
+    for rid, logits in exact.items():
+        assert relative_error(rounded[rid], logits) < 0.1
+
+
+def test_an_expert_more_or_less_in_bf16_is_no_refusal(tmp_path):
+    """Experts of one token change by 0.17 of the largest logit where a scan is cut."""
+    folder = str(save_tiny("granitemoehybrid", tmp_path))
+
+    assert Runner.load(folder, "bfloat16").info.dtype == "bfloat16"
+
+
+def test_rows_of_a_batch_do_not_see_the_states_of_others(hybrid):
+    runner = hybrid("granitemoehybrid")
+    prompts = {str(n): random_prompt(n) for n in (5, 1, 23)}
+    codecs = dict.fromkeys(prompts, "raw")
+
+    crowd = forced_logits(runner, prompts, codecs, 8, max_batch_tokens=16)
+
+    for rid, prompt in prompts.items():
+        alone = forced_logits(runner, {rid: prompt}, codecs, 8)
+        assert relative_error(crowd[rid], alone[rid]) < 1e-4
