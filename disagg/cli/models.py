@@ -82,11 +82,20 @@ def _draw(fit: "ModelFit") -> None:
     )
     exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     print(f"{exact} · recommended: {fit.recommended}")
+    if fit.state_bytes:
+        states = (
+            f"{fit.state_bytes / 1e6:,.1f} MB a sequence in {fit.num_states} layers"
+        )
+        print(f"states: {states}, whatever its length, sent as they are")
     rows = [
         [codec.spec, codec.refused or f"{codec.bytes_per_token:,.0f}"]
         for codec in fit.codecs
     ]
     columns = ["codec", ">bytes a token"]
+    if fit.state_bytes:
+        columns.append(">tokens as large as the states")
+        for row, codec in zip(rows, fit.codecs, strict=True):
+            row.append(f"{codec.state_tokens:,}" if not codec.refused else "")
     has_memory = any(codec.tokens is not None for codec in fit.codecs)
     if has_memory:
         columns.append(">tokens that fit")

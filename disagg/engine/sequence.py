@@ -374,6 +374,7 @@ def handoff_stats(
         fp16_bytes=2 * numbers,
         fp8_bytes=numbers,
         resident_bytes=plan.nbytes(tokens),
+        state_bytes=plan.state_bytes,
         encode_ms=encode_ms,
     )
 

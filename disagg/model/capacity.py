@@ -39,7 +39,8 @@ STORED = ("*.safetensors", "*.bin")
 class CodecFit:
     """One codec under a model, in prompts as long as the model's context.
 
-    bytes_per_token: mean of such a prompt
+    bytes_per_token: mean of such a prompt, without its states
+    state_tokens: how many tokens of KV take as many bytes as the states of one sequence
     tokens:  how many fit; None: the memory is not known
     refused: why the codec cannot hold this model's heads
     """
@@ -48,6 +49,7 @@ class CodecFit:
     bytes_per_token: float = 0.0
     tokens: int | None = None
     refused: str = ""
+    state_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class ModelFit:
     windows:       number of layers by the tokens that their queries see; None: all
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
+    num_states:    layers that keep a state; `num_layers` are those with K and V
+    state_bytes:   of these states of one sequence, whatever its length
     """
 
     model: str
@@ -72,6 +76,8 @@ class ModelFit:
     windows: Mapping[int | None, int] = field(default_factory=dict)
     weights_bytes: int = 0
     exact_bytes_per_token: int = 0
+    num_states: int = 0
+    state_bytes: int = 0
     recommended: str = ""
     codecs: tuple[CodecFit, ...] = ()
 
@@ -165,6 +171,8 @@ def check_model(
         windows=dict(Counter(info.windows)),
         weights_bytes=weights,
         exact_bytes_per_token=exact_bytes(shape, 1),
+        num_states=len(shape.states),
+        state_bytes=shape.state_bytes,
         recommended=next(x.spec for x in suggested if not x.refused),
         # without duplicates: the default spec may be that of a codec itself
         codecs=tuple(dict.fromkeys([suggested[0], *others])),
@@ -191,7 +199,13 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
     tokens = None
     if arena_bytes is not None:
         tokens = tokens_that_fit(plan, arena_bytes, context)
-    return CodecFit(plan.spec, plan.nbytes(context) / context, tokens)
+    bytes_per_token = (plan.nbytes(context) - plan.state_bytes) / context
+    return CodecFit(
+        spec=plan.spec,
+        bytes_per_token=bytes_per_token,
+        tokens=tokens,
+        state_tokens=round(plan.state_bytes / bytes_per_token),
+    )
 
 
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
