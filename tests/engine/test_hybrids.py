@@ -1,9 +1,13 @@
 """Sequences whose layers keep a state: chunks, recorded steps, little room, hand-offs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from disagg.codecs.planning import parse_plan
 from disagg.engine.messages import Prefill
+from disagg.engine.sequence import handoff_stats
 from disagg.kv.page import ARENA_UNIT, Kind
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
@@ -110,6 +114,17 @@ def test_an_answer_after_a_hand_off_is_that_of_one_engine(kind, hybrid):
 
     assert list(completion.tokens) == expected
     assert completion.kv.payload_bytes > runner.shape.state_bytes
+
+
+def test_the_figures_of_a_hand_off_count_states_apart(hybrid):
+    shape = hybrid("qwen3_5_text").shape
+    without = handoff_stats(parse_plan("raw", replace(shape, states=())), 300, 0)
+
+    stats = handoff_stats(parse_plan("raw", shape), 300, 0)
+
+    assert stats.state_bytes == shape.state_bytes
+    assert stats.resident_bytes == without.resident_bytes + shape.state_bytes
+    assert stats.fp16_bytes == without.fp16_bytes
 
 
 # -- prefixes

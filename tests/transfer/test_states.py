@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import CorruptFrameError, TransferError
 from disagg.kv.page import Kind, make_state_layout
 from disagg.kv.plan import Plan, state_group
-from disagg.transfer.records import Manifest
+from disagg.transfer.records import Manifest, least_worth_sending
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import GROUPS, PLAN, make_prompt, make_related
 
@@ -78,3 +79,16 @@ def test_a_prompt_without_its_state_never_starts():
 
     with pytest.raises(TransferError, match="the first is side 0 of layer 4"):
         desk.at(0.0).commit(prompt.commit(ticket))
+
+
+@pytest.mark.parametrize("codec", ["kivi", "raw"])
+def test_prompts_are_worth_sending_by_their_kv_alone(codec):
+    """A state has the same bytes at any length: no length of a prompt would be worth it."""
+    kv = KVShape(4, 2, 128, "float16", (None,) * 4)
+    large = make_state_layout([("recurrent0", "float32", (64, 128, 128))])
+    hybrid = replace(kv, states=(large,))
+
+    plain_length = least_worth_sending(parse_plan(codec, kv))
+
+    length = least_worth_sending(parse_plan(codec, hybrid))
+    assert abs(length - plain_length) <= 16  # its item has a header
