@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -42,7 +42,20 @@ COUNTS_S = 1.0  # between two messages with the door's own series
 CALL_S = 10.0  # every call but Generate
 MAX_HANDLE = 1 << 32
 
+# The link to the router as it is now. PeerLostError while there is none; StoppingError if none will
+# come, which ends the requests that wait for one
+Dial = Callable[[], Awaitable[Link]]
+
 log = logging.getLogger(__name__)
+
+
+def fixed(link: Link) -> Dial:
+    """For a router whose address never changes."""
+
+    async def dial() -> Link:
+        return link
+
+    return dial
 
 
 @dataclass(eq=False)
@@ -82,22 +95,24 @@ class DoorPrompt:
 
 
 class RouterClient:
-    """A router that a link leads to. `run` follows it, whichever process it is at the time.
+    """The router of a service. `run` follows it, whichever process it is at the time.
 
+    dial:   called before each attempt; `run` closes its links, the last one when it is cancelled
     name:   of this door, for the series of its counts
     counts: its own series, as `ScrapeRequest` has them
     """
 
     def __init__(
         self,
-        link: Link,
+        dial: Dial,
         name: str = "",
         config: RouterConfig | None = None,
         counts: Callable[[], bytes] = bytes,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name = name
-        self._link = link
+        self._dial = dial
+        self._link: Link | None = None
         self._config = config or RouterConfig()
         self._counts = counts
         self._last_counts = b""
@@ -242,6 +257,8 @@ class RouterClient:
     async def _call(
         self, method: str, request: Message, response: type[Parsed]
     ) -> Parsed:
+        if self._link is None:
+            raise PeerLostError("the address of the router is not known yet")
         data = await self._link.call(
             f"/{ROUTER_SERVICE}/{method}", request.SerializeToString(), CALL_S
         )
@@ -255,7 +272,7 @@ class RouterClient:
         try:
             while True:
                 try:
-                    await self._attach()
+                    await self._follow()
                 except CapacityError as error:
                     log.error("the router gave this door up: %s", error)
                     self._end_all(error)
@@ -265,6 +282,21 @@ class RouterClient:
                 await asyncio.sleep(REOPEN_S)
         finally:
             checking.cancel()
+            if self._link is not None:
+                await self._link.close()
+
+    async def _follow(self) -> None:
+        """Follow the router of this moment, if one is to come."""
+        try:
+            link = await self._dial()
+        except StoppingError as error:
+            self._end_all(error)
+            return
+        earlier = self._link
+        self._link = link
+        if earlier is not None and earlier is not link:
+            await earlier.close()
+        await self._attach(link)
 
     def _note_lost(self, error: DisaggError) -> None:
         if self._is_attached:
@@ -274,17 +306,17 @@ class RouterClient:
                 error,
             )
 
-    async def _attach(self) -> None:
+    async def _attach(self, link: Link) -> None:
         """One stream, from its begin to its end, which is an error or the leave of the router."""
-        method = self._link.channel.stream_stream(f"/{ROUTER_SERVICE}/Generate")
-        with failures_of(self._link.address):
-            call = method(metadata=self._link.metadata)
+        method = link.channel.stream_stream(f"/{ROUTER_SERVICE}/Generate")
+        with failures_of(link.address):
+            call = method(metadata=link.metadata)
             await call.wait_for_connection()
             self._begins = dict(self._prompts)
             self._cancels.clear()
             self._last_counts = b""
             self._has_news.set()
-            writing = asyncio.create_task(self._write(call))
+            writing = asyncio.create_task(self._write(call, link.address))
             writing.add_done_callback(lambda _: call.cancel())
             try:
                 async for data in call:
@@ -295,9 +327,9 @@ class RouterClient:
                 await asyncio.gather(writing, return_exceptions=True)
         raise PeerLostError("the router left")
 
-    async def _write(self, call: Any) -> None:
+    async def _write(self, call: Any, address: str) -> None:
         """Say what happened here, in one message for each turn of the loop."""
-        with failures_of(self._link.address):
+        with failures_of(address):
             request = pb.GenerateRequest(door=self.name)
             await call.write(request.SerializeToString())
             while True:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from disagg.config import RouterConfig
-from disagg.router.client import RouterClient
+from disagg.router.client import Dial, RouterClient, fixed
 from disagg.router.door_service import MAX_BEHIND, DoorService
 from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.messages import (
@@ -111,6 +111,7 @@ class FakeHost:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.counts: dict[str, bytes] = {}
+        self.departures: list[str] = []
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
         self.calls.append(("scale", prefill, decode))
@@ -120,6 +121,9 @@ class FakeHost:
 
     def count(self, door: str, counts: bytes) -> None:
         self.counts[door] = counts
+
+    def leave(self, door: str) -> None:
+        self.departures.append(door)
 
     async def scrape(self) -> bytes:
         return b"".join(self.counts.values())
@@ -174,15 +178,23 @@ async def door_at(
 ) -> AsyncIterator[RouterClient]:
     """A door of the router at this path."""
     link = connect(f"unix:{path}", SECRET)
-    client = RouterClient(link, name, RouterConfig(**config), counts=lambda: b"1 ")
-    following = asyncio.create_task(client.run())
+    async with following(fixed(link), name, **config) as client:
+        yield client
+
+
+@asynccontextmanager
+async def following(
+    dial: Dial, name: str = "0", **config: Any
+) -> AsyncIterator[RouterClient]:
+    """A door that follows the routers of its dial."""
+    client = RouterClient(dial, name, RouterConfig(**config), counts=lambda: b"1 ")
+    running = asyncio.create_task(client.run())
     try:
         async with asyncio.timeout(30):
             yield client
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await link.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def attached(client: RouterClient) -> None:
