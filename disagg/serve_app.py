@@ -16,7 +16,9 @@ application, so that Ray Serve starts another one when it dies, and ends it with
 """
 
 import asyncio
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +30,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.config import Config, replace_keys
-from disagg.errors import ConfigError, PeerLostError, StoppingError
+from disagg.errors import ConfigError, OccupiedError, PeerLostError, StoppingError
 from disagg.launch.shared_facts import SharedFacts
 from disagg.server.auth import KeyRing, read_keys
 from disagg.server.door import DoorApp
@@ -48,10 +50,13 @@ ROLES = ("prefill", "decode")
 MAX_REQUESTS = 1 << 16
 DOOR_GRACE_S = 20.0  # for the requests of a door that leaves; Ray Serve's default
 STOP_S = 15.0  # for the end of the workers, beyond their grace
+RETRY_S = 2.0  # between two tries to take workers over
 CHECK_S = 1.0  # between two looks at the router: it is missed for about so long
 FAILED_CHECKS = 3  # in a row, after which Ray Serve replaces a replica
 # the workers compute; a share of a core would only keep doors off small nodes
 NO_CPUS = {"num_cpus": 0}
+
+log = logging.getLogger(__name__)
 
 
 def build_app(args: Mapping[str, Any]) -> "Application":
@@ -138,8 +143,8 @@ class RouterReplica:
             security=security_at(host, config),
             ports=config.cluster.ports,
         )
-        self._process = RouterProcess(config, listen)
-        self._stack.enter_context(self._process)
+        process = entered(self._stack, lambda: RouterProcess(config, listen), config)
+        self._process = process
 
     def locate(self) -> dict[str, Any]:
         """Where doors reach it, and the model that they have to have, as plain data."""
@@ -159,6 +164,24 @@ class RouterReplica:
         with self._stack:
             if hasattr(self, "_process"):
                 self._process.wait_for_doors(door_grace_s(self._config))
+
+
+def entered(
+    stack: ExitStack, create: Callable[[], RouterProcess], config: Config
+) -> RouterProcess:
+    """A router that runs until the stack ends; it waits for workers of earlier settings to end.
+
+    Ray Serve would give up a new version that fails three times.
+    """
+    until = time.monotonic() + config.cluster.orphan_s + STOP_S
+    while True:
+        try:
+            return stack.enter_context(create())
+        except OccupiedError as error:
+            if time.monotonic() >= until:
+                raise
+            log.warning("%s; trying again", error)
+            time.sleep(RETRY_S)
 
 
 class DoorReplica:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from disagg.config import RouterConfig
 from disagg.router.client import Dial, RouterClient, fixed
 from disagg.router.door_service import MAX_BEHIND, DoorService
 from disagg.router.router import Router, WorkerConnection
+from disagg.server.router_process import Listen
 from disagg.transfer.messages import (
     Grant,
     Job,
@@ -130,21 +132,29 @@ class FakeHost:
 
 
 class RouterProcess:
-    """What a process of a router has, on this loop."""
+    """What a process of a router has, on this loop.
 
-    def __init__(self, path: Path, max_behind: int = MAX_BEHIND, **config: Any):
+    listen: what starts its server, or the path of its Unix socket
+    """
+
+    address = ""
+
+    def __init__(
+        self, listen: Listen | Path, max_behind: int = MAX_BEHIND, **config: Any
+    ):
         self.worker = FakeWorker()
         self.host = FakeHost()
         self.router = Router(RouterConfig(**config))
-        self._path = path
+        if isinstance(listen, Path):
+            listen = partial(start_local_server, path=listen, security=SECRET)
+        self._listen = listen
         self._service = DoorService(self.router, self.host, max_behind)
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
         """Serve doors; requests wait until there is a worker."""
-        self._server, _ = await start_local_server(
-            [self._service.handler()], self._path, SECRET
-        )
+        handlers = [self._service.handler()]
+        self._server, self.address = await self._listen(handlers)
 
     def add_worker(self) -> None:
         info = WorkerInfo("both-0", Role.BOTH, "here:1", 1, step_tokens=1 << 20)
@@ -160,10 +170,10 @@ class RouterProcess:
 
 @asynccontextmanager
 async def serving(
-    path: Path, max_behind: int = MAX_BEHIND, **config: Any
+    listen: Listen | Path, max_behind: int = MAX_BEHIND, **config: Any
 ) -> AsyncIterator[RouterProcess]:
-    """A router with one worker, whose doors find it at this path."""
-    process = RouterProcess(path, max_behind, **config)
+    """A router with one worker, whose doors find it where it listens."""
+    process = RouterProcess(listen, max_behind, **config)
     await process.start()
     process.add_worker()
     try:
