@@ -176,7 +176,8 @@ class ClusterConfig(Bounded):
              start one
     gpus:    GPUs per worker, may be a fraction; None: the GPUs that Ray has at start, divided
              equally
-    ports:   port range of the workers on every host, [first, last]; None: any free ports
+    ports:   port range of the workers on every host, and of the router of Ray Serve,
+             [first, last]; None: any free ports
     runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
     replace_s: a worker that is silent for this long, or whose engine does not finish a step, is
@@ -234,7 +235,7 @@ class ServerConfig(Bounded):
     host:              address to listen on; 0.0.0.0: every IPv4 address of this host
     port:              port to listen on; 0: any free port
     doors:             processes with HTTP and tokenizer in front of one with the router; 1: one
-                       process does both
+                       process does both. In Ray Serve: replicas in front of the router
     pd_ports:          first port of a range with one port per worker, for vLLM's routers; 0: any
                        free ports
     state_file:        file in which other commands find the service; None: one in a folder of this

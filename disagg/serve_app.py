@@ -53,8 +53,6 @@ STOP_S = 15.0  # for the end of the workers, beyond their grace
 RETRY_S = 2.0  # between two tries to take workers over
 CHECK_S = 1.0  # between two looks at the router: it is missed for about so long
 FAILED_CHECKS = 3  # in a row, after which Ray Serve replaces a replica
-# the workers compute; a share of a core would only keep doors off small nodes
-NO_CPUS = {"num_cpus": 0}
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +106,8 @@ def door_options(config: Config) -> dict[str, Any]:
         "num_replicas": config.server.doors,
         "max_ongoing_requests": MAX_REQUESTS,
         "graceful_shutdown_timeout_s": door_grace_s(config),
-        "ray_actor_options": NO_CPUS,
+        # they run on any node, the head too, which may offer no core
+        "ray_actor_options": {"num_cpus": 0},
     }
 
 
@@ -121,7 +120,7 @@ def router_options(config: Config) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": grace_s,
         "health_check_period_s": CHECK_S,
         "health_check_timeout_s": cluster.replace_s / FAILED_CHECKS,
-        "ray_actor_options": NO_CPUS,
+        "ray_actor_options": {"num_cpus": 0},
     }
 
 
@@ -156,7 +155,11 @@ class RouterReplica:
             raise PeerLostError("the router has ended")
         loop = asyncio.get_running_loop()
         answered = asyncio.Event()
-        self._process.call_soon(lambda: loop.call_soon_threadsafe(answered.set))
+
+        def answer() -> None:
+            loop.call_soon_threadsafe(answered.set)
+
+        self._process.call_soon(answer)
         await answered.wait()
 
     def __del__(self) -> None:
@@ -185,9 +188,9 @@ def entered(
 
 
 class DoorReplica:
-    """A door, which Ray Serve hands the requests of its clients."""
+    """A door, which Ray Serve hands the requests of its clients. Made on a running event loop."""
 
-    async def __init__(self, config: Config, router: Any):
+    def __init__(self, config: Config, router: Any):
         from ray import serve
 
         self._stack = ExitStack()
@@ -249,7 +252,7 @@ class RouterDial:
         try:
             located: Mapping[str, Any] = await self._router.locate.remote()
         except DeploymentUnavailableError as error:
-            raise StoppingError("the application is deleted") from error
+            raise StoppingError("the application has no router any more") from error
         except (RayError, RayServeException) as error:
             raise PeerLostError(f"no router answers: {error}") from error
         return located
