@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from disagg.config import ServerConfig
 from disagg.errors import RequestError
+from disagg.server.pace import Pace, PacedRequests
 from disagg.server.process import max_connections
 from disagg.server.responses import error_body
 
@@ -58,10 +59,14 @@ class ConnectionLimits:
 
 
 class ConnectionPool:
-    """The open connections of a server, those that it serves and those that it refuses."""
+    """The open connections of a server, those that it serves and those that it refuses.
+
+    pace: at which their requests begin, and end when clients leave
+    """
 
     def __init__(self, limits: ConnectionLimits):
         self.limits = limits
+        self.pace = Pace()
         self._num_served = 0
         self._num_refused = 0
 
@@ -169,7 +174,12 @@ class Connection(HttpToolsProtocol):
         self._pool.close()
         if self._timer is not None:
             self._timer.cancel()
-        super().connection_lost(exc)
+        end = partial(super().connection_lost, exc)
+        if self.cycle is None or self.cycle.response_complete:
+            end()
+        else:
+            self.cycle.disconnected = True  # nothing more is written
+            self._pool.pace.call(end)
 
     def data_received(self, data: bytes) -> None:
         if self._arrival is None:
@@ -245,7 +255,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self.pool = ConnectionPool(ConnectionLimits.of(config))
         options = uvicorn.Config(
-            app,
+            PacedRequests(app, self.pool.pace),
             http=partial(Connection, self.pool),  # type: ignore[arg-type]
             ws="none",
             backlog=BACKLOG,
