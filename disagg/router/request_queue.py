@@ -1,11 +1,11 @@
 """The queued requests, in the order in which they are placed: clients take turns.
 
-    client a   a0 a1 a2 a3    has had its turn in this round
-    client b   b0 b1          has not
-    placed     b0 | a0 b1 | a1 | a2 | a3      a bar ends a round
+    client a   a0 a1 a2 a3    its next turn is number 6
+    client b   b0 b1          its next turn is number 5
+    placed     b0 | a0 b1 | a1 | a2 | a3      a bar ends the requests of one turn
 
-In a round the lowest rank goes first. While a client has a request that can begin, every other
-client begins at most two before it.
+Of one turn the lowest rank goes first. So while a client has a request that can begin, every other
+client begins at most two before it. A request that finds no room gives its turn back.
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +16,7 @@ from disagg.router.request_state import RequestState
 
 # (False for an exclusive request, rank, serial, request): sorted, and no two are equal
 Entry = tuple[bool, float, int, RequestState]
-# (False for an exclusive request, round from now on, rank, serial, request)
+# (False for an exclusive request, turn, rank, serial, request)
 Turn = tuple[bool, int, float, int, RequestState]
 
 
@@ -31,8 +31,10 @@ class RequestQueue:
         self._entry_of: dict[str, Entry] = {}  # by rid
         # by client, sorted; clients without any are left out
         self._entries: dict[str, list[Entry]] = {}
-        # clients that had their turn in this round
-        self._served: set[str] = set()
+        # the latest turn in which a request got room
+        self._turn = 0
+        # by client, its next turn, if it is a later one
+        self._turns: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -65,11 +67,24 @@ class RequestQueue:
             del self._entries[request.client]
 
     def start(self, request: RequestState) -> None:
-        """Remove a request that begins: it takes its client's turn."""
+        """Remove a request that asks for room: it takes its client's next turn."""
         self.discard(request)
-        if request.client in self._served:
-            self._served.clear()  # the next round
-        self._served.add(request.client)
+        request.turn = self._next_turn(request.client)
+        self._turns[request.client] = request.turn + 1
+
+    def give_back(self, request: RequestState) -> None:
+        """A request that started found no room: its turn is still to come."""
+        if request.client in self._turns:
+            self._turns[request.client] -= 1
+
+    def end_turn(self, request: RequestState) -> None:
+        """A request that started has room. Nobody saves up earlier turns."""
+        self._turn = max(self._turn, request.turn)
+        later = {x: turn for x, turn in self._turns.items() if turn > self._turn}
+        self._turns = later
+
+    def _next_turn(self, client: str) -> int:
+        return max(self._turn, self._turns.get(client, 0))
 
     def _by_turns(self, lists: list[list[Entry]]) -> Iterator[RequestState]:
         kept_for = [x for entries in lists for x in entries if x[-1].has_kept_worker]
@@ -83,7 +98,7 @@ class RequestQueue:
                 yield request
 
     def _turns_of(self, entries: list[Entry]) -> Iterator[Turn]:
-        """The requests of one client, each with its round."""
-        first = int(entries[0][-1].client in self._served)
+        """The requests of one client, each with its turn."""
+        first = self._next_turn(entries[0][-1].client)
         for number, (is_shared, rank, serial, request) in enumerate(entries, first):
             yield is_shared, number, rank, serial, request

@@ -51,6 +51,7 @@ class RequestState:
     deaths:          number of workers that died while they computed this request alone
     client:          a name that stands for the key of its client; "": any client without a key
     rank:            the lowest goes first: a short prompt, or one that came early
+    turn:            of its client, in which it asked for room last
     has_kept_worker: a worker was kept for it while it waited for room
     max_tokens:      of the whole answer
     exclusive:       it shares its workers with no other request, as one more death ends it
@@ -75,6 +76,7 @@ class RequestState:
     emitted: "array[int]" = field(default_factory=token_array)
     deaths: int = 0
     exclusive: bool = False
+    turn: int = 0
     has_kept_worker: bool = False
     refusals: int = 0
     not_before: float = 0.0

@@ -250,6 +250,7 @@ class RequestTable:
             return [AbortAttempt(worker, rid, attempt)]
         if request.phase is Phase.RESERVE and request.prefill:
             request.phase = Phase.PREFILL
+            self._queue.end_turn(request)
             return [Start(request.prefill, request.job, Work.PREFILL, worker, grant)]
         is_target = request.phase is Phase.DECODE and worker == request.target
         if is_target and request.decode:
@@ -432,6 +433,8 @@ class RequestTable:
             return []
         self._queue.start(request)
         action = self._starts.begin(request, *pair, now)
+        if request.phase is Phase.PREFILL:
+            self._queue.end_turn(request)
         placement.add(request)
         return [action]
 
@@ -654,6 +657,8 @@ class RequestTable:
         return actions
 
     def _enqueue(self, request: RequestState) -> None:
+        if request.phase is Phase.RESERVE:
+            self._queue.give_back(request)
         request.phase = Phase.QUEUED
         request.prefill = None
         request.decode = None
