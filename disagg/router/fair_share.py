@@ -11,12 +11,18 @@ places * (1 + 1/2 + ... + 1/n) requests wait, and with one client no more than t
 from collections.abc import Mapping
 
 
-def may_wait(waiting: Mapping[str, int], client: str, places: int) -> bool:
+def may_wait(
+    waiting: Mapping[str, int],
+    client: str,
+    places: int,
+) -> bool:
     """Whether another request of a client may wait.
 
     waiting: by client, how many of its requests wait
     """
-    if sum(waiting.values()) < places:
+    num_waiting = sum(waiting.values())
+    if num_waiting < places:
         return True
-    num_clients = len(waiting.keys() | {client})
-    return waiting.get(client, 0) < places // num_clients
+    clients = waiting.keys() | {client}
+    share = places // len(clients)
+    return waiting.get(client, 0) < share

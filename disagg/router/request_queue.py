@@ -43,7 +43,8 @@ class RequestQueue:
         """The requests as they are now; they may be removed meanwhile."""
         lists = [entries.copy() for entries in self._entries.values()]
         if len(lists) == 1:
-            return (entry[-1] for entry in lists[0])
+            (entries,) = lists
+            return (entry[-1] for entry in entries)
         return self._by_turns(lists)
 
     @property
@@ -80,21 +81,31 @@ class RequestQueue:
     def end_turn(self, request: RequestState) -> None:
         """A request that started has room. Nobody saves up earlier turns."""
         self._turn = max(self._turn, request.turn)
-        later = {x: turn for x, turn in self._turns.items() if turn > self._turn}
-        self._turns = later
+        self._turns = {
+            client: next_turn
+            for client, next_turn in self._turns.items()
+            if next_turn > self._turn
+        }
 
     def _next_turn(self, client: str) -> int:
         return max(self._turn, self._turns.get(client, 0))
 
     def _by_turns(self, lists: list[list[Entry]]) -> Iterator[RequestState]:
-        kept_for = [x for entries in lists for x in entries if x[-1].has_kept_worker]
-        kept_for.sort(reverse=True)
-        for *_, request in merge(*map(self._turns_of, lists)):
-            while kept_for and not request.exclusive:
-                if kept_for[-1][-1].rank > request.rank:
-                    break
-                yield kept_for.pop()[-1]
-            if request.exclusive or not request.has_kept_worker:
+        kept_for = [
+            request
+            for entries in lists
+            for *_, request in entries
+            if request.has_kept_worker and not request.exclusive
+        ]
+        kept_for.sort(key=lambda request: -request.rank)
+        turns = map(self._turns_of, lists)
+        for *_, request in merge(*turns):
+            if request.exclusive:
+                yield request
+                continue
+            while kept_for and kept_for[-1].rank <= request.rank:
+                yield kept_for.pop()
+            if not request.has_kept_worker:
                 yield request
 
     def _turns_of(self, entries: list[Entry]) -> Iterator[Turn]:
