@@ -12,7 +12,7 @@ import pytest
 
 from disagg.errors import DisaggError, RequestError
 from disagg.protos.v1 import router_pb2 as pb
-from disagg.router.actions import FailRequest, Reserve
+from disagg.router.actions import FailRequest, Reserve, TokenOutput
 from disagg.router.contract import Submission
 from disagg.router.requests import RequestTable
 from disagg.router.router import Router, WorkerConnection
@@ -213,6 +213,23 @@ async def test_a_client_that_takes_nothing_stops_no_other(caplog):
         router.cancel(rid)
     assert tokens == answer_of(PROMPT, 20)
     assert len(errors_in(caplog)) == 2  # why it failed, and that it could not be told
+
+
+async def test_actions_behind_one_that_breaks_are_performed():
+    outputs: list[TokenOutput] = []
+    errors: list[DisaggError] = []
+    router = Router()
+    bad, good = (
+        router.submit(Submission(PROMPT, TWENTY, "raw"), deliver)
+        for deliver in (breaking_at(token=True, errors=errors), outputs.append)
+    )
+
+    router._perform([TokenOutput(bad, 7), TokenOutput(good, 8)])
+
+    assert [output.token for output in outputs] == [8]
+    assert len(errors) == 1
+    assert list(router.table.requests) == [good]
+    await router.close()
 
 
 async def test_requests_end_in_time_though_checks_break(monkeypatch):

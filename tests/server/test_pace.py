@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from disagg.config import ServerConfig
 from disagg.server.connections import http_server
 from disagg.server.pace import CALLS_A_TURN, Pace, PacedRequests
-from tests.server.test_connections import POST, serving
+from tests.server.test_connections import BODY, POST, serving
 
 BURST = 100
 
@@ -121,7 +121,7 @@ async def test_clients_that_leave_together_end_a_few_a_turn():
     async with serving(app, ServerConfig()) as port:
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
         for _, writer in clients:
-            writer.write(POST + b" " * 100)
+            writer.write(POST + BODY)
         while len(arrived) < 50:
             await asyncio.sleep(0.001)
 
