@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +33,9 @@ from disagg.server.responses import error_body
 
 GRACE_S = 2  # for responses in progress when the service stops
 BACKLOG = 128  # connections that the system accepts for us
+ACCEPTS_A_TURN = (
+    16  # of the event loop: the requests of all of them begin in the next ones
+)
 MAX_HEADER_BYTES = 16 << 10
 BODY_RATE = 8 << 10  # bytes per second that a client has to send of a long request
 MAX_REFUSALS = 100  # connections that are told at once that there are too many
@@ -258,7 +262,7 @@ class HttpServer(uvicorn.Server):
             PacedRequests(app, self.pool.pace),
             http=partial(Connection, self.pool),  # type: ignore[arg-type]
             ws="none",
-            backlog=BACKLOG,
+            backlog=ACCEPTS_A_TURN,
             log_config=None,  # its lines go where ours go
             log_level="error",  # a client cannot cause lines
             access_log=False,
@@ -273,6 +277,15 @@ class HttpServer(uvicorn.Server):
         """Serve on bound sockets until `should_exit` is set."""
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections.
+
+        asyncio has one number for the connections that wait and for those that it accepts at once.
+        """
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)
 
     def end(self) -> None:
         """End with the responses in progress; from any thread."""

@@ -1,6 +1,7 @@
 """A burst begins and ends a few requests in each turn of the loop."""
 
 import asyncio
+import socket
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -9,7 +10,11 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from disagg.config import ServerConfig
-from disagg.server.connections import http_server
+from disagg.server.connections import (
+    ACCEPTS_A_TURN,
+    ConnectionPool,
+    http_server,
+)
 from disagg.server.pace import CALLS_A_TURN, Pace, PacedRequests
 from tests.server.test_connections import BODY, POST, serving
 
@@ -130,6 +135,29 @@ async def test_clients_that_leave_together_end_a_few_a_turn():
         await until_all(turns, 50)
 
     assert max(turns.counts.values()) <= CALLS_A_TURN
+
+
+async def test_connections_are_accepted_a_few_a_turn(monkeypatch):
+    """While no turn passes, the system accepts them all the same."""
+    turns = Turns()
+    opened = ConnectionPool.open
+
+    def note(pool: ConnectionPool) -> bool:
+        turns.note()
+        return opened(pool)
+
+    monkeypatch.setattr(ConnectionPool, "open", note)
+    async with serving(None, ServerConfig()) as port:
+        _, first = await asyncio.open_connection("127.0.0.1", port)
+        clients = [
+            socket.create_connection(("127.0.0.1", port), timeout=5.0)
+            for _ in range(BURST)
+        ]
+        await until_all(turns, 1 + BURST)
+        for client in (first, *clients):
+            client.close()
+
+    assert max(turns.counts.values()) <= ACCEPTS_A_TURN
 
 
 async def test_the_server_of_an_application_is_paced():
