@@ -10,7 +10,7 @@ from disagg.transfer.messages import Job
 CLIENTS = "abc"
 # None: the first request begins; else a request of a client, with a prompt of a length
 EVENTS = st.lists(
-    st.none() | st.tuples(st.sampled_from(CLIENTS), st.integers(1, 64)), max_size=80
+    st.none() | st.tuples(st.sampled_from(CLIENTS), st.integers(1, 64)), max_size=40
 )
 
 
