@@ -148,7 +148,8 @@ class RouterConfig(Bounded):
     silence_s:    a worker that does not answer for this long counts as dead
     stuck_s:      so does a worker whose engine has work and makes no progress for this long, unless
                   it has been slow before
-    max_queue:    maximum requests waiting for a worker; more are refused with 429
+    max_queue:    maximum requests waiting for a worker; more are refused with 429, unless they are
+                  of an API key that has less than its share of them
     error_budget: for codec auto: acceptable relative error of the attention output
     first_decode_s: for codec auto: target time to the second token, the first one decoded
     """

@@ -12,8 +12,10 @@ import logging
 import math
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -31,8 +33,10 @@ from disagg.errors import (
 )
 from disagg.protos.v1 import router_pb2 as pb
 from disagg.router.actions import TokenOutput
-from disagg.router.contract import ANY_WORKERS, RouterReport
+from disagg.router.contract import ANY_WORKERS, RouterReport, Submission
 from disagg.router.door_service import ROUTER_SERVICE, TURN_BYTES
+from disagg.router.fair_share import may_wait
+from disagg.router.inbox import Deliver, outputs_of
 from disagg.transfer.messages import Parsed, parse, parse_json
 from disagg.transfer.rpc import Link, failures_of
 
@@ -63,6 +67,7 @@ class DoorPrompt:
     """A request that a client waits for.
 
     begin:    how a router gets it, but for what changes
+    deliver:  called with each output, and with the error that ends it
     emitted:  tokens that the client has
     token_at: when the last one came; at first, when the request arrived
     accepted: a router had it
@@ -70,15 +75,13 @@ class DoorPrompt:
     """
 
     begin: pb.Begin
+    deliver: Deliver
     arrived: float
     token_at: float
     emitted: "array[int]" = field(default_factory=lambda: array("I"))
     accepted: bool = False
     waited_s: float = 0.0
     kv: Mapping[str, Any] = field(default_factory=dict)
-    inbox: asyncio.Queue[TokenOutput | DisaggError] = field(
-        default_factory=asyncio.Queue
-    )
 
     def message(self, now: float) -> pb.Begin:
         """What begins it at a router, or goes on with it at another one."""
@@ -131,55 +134,50 @@ class RouterClient:
 
     # -- for clients
 
-    async def generate(
+    def generate(
         self,
         prompt: Sequence[int],
         params: Mapping[str, Any],
         codec: str,
         at: tuple[str, str] = ANY_WORKERS,
+        client: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         """As `Router.generate`; while there is no router the client waits for one."""
-        handle = self._open(prompt, params, codec, at)
-        inbox = self._prompts[handle].inbox
-        try:
-            while True:
-                output = await inbox.get()
-                if isinstance(output, DisaggError):
-                    raise output
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            self._leave(handle)
+        submission = Submission(prompt, params, codec, at, client=client)
+        return outputs_of(partial(self._open, submission), self._leave)
 
-    def _open(
-        self,
-        prompt: Sequence[int],
-        params: Mapping[str, Any],
-        codec: str,
-        at: tuple[str, str],
-    ) -> int:
+    def _open(self, submission: Submission, deliver: Deliver) -> int:
         if self._closing:
             raise StoppingError("the service is shutting down")
-        limit = self._config.max_queue
-        if not self._has_router and len(self._prompts) >= limit:
-            raise QueueFullError(
-                f"{len(self._prompts)} requests wait for a router, {limit} may; try again later"
-            )
+        self._check_room(submission.client)
         handle = next(self._handles) % MAX_HANDLE
+        prefill, decode = submission.at
         begin = pb.Begin(
             handle=handle,
-            prompt=prompt,
-            sampling=json.dumps(params),
-            codec=codec,
-            prefill=at[0],
-            decode=at[1],
+            prompt=submission.prompt,
+            sampling=json.dumps(submission.params),
+            codec=submission.codec,
+            prefill=prefill,
+            decode=decode,
+            client=submission.client,
         )
         now = self._clock()
-        self._prompts[handle] = DoorPrompt(begin, arrived=now, token_at=now)
-        self._begins[handle] = self._prompts[handle]
+        prompt = DoorPrompt(begin, deliver, arrived=now, token_at=now)
+        self._prompts[handle] = prompt
+        self._begins[handle] = prompt
         self._has_news.set()
         return handle
+
+    def _check_room(self, client: str) -> None:
+        """QueueFullError if too many requests wait for a router that is not there."""
+        limit = self._config.max_queue
+        if self._has_router or self.running < limit:
+            return
+        waiting = Counter(prompt.begin.client for prompt in self._prompts.values())
+        if not may_wait(waiting, client, limit):
+            raise QueueFullError(
+                f"{self.running} requests wait for a router, {limit} may; try again later"
+            )
 
     def _leave(self, handle: int) -> None:
         """The client is gone, or its request has ended."""
@@ -373,22 +371,27 @@ class RouterClient:
             self._state = response.state
             self._is_attached = True
         for figures in response.figures:
-            self._on_figures(figures)
-        scores = {
-            each.position: parse_json("logprobs", each.logprobs, list)
-            for each in response.scores
-        }
+            try:
+                self._on_figures(figures)
+            except DisaggError as error:
+                self._fail(figures.handle, error)
+        scores = {each.position: each.logprobs for each in response.scores}
         prompts = self._prompts
         pairs = zip(response.handles, response.tokens, strict=True)
         for position, (handle, token) in enumerate(pairs):
             prompt = prompts.get(handle)
             if prompt is None:
                 continue  # its client has left
+            output = TokenOutput("", token, kv=prompt.kv, waited_s=prompt.waited_s)
+            if position in scores:
+                try:
+                    output.logprobs = parse_json("logprobs", scores[position], list)
+                except DisaggError as error:
+                    self._fail(handle, error)
+                    continue
             prompt.emitted.append(token)
             prompt.token_at = now
-            output = TokenOutput("", token, None, scores.get(position, ()), prompt.kv)
-            output.waited_s = prompt.waited_s
-            prompt.inbox.put_nowait(output)
+            prompt.deliver(output)
         for end in response.ends:
             self._on_end(end)
 
@@ -409,18 +412,24 @@ class RouterClient:
         if not end.HasField("error"):
             del self._prompts[end.handle]
             output = TokenOutput("", finish_reason=end.finish_reason, kv=prompt.kv)
-            prompt.inbox.put_nowait(output)
+            prompt.deliver(output)
             return
         error = error_from(end.error.reason, end.error.message)
         if isinstance(error, StoppingError) and not self._closing:
             return  # this router leaves, and the next one takes the request
         del self._prompts[end.handle]
-        prompt.inbox.put_nowait(error)
+        prompt.deliver(error)
+
+    def _fail(self, handle: int, error: DisaggError) -> None:
+        """End a request here, and cancel it at the router."""
+        prompt = self._prompts.get(handle)
+        if prompt is not None:
+            self._leave(handle)
+            prompt.deliver(error)
 
     def _end_all(self, error: DisaggError) -> None:
-        for handle, prompt in list(self._prompts.items()):
-            self._leave(handle)
-            prompt.inbox.put_nowait(error)
+        for handle in list(self._prompts):
+            self._fail(handle, error)
 
     async def _tick(self) -> None:
         """Say what changed in the door's series, or look at deadlines while there is no router."""
@@ -437,7 +446,5 @@ class RouterClient:
         late = self._clock() - deadline_s
         for handle, prompt in list(self._prompts.items()):
             if prompt.token_at <= late:
-                self._leave(handle)
-                prompt.inbox.put_nowait(
-                    DeadlineError(f"no token in {deadline_s:g} s; no router runs")
-                )
+                error = DeadlineError(f"no token in {deadline_s:g} s; no router runs")
+                self._fail(handle, error)

@@ -19,6 +19,7 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import router_pb2 as pb
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import Submission
+from disagg.router.failures import as_error
 from disagg.router.request_state import token_array
 from disagg.router.router import Router
 from disagg.transfer.messages import parse, parse_json
@@ -189,7 +190,9 @@ class DoorStream:
         try:
             submission = _submission_of(begin)
             request.rid = self._router.submit(submission, request.deliver)
-        except DisaggError as error:
+        except Exception as failure:
+            # or the stream of all requests would break, and again when they are resubmitted
+            error = as_error(failure, f"request {begin.handle} of a door")
             self.turn().rare.ends.append(_end_of(begin.handle, error))
         else:
             self._requests[begin.handle] = request
@@ -290,6 +293,7 @@ def _submission_of(begin: pb.Begin) -> Submission:
         emitted=tuple(begin.emitted),
         waited_s=begin.waited_s,
         resumed=begin.resumed,
+        client=begin.client,
     )
 
 
