@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import pytest
 
 from disagg.cli.client import complete
@@ -24,6 +25,11 @@ from tests.cli.test_private import BODY, PROMPT, Home, home, idle, workers
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STREAMS, PROMPTS, TOKENS = 40, 4, 200
+GAUGES = (
+    "disagg_queue_requests{",
+    "vllm:num_requests_running{",
+    "vllm:num_requests_waiting{",
+)
 __all__ = ["address", "home"]
 
 
@@ -122,13 +128,29 @@ def test_forty_streams_survive_their_router_and_others_their_door(home, pool):
     crowd = crowd_of(state, pool)
 
     kill_the_router(home, crowd)
+    wait_until_idle(state)
     kill_a_door(home, crowd)
-    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_until_idle(state)
     replace_a_door(home, crowd)
 
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
+
+
+def wait_until_idle(state: RunningService) -> None:
+    """All gauges are zero: of both workers, of the router, and those that a scrape shows."""
+    wait_for(lambda: len(pids(state)) == 2, describe=lambda: workers(state))
+    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_for(lambda: not any(gauges(state).values()), describe=lambda: gauges(state))
+
+
+def gauges(state: RunningService) -> dict[str, float]:
+    """Requests that run or wait, as /metrics has them."""
+    lines = httpx.get(f"{state.url}/metrics").text.splitlines()
+    series = dict(line.rsplit(" ", 1) for line in lines if line.startswith(GAUGES))
+    assert len(series) >= len(GAUGES), lines
+    return {name: float(value) for name, value in series.items()}
 
 
 def kill_the_router(home: Home, crowd: Crowd) -> None:
@@ -189,7 +211,7 @@ def test_on_a_cluster_the_next_router_takes_over_the_workers(address, tmp_path, 
     assert pids(state) == before
     pause_s = max(stream.longest_pause_s for stream in streams)
     print(f"\nrouter killed: the same workers go on after {pause_s:.1f} s at most")
-    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_until_idle(state)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
