@@ -4,7 +4,8 @@
     python -m benchmarks.hung_workers --fault stop --role decode
 
 `disagg serve` with a private Ray and two workers of each role; clients read answers all the time,
-and each answer is compared with the one before any fault. Two faults, at a worker of each role:
+and each answer is compared with the one before any fault. No prefix is cached, so that prompts go
+to both prefill workers. Two faults, at a worker of each role:
 
     hang  a step of its engine never ends, while the worker answers every call
     stop  SIGSTOP, and never SIGCONT
@@ -44,6 +45,7 @@ HANG_HOOK = Path(__file__).parent / "hang_hook"
 FAULTS = ("hang", "stop")
 ROLES = ("decode", "prefill")
 NUM_PROMPTS = 8
+NO_CACHE = ("--set=engine.prefix_cache=false", "--set=transfer.dedup=false")
 HELD_UP_S = 3.0
 PLACED_S = 10.0  # answers that begin so soon after a fault may be held up too
 POLL_S = 0.1
@@ -98,7 +100,8 @@ class HungService:
         settings = [f"--set={key}={value}" for key, value in options.settings.items()]
         state_folder = folder / "state"
         self._state_path = state_folder / "disagg.json"
-        arguments = ["serve", "--port=0", "--prefill=2", "--decode=2", *settings]
+        counts = ["--prefill=2", "--decode=2"]
+        arguments = ["serve", "--port=0", *counts, *NO_CACHE, *settings]
         path = os.pathsep.join([str(HANG_HOOK), *sys.path])
         environment = {**os.environ, "PYTHONPATH": path, "HANG_FOLDER": str(folder)}
         with self.log.open("w") as log:

@@ -31,16 +31,16 @@ def answers(*times: list[float]) -> list[TimedAnswer]:
 
 
 def test_an_answer_that_stood_still_after_a_fault_is_held_up():
-    seen = answers([0.0, 9.0, 21.0, 21.1], [8.0, 11.0, 14.0])
+    both = answers([0.0, 9.0, 21.0, 21.1], [8.0, 11.0, 14.0])
 
-    assert held_up(seen, hit_at=10.0) == [(9.0, 21.0)]
-    assert went_on_at(seen, hit_at=10.0) == 21.0
+    assert held_up(both, hit_at=10.0) == [(9.0, 21.0)]
+    assert went_on_at(both, hit_at=10.0) == 21.0
 
 
 def test_an_answer_that_begins_soon_after_a_fault_may_be_held_up():
-    seen = answers([12.0, 20.5], [20.5, 29.0])
+    both = answers([12.0, 20.5], [20.5, 29.0])
 
-    assert held_up(seen, hit_at=10.0) == [(12.0, 20.5)]
+    assert held_up(both, hit_at=10.0) == [(12.0, 20.5)]
 
 
 def test_without_an_answer_that_stood_still_all_go_on_at_once():
