@@ -11,7 +11,7 @@ to both prefill workers. Two faults, at a worker of each role:
     stop  SIGSTOP, and never SIGCONT
 
 Held up is an answer that began less than ten seconds after the fault and stood still for more than
-three. Later answers began after all of these went on.
+two. Later answers began after all of these went on.
 """
 
 import os
@@ -46,7 +46,7 @@ FAULTS = ("hang", "stop")
 ROLES = ("decode", "prefill")
 NUM_PROMPTS = 8
 NO_CACHE = ("--set=engine.prefix_cache=false", "--set=transfer.dedup=false")
-HELD_UP_S = 3.0
+HELD_UP_S = 2.0
 PLACED_S = 10.0  # answers that begin so soon after a fault may be held up too
 POLL_S = 0.1
 PAUSE_S = 0.3  # between two answers of a client
@@ -54,7 +54,8 @@ PATIENCE_S = 180.0
 STOP_S = 60.0
 NOTES = (
     "seconds from the fault. elsewhere_s: until all answers that it held up went on; replaced_s: "
-    "until another worker served in the place of the one that hangs, whose process was gone"
+    "until another worker served in the place of the one that hangs, whose process was gone; "
+    "start_s, start_cpu_s: how long the other worker took to start, and its processor time so far"
 )
 
 
@@ -70,7 +71,7 @@ class HungWorkersOptions:
     faults: Sequence[str] = FAULTS
     roles: Sequence[str] = ROLES
     clients: int = 8
-    tokens: int = 200
+    tokens: int = 120
     settings: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -280,6 +281,8 @@ def _measure_fault(
             "another worker serves in its place",
         )
         replaced_at = time.monotonic()
+        (successor,) = service.pids(role).keys() - before.keys()
+        start_cpu_s = cpu_s_of(successor)
     wait_until(lambda: not service.gauges(), "all gauges are zero")
     elsewhere_at = went_on_at(clients.answers, hit_at)
     later = [
@@ -302,6 +305,8 @@ def _measure_fault(
         "later_pause_s": longest_pause_s(later),
         "ended_s": ended_at - hit_at,
         "replaced_s": replaced_at - hit_at,
+        "start_s": replaced_at - ended_at,
+        "start_cpu_s": start_cpu_s,
         "gauges": service.gauges(),
         "log": [line for line in log.splitlines() if name in line],
     }
@@ -332,10 +337,21 @@ def longest_pause_s(answers: Sequence[TimedAnswer]) -> float:
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that ended and waits for its parent does not."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *_ = stat_of(pid)
     except OSError:
         return False
-    return fields[0] != "Z"
+    return state != "Z"
+
+
+def cpu_s_of(pid: int) -> float:
+    """The processor time of a process so far."""
+    user, system = map(int, stat_of(pid)[11:13])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of a process in /proc, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def wait_until(condition: Callable[[], object], description: str) -> None:

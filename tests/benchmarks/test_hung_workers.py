@@ -1,5 +1,6 @@
 """Workers of a real service that hang, and what is said of it."""
 
+import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -8,7 +9,9 @@ import pytest
 from benchmarks.hung_workers import (
     HungWorkersOptions,
     TimedAnswer,
+    cpu_s_of,
     held_up,
+    is_alive,
     longest_pause_s,
     measure_hung_workers,
     went_on_at,
@@ -31,7 +34,7 @@ def answers(*times: list[float]) -> list[TimedAnswer]:
 
 
 def test_an_answer_that_stood_still_after_a_fault_is_held_up():
-    both = answers([0.0, 9.0, 21.0, 21.1], [8.0, 11.0, 14.0])
+    both = answers([0.0, 9.0, 21.0, 21.1], [8.0, 11.0, 12.5])
 
     assert held_up(both, hit_at=10.0) == [(9.0, 21.0)]
     assert went_on_at(both, hit_at=10.0) == 21.0
@@ -50,6 +53,12 @@ def test_without_an_answer_that_stood_still_all_go_on_at_once():
 def test_the_longest_pause_counts_from_the_question():
     assert longest_pause_s(answers([0.0, 4.0, 5.0], [1.0, 2.0])) == 4.0
     assert longest_pause_s([]) == 0.0
+
+
+def test_this_process_is_alive_and_has_used_a_processor():
+    assert is_alive(os.getpid())
+    assert not is_alive(1 << 23)
+    assert cpu_s_of(os.getpid()) > 0
 
 
 @pytest.mark.ray
