@@ -94,7 +94,8 @@ class EngineConfig(Bounded):
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
-                      threads in the log; each layer of a prompt is progress
+                      threads in the log; each layer of a prompt is progress. Keep it below
+                      cluster.replace_s, so that the worker is not killed before
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
@@ -107,7 +108,7 @@ class EngineConfig(Bounded):
     watermark: float = at_least(0, most=1, default=0.02)
     prefix_cache: bool = True
     torch_threads: int | None = at_least(1, most=1024, default=None)
-    stuck_s: float = at_least(1, default=60.0)
+    stuck_s: float = at_least(1, default=45.0)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ SERIAL = {
     "tests/bench/test_child.py",
     "tests/bench/test_link.py",
     "tests/benchmarks/test_chaos.py",
+    "tests/benchmarks/test_hung_workers.py",
     "tests/benchmarks/test_moves.py",
     "tests/cli/test_cluster.py",
     "tests/cli/test_doors.py",

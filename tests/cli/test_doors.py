@@ -7,8 +7,10 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 
+from disagg.cli.state_file import RunningService
 from tests.cli.conftest import answering, free_port, wait_for
 from tests.cli.test_cluster import address as address
 from tests.cli.test_cluster import pids
@@ -17,6 +19,11 @@ from tests.crowd import STREAMS, Crowd, crowd_of, longest_pause_s, pool
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
+GAUGES = (
+    "disagg_queue_requests{",
+    "vllm:num_requests_running{",
+    "vllm:num_requests_waiting{",
+)
 __all__ = ["address", "home", "pool"]
 
 
@@ -36,13 +43,29 @@ def test_forty_streams_survive_their_router_and_others_their_door(home, pool):
     crowd = crowd_of(state, pool)
 
     kill_the_router(home, crowd)
+    wait_until_idle(state)
     kill_a_door(home, crowd)
-    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_until_idle(state)
     replace_a_door(home, crowd)
 
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
+
+
+def wait_until_idle(state: RunningService) -> None:
+    """All gauges are zero: of both workers, of the router, and those that a scrape shows."""
+    wait_for(lambda: len(pids(state)) == 2, describe=lambda: workers(state))
+    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_for(lambda: not any(gauges(state).values()), describe=lambda: gauges(state))
+
+
+def gauges(state: RunningService) -> dict[str, float]:
+    """Requests that run or wait, as /metrics has them."""
+    lines = httpx.get(f"{state.url}/metrics").text.splitlines()
+    series = dict(line.rsplit(" ", 1) for line in lines if line.startswith(GAUGES))
+    assert len(series) >= len(GAUGES), lines
+    return {name: float(value) for name, value in series.items()}
 
 
 def kill_the_router(home: Home, crowd: Crowd) -> None:
@@ -103,7 +126,7 @@ def test_on_a_cluster_the_next_router_takes_over_the_workers(address, tmp_path, 
     assert pids(state) == before
     pause_s = longest_pause_s(streams)
     print(f"\nrouter killed: the same workers go on after {pause_s:.1f} s at most")
-    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_until_idle(state)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
