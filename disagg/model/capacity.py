@@ -204,11 +204,16 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     ModelError for an architecture that takes no attention function from outside.
     """
     # slow, seconds: only transformers knows its classes
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
     try:
         config = AutoConfig.from_pretrained(info.path, local_files_only=True)
         model = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        kind = read_config(info.path).get("model_type", info.architecture)
+        raise ModelError(
+            f"transformers {__version__} has no language model for {kind!r} alone"
+        ) from error
     except Exception as error:  # its checks of a config raise anything
         raise ModelError(f"transformers has no such language model: {error}") from error
     if not model._supports_attention_backend:
