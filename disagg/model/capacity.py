@@ -208,14 +208,17 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
 
     try:
         config = AutoConfig.from_pretrained(info.path, local_files_only=True)
+    except Exception as error:  # its checks of a config raise anything
+        raise ModelError(
+            f"transformers cannot read {info.path / 'config.json'}: {error}"
+        ) from error
+    try:
         model = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError as error:
-        kind = read_config(info.path).get("model_type", info.architecture)
         raise ModelError(
-            f"transformers {__version__} has no language model for {kind!r} alone"
+            f"transformers {__version__} has no language model for "
+            f"{config.model_type!r} alone"
         ) from error
-    except Exception as error:  # its checks of a config raise anything
-        raise ModelError(f"transformers has no such language model: {error}") from error
     if not model._supports_attention_backend:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"

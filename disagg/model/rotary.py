@@ -21,6 +21,16 @@ MAX_LENGTH = "max_position_embeddings"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 WINDOWED = "sliding_attention"  # positions farther apart than the window never meet
 STRETCHING = ("linear", "dynamic", "llama3")
+# what transformers computes, by the keys that it then needs
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "proportional": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 # max_position_embeddings is the stretched length already, or scaling depends on each text's length
 NEVER_LONGER = ("gemma3", "gemma3_text", "phimoe")
 
@@ -38,7 +48,10 @@ class Reach:
 
 
 def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
-    """How long a text of a model may be; sizes: of its config, under their usual names."""
+    """How long a text of a model may be; sizes: of its config, under their usual names.
+
+    ValueError for a scaling that transformers does not compute.
+    """
     length = sizes[MAX_LENGTH]
     reaches = [_reach(rope, sizes) for rope in _scalings(sizes)]
     reaches = reaches or [Reach(length, length)]
@@ -59,13 +72,38 @@ def _scalings(sizes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _reach(rope: Mapping[str, Any], sizes: Mapping[str, Any]) -> Reach:
     length = sizes[MAX_LENGTH]
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _kind(rope, str(sizes.get("model_type")))
     original = rope.get(ORIGINAL_LENGTH) or sizes.get(ORIGINAL_LENGTH) or length
-    stretched = max(length, int(float(rope.get("factor") or 1) * original))
+    stretched = max(length, int(_factor(rope) * original))
     if kind == "yarn":
         return Reach(stretched, stretched)
-    if "long_factor" in rope:
+    if kind == "longrope":
         # which key counts differs by architecture
         keys = (rope.get(ORIGINAL_LENGTH), sizes.get(ORIGINAL_LENGTH), length)
         return Reach(min(key for key in keys if key), stretched)
     return Reach(length, stretched if kind in STRETCHING else length)
+
+
+def _kind(rope: Mapping[str, Any], model_type: str) -> str:
+    """The name of a scaling; some architectures have older names for it."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if model_type.startswith("phi3") and kind in ("su", "yarn"):
+        kind = "longrope"
+    elif "vl" in model_type and kind == "mrope":
+        kind = "default"
+    if kind not in SCALINGS:
+        known_names = ", ".join(SCALINGS)
+        raise ValueError(f"rope scaling {kind!r} is unknown; known: {known_names}")
+    missing = [key for key in SCALINGS[kind] if key not in rope]
+    if missing:
+        raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
+    return kind
+
+
+def _factor(rope: Mapping[str, Any]) -> float:
+    factor = rope.get("factor")
+    if factor is None:
+        return 1.0
+    if type(factor) not in (int, float):
+        raise ValueError(f"the factor of rope scaling is {factor!r}; expected a number")
+    return float(factor)

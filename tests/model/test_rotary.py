@@ -19,6 +19,7 @@ from tests.model.tiny import random_prompt, save_tiny
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, ORIGINAL: 8192}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
 BY_LAYER = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}
 
@@ -40,6 +41,12 @@ BY_LAYER = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"
         (8192, {"rope_scaling": LLAMA3}, 8192, 65536),
         (4096, {"rope_scaling": {"type": "linear", "factor": 4.0}}, 4096, 16384),
         (4096, {"rope_scaling": {"type": "dynamic", "factor": 2.5}}, 4096, 10240),
+        (
+            32768,
+            {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope"}},
+            32768,
+            32768,
+        ),
         (131072, {"rope_scaling": LONG, ORIGINAL: 4096}, 4096, 131072),
         (131072, {"rope_scaling": LONG | {ORIGINAL: 8192}}, 8192, 131072),
     ],
@@ -58,6 +65,22 @@ def test_a_length_that_is_stretched_already_is_not_stretched_again():
     reach = rotary_reach({**sizes, "rope_scaling": linear})
 
     assert reach == Reach(131072, 131072)
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        ({"rope_type": "foo", "factor": 4.0}, "'foo' is unknown; known: default"),
+        ({"type": "mrope"}, "'mrope' is unknown"),
+        ({"type": "linear"}, "'linear' lacks factor"),
+        ({"rope_type": "llama3", "factor": 8.0}, "lacks low_freq_factor, high_freq"),
+        ({"rope_type": "yarn", "factor": "4"}, "factor of rope scaling is '4'"),
+    ],
+    ids=str,
+)
+def test_a_scaling_that_nothing_computes_is_refused_by_its_config(rope, reason):
+    with pytest.raises(ValueError, match=reason):
+        rotary_reach({"max_position_embeddings": 4096, "rope_scaling": rope})
 
 
 def saved(folder: Path, kind: str = "llama", **rope: Any) -> str:
@@ -92,6 +115,30 @@ FORMS = {
     },
     "yarn-no-original": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }
+
+
+BY_LAYER_FORMS = {
+    "olmo3-old": {"rope_theta": 5e5, **FORMS["yarn"]},
+    "olmo3-nested": {
+        "rope_parameters": {
+            "full_attention": FORMS["yarn-new"]["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("form", BY_LAYER_FORMS, ids=BY_LAYER_FORMS)
+def test_scaling_by_type_of_layer_has_the_tokens_of_transformers(form, tmp_path):
+    path = saved(tmp_path, "olmo3", **BY_LAYER_FORMS[form])
+    prompt = random_prompt(300)
+    expected = ReferenceModel(path).generate(prompt, 16)
+
+    runner = Runner.load(path)
+    (answer,) = serve(make_engine(runner), [prompt], "raw", 16)
+
+    assert runner.info.context_length == 512
+    assert_same(answer, expected)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=FORMS)
