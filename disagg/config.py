@@ -156,7 +156,8 @@ class RouterConfig(Bounded):
     silence_s:    a worker that does not answer for this long counts as dead
     stuck_s:      so does a worker whose engine has work and makes no progress for this long, unless
                   it has been slow before
-    max_queue:    maximum requests waiting for a worker; more are refused with 429
+    max_queue:    maximum requests waiting for a worker; more are refused with 429, unless they are
+                  of an API key that has less than its share of them
     error_budget: for codec auto: acceptable relative error of the attention output
     first_decode_s: for codec auto: target time to the second token, the first one decoded
     """
@@ -184,7 +185,8 @@ class ClusterConfig(Bounded):
              start one
     gpus:    GPUs per worker, may be a fraction; None: the GPUs that Ray has at start, divided
              equally
-    ports:   port range of the workers on every host, [first, last]; None: any free ports
+    ports:   port range of the workers on every host, and of the router of Ray Serve,
+             [first, last]; None: any free ports
     runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
     replace_s: a worker that is silent for this long, or whose engine does not finish a step, is
@@ -242,7 +244,7 @@ class ServerConfig(Bounded):
     host:              address to listen on; 0.0.0.0: every IPv4 address of this host
     port:              port to listen on; 0: any free port
     doors:             processes with HTTP and tokenizer in front of one with the router; 1: one
-                       process does both
+                       process does both. In Ray Serve: replicas in front of the router
     pd_ports:          first port of a range with one port per worker, for vLLM's routers; 0: any
                        free ports
     state_file:        file in which other commands find the service; None: one in a folder of this

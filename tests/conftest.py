@@ -32,6 +32,7 @@ SERIAL = {
     "tests/cli/test_doors.py",
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",
+    "tests/cluster/test_serve_replicas.py",
     "tests/test_packaging.py",
 }
 # files that start early, so that no process is left alone with one at the end

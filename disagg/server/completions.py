@@ -134,8 +134,9 @@ class Completions:
         body_type: type[GenerationRequest],
         chunks: AsyncIterable[bytes],
         port: int = 0,
+        client: str = "",
     ) -> Generation:
-        """What to generate, from the chunks of a body that arrived at a port.
+        """What to generate for a client, from the chunks of a body that arrived at a port.
 
         RequestError and its kinds, or ModelError, for what cannot be served.
         """
@@ -148,7 +149,7 @@ class Completions:
         except DisaggError as error:
             self.metrics.failed(error.reason)
             raise
-        return Generation(request.without_prompts(), prompts, workers)
+        return Generation(request.without_prompts(), prompts, workers, client)
 
     def generate(
         self, generation: Generation
@@ -178,7 +179,11 @@ class Completions:
         answer = self._begin(request, prompt)
         params = self._params(request, len(prompt.tokens), sibling)
         outputs = self.router.generate(
-            prompt.tokens, params, answer.codec, generation.workers
+            prompt.tokens,
+            params,
+            answer.codec,
+            at=generation.workers,
+            client=generation.client,
         )
         try:
             async with aclosing(outputs):

@@ -63,11 +63,13 @@ class Generation:
     """What one request generates: `request.n` answers to each prompt.
 
     workers: the prefill and the decode worker that must serve it; "": any
+    client:  a name that stands for the key of the request; "": it has none
     """
 
     request: GenerationRequest
     prompts: Sequence[TokenizedPrompt]
     workers: tuple[str, str] = ANY_WORKERS
+    client: str = ""
 
 
 class RequestReader:

@@ -519,7 +519,12 @@ def strict() -> ASGIApp:
 
     class Router(FakeRouter):
         async def generate(
-            self, prompt: Any, params: Any, codec: str, at: Any = None
+            self,
+            prompt: Any,
+            params: Any,
+            codec: str,
+            at: Any = None,
+            client: str = "",
         ) -> Any:
             SamplingParams(**params)
             async for output in super().generate(prompt, params, codec):
