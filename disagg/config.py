@@ -71,11 +71,19 @@ class ModelConfig(Bounded):
     name:   a folder or a Hugging Face name; None: the model that ships in the package
     dtype:  "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
     device: "auto" (one GPU per worker if the host has GPUs), "cpu" or "cuda"
+    context: maximum tokens of a prompt with its answer. Less saves memory; more only as far as the
+            model's own rope scaling reaches, which `disagg models check` shows. None: what the
+            model takes as it is
+    generation_config: where sampling defaults come from that apply when a request does not set
+            them: "auto" (generation_config.json of the model), "none", or the path of such a file
+            or of a folder with one
     """
 
     name: str | None = None
     dtype: str = "auto"
     device: str = one_of(*DEVICES)
+    context: int | None = at_least(2, default=None)
+    generation_config: str = "auto"
 
 
 @dataclass(frozen=True)
