@@ -85,7 +85,9 @@ def _open(info: ModelInfo, device: str) -> dict[str, Any] | None:
     names = named_weights(info.path)
     if "quantization_config" in config or not names:
         return None
-    needs_no_conversion = device == "cpu" and stored_dtype(config) == info.dtype
+    needs_no_conversion = (
+        device == "cpu" and stored_dtype(config, info.path) == info.dtype
+    )
     backend = "mmap" if needs_no_conversion else "pread"
     files = [
         safe_open(info.path / name, framework="pt", backend=backend) for name in names
@@ -116,6 +118,11 @@ def fingerprint_model(path: Path) -> str:
     if nbytes >= NOTED_BYTES and is_settled and _stat_all(files) == stats:
         _write_note(note, fingerprint)
     return fingerprint
+
+
+def fingerprint_with(fingerprint: str, context: int) -> str:
+    """The fingerprint of a model whose rotary frequencies are those of a context."""
+    return xxh3_128(f"{fingerprint} {context}".encode()).hexdigest()
 
 
 def _digest(config: bytes, files: Sequence[Path]) -> str:

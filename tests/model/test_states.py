@@ -1,7 +1,5 @@
 """Layers with a state: what they keep, and whether they go on from it."""
 
-from typing import Any
-
 import pytest
 import torch
 from transformers.cache_utils import Cache
@@ -15,72 +13,11 @@ from tests.engine.forced import forced_logits
 from tests.model.tiny import random_prompt, save_config, save_tiny
 from tests.synthetic import relative_error
 
-MIB = 1 << 20
-GRANITE_MICRO: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "mamba_n_heads": 64,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "mamba_chunk_size": 256,
-    "num_local_experts": 0,
-}
-GRANITE_MICRO["layer_types"] = ["linear_attention"] * 40
-for attending in (5, 15, 25, 35):
-    GRANITE_MICRO["layer_types"][attending] = "full_attention"
-FALCON_7B: dict[str, Any] = {
-    "hidden_size": 3072,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "mamba_n_heads": 24,
-    "mamba_d_head": 128,
-    "mamba_d_ssm": 3072,
-    "mamba_d_state": 256,
-}
-QWEN_9B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
-}
-
 
 @pytest.fixture
-def refuses_to_compute(monkeypatch):
+def older_transformers(monkeypatch):
     """transformers without the cache of 5.24."""
     monkeypatch.delattr(Cache, "get_conv_state")
-
-
-# the sizes of their published configs, in bf16
-@pytest.mark.parametrize(
-    ("kind", "sizes", "attending", "stateful", "mib"),
-    [
-        ("granitemoehybrid", GRANITE_MICRO, 4, 36, 73.2),
-        ("falcon_h1", FALCON_7B, 44, 44, 133.2),
-        ("qwen3_5_text", QWEN_9B, 8, 24, 49.5),
-    ],
-    ids=["granite-4-h-micro", "falcon-h1-7b", "qwen3.5-9b"],
-)
-def test_the_states_of_real_models_have_the_sizes_of_their_layers(
-    kind, sizes, attending, stateful, mib, tmp_path
-):
-    folder = save_config(kind, tmp_path, **sizes)
-
-    info = describe_model(str(folder), "bfloat16")
-
-    assert (info.num_layers, len(info.states)) == (attending, stateful)
-    state_bytes = sum(layout.block_bytes for layout in info.states)
-    assert state_bytes / MIB == pytest.approx(mib, abs=0.05)
 
 
 def test_convolutions_keep_the_dtype_of_the_model_and_recurrences_fp32(tmp_path):
@@ -92,7 +29,7 @@ def test_convolutions_keep_the_dtype_of_the_model_and_recurrences_fp32(tmp_path)
     assert dtypes == {"conv0": "bfloat16", "recurrent0": "float32"}
 
 
-@pytest.mark.usefixtures("refuses_to_compute")
+@pytest.mark.usefixtures("older_transformers")
 def test_an_older_transformers_is_refused_by_its_version(tmp_path):
     folder = save_config("lfm2", tmp_path)
 
