@@ -1,6 +1,7 @@
 """`disagg models`: whether a model can be served, and how large its KV is."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,16 +85,20 @@ def _draw(fit: "ModelFit") -> None:
     columns = ["codec", ">bytes a token"]
     if fit.state_bytes:
         columns.append(">tokens as large as the states")
-        for row, codec in zip(rows, fit.codecs, strict=True):
-            row.append(f"{codec.state_tokens:,}" if not codec.refused else "")
+        _add_column(rows, fit, [codec.state_tokens for codec in fit.codecs])
     has_memory = any(codec.tokens is not None for codec in fit.codecs)
     if has_memory:
         columns.append(">tokens that fit")
-        for row, codec in zip(rows, fit.codecs, strict=True):
-            row.append(f"{codec.tokens or 0:,}" if not codec.refused else "")
+        _add_column(rows, fit, [codec.tokens or 0 for codec in fit.codecs])
     print_table(f"in prompts of {fit.context_length:,} tokens", columns, rows)
     if not has_memory:
         print("--memory 24GiB adds how many tokens fit on an accelerator")
+
+
+def _add_column(rows: list[list[str]], fit: "ModelFit", counts: Sequence[int]) -> None:
+    """A number for each codec, none for one that is refused."""
+    for row, codec, number in zip(rows, fit.codecs, counts, strict=True):
+        row.append("" if codec.refused else f"{number:,}")
 
 
 def _facts(fit: "ModelFit") -> list[str]:

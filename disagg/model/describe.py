@@ -50,7 +50,7 @@ HYBRID_ATTENTION = {
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 # sizes that some configs of hybrid models compute, and do not store
 COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types")
-INDEXERS = ("index_topk", "indexer_")  # keys of sparse attention by an indexer
+INDEXER = "indexer_"  # how the keys of sparse attention by an indexer begin
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -256,13 +256,13 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
 
 def _unsupported_layers(text: dict[str, Any]) -> str:
     """Layers whose state is not K and V of their own; empty if there are none."""
+    for key in text:
+        if key.startswith(INDEXER):
+            return f"has attention by an indexer ({key})"
     other_types = set(text.get("layer_types") or []) - WITHOUT_ATTENTION
     other_types -= HYBRID_ATTENTION.keys()
     if other_types:
         return f"has layers of type {', '.join(sorted(other_types))}"
-    for key in text:
-        if key.startswith(INDEXERS):
-            return f"has attention by an indexer ({key})"
     if text.get("num_kv_shared_layers"):
         return "shares KV between layers (num_kv_shared_layers)"
     return ""

@@ -177,7 +177,7 @@ def test_contexts_end_where_rotary_frequencies_change(
             "layers of type chunked_attention",
         ),
         ({"layer_types": ["conv", *["full_attention"] * 2]}, "layers of type conv"),
-        ({"index_topk": 2048}, r"attention by an indexer \(index_topk\)"),
+        ({"indexer_budget": 2048}, r"by an indexer \(indexer_budget\)"),
         ({"vocab_size": "absent", "model_type": "no-such-type"}, "no-such-type"),
     ],
 )

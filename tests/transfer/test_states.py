@@ -50,7 +50,8 @@ def test_pages_of_a_known_prefix_are_not_sent_again_and_states_are():
     ticket = desk.begin(second, rid="two")
 
     received = set(desk.received(ticket))
-    states = {second.manifest.index_of(item) for item in second.manifest.items[-2:]}
+    manifest = second.manifest
+    states = {manifest.index_of(item) for item in manifest.items[-2:]}
     assert received
     assert not received & states
     assert 0 < desk.cached_tokens("two") <= 2110
@@ -88,7 +89,8 @@ def test_prompts_are_worth_sending_by_their_kv_alone(codec):
     large = make_state_layout([("recurrent0", "float32", (64, 128, 128))])
     hybrid = replace(kv, states=(large,))
 
-    plain_length = least_worth_sending(parse_plan(codec, kv))
-
     length = least_worth_sending(parse_plan(codec, hybrid))
-    assert abs(length - plain_length) <= 16  # its item has a header
+
+    plain_length = least_worth_sending(parse_plan(codec, kv))
+    # the item of the state has a header
+    assert abs(length - plain_length) <= 16

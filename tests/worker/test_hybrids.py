@@ -19,8 +19,8 @@ def hybrids(request, tmp_path_factory) -> list[Runner]:
     return [Runner.load(str(folder)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,residual=64"])
-async def test_a_running_sequence_moves_with_its_states(codec, hybrids):
+async def test_a_running_sequence_moves_with_its_states(hybrids):
+    codec = "kivi:bits=2,residual=64"
     prompt = tuple(random_prompt(150))
     async with paired(hybrids) as home:
         expected, _ = await home.complete(prompt, codec, max_tokens=ANSWER)
