@@ -105,3 +105,13 @@ def test_an_error_in_a_measurement_fails_no_request(runner, monkeypatch, caplog)
 
     assert not one.errors
     assert "cannot be measured" in caplog.text
+
+
+def test_groups_of_states_have_no_error(hybrid):
+    """They are sent as they are; only the layer that attends is compressed."""
+    codecs = ["raw:dtype=fp16", "fp8"]
+
+    (one,) = computed(hybrid("qwen3_5_text"), codecs, random_prompt(300))
+
+    (raw,), (fp8,) = (one.errors[codec] for codec in codecs)
+    assert raw < 1e-3 < fp8
