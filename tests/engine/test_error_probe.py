@@ -15,8 +15,9 @@ from disagg.engine.error_probe import head_of_sample
 from disagg.engine.messages import Abort, Prefill, Prefilled
 from disagg.eval.paged import EXACT, PagedKV, prefill
 from disagg.model.runner import Runner
+from disagg.router.codec_policy import CodecPolicy
 from tests.engine.serving import Nowhere, request
-from tests.model.tiny import random_prompt, save_tiny
+from tests.model.tiny import add_outliers, random_prompt, save_tiny
 
 CODECS = [
     "raw:dtype=fp16",
@@ -135,3 +136,25 @@ def test_an_error_in_a_measurement_fails_no_request(runner, monkeypatch, caplog)
 
     assert not one.errors
     assert "cannot be measured" in caplog.text
+
+
+def test_auto_takes_no_codec_that_outliers_ruin_in_a_few_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(error_probe, "EVERY", 1)
+    num_layers = 24
+    folder = save_tiny("llama", tmp_path, num_hidden_layers=num_layers)
+    codecs = ["int8", "fp8"]
+    chosen = []
+    for factor in (1, 256):
+        add_outliers(folder, factor, (0, num_layers - 1))
+        prompts = computed(
+            Runner.load(str(folder)), codecs, random_prompt(300), num_layers // 2
+        )
+        policy = CodecPolicy()
+        for one in prompts:
+            policy.learn({"attention_error": one.errors}, ("p", "d"))
+        sizes = dict.fromkeys(codecs, 1.0)
+        codec, _ = policy.choose(sizes, 0.15, 9, ("p", "d"), 9, 0)
+        chosen.append(codec)
+
+    assert chosen == ["int8", "fp8"]
+    assert policy.errors["int8"].mean < 0.15, "the mean alone would allow it"

@@ -1,12 +1,16 @@
 """Tiny random models of several architectures, saved as real checkpoints."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from disagg.model.outliers import EVERY_HEAD, PAIRS
 
 VOCAB = 260
 CONTEXT = 512
@@ -132,6 +136,31 @@ def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def add_outliers(folder: Path, factor: float, layers: Iterable[int]) -> None:
+    """Give keys outlier channels in the weights of a saved model, and take them from its queries.
+
+    The channels and KV heads are those of `KeyOutliers`.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    head_dim, kv_heads = config.head_dim, config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    lower = [pair * head_dim // 16 for pair in PAIRS]
+    channels = lower + [channel + head_dim // 2 for channel in lower]
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        _, _, rest = name.partition("model.layers.")
+        if not rest or int(rest.split(".")[0]) not in layers:
+            continue
+        if ".k_proj." in name:
+            by_head = tensor.unflatten(0, (kv_heads, head_dim))
+            by_head[::EVERY_HEAD, channels] *= factor
+        elif ".q_proj." in name:
+            by_head = tensor.unflatten(0, (kv_heads, group, head_dim))
+            by_head[::EVERY_HEAD, :, channels] /= factor
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def byte_tokenizer() -> Tokenizer:
