@@ -144,7 +144,7 @@ def choose(
     """The next token of each sequence.
 
     If the batch fails, each row is sampled by itself; a row that fails gets any token, and its
-    sequence the error.
+    sequence the error, unless it has an earlier one.
     """
     requests = [sequence.request for sequence in sequences]
     emitted = [sequence.emitted for sequence in sequences]
@@ -157,7 +157,7 @@ def choose(
         try:
             (sampled[i],) = sample(logits[row], requests[row], emitted[row], eos_ids)
         except Exception as error:
-            sequence.error = as_disagg_error(error)
+            sequence.error = sequence.error or as_disagg_error(error)
     return sampled
 
 
