@@ -14,7 +14,7 @@ from disagg.model.describe import ModelInfo
 
 
 def check_tokens(request: Request, emitted: Iterable[int], info: ModelInfo) -> None:
-    """An error for a prompt beyond the model's context, or tokens outside its vocabulary."""
+    """An error for a prompt beyond the model's context, or tokens that it cannot compute."""
     if len(request.tokens) >= info.context_length:
         raise PromptTooLongError(
             f"prompt of {len(request.tokens)} tokens; the model's context of "
@@ -25,6 +25,12 @@ def check_tokens(request: Request, emitted: Iterable[int], info: ModelInfo) -> N
             raise RequestError(
                 f"token {token} is outside the vocabulary of {info.vocab_size}"
             )
+    media = dict(info.media_ids)
+    for token in media.keys() & {*request.tokens}:
+        raise RequestError(
+            f"token {token} of the prompt is the {media[token]} of this model; "
+            "images, videos and sound are not served, only text"
+        )
 
 
 def check_pool(plan: Plan, num_tokens: int, pool_bytes: int) -> None:

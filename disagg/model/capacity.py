@@ -188,18 +188,29 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
 
 
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
-    """The class and the config of a model in transformers.
+    """The class and the config of a model in transformers. One that sees images too is whole.
 
     ModelError for an architecture that takes no attention function from outside.
     """
     # slow, seconds: only transformers knows its classes
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     try:
         config = AutoConfig.from_pretrained(info.path, local_files_only=True)
-        model = AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # its checks of a config raise anything
         raise ModelError(f"transformers has no such language model: {error}") from error
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        model = auto._model_mapping.get(type(config), None)
+        if model is not None:
+            break
+    else:
+        raise ModelError(
+            f"transformers has no language model for a config of {config.model_type}"
+        )
     if not model._supports_attention_backend:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"

@@ -38,6 +38,9 @@ STATE_SPACES = (
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 DTYPES = ("float32", "bfloat16", "float16")
+# how the keys of tokens that stand for images, videos or sound begin and end
+MEDIA = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
+TOKEN_KEYS = ("_token_id", "_token_index")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class ModelInfo:
     dtype:          the one it computes in, such as "float32"
     windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
+    media_ids:      tokens that stand for images, videos or sound, each with its key in the config
     """
 
     path: Path
@@ -61,6 +65,7 @@ class ModelInfo:
     context_length: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    media_ids: tuple[tuple[int, str], ...] = ()
 
 
 def locate_model(ref: str | None = None) -> Path:
@@ -146,6 +151,7 @@ def describe_model(
             context_length=_context_length(sizes),
             vocab_size=sizes["vocab_size"],
             eos_ids=_eos_ids(path, sizes),
+            media_ids=_media_ids(config),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} makes no sense: {error}") from error
@@ -243,6 +249,8 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
     for key in text:
         if key.startswith(STATE_SPACES):
             return f"has state-space layers ({key})"
+    if text.get("cross_attention_layers"):
+        return "attends to images in layers of their own (cross_attention_layers)"
     if text.get("num_kv_shared_layers"):
         return "shares KV between layers (num_kv_shared_layers)"
     return ""
@@ -381,3 +389,12 @@ def _eos_ids(path: Path, sizes: dict[str, Any]) -> tuple[int, ...]:
         return ()
     ids = eos if isinstance(eos, list) else [eos]
     return tuple(x for x in ids if 0 <= x < sizes["vocab_size"])  # -1 stands for none
+
+
+def _media_ids(config: dict[str, Any]) -> tuple[tuple[int, str], ...]:
+    """The tokens that a config names for other inputs than text."""
+    return tuple(
+        (value, key)
+        for key, value in config.items()
+        if key.startswith(MEDIA) and key.endswith(TOKEN_KEYS) and type(value) is int
+    )

@@ -8,7 +8,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from disagg.model.outliers import EVERY_HEAD, PAIRS
 
@@ -104,6 +107,37 @@ EXTRA: dict[str, dict[str, Any]] = {
     | {"attn_logit_softcapping": 2.0},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 20},
 }
+# of models that see images too: changes of the text part, and of the vision part
+MROPE: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+    | {"mrope_section": [2, 3, 3]},
+}
+VISION_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48}
+VISION_SIZES |= dict.fromkeys(("num_hidden_layers", "depth"), 1)
+VISION_SIZES |= dict.fromkeys(("num_attention_heads", "num_heads"), 2)
+VISION_SIZES |= {"image_size": 28, "patch_size": 14, "out_hidden_size": 64}
+VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "aya_vision": (
+        {"model_type": "cohere2", "sliding_window": 20, "logit_scale": 1.0},
+        {"model_type": "siglip_vision_model"},
+    ),
+    "gemma3": (EXTRA["gemma3_text"], {}),
+    "glm4v": (MROPE, {}),
+    "idefics3": ({"model_type": "llama"}, {}),
+    "internvl": ({"model_type": "qwen2"}, {}),
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
+    "mistral3": ({"sliding_window": None}, {"model_type": "pixtral"}),
+    "qwen2_vl": (MROPE, {"hidden_size": 64, "embed_dim": 32}),
+    "qwen2_5_vl": (MROPE, {"fullatt_block_indexes": [0]}),
+    "qwen3_vl": (MROPE, {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": (
+        MROPE | EXTRA["qwen3_moe"],
+        {"deepstack_visual_indexes": [0]},
+    ),
+    "smolvlm": ({"model_type": "llama"}, {}),
+}
+IMAGE_TOKEN = VOCAB - 2  # in no random prompt
 GENERAL = (
     "vocab_size",
     "initializer_range",
@@ -114,17 +148,35 @@ GENERAL = (
 
 
 def tiny_config(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
-    """The config of a small model of an architecture."""
+    """The config of a small model of an architecture; changes are of its text part."""
+    if kind in VISION:
+        text, vision = VISION[kind]
+        return transformers.CONFIG_MAPPING[kind](
+            text_config=SIZES | text | changes,
+            vision_config=VISION_SIZES | vision,
+            tie_word_embeddings=False,
+            image_token_id=IMAGE_TOKEN,
+        )
     sizes = SIZES
     if kind in OWN_NAMES:
         sizes = {name: SIZES[name] for name in GENERAL} | OWN_NAMES[kind]
     return transformers.CONFIG_MAPPING[kind](**(sizes | EXTRA.get(kind, {}) | changes))
 
 
+def auto_class(kind: str) -> Any:
+    """The class of transformers that makes models of an architecture."""
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def save_config(kind: str, folder: Path, **changes: Any) -> Path:
     """A folder with the config of a small model, without weights."""
     config = tiny_config(kind, **changes)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config.architectures = [names[kind]]
     config.save_pretrained(folder)
     return folder
 
@@ -133,7 +185,7 @@ def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Build a random model of an architecture, and a tokenizer of bytes, and save both."""
     torch.manual_seed(seed)
     config = tiny_config(kind, **changes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    auto_class(kind).from_config(config).save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
