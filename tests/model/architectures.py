@@ -60,8 +60,7 @@ VISION_FAMILIES = {
 }
 PROBED = "gemma4_text nemotron"  # refused when their weights have loaded
 OTHERS = "bamba biogpt bloom deepseek_v3 falcon falcon_h1 gemma3n_text granitemoehybrid jamba "
-OTHERS += "kimi_linear lfm2 llama4_text minimax mllama_text_model mpt qwen3_5_text qwen3_next "
-OTHERS += "stablelm"
+OTHERS += "kimi_linear lfm2 llama4_text minimax mpt qwen3_5_text qwen3_next stablelm"
 SERVED_KINDS = " ".join((*FAMILIES.values(), *VISION_FAMILIES.values())).split()
 REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
 KINDS = [*SERVED_KINDS, *REFUSED_KINDS]

@@ -1,5 +1,6 @@
 """Every architecture that calls our attention answers as transformers does; others are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from disagg.engine.messages import Prefill
 from disagg.errors import ModelError, RequestError
 from disagg.model.capacity import check_model
 from disagg.model.runner import Runner
-from tests.engine.serving import make_engine, request
+from tests.engine.serving import make_engine, request, serve
 from tests.model.architectures import KINDS, OTHERS, SERVED, table, try_out
 from tests.model.tiny import IMAGE_TOKEN, random_prompt, save_config, save_tiny
 
@@ -49,6 +50,25 @@ def test_tokens_that_stand_for_images_are_refused_by_name(kind, tmp_path):
     assert (IMAGE_TOKEN, "image_token") in [
         (x, y[:11]) for x, y in runner.info.media_ids
     ]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_as_the_authors_wrote_it_gives_the_same_answers(kind, tmp_path):
+    """Without text_config, and with rope_scaling."""
+    folder = save_tiny(kind, tmp_path)
+    prompt = random_prompt(70)
+    (expected,) = serve(make_engine(Runner.load(str(folder))), [prompt], "raw", 16)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    sections = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": sections}
+    file.write_text(json.dumps({**text, **config, "vocab_size": text["vocab_size"]}))
+
+    (answer,) = serve(make_engine(Runner.load(str(folder))), [prompt], "raw", 16)
+
+    assert answer == expected
 
 
 @pytest.mark.parametrize("kind", OTHERS.split())
