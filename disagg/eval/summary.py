@@ -26,17 +26,17 @@ def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
     """
     by_case: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        by_case.setdefault((row["spec"], _factor_of(row)), []).append(row)
-    return [
-        {
-            "codec": case_rows[0]["codec"],
-            "spec": spec,
-            **({} if factor == 1 else {"factor": factor}),
-            **sizes(spec),
-            **_line(case_rows),
-        }
-        for (spec, factor), case_rows in by_case.items()
-    ]
+        case = (row["spec"], _factor_of(row))
+        by_case.setdefault(case, []).append(row)
+    lines = []
+    for (spec, factor), case_rows in by_case.items():
+        line = {"codec": case_rows[0]["codec"], "spec": spec}
+        if factor != 1:
+            line["factor"] = factor
+        line |= sizes(spec)
+        line |= _line(case_rows)
+        lines.append(line)
+    return lines
 
 
 def _factor_of(row: Row) -> int:
@@ -91,8 +91,12 @@ def perplexity_by_factor(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """`exact_perplexity` for each factor of outliers: the same, if these change no score."""
     by_factor: dict[str, list[Row]] = {}
     for row in rows:
-        by_factor.setdefault(str(_factor_of(row)), []).append(row)
-    return {factor: exact_perplexity(rows) for factor, rows in by_factor.items()}
+        factor = str(_factor_of(row))
+        by_factor.setdefault(factor, []).append(row)
+    return {
+        factor: exact_perplexity(factor_rows)
+        for factor, factor_rows in by_factor.items()
+    }
 
 
 def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:
@@ -142,7 +146,9 @@ def stress_rows(summary: Sequence[Row]) -> list[list[tuple[str, str]]]:
     by_codec: dict[str, list[tuple[str, str]]] = {}
     for line in summary:
         codec = line["codec"]
-        cells = by_codec.setdefault(codec, [("codec", codec)])
+        if codec not in by_codec:
+            by_codec[codec] = [("codec", codec)]
+        column = f">x {_factor_of(line)}"
         cell = f"{line['kl']:.4f} ({line['error_max']:.2f})"
-        cells.append((f">x {_factor_of(line)}", cell))
+        by_codec[codec].append((column, cell))
     return list(by_codec.values())
