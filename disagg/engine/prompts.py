@@ -134,7 +134,7 @@ class Prompts:
         workspace = sequence.workspace
         assert workspace is not None
         units = self.prefixes.open(sequence, sequence.n + entry.count)
-        last_layer = self._runner.info.num_layers - 1
+        last_layer = self._runner.shape.num_layers - 1
 
         def on_layer(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
             self._on_layer()
