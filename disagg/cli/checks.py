@@ -19,7 +19,7 @@ DEFAULT_CODEC_DIM = 16  # the default codec takes heads of any multiple
 
 def check_request(config: Config, body: Mapping[str, Any]) -> None:
     """Raise the error that a service would return for a request."""
-    from disagg.model.chat import read_template
+    from disagg.model.chat_files import read_template
     from disagg.server.limits import check_prompt, check_text
     from disagg.server.schema import ChatRequest, CompletionRequest
 
@@ -30,13 +30,14 @@ def check_request(config: Config, body: Mapping[str, Any]) -> None:
     check_prompt(len(tokenizer.encode(text)), info.context_length)
     schema = ChatRequest if is_chat else CompletionRequest
     schema.read(json.dumps(body).encode())
-    if is_chat and read_template(config.model.name) is None:
+    template = read_template(config.model.name, config.server.chat_template)
+    if is_chat and template is None:
         raise RequestError(f"{info.path.name!r} has no chat template; leave out --chat")
 
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     """Description and tokenizer of the model; ConfigError for a codec that does not fit it."""
-    from disagg.model.chat import read_template
+    from disagg.model.chat_files import read_template
     from disagg.model.describe import check_weights
     from disagg.model.tokenizer import Tokenizer
 
@@ -48,7 +49,8 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
             from disagg.model.runner import pick_device
 
             pick_device("cuda")
-    read_template(config.model.name)  # raises for a template that cannot be read
+    # raises for a template that cannot be read
+    read_template(config.model.name, config.server.chat_template)
     check_arena(config, info)
     return info, Tokenizer.load(config.model.name)
 

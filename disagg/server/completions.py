@@ -122,10 +122,11 @@ class Completions:
             eos_ids=info.eos_ids,
             max_body_bytes=config.server.max_body_bytes,
         )
+        chat = ChatTemplate.load(model, config.server.chat_template)
         pd_ports = None
         if isinstance(router, Router):
             pd_ports = PdPorts(router, ports, config.transfer.lease_s)
-        return cls(served, tokenizer, router, ChatTemplate.load(model), pd_ports)
+        return cls(served, tokenizer, router, chat, pd_ports)
 
     async def prepare(
         self,

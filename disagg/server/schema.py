@@ -17,11 +17,12 @@ from pydantic import (
     PrivateAttr,
     ValidationError,
 )
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from disagg.engine.sequence import BOUNDS, Bounds
 from disagg.errors import RequestError
 from disagg.server import json_pieces, limits
+from disagg.server.messages import ChatMessage
 
 # fields that are not supported, by the only value, besides null, that is accepted
 NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
@@ -104,24 +105,6 @@ def prompt_list(value: Any) -> list[Any]:
                 "prompt",
             )
     return prompts
-
-
-def message_text(value: Any) -> Any:
-    """The content of a message as one text; RequestError for parts that are not text."""
-    if not isinstance(value, list):
-        return value
-    for part in value:
-        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"messages: {limits.shown(part)} is not a text part", "messages"
-            )
-    return "\n".join(part["text"] for part in value)
-
-
-def json_object(value: Any) -> Any:
-    """Arguments of a call; JSON text is parsed, since templates serialise them again."""
-    return from_json(value or "{}") if isinstance(value, str | None) else value
 
 
 def string_list(value: Any) -> Any:
@@ -315,40 +298,6 @@ class CompletionRequest(GenerationRequest):
         return params
 
 
-class Part(BaseModel):
-    """Part of a conversation; templates may know more fields."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class FunctionCall(Part):
-    """The function that an assistant called, and its arguments."""
-
-    arguments: Annotated[dict[str, Any], BeforeValidator(json_object)] = {}
-
-
-class ToolCall(Part):
-    """A call of an assistant."""
-
-    function: FunctionCall
-
-
-class ChatMessage(Part):
-    """One message."""
-
-    role: Name
-    content: Annotated[str | None, BeforeValidator(message_text)] = None
-    tool_calls: list[ToolCall] | None = None
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        """The fields that were sent, since templates test whether a field exists."""
-        message = self.model_dump(exclude_unset=True, exclude_none=True)
-        if not self.tool_calls:
-            message.pop("tool_calls", None)
-        return {"content": "", **message}
-
-
 class Conversation(Body):
     """Messages, and options for the model's chat template."""
 
@@ -360,14 +309,11 @@ class Conversation(Body):
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages for the template. Only an assistant's may lack content: RequestError."""
-        for index, message in enumerate(self.messages):
-            if message.content is None and message.role != "assistant":
-                role = limits.shown(message.role)
-                raise RequestError(
-                    f"messages[{index}].content is required of role {role}", "messages"
-                )
-        return [message.for_template for message in self.messages]
+        """The messages for the template; RequestError for one that it cannot be given."""
+        return [
+            message.turn(f"messages[{index}]")
+            for index, message in enumerate(self.messages)
+        ]
 
     @property
     def template_options(self) -> dict[str, Any]:
