@@ -140,6 +140,7 @@ class Completions:
         """
         try:
             request = await self.reader.read(body_type, chunks)
+            request = request.with_stop_tokens(self.reader.special_tokens)
             prompts = await self.reader.prompts(request)
             workers = self.pd_ports.enter(
                 port, request, [prompt.tokens for prompt in prompts]

@@ -242,6 +242,20 @@ class GenerationRequest(Body, ABC):
     def without_prompts(self) -> Self:
         """The request as it is kept while it is answered: its prompts are token ids by then."""
 
+    def with_stop_tokens(self, special_tokens: Mapping[str, int]) -> Self:
+        """The request with stop strings that are a special token in `stop_token_ids` instead.
+
+        Special tokens have no text, so as strings they would never be seen; and the same letters
+        in plain tokens are not what the client means.
+        """
+        ids = [special_tokens[stop] for stop in self.stop if stop in special_tokens]
+        if not ids:
+            return self
+        strings = [stop for stop in self.stop if stop not in special_tokens]
+        return self.model_copy(
+            update={"stop": strings, "stop_token_ids": [*self.stop_token_ids, *ids]}
+        )
+
     def end_tokens(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end an answer, for a model that ends its texts with `eos_ids`."""
         if self.ignore_eos:
