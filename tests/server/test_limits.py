@@ -443,7 +443,7 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
-ANY_OF = dict.fromkeys(("role", "content", "name"), VALUES)
+ANY_OF = dict.fromkeys(("role", "content", "name", "refusal", "tool_calls"), VALUES)
 MESSAGES = st.lists(st.fixed_dictionaries({}, optional=ANY_OF), max_size=3)
 NAMES = {
     "/v1/completions": [*CompletionRequest.model_fields, *NEUTRAL],

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from disagg.server.schema import ChatRequest
 
@@ -78,3 +80,19 @@ def test_a_refusal_is_what_an_assistant_said():
     message = turn({"role": "assistant", "content": None, "refusal": "No."})
 
     assert message["content"] == "No."
+
+
+ARGUMENTS = st.recursive(
+    st.none() | st.integers() | st.text() | st.just('{"a": '),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner),
+    max_leaves=4,
+)
+
+
+@given(ARGUMENTS, st.none() | st.text(max_size=3))
+def test_no_arguments_are_refused(arguments, content):
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+
+    message = turn({"role": "assistant", "content": content, "tool_calls": [call]})
+
+    assert message["tool_calls"] == [call]
