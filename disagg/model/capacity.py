@@ -207,7 +207,9 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(info.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            info.path, local_files_only=True, trust_remote_code=False
+        )
         model = AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # its checks of a config raise anything
         raise ModelError(f"transformers has no such language model: {error}") from error

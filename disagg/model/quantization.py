@@ -8,13 +8,15 @@ Weights are unpacked to the model's dtype while they load, see `disagg.model.pac
 are not quantized, so scales of activations are not needed; nor are those of a KV cache.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ModelError
-from disagg.model.describe import read_config, read_object
+from disagg.model.checkpoint import TensorHeader, read_headers
+from disagg.model.describe import named_weights, read_config, read_object
 
 MODELOPT = "modelopt"
 COMPRESSED = "compressed-tensors"
@@ -39,6 +41,12 @@ COMPRESSED_FORMATS = (
     "mixed-precision",
 )
 WORD_BITS = (2, 4, 8)  # widths of numbers that never straddle two bytes
+PART = re.compile(
+    r"(_scale_inv|weight_scale_2|pre_quant_scale|_blocks|_scales"
+    r"|(^|[._])weight_(scale|packed|shape|global_scale|zero_point|g_idx)"
+    r"|\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map))$"
+)
+PACKED_DTYPES = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,19 @@ def read_quantization(path: Path) -> Quantization | None:
     if reason:
         raise _refusal(path, f"{method} weights with {reason}")
     return Quantization(method, options)
+
+
+def has_packed_tensors(path: Path) -> bool:
+    """Whether the headers of a folder's files show packed weights, or parts of some."""
+    headers = read_headers(path, named_weights(path))
+    return any(is_packed(name, header) for name, header in headers.items())
+
+
+def is_packed(name: str, header: TensorHeader) -> bool:
+    """Whether a tensor is a packed weight, or a part of one."""
+    if PART.search(name) or header.dtype.startswith("F8"):
+        return True
+    return header.dtype in PACKED_DTYPES and name.endswith("weight")
 
 
 def _refusal(path: Path, what: str) -> ModelError:
@@ -129,9 +150,19 @@ def _check_compressed(options: Mapping[str, Any]) -> str:
     if status != "compressed":
         return f"quantization_status {status}"
     groups = (options.get("config_groups") or {}).values()
+    widths = {_integer_bits(group.get("weights") or {}) for group in groups}
+    odd_widths = widths - {*WORD_BITS, None}
+    if odd_widths:
+        return f"integers of {', '.join(map(str, odd_widths))} bits"
     formats = [options.get("format"), *(group.get("format") for group in groups)]
     others = {x for x in formats if x and x not in COMPRESSED_FORMATS}
     return f"format {', '.join(sorted(others))}" if others else ""
+
+
+def _integer_bits(weights: Mapping[str, Any]) -> int | None:
+    """The bits of a group's integers; None if it has floats."""
+    bits = weights.get("num_bits", 8)
+    return bits if weights.get("type", "int") == "int" else None
 
 
 def _check_gptq(options: Mapping[str, Any]) -> str:

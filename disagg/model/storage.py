@@ -23,6 +23,7 @@ from disagg.model.quantization import (
     MODELOPT,
     MODELOPT_FILE,
     Quantization,
+    is_packed,
     read_quantization,
 )
 
@@ -45,12 +46,6 @@ CACHE_SCALE = re.compile(
     r"\.(kv_scale|[qkv]_(scale|zero_point|global_scale)|k_proj\.(k_bias|output_\w+)"
     r"|v_proj\.(v_bias|output_\w+)|prob_scale)$"
 )
-PART = re.compile(
-    r"(_scale_inv|weight_scale_2|pre_quant_scale|_blocks|_scales"
-    r"|(^|[._])weight_(scale|packed|shape|global_scale|zero_point|g_idx)"
-    r"|\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map))$"
-)
-PACKED_DTYPES = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 
 
@@ -114,11 +109,7 @@ def _refuse_packed(
     name: str, header: TensorHeader, quantization: Quantization | None
 ) -> None:
     """ModelError for a tensor that is packed, or a part of a packed weight."""
-    is_part = PART.search(name) is not None
-    is_packed = header.dtype.startswith("F8") or (
-        header.dtype in PACKED_DTYPES and name.endswith("weight")
-    )
-    if not is_part and not is_packed:
+    if not is_packed(name, header):
         return
     if quantization is None:
         raise ModelError(
