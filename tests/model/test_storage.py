@@ -50,8 +50,8 @@ def test_a_packed_model_says_what_the_model_says(is_file, tmp_path):
     packed = save_packed(plain, tmp_path / "packed", packer)
     params = SamplingParams(max_tokens=12)
 
-    (expected,) = LLM(str(plain), config=SMALL).generate(TEXT, params)
-    (answer,) = LLM(str(packed), config=SMALL).generate(TEXT, params)
+    (expected,) = LLM(str(plain), "raw", config=SMALL).generate(TEXT, params)
+    (answer,) = LLM(str(packed), "raw", config=SMALL).generate(TEXT, params)
 
     assert answer.tokens == expected.tokens
 
