@@ -15,29 +15,30 @@ class Blocks:
     """Scales of a matrix [R, C]: each holds for a block of it.
 
     scale: [r, c] fp32
-    rows, columns: [R], [C] int64, where in `scale` the scale of a row and a column is
+    rows:  [R] int64, the row of `scale` for each row
+    width: columns of a block; those of the last may be fewer
+    order: [C] int64, the column of `scale` for each column; None: those of a block are neighbours
     zeros: [r, c] fp32, numbers that stand for zero; None: 0 does
     """
 
     scale: Tensor
     rows: Tensor
-    columns: Tensor
+    width: int
+    order: Tensor | None = None
     zeros: Tensor | None = None
 
     @classmethod
     def tiled(
         cls,
         scale: Tensor,
-        shape: tuple[int, int],
+        rows: int,
         block: tuple[int, int],
         zeros: Tensor | None = None,
     ) -> "Blocks":
-        """Blocks of one size beside each other; those at the end may be cut short."""
-        rows, columns = (
-            torch.arange(size, device=scale.device) // length
-            for size, length in zip(shape, block, strict=True)
-        )
-        return cls(scale, rows, columns, zeros)
+        """Blocks of one height and width beside each other; those at the ends may be cut short."""
+        height, width = block
+        places = torch.arange(rows, device=scale.device) // height
+        return cls(scale, places, width, zeros=zeros)
 
     def apply(self, codes: Tensor, out: Tensor, table: Tensor | None = None) -> None:
         """Write (number - zero) * scale, computed in fp32, into `out`.
@@ -53,14 +54,24 @@ class Blocks:
             )
             rows = self.rows[chunk]
             if self.zeros is not None:
-                numbers -= self.zeros[rows][:, self.columns]
-            out[chunk] = numbers * self.scale[rows][:, self.columns]
+                numbers -= self._spread(self.zeros[rows], codes.shape[1])
+            out[chunk] = numbers.mul_(self._spread(self.scale[rows], codes.shape[1]))
+
+    def _spread(self, values: Tensor, columns: int) -> Tensor:
+        """Those of each block [n, c] for each column: [n, C]."""
+        if self.order is not None:
+            return values[:, self.order]
+        wide = values[..., None].expand(*values.shape, self.width)
+        return wide.reshape(len(values), -1)[:, :columns]
 
 
 def split_bytes(data: Tensor, bits: int) -> Tensor:
     """The numbers of some bits in bytes, lowest bits first: [..., n] to [..., n * 8 / bits] u8."""
-    shifts = torch.arange(0, BYTE_BITS, bits, device=data.device, dtype=torch.uint8)
-    return ((data[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+    per_byte = BYTE_BITS // bits
+    numbers = data.new_empty(*data.shape[:-1], data.shape[-1] * per_byte)
+    for i in range(per_byte):
+        numbers[..., i::per_byte] = (data >> (bits * i)) & ((1 << bits) - 1)
+    return numbers
 
 
 def split_words(words: Tensor, bits: int) -> Tensor:

@@ -107,7 +107,6 @@ def _unpack_experts(parts: Parts, out: Tensor) -> None:
 
 def _unpack_groups(data: Tensor, scale: Tensor, group: int, out: Tensor) -> None:
     """out: [R, C], from bytes [R, C / 2] and scales [R, C / group]"""
-    rows, columns = out.shape
-    blocks = Blocks.tiled(scale, (rows, columns), (1, group))
+    blocks = Blocks.tiled(scale, len(out), (1, group))
     values = torch.tensor(VALUES, device=data.device)
     blocks.apply(split_bytes(data, BITS), out, values)

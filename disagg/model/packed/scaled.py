@@ -127,7 +127,7 @@ def _unpack(block: Block, parts: Parts, out: Tensor) -> None:
     for i in range(stack):
         blocks = Blocks.tiled(
             scales[i],
-            (rows, columns),
+            rows,
             _sizes((rows, columns), block),
             None if zeros is None else zeros[i],
         )

@@ -70,8 +70,7 @@ def awq_weights(
         groups = group_count(words, inputs, group)
         table.take_shaped(parts["qzeros"], name, WORDS, (groups, width))
         table.take_shaped(parts["scales"], name, SCALES, (groups, outputs))
-        unpack = partial(_unpack_awq, inputs // groups)
-        yield PackedWeight(name, (outputs, inputs), parts, unpack)
+        yield PackedWeight(name, (outputs, inputs), parts, _unpack_awq)
 
 
 def _parts(module: str, *names: str) -> dict[str, str]:
@@ -115,34 +114,27 @@ def word_weight(table: TensorTable, name: str, form: WordFormat) -> PackedWeight
 
 
 def _unpack_gptq(bits: int, is_less_one: bool, parts: Parts, out: Tensor) -> None:
-    codes = split_words(parts["qweight"].T, bits)
     zeros = parts["qzeros"]
     if is_less_one:  # as one addition, which undoes borrows between numbers too
         ones = sum(1 << place for place in range(0, WORD_BITS, bits))
         zeros = zeros + ones
-    _unpack_columns(codes, split_words(zeros, bits), parts, parts["g_idx"], out)
+    blocks = _blocks(parts["scales"].T, split_words(zeros, bits).T, parts["g_idx"])
+    blocks.apply(split_words(parts["qweight"].T, bits), out)
 
 
-def _unpack_awq(group: int, parts: Parts, out: Tensor) -> None:
-    codes = _sort_neighbours(split_words(parts["qweight"], AWQ_BITS)).T
-    zeros = _sort_neighbours(split_words(parts["qzeros"], AWQ_BITS))
-    order = torch.arange(out.shape[1], device=out.device) // group
-    _unpack_columns(codes, zeros, parts, order, out)
+def _unpack_awq(parts: Parts, out: Tensor) -> None:
+    codes = _sort_neighbours(split_words(parts["qweight"], AWQ_BITS)).T.contiguous()
+    zeros = _sort_neighbours(split_words(parts["qzeros"], AWQ_BITS)).T
+    _blocks(parts["scales"].T, zeros, inputs=len(parts["qweight"])).apply(codes, out)
 
 
 def _sort_neighbours(codes: Tensor) -> Tensor:
     """AWQ's numbers in the order of the outputs."""
-    return codes.unflatten(-1, (-1, len(AWQ_PLACES)))[..., AWQ_PLACES].flatten(-2)
-
-
-def _unpack_columns(
-    codes: Tensor, zeros: Tensor, parts: Parts, groups: Tensor, out: Tensor
-) -> None:
-    """codes: [out, in], zeros: [groups, out], scales: [groups, out], groups: [in]"""
-    outputs = torch.arange(out.shape[0], device=out.device)
-    scale = parts["scales"].float().T
-    blocks = Blocks(scale, outputs, groups.long(), zeros.float().T)
-    blocks.apply(codes, out)
+    numbers = torch.empty_like(codes)
+    count = len(AWQ_PLACES)
+    for i, place in enumerate(AWQ_PLACES):
+        numbers[:, i::count] = codes[:, place::count]
+    return numbers
 
 
 def _unpack_words(form: WordFormat, name: str, parts: Parts, out: Tensor) -> None:
@@ -150,15 +142,20 @@ def _unpack_words(form: WordFormat, name: str, parts: Parts, out: Tensor) -> Non
     stored_shape = tuple(parts["shape"].tolist())
     if stored_shape != (rows, inputs):
         raise wrong_shape(f"the weight of {name}", stored_shape, (rows, inputs))
-    scale = parts["scale"].float()
+    scale = parts["scale"]
     if form.is_symmetric:
         zeros = torch.full_like(scale, 1 << (form.bits - 1))
     else:
-        zeros = split_words(parts["zeros"].T, form.bits).T[:rows].float()
-    if form.has_order:
-        order = parts["g_idx"].long()
-    else:
-        order = torch.arange(inputs, device=out.device) // (inputs // scale.shape[1])
-    outputs = torch.arange(rows, device=out.device)
-    blocks = Blocks(scale, outputs, order, zeros)
+        zeros = split_words(parts["zeros"].T, form.bits).T[:rows]
+    blocks = _blocks(scale, zeros, parts.get("g_idx"), inputs)
     blocks.apply(split_words(parts["words"], form.bits), out)
+
+
+def _blocks(
+    scale: Tensor, zeros: Tensor, groups: Tensor | None = None, inputs: int = 0
+) -> Blocks:
+    """Of scales and zeros [out, groups]; the inputs of a group are neighbours, or it is said."""
+    outputs = torch.arange(len(scale), device=scale.device)
+    order = None if groups is None else groups.long()
+    width = inputs // scale.shape[1]
+    return Blocks(scale.float(), outputs, width, order, zeros.float())
