@@ -59,7 +59,10 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
     storage = read_storage(info.path)
     if storage is not None and not stays_packed(storage.quantization, device):
         tensors = _open(info, storage, device)
-        return build_model(kind, config, tensors, info, device)
+        model = build_model(kind, config, tensors, info, device)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # memory for unpacking counts against the arena
+        return model
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             info.path, trust_remote_code=False, **load_options(info, device)

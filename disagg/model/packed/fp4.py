@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from disagg.errors import ModelError
-from disagg.model.packed.blocks import Blocks, Parts, as_scale, split_bytes
+from disagg.model.packed.grid import Parts, ScaleGrid, as_scale, split_bytes
 from disagg.model.packed.tables import (
     PackedWeight,
     TensorTable,
@@ -107,6 +107,6 @@ def _unpack_experts(parts: Parts, out: Tensor) -> None:
 
 def _unpack_groups(data: Tensor, scale: Tensor, group: int, out: Tensor) -> None:
     """out: [R, C], from bytes [R, C / 2] and scales [R, C / group]"""
-    blocks = Blocks.tiled(scale, len(out), (1, group))
+    grid = ScaleGrid.tiled(scale, len(out), (1, group))
     values = torch.tensor(VALUES, device=data.device)
-    blocks.apply(split_bytes(data, BITS), out, values)
+    grid.apply(split_bytes(data, BITS), out, values)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from disagg.errors import ModelError
-from disagg.model.packed.blocks import Blocks, Parts, as_scale
+from disagg.model.packed.grid import Parts, ScaleGrid, as_scale
 from disagg.model.packed.tables import PackedWeight, Shape, TensorTable, wrong_shape
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
@@ -116,19 +116,19 @@ def _squeeze(shape: Shape) -> Shape:
 def _unpack(block: Block, parts: Parts, out: Tensor) -> None:
     """Matrix by matrix, if there are several in a stack."""
     rows, columns = out.shape[-2:]
-    grid = _grid((rows, columns), block)
     stack = prod(out.shape[:-2])
-    scales = as_scale(parts["scale"]).reshape(stack, *grid)
+    shape = (stack, *_grid((rows, columns), block))
+    scales = as_scale(parts["scale"]).reshape(shape)
     zeros = parts.get("zeros")
     if zeros is not None:
-        zeros = zeros.float().reshape(stack, *grid)
+        zeros = zeros.float().reshape(shape)
     codes = parts["codes"].reshape(stack, rows, columns)
     matrices = out.view(stack, rows, columns)
     for i in range(stack):
-        blocks = Blocks.tiled(
+        grid = ScaleGrid.tiled(
             scales[i],
             rows,
             _sizes((rows, columns), block),
             None if zeros is None else zeros[i],
         )
-        blocks.apply(codes[i], matrices[i])
+        grid.apply(codes[i], matrices[i])

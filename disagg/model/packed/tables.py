@@ -7,7 +7,7 @@ from torch import Tensor
 
 from disagg.errors import ModelError
 from disagg.model.checkpoint import TensorHeader
-from disagg.model.packed.blocks import Parts
+from disagg.model.packed.grid import Parts
 
 Shape = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disagg.model.packed.blocks import Blocks, Parts, split_words
+from disagg.model.packed.grid import Parts, ScaleGrid, split_words
 from disagg.model.packed.tables import (
     PackedWeight,
     TensorTable,
@@ -118,14 +118,16 @@ def _unpack_gptq(bits: int, is_less_one: bool, parts: Parts, out: Tensor) -> Non
     if is_less_one:  # as one addition, which undoes borrows between numbers too
         ones = sum(1 << place for place in range(0, WORD_BITS, bits))
         zeros = zeros + ones
-    blocks = _blocks(parts["scales"].T, split_words(zeros, bits).T, parts["g_idx"])
-    blocks.apply(split_words(parts["qweight"].T, bits), out)
+    grid = _scale_grid(parts["scales"].T, split_words(zeros, bits).T, parts["g_idx"])
+    grid.apply(split_words(parts["qweight"].T, bits), out)
 
 
 def _unpack_awq(parts: Parts, out: Tensor) -> None:
     codes = _sort_neighbours(split_words(parts["qweight"], AWQ_BITS)).T.contiguous()
     zeros = _sort_neighbours(split_words(parts["qzeros"], AWQ_BITS)).T
-    _blocks(parts["scales"].T, zeros, inputs=len(parts["qweight"])).apply(codes, out)
+    _scale_grid(parts["scales"].T, zeros, inputs=len(parts["qweight"])).apply(
+        codes, out
+    )
 
 
 def _sort_neighbours(codes: Tensor) -> Tensor:
@@ -147,15 +149,15 @@ def _unpack_words(form: WordFormat, name: str, parts: Parts, out: Tensor) -> Non
         zeros = torch.full_like(scale, 1 << (form.bits - 1))
     else:
         zeros = split_words(parts["zeros"].T, form.bits).T[:rows]
-    blocks = _blocks(scale, zeros, parts.get("g_idx"), inputs)
-    blocks.apply(split_words(parts["words"], form.bits), out)
+    grid = _scale_grid(scale, zeros, parts.get("g_idx"), inputs)
+    grid.apply(split_words(parts["words"], form.bits), out)
 
 
-def _blocks(
+def _scale_grid(
     scale: Tensor, zeros: Tensor, groups: Tensor | None = None, inputs: int = 0
-) -> Blocks:
+) -> ScaleGrid:
     """Of scales and zeros [out, groups]; the inputs of a group are neighbours, or it is said."""
     outputs = torch.arange(len(scale), device=scale.device)
     order = None if groups is None else groups.long()
     width = inputs // scale.shape[1]
-    return Blocks(scale.float(), outputs, width, order, zeros.float())
+    return ScaleGrid(scale.float(), outputs, width, order, zeros.float())

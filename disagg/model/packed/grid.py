@@ -11,7 +11,7 @@ BYTE_BITS = 8
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ScaleGrid:
     """Scales of a matrix [R, C]: each holds for a block of it.
 
     scale: [r, c] fp32
@@ -34,7 +34,7 @@ class Blocks:
         rows: int,
         block: tuple[int, int],
         zeros: Tensor | None = None,
-    ) -> "Blocks":
+    ) -> "ScaleGrid":
         """Blocks of one height and width beside each other; those at the ends may be cut short."""
         height, width = block
         places = torch.arange(rows, device=scale.device) // height
