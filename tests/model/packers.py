@@ -165,6 +165,14 @@ def nvfp4(
     return pack
 
 
+def mixed(name: str, weight: Tensor) -> Packed:
+    """ModelOpt's attention in FP8, and the rest in NVFP4."""
+    pack = fp8("weight_scale", WHOLE, WHOLE, [1])
+    if "self_attn" not in name:
+        pack = nvfp4("weight", "weight_scale_2", False)
+    return pack(name, weight)
+
+
 def exponents(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Scales that are powers of 2: in bytes, with 127 added to the exponent, and as numbers."""
     peaks = weight.unflatten(-1, (-1, group)).abs().amax(-1)
@@ -363,6 +371,17 @@ PACKERS = {
         {"quant_algo": "NVFP4", "group_size": 16},
         is_file=True,
     ),
+    "modelopt-mixed": Packer(
+        mixed,
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4"},
+            },
+        },
+        is_file=True,
+    ),
     "ct-fp8-tensor": Packer(
         fp8("weight_scale", WHOLE, WHOLE, [1]),
         compressed("float-quantized", strategy="tensor"),
@@ -373,6 +392,10 @@ PACKERS = {
     "ct-fp8-block": Packer(
         fp8("weight_scale", 40, 48),
         compressed("float-quantized", strategy="block", block_structure=[40, 48]),
+    ),
+    "ct-fp8-group": Packer(
+        fp8("weight_scale", 1, GROUP),
+        compressed("naive-quantized", strategy="group", group_size=GROUP),
     ),
     "ct-int8": Packer(compressed_int8(True), compressed("int-quantized", type="int")),
     "ct-int8-zeros": Packer(
@@ -387,6 +410,10 @@ PACKERS = {
     "ct-int4-order": Packer(
         compressed_words(4, False, is_ordered=True),
         compressed("pack-quantized", **INT4, symmetric=False, actorder="group"),
+    ),
+    "ct-int2": Packer(
+        compressed_words(2, True),
+        compressed("pack-quantized", **{**INT4, "num_bits": 2}),
     ),
     "ct-int8-words": Packer(
         compressed_words(8, True),

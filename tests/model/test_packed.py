@@ -29,14 +29,6 @@ from tests.model.tiny import random_prompt, save_tiny
 
 PROMPT = random_prompt(37)
 TOKENS = 12
-ANSWERED = (
-    "fp8-block",
-    "modelopt-nvfp4",
-    "ct-int8",
-    "ct-int4-zeros",
-    "awq",
-    "gptq-order",
-)
 SMALL = EngineConfig(arena_bytes=16 << 20)
 
 
@@ -83,10 +75,8 @@ def test_weights_are_those_that_the_packed_ones_stand_for(pair, llama):
     )
 
 
-@pytest.mark.parametrize("name", ANSWERED)
-def test_tokens_are_those_of_the_unpacked_model(name, llama, tmp_path):
-    plain = Path(shutil.copytree(llama, tmp_path / "plain"))
-    packed = save_packed(plain, tmp_path / "packed", PACKERS[name])
+def test_tokens_are_those_of_the_unpacked_model(pair):
+    plain, packed = pair
     expected = ReferenceModel(str(plain)).generate(PROMPT, TOKENS)
 
     assert answer(packed) == expected.tokens
