@@ -149,14 +149,20 @@ def _check_compressed(options: Mapping[str, Any]) -> str:
     status = options.get("quantization_status", "compressed")
     if status != "compressed":
         return f"quantization_status {status}"
-    groups = (options.get("config_groups") or {}).values()
+    groups = [*(options.get("config_groups") or {}).values()]
+    return _check_formats([options, *groups]) or _check_widths(groups)
+
+
+def _check_formats(parts: list[Mapping[str, Any]]) -> str:
+    formats = {part.get("format") for part in parts}
+    others = formats - {None, *COMPRESSED_FORMATS}
+    return f"format {', '.join(sorted(map(str, others)))}" if others else ""
+
+
+def _check_widths(groups: list[Mapping[str, Any]]) -> str:
     widths = {_integer_bits(group.get("weights") or {}) for group in groups}
-    odd_widths = widths - {*WORD_BITS, None}
-    if odd_widths:
-        return f"integers of {', '.join(map(str, odd_widths))} bits"
-    formats = [options.get("format"), *(group.get("format") for group in groups)]
-    others = {x for x in formats if x and x not in COMPRESSED_FORMATS}
-    return f"format {', '.join(sorted(others))}" if others else ""
+    others = widths - {None, *WORD_BITS}
+    return f"integers of {', '.join(map(str, others))} bits" if others else ""
 
 
 def _integer_bits(weights: Mapping[str, Any]) -> int | None:
@@ -183,7 +189,8 @@ def _check_awq(options: Mapping[str, Any]) -> str:
     bits = options.get("bits") or options.get("w_bit")
     if bits != 4:
         return f"{bits} bits"
-    layout = str(options.get("version") or options.get("format") or "gemm").lower()
+    keys = ("version", "checkpoint_format", "format")
+    layout = str(next((options[key] for key in keys if key in options), "gemm")).lower()
     if layout != "gemm":
         return f"layout {layout}"
     return "" if options.get("zero_point", True) else "no zero points"

@@ -90,10 +90,13 @@ def read_storage(path: Path) -> Storage | None:
             reader = READERS[quantization.method]
             packed = [*reader(table, quantization.options)]
             table.taken.update(filter(_is_unneeded_scale, table.headers))
-        plain = tuple(name for name in table.headers if name not in table.taken)
+        plain = [name for name in table.headers if name not in table.taken]
         for name in plain:
             _refuse_packed(name, table.headers[name], quantization)
-        storage = Storage(quantization, table.headers, plain, tuple(packed))
+        for weight in packed:
+            if weight.name in plain:
+                raise ModelError(f"{weight.name} is stored twice: plain and packed")
+        storage = Storage(quantization, table.headers, tuple(plain), tuple(packed))
         _check_experts(storage.shapes)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error

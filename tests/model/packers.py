@@ -123,8 +123,8 @@ def with_scales(pack: Callable[[str, Tensor], Packed], *names: str) -> Any:
     def pack_both(name: str, weight: Tensor) -> Packed:
         stored, meant = pack(name, weight)
         module = name.removesuffix(".weight")
-        wanted = [x for x in names if x[1:2] != "_" or f"{x[0]}_proj" in module]
-        return stored | {f"{module}.{x}": torch.ones(1) for x in wanted}, meant
+        present = [x for x in names if x[1:2] != "_" or f"{x[0]}_proj" in module]
+        return stored | {f"{module}.{x}": torch.ones(1) for x in present}, meant
 
     return pack_both
 

@@ -77,6 +77,15 @@ def test_packed_weights_that_nothing_describes_are_refused(name, dtype, llama):
     assert name in fit.reason
 
 
+def test_a_weight_that_is_plain_and_packed_is_refused(llama, tmp_path):
+    packed = save_packed(llama, tmp_path / "packed", PACKERS["gptq"])
+    name = "model.layers.0.mlp.up_proj.weight"
+    change(packed, **{name: torch.ones(96, 64)})
+
+    with pytest.raises(ModelError, match=f"{name} is stored twice"):
+        read_storage(packed)
+
+
 def test_missing_weights_are_refused_by_name(llama):
     change(llama, model__norm__weight=None)
 
