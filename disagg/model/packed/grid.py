@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # numbers that are floats of 32 bits at the same time
+CHUNK = 1 << 18  # numbers that are floats of 32 bits at the same time
 BYTE_BITS = 8
 
 
