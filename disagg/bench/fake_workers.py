@@ -104,9 +104,15 @@ class FakeSequence:
 
 
 class FakeWorker(WorkerHandler):
-    """One worker of a fleet."""
+    """One worker of a fleet.
 
-    def __init__(self, role: Role, options: FleetOptions, fleet: "Fleet"):
+    first_step_s: when its first step ends; engines of a real fleet are not in step either
+    """
+
+    def __init__(
+        self, role: Role, options: FleetOptions, fleet: "Fleet", first_step_s: float
+    ):
+        self._first_step_s = first_step_s
         self._hung_at: float | None = None
         self._num_steps = 0
         self._role = role
@@ -140,7 +146,8 @@ class FakeWorker(WorkerHandler):
             if rid in self._sequences:
                 self._sequences[rid].num_tokens = num_tokens
         yield StepEvents(load=self._current_load())
-        sent_at = step_at = time.monotonic()
+        sent_at = time.monotonic()
+        step_at = sent_at + self._first_step_s - self._options.step_s
         while True:
             step_at = max(step_at + self._options.step_s, time.monotonic())
             await asyncio.sleep(step_at - time.monotonic())
@@ -265,7 +272,8 @@ class Fleet:
         self._servers = []
         infos = []
         for number, role in enumerate(roles):
-            worker = FakeWorker(role, options, self)
+            first_step_s = options.step_s * (number + 1) / len(roles)
+            worker = FakeWorker(role, options, self, first_step_s)
             server, address = await start_server([worker_handler(worker)], LOOPBACK)
             self._servers.append(server)
             self.workers[address] = worker

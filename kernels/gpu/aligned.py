@@ -58,7 +58,7 @@ def plane_scores_kernel(
     count = queries * SHAPE.group
     _, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
     o_row = (i_b * heads * count + i_row).to(tl.int64) * D
-    factor, unit = query_unit(q_ptr + o_row, m_c, scale * 0.6931471805599453, D)
+    factor, q_unit = query_unit(q_ptr + o_row, m_c, scale * 0.6931471805599453, D)
     o_d = tl.arange(0, triton.next_power_of_2(D))
     o_t = tl.arange(0, T)
     m_q = (o_d < D)[:, None] & m_c[None, :]
@@ -75,7 +75,7 @@ def plane_scores_kernel(
         page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
         block = bytes_ptr + (page * 128 + base + i_head * FMT.block_bytes)
         k = read_rows(block, tl.min(level, 1), T, FMT.k_high, FMT.k_middle, FMT.k_low)
-        s = add_product(k, q, tl.zeros([T, C], tl.float32)) * unit[None, :]
+        s = add_product(k, q, tl.zeros([T, C], tl.float32)) * q_unit[None, :]
         o_s = (first * width + i) * T + o_t
         p_s = scores_ptr + o_s[:, None] * count + i_column[None, :]
         tl.store(p_s, s, mask=m_c[None, :])

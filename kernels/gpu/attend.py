@@ -135,15 +135,15 @@ def loop_of(loops: tuple[ViewSpec, ...], number: int) -> ViewSpec:
 @triton.jit
 def attend_unit(
     i_view, i_b, start, end, i_segment, q_ptr, scale, queries, stride_b, stride_m, stride_h,
-    arena_ptr, tables, bases, width, o_ptr, lse_ptr, LOOP: tl.constexpr,
+    arena_ptr, tables, bases, width, o_ptr, lse_ptr, VIEW: tl.constexpr,
 ):  # fmt: skip
     """Attention over a unit, if it is of the view that this loop is for.
 
     i_view .. i_segment: as `find_unit` returns them
     arena_ptr .. width:  of the view, as `attend_kernel` has them
     """
-    SHAPE: tl.constexpr = LOOP.shape
-    if i_view == LOOP.number:
+    SHAPE: tl.constexpr = VIEW.shape
+    if i_view == VIEW.number:
         pages_ptr, lo_ptr, hi_ptr, sides_ptr = tables
         i_head = tl.program_id(0)
         i_block = tl.program_id(1)
@@ -157,18 +157,18 @@ def attend_unit(
         hi = tl.load(hi_ptr + i_b * queries + i_m, mask=m_c, other=0)
         i_out = i_slot * rows + i_row
         row_ptr = pages_ptr + i_b * width
-        if LOOP.codes:
+        if VIEW.codes:
             attend_codes(
                 start, end, i_segment, i_head, p_q, lo, hi, m_c, lo_ptr,
-                arena_ptr, row_ptr, bases[0], bases[1], o_ptr, lse_ptr, i_out, scale, LOOP,
+                arena_ptr, row_ptr, bases[0], bases[1], o_ptr, lse_ptr, i_out, scale, VIEW,
             )  # fmt: skip
         else:
             side = 0
-            if LOOP.fmt.side is not None:
+            if VIEW.fmt.side is not None:
                 side = tl.load(sides_ptr + i_b)
             attend_exact(
                 start, end, i_head, p_q, lo, hi, m_c, arena_ptr, row_ptr, bases[0], bases[1],
-                side, width, o_ptr, lse_ptr, i_out, scale, LOOP,
+                side, width, o_ptr, lse_ptr, i_out, scale, VIEW,
             )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from disagg.kernels.gpu.tiles import (
 @triton.jit
 def attend_codes(
     start, end, i_segment, i_head, p_q, lo, hi, m_c, lo_ptr,
-    arena_ptr, row_ptr, base, segment_base, o_ptr, lse_ptr, i_out, scale, LOOP: tl.constexpr,
+    arena_ptr, row_ptr, base, segment_base, o_ptr, lse_ptr, i_out, scale, VIEW: tl.constexpr,
 ):  # fmt: skip
     """Attention of C columns over the pages of one unit.
 
@@ -37,12 +37,12 @@ def attend_codes(
     row_ptr:    the sequence's row of the page table
     i_out:      [C] the row of each column in o and lse: pointers are made where they are used
     """
-    FMT: tl.constexpr = LOOP.fmt
-    SHAPE: tl.constexpr = LOOP.shape
-    UNPACK_MODE: tl.constexpr = LOOP.unpack_mode
-    STAGES: tl.constexpr = LOOP.stages
-    CAP: tl.constexpr = LOOP.cap
-    PRECISION: tl.constexpr = LOOP.precision
+    FMT: tl.constexpr = VIEW.fmt
+    SHAPE: tl.constexpr = VIEW.shape
+    UNPACK_MODE: tl.constexpr = VIEW.unpack_mode
+    STAGES: tl.constexpr = VIEW.stages
+    CAP: tl.constexpr = VIEW.cap
+    PRECISION: tl.constexpr = VIEW.precision
     FIELDS: tl.constexpr = FMT.v.fields
     T: tl.constexpr = FMT.tokens
     W: tl.constexpr = FMT.head_dim // FMT.v.fields
@@ -50,7 +50,7 @@ def attend_codes(
     offset = segment_base // 2 + i_head * (FMT.segment_bytes // 2)
     segment = words_ptr + (i_segment.to(tl.int64) * 64 + offset)
     own = sparse_rows(lo_ptr, FMT, SHAPE)
-    query, unit = prepare_query(p_q, m_c, scale, segment, SHAPE.copies, FMT)
+    query, q_unit = prepare_query(p_q, m_c, scale, segment, SHAPE.copies, FMT)
     m, l = empty_softmax(T // 4, SHAPE.columns)
     bias = tl.max(tl.full([SHAPE.columns], P_BIAS, tl.float32), 0)
     V_SIDE: tl.constexpr = FMT.v  # Triton 3.6 does not take an attribute as an argument
@@ -66,7 +66,7 @@ def attend_codes(
         at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)
         page = tl.load(row_ptr + tl.minimum(i + 1, whole_end - 1))
         m, l, bias, sums = add_page(
-            words_ptr + at, query, own, unit, (), m, l, bias, sums,
+            words_ptr + at, query, own, q_unit, (), m, l, bias, sums,
             FMT, SHAPE, UNPACK_MODE, CAP,
         )  # fmt: skip
     gap = whole_end - whole
@@ -81,7 +81,7 @@ def attend_codes(
         page = tl.load(row_ptr + tl.where(after < whole, after, after + gap))
         window = (tl.where(i < whole, i, i + gap) * T, lo, hi)
         m, l, bias, sums = add_page(
-            words_ptr + at, query, own, unit, window, m, l, bias, sums,
+            words_ptr + at, query, own, q_unit, window, m, l, bias, sums,
             FMT, SHAPE, UNPACK_MODE, CAP,
         )  # fmt: skip
 
@@ -113,13 +113,13 @@ def two_loops_fit(fmt: PageFormat) -> bool:
 
 @triton.jit
 def add_page(
-    block, query, own, unit, window, m, l, bias, sums,
+    block, query, own, q_unit, window, m, l, bias, sums,
     FMT: tl.constexpr, SHAPE: tl.constexpr, UNPACK_MODE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state (m, l, bias, sums) after one more page.
 
     block:       int16 pointer to the page's block
-    query, unit: from `prepare_query`
+    query, q_unit: from `prepare_query`
     own:         from `sparse_rows`
     window:      (first token of the page, lo, hi), or () for a page that all columns see whole
     """
@@ -129,6 +129,6 @@ def add_page(
         s = hide(s, first + tl.arange(0, FMT.tokens), lo, hi)
     V_SIDE: tl.constexpr = FMT.v
     new_bias = value_bias(block, bias, V_SIDE)
-    p, decay, m, l = softmax_step(s, unit, m, l, bias, new_bias, FMT.tokens // 4, CAP)
+    p, decay, m, l = softmax_step(s, q_unit, m, l, bias, new_bias, FMT.tokens // 4, CAP)
     sums = add_values(block, p, decay, sums, own, FMT, SHAPE.groups, UNPACK_MODE)
     return m, l, new_bias, sums

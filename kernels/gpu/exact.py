@@ -39,27 +39,27 @@ IS_FREE = tl.constexpr(formats.FREE)
 @triton.jit
 def attend_exact(
     start, end, i_head, p_q, lo, hi, m_c, arena_ptr, row_ptr, base, side_base,
-    side, width, o_ptr, lse_ptr, i_out, scale, LOOP: tl.constexpr,
+    side, width, o_ptr, lse_ptr, i_out, scale, VIEW: tl.constexpr,
 ):  # fmt: skip
     """Attention of C columns over the tiles of one unit; arguments as in `attend_codes`.
 
     side:  page id of the sequence's side record
     width: columns of the page table
     """
-    FMT: tl.constexpr = LOOP.fmt
-    OPERAND: tl.constexpr = LOOP.operand
-    PRECISION: tl.constexpr = LOOP.precision
-    STAGES: tl.constexpr = LOOP.stages
-    CAP: tl.constexpr = LOOP.cap
+    FMT: tl.constexpr = VIEW.fmt
+    OPERAND: tl.constexpr = VIEW.operand
+    PRECISION: tl.constexpr = VIEW.precision
+    STAGES: tl.constexpr = VIEW.stages
+    CAP: tl.constexpr = VIEW.cap
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = max(16, triton.next_power_of_2(D))  # as tl.dot wants
-    C: tl.constexpr = LOOP.shape.columns
+    C: tl.constexpr = VIEW.shape.columns
     TILE: tl.constexpr = FMT.strips * FMT.tile_pages * STRIP
     # there is one loop, in which tokens are hidden
     HIDES: tl.constexpr = not FMT.counted or D > NARROW
-    arena_ptr = arena_ptr.to(tl.pointer_type(LOOP.item), bitcast=True)
+    arena_ptr = arena_ptr.to(tl.pointer_type(VIEW.item), bitcast=True)
     limit = last_slot(hi, width, FMT)
-    factor, unit = query_unit(p_q, m_c, scale, D)
+    factor, q_unit = query_unit(p_q, m_c, scale, D)
     o_d = tl.arange(0, D_PAD)
     m_q = m_c[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)
@@ -82,7 +82,7 @@ def attend_exact(
         pages = load_pages(row_ptr, i + 1, width, FMT)
         at = load_positions(positions_ptr, pages, i + 1, limit, FMT)
         m, l, b_o = add_tile(
-            blocks, q, unit, window, m, l, b_o, FMT, OPERAND, PRECISION, CAP
+            blocks, q, q_unit, window, m, l, b_o, FMT, OPERAND, PRECISION, CAP
         )
     if not HIDES:
         for i in tl.range(start, end - (whole_end - whole), num_stages=1):
@@ -90,7 +90,7 @@ def attend_exact(
             blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width, FMT), FMT)
             window = ((), i_tile, lo, hi)
             m, l, b_o = add_tile(
-                blocks, q, unit, window, m, l, b_o, FMT, OPERAND, PRECISION, CAP
+                blocks, q, q_unit, window, m, l, b_o, FMT, OPERAND, PRECISION, CAP
             )
 
     i_out = i_out.to(tl.int64)
@@ -133,7 +133,7 @@ def addresses(block_ptr, pages, FMT: tl.constexpr):
 
 @triton.jit
 def add_tile(
-    blocks, q, unit, window, m, l, b_o,
+    blocks, q, q_unit, window, m, l, b_o,
     FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state (m, l, o) after one more tile, whose strips begin at `blocks`.
@@ -163,7 +163,7 @@ def add_tile(
     if len(window) > 0:
         positions, i_tile, lo, hi = window
         s = hide_slots(s, positions, i_tile, lo, hi, FMT)
-    p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, STRIP, CAP)
+    p, decay, m, l = softmax_step(s, q_unit, m, l, P_BIAS, P_BIAS, STRIP, CAP)
     p = unstack(p, len(blocks))
     b_o *= decay[None, :]
     for j in tl.static_range(len(blocks)):

@@ -33,7 +33,7 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
     q:       per band of K: fp16 [H, C * COPIES] in [-1, 1], a tile for each of `query_parts`
     folded:  q with the scales of the segment, see `fold_scale`; () without such scales
-    low:     (B^T q fp16 [16, C * COPIES],), in the unit of q; () without a basis in the segment
+    low:     (B^T q fp16 [16, C * COPIES],), divided by q_unit; () without a basis in the segment
     sums:    [C * COPIES] fp32, sums of q over each group of row scales; () without row scales
     """
     SIDE: tl.constexpr = FMT.k
@@ -46,25 +46,25 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
         top = tl.max(tl.zeros([p_q.shape[0], 2], tl.float32), 1) + 1e-30
         for j in tl.static_range(len(parts[0])):
             top = tl.maximum(top, tl.max(tl.abs(parts[0][j]), 1))
-        unit = tl.exp2(tl.ceil(tl.log2(top)))
+        q_unit = tl.exp2(tl.ceil(tl.log2(top)))
     else:  # from the gathered channels it would have a layout that costs each page 5 % (Triton 3.9)
-        unit = query_unit(p_q, m_c, scale, FMT.head_dim)[1]
+        q_unit = query_unit(p_q, m_c, scale, FMT.head_dim)[1]
     for i in tl.static_range(COUNT):
-        q = q + (operand(parts[i], unit, COPIES),)
+        q = q + (operand(parts[i], q_unit, COPIES),)
     folded = ()
     low = ()
     sums = ()
     if SIDE.low_rank is not None and SIDE.low_rank.shared:
         b_low, shrink = project(segment, q[0], SIDE)
         low = (b_low,)
-        unit = unit / shrink
-        q = (operand(parts[0], unit, COPIES),)
+        q_unit = q_unit / shrink
+        q = (operand(parts[0], q_unit, COPIES),)
     if SIDE.scale.shared:
         folded = fold_scale(segment, 0, q[0], SIDE)
     if SIDE.scale.by == "row":
         for g in tl.static_range(SIDE.columns // SIDE.scale.group):
             sums = sums + (group_sum(q[0], g, SIDE),)
-    return (q, folded, low, sums), unit
+    return (q, folded, low, sums), q_unit
 
 
 @triton.jit
@@ -95,11 +95,11 @@ def load_parts(
 
 
 @triton.jit
-def operand(parts, unit, COPIES: tl.constexpr):
-    """The parts [C, H] of q as operands fp16 [H, C * COPIES], in a unit [C]."""
+def operand(parts, q_unit, COPIES: tl.constexpr):
+    """The parts [C, H] of q as operands fp16 [H, C * COPIES], divided by q_unit [C]."""
     q = ()
     for j in tl.static_range(len(parts)):
-        b_q = (parts[j] / unit[:, None]).to(tl.float16)
+        b_q = (parts[j] / q_unit[:, None]).to(tl.float16)
         q = q + (tl.trans(repeat_rows(b_q, COPIES)),)
     return q
 

@@ -49,8 +49,8 @@ def query_unit(p_q, m_c, scale, D: tl.constexpr):
     q = tl.load(p_q[:, None] + o_d, mask=m_q, other=0.0).to(tl.float32)
     scale_log2 = scale * 1.4426950408889634
     top = tl.maximum(tl.max(tl.abs(q), 1) * tl.abs(scale_log2), 1e-30)
-    unit = tl.exp2(tl.ceil(tl.log2(top)))
-    return scale_log2 / unit, unit
+    q_unit = tl.exp2(tl.ceil(tl.log2(top)))
+    return scale_log2 / q_unit, q_unit
 
 
 @triton.jit
@@ -60,20 +60,20 @@ def empty_softmax(R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, unit, m, l, bias, new_bias, R: tl.constexpr, CAP: tl.constexpr):
+def softmax_step(s, q_unit, m, l, bias, new_bias, R: tl.constexpr, CAP: tl.constexpr):
     """Take scores of T tokens into the running maximum and sum.
 
-    s, unit: [T, C] fp32 and [C]; their product is in log2 units; CAP: as in `Softmax`
+    s, q_unit: [T, C] fp32 and [C]; their product is in log2 units; CAP: as in `Softmax`
     m, l:    [C] and [R, C]; l is summed over R only at the end, and is times 2**bias
     returns: weights p [T, C] times 2**new_bias, what older sums are multiplied by [C], m, l
     """
     if CAP > 0:  # tanh x = 1 - 2 / (1 + exp(2 x)); what is hidden stays so
-        b_tanh = 1.0 - 2.0 / (1.0 + tl.exp2(s * unit[None, :] * (2.0 / CAP)))
+        b_tanh = 1.0 - 2.0 / (1.0 + tl.exp2(s * q_unit[None, :] * (2.0 / CAP)))
         s = tl.where(s > float("-inf"), b_tanh * (CAP * 1.4426950408889634), s)
-        unit = tl.full(unit.shape, 1.0, tl.float32)
-    m_new = tl.maximum(m, tl.max(s, 0) * unit)
+        q_unit = tl.full(q_unit.shape, 1.0, tl.float32)
+    m_new = tl.maximum(m, tl.max(s, 0) * q_unit)
     decay = tl.exp2(m - m_new + (new_bias - bias))
-    p = tl.exp2(s * unit[None, :] - (m_new - new_bias)[None, :])
+    p = tl.exp2(s * q_unit[None, :] - (m_new - new_bias)[None, :])
     l = l * decay[None, :] + tl.sum(tl.reshape(p, [s.shape[0] // R, R, s.shape[1]]), 0)
     return p, decay, m_new, l
 
