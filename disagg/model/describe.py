@@ -129,9 +129,9 @@ def describe_model(
     """
     path = locate_model(ref)
     config = read_config(path)
-    refuse_own_code(config)
     try:
         refuse_unsupported(config)
+        refuse_own_code(config)
         sizes = _complete(config, path)
         num_layers = sizes["num_hidden_layers"]
         query_heads = sizes["num_attention_heads"]
@@ -222,7 +222,7 @@ def refuse_own_code(config: dict[str, Any]) -> None:
     if kind not in CONFIG_MAPPING_NAMES:
         raise ModelError(
             f"{kind} is code of its own repository (auto_map), which is never run, and "
-            "transformers has no model of this type: not supported"
+            f"transformers has no model type {kind!r}: not supported"
         )
 
 
