@@ -47,13 +47,19 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     from disagg.engine.sampling_defaults import read_sampling_defaults
     from disagg.model.chat_files import read_template
     from disagg.model.describe import check_weights
+    from disagg.model.quantization import has_packed_tensors, read_quantization
     from disagg.model.tokenizer import Tokenizer
 
     model = config.model
     info = check_codecs(model.name, config.listed, model.dtype, context=model.context)
+    quantization = read_quantization(info.path)
     is_local = config.cluster.address == ClusterConfig.address
     if is_local:  # on a cluster, weights and devices are those of other hosts
         check_weights(info.path)
+        if quantization is not None or has_packed_tensors(info.path):
+            from disagg.model.storage import read_storage
+
+            read_storage(info.path)
         if config.model.device == "cuda":
             from disagg.model.runner import pick_device
 

@@ -27,6 +27,9 @@ from disagg.model.describe import (
     read_config,
     stored_dtype,
 )
+from disagg.model.loading import check_storage, stays_packed
+from disagg.model.quantization import read_quantization
+from disagg.model.storage import read_storage
 
 # the first of these that takes the model's heads is recommended
 SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")
@@ -129,7 +132,7 @@ def check_model(
     share: float = 0.9,
     context: int | None = None,
 ) -> ModelFit:
-    """A model as config.json and the sizes of its files show it; ModelError if there is none.
+    """A model as config.json and the headers of its files show it; ModelError if there is none.
 
     context: as of `describe_model`
     memory: bytes of an accelerator; weights, arena and workspaces take this `share` of it
@@ -139,7 +142,7 @@ def check_model(
     name = ref or path.name
     try:
         info = describe_model(str(path), dtype, device="cuda", context=context)
-        class_of(info)
+        weights = _weights_bytes(info, config)
     except ModelError as error:
         return ModelFit(
             model=name,
@@ -148,7 +151,6 @@ def check_model(
             reason=" ".join(str(error).split()),
         )
     shape = kv_shape(info)
-    weights = _weights_bytes(path, stored_dtype(config, path), info.dtype)
     arena = None
     if memory is not None:
         usable = int(memory * share) - weights
@@ -175,14 +177,24 @@ def check_model(
     )
 
 
-def _weights_bytes(path: Path, stored: str, dtype: str) -> int:
-    """Bytes of a folder's weights in a dtype, from the sizes of its files; 0: it has none."""
+def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
+    """Bytes of a folder's weights on a GPU; 0: it has none.
+
+    ModelError for weights that are packed in a format that we do not unpack, or not its model's.
+    """
+    kind, transformers_config = class_of(info)
+    quantization = read_quantization(info.path)
     safetensors, others = (
-        sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED
+        sum(file.stat().st_size for file in info.path.glob(pattern))
+        for pattern in STORED
     )
-    stored_itemsize = getattr(getattr(torch, stored, None), "itemsize", 4)
-    itemsize = getattr(torch, dtype).itemsize
-    return (safetensors or others) * itemsize // stored_itemsize
+    storage = read_storage(info.path) if safetensors or others else None
+    if storage is None:
+        stored = getattr(torch, stored_dtype(config, info.path), None)
+        stored_itemsize = getattr(stored, "itemsize", 4)
+        return others * getattr(torch, info.dtype).itemsize // stored_itemsize
+    nbytes = check_storage(kind, transformers_config, storage, info)
+    return safetensors if stays_packed(quantization, "cuda") else nbytes
 
 
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:
@@ -226,7 +238,9 @@ def _transformers_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # its checks of a config raise anything
         raise ModelError(
             f"transformers cannot read {path / 'config.json'}: {error}"

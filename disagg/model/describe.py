@@ -147,6 +147,7 @@ def describe_model(
     config = read_config(path)
     try:
         refuse_unsupported(config)
+        refuse_own_code(config)
         sizes = _complete(config, path)
         reach = rotary_reach(sizes)
         num_layers = sizes["num_hidden_layers"]
@@ -211,6 +212,24 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise ModelError(f"text_config is {text!r}; expected an object")
     return text
+
+
+def refuse_own_code(config: dict[str, Any]) -> None:
+    """Raise ModelError for a model whose class is code of its repository: we never run that.
+
+    Where transformers knows the type of the model, its own class is used.
+    """
+    if "auto_map" not in config:
+        return
+    # slow, a second
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = config.get("model_type", "unknown")
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise ModelError(
+            f"{kind} is code of its own repository (auto_map), which is never run, and "
+            f"transformers has no model type {kind!r}: not supported"
+        )
 
 
 def refuse_unsupported(config: dict[str, Any]) -> None:
@@ -303,7 +322,9 @@ def _complete_by_transformers(path: Path) -> dict[str, Any]:
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ModelError(f"transformers {__version__} has no model type {kind!r}")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # its checks of a config raise anything
         raise ModelError(
             f"transformers cannot read {path / 'config.json'}: {error}"

@@ -144,12 +144,15 @@ class Runner:
     def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
         """A model with random weights, of the sizes in a folder's config.json: for timing."""
         info = describe_model(folder, dtype, device)
-        config = AutoConfig.from_pretrained(info.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            info.path, local_files_only=True, trust_remote_code=False
+        )
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, info.dtype),
                 attn_implementation=IMPLEMENTATION,
+                trust_remote_code=False,
             )
         pack_linears(model.eval().requires_grad_(False))
         return cls(model, info, "random")

@@ -197,7 +197,9 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         return tokenizer.backend_tokenizer
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(

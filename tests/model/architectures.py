@@ -72,8 +72,10 @@ PROMPTS = ", ".join(map(str, LENGTHS))
 HEAD = f"""# Models
 
 `disagg models check NAME` shows whether a model can be served and, with `--memory 24GiB`, how many
-tokens fit. It reads only the config. A few properties can be probed only when the weights load, so
-a model that passes may still be refused then.
+tokens fit. It reads the config and, if there are weights, the headers of their files: each tensor
+has to be one of the model. A few properties can be probed only when the weights load, so a model
+that passes may still be refused then. Code of a model's repository is never run: where transformers
+knows the type of the model, its own class is used.
 
 Each architecture below was tested as a small random model with transformers {VERSION}: greedy
 tokens on exact pages (codec `raw`) against transformers' own `generate`, for prompts of {PROMPTS}
@@ -104,13 +106,37 @@ by name.
 |---|---|
 """
 FOOT = """
+## Quantized weights
+
+These are unpacked to the model's dtype while they load, one weight at a time, on any device. They
+then take the memory of that dtype, which `disagg models check` shows. Activations are not
+quantized.
+
+| written by | formats |
+|---|---|
+| DeepSeek, Qwen and others (`fp8`) | FP8 with a scale per tensor, channel or square |
+| FBGEMM (`fbgemm_fp8`) | FP8 with a scale per channel |
+| NVIDIA's ModelOpt (`modelopt`, `hf_quant_config.json`) | FP8, as above; NVFP4; both mixed |
+| `compressed-tensors` | FP8, int8, int2, int4, NVFP4, MXFP4 |
+| AutoAWQ (`awq`) | int4, layout `gemm` |
+| GPTQ (`gptq`) | 2, 4 and 8 bits, also with `desc_act`; layouts `gptq` and `gptq_v2` |
+| gpt-oss (`mxfp4`) | experts in MXFP4 |
+
+Other formats (bitsandbytes, HQQ, AQLM, Marlin, sparse ones and others) are refused by name before
+workers start, and so are weights of which a part is missing, unknown or of another shape. Tensors
+that serving does not need are left out: scales of activations and of KV caches, layers that draft
+tokens, towers for images and sound.
+
+Each format was tested as a small model: the weights, and the greedy tokens, are those of the model
+unpacked by other means. On a GPU, transformers has kernels that multiply some formats as they are.
+They are used where their package is installed, which was not tested: `kernels` for `mxfp4` (compute
+capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5).
+
 ## Notes
 
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
-- `gpt_oss` was tested in fp32. Its real checkpoints have experts in mxfp4. On a GPU of compute
-  capability 7.5 or higher, with the package `kernels`, transformers computes in mxfp4; otherwise it
-  unpacks them to bf16 while loading, at 2 bytes per parameter. Neither was tested.
+- `gpt_oss` was tested in fp32, also with experts in MXFP4 as its real checkpoints have them.
 
 ## Context, dtype, end tokens and sampling
 
