@@ -4,20 +4,19 @@
     python -m benchmarks.chaos --fault hang --fault router_cut_off
 
 Every answer is compared with the answer to the same prompt before any fault. Every 6 to 12 seconds
-a random fault hits a random worker that has none; `faults.py` says what each is. A fault of all
-workers waits until none has a fault, and the next fault waits for it. No process may open more than
-256 files.
+a random fault hits a random worker or door that has none; `faults.py` says what each is. A fault of
+all waits until none has a fault, and the next fault waits for it. No process may open more than 256
+files.
 
-At the end no worker may hold records or reservations, and no process or port may remain. With
+At the end no worker may hold records or reservations, the router may have no request, and no
+process or port may remain. With
 `--calm` there are no faults, and the memory of the workers must not grow.
 """
 
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -26,31 +25,38 @@ from typer import Option
 from benchmarks import command, faults
 from benchmarks.faults import (
     ALL_FAULTS,
+    DOOR_FAULTS,
     GROUP_FAULTS,
     WORKER_FAULTS,
     Faults,
     FaultyWorker,
     limited_files,
 )
-from benchmarks.worker_group import WorkerGroup, running_group
+from benchmarks.front_group import Crowd, FrontGroup
+from benchmarks.worker_group import running
 from disagg.bench.result import Row, announce, result_of
 from disagg.bench.tables import table
-from disagg.bench.workers import Prompt, prompt_of
+from disagg.bench.workers import prompt_of
 from disagg.cli.bench import Out, show, without_none
 from disagg.cli.checks import check_codecs
 from disagg.cli.options import Json, refuse_idle
 from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig
-from disagg.errors import DisaggError, UnknownNameError
+from disagg.errors import UnknownNameError
 
 NUM_PROMPTS = 8  # different ones, of 40 to 320 tokens
 STEP_TOKENS = 40
 POLL_S = 0.1
-EVERYBODY = "all"  # hit by a fault of all workers
-NOTES = "seconds; gaps are between tokens of an answer, and before the first one"
+READ_S = 0.2
+EVERYBODY = "all"  # hit by a fault of all
+NOTES = (
+    "seconds; gaps are between tokens of an answer, and before the first one; "
+    "cut: answers that ended with their door"
+)
 SUMMARY = (
     "completed",
     "failed",
     "wrong",
+    "cut",
     "moved",
     "retried",
     "longest_gap_s",
@@ -72,6 +78,7 @@ class ChaosOptions:
     minutes: float = 10.0
     prefill: int = 2
     decode: int = 2
+    doors: int = 2
     streams: int = 40
     tokens: int = 100
     codec: str = DEFAULT_CODEC
@@ -95,100 +102,77 @@ async def _measure(options: ChaosOptions) -> Row:
     router = RouterConfig(deadline_s=options.deadline_s)
     engine = EngineConfig(stuck_s=faults.REPLACE_S)
     config = Config(codec=options.codec, engine=engine, router=router)
-    async with running_group(
-        config, options.prefill, options.decode, FaultyWorker
-    ) as group:
-        prompts = [
-            prompt_of(STEP_TOKENS * (number + 1), number)
-            for number in range(NUM_PROMPTS)
-        ]
-        expected = [await _answer(group, options, prompt, []) for prompt in prompts]
-        injector = FaultInjector(group, options, prompts, expected)
+    group = FrontGroup(config, FaultyWorker)
+    await group.open(options.doors)
+    async with running(group, options.prefill, options.decode):
+        crowds = await _crowds(group, options)
+        injector = FaultInjector(group, options)
         memory_before = group.resident_mb()
-        injecting = asyncio.create_task(injector.inject())
-        streams = [injector.stream(number) for number in range(options.streams)]
-        await asyncio.gather(injecting, *streams)
-        gauges = await group.gauges_when_idle()
+        await group.begin(crowds)
+        reading = asyncio.create_task(injector.read())
+        faults_by_time = await injector.inject()
+        reading.cancel()
+        await group.end()
+        held = await group.gauges_when_idle()
         memory_after = group.resident_mb()
-        requests = group.router.table
-    failed = injector.failed.total()
+        counts = (await group.figures()).counts
+    answers = group.answers
+    num_failed = answers.failed.total()
     return result_of(
-        injecting.result(),
+        faults_by_time,
         NOTES,
         options=asdict(options),
-        completed=injector.completed,
-        failed=failed,
-        wrong=injector.wrong,
-        completed_share=injector.completed / max(1, injector.completed + failed),
-        errors=dict(injector.failed),
-        moved=requests.moves,
-        retried=requests.retries,
-        unequal_tokens=requests.unequal_tokens,
-        longest_gap_s=max(injector.gaps_s),
-        median_gap_s=median(injector.gaps_s),
+        completed=answers.completed,
+        failed=num_failed,
+        wrong=answers.wrong,
+        cut=group.num_cut,
+        completed_share=answers.completed / max(1, answers.completed + num_failed),
+        errors=dict(answers.failed),
+        **counts,
+        longest_gap_s=max(answers.gaps_s),
+        median_gap_s=median(answers.gaps_s),
         resident_mb={"before": memory_before, "after": memory_after},
-        held=gauges,
+        held=held,
         left=await group.leftovers(),
     )
 
 
-async def _answer(
-    group: WorkerGroup, options: ChaosOptions, prompt: Prompt, gaps_s: list[float]
-) -> list[int]:
-    """The tokens of one answer; `gaps_s` gets the time before each."""
-    tokens = list[int]()
-    last = time.monotonic()
-    params = {"max_tokens": options.tokens, "ignore_eos": True}
-    outputs = group.router.generate(prompt, params, options.codec)
-    async with aclosing(outputs):
-        async for output in outputs:
-            if output.token is not None:
-                now = time.monotonic()
-                tokens.append(output.token)
-                gaps_s.append(now - last)
-                last = now
-    return tokens
+async def _crowds(group: FrontGroup, options: ChaosOptions) -> list[Crowd]:
+    """The clients of each door, and the answers that they have to get."""
+    numbers = range(NUM_PROMPTS)
+    prompts = [prompt_of(STEP_TOKENS * (number + 1), number) for number in numbers]
+    (door, *_) = group.doors.values()
+    expected = [
+        await door.ask("answer", prompt, options.codec, options.tokens)
+        for prompt in prompts
+    ]
+    return [
+        Crowd(
+            prompts,
+            expected,
+            options.codec,
+            options.tokens,
+            range(options.streams)[number :: options.doors],
+        )
+        for number in range(options.doors)
+    ]
 
 
 class FaultInjector:
-    """Streams of answers, and faults while they run.
+    """Faults while clients of the doors read answers."""
 
-    failed: answers by the error that ended them
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        options: ChaosOptions,
-        prompts: list[Prompt],
-        expected: list[list[int]],
-    ):
-        self.completed = 0
-        self.wrong = 0
-        self.failed: Counter[str] = Counter()
-        self.gaps_s: list[float] = []
+    def __init__(self, group: FrontGroup, options: ChaosOptions):
         self._group = group
         self._options = options
-        self._prompts = prompts
-        self._expected = expected
         self._random = random.Random(options.seed)
         self._faults = Faults(group, self._random)
-        self._faulty: set[str] = set()  # workers by name
-        self._over = False
+        self._faulty: set[str] = set()  # workers and doors by name
 
-    async def stream(self, number: int) -> None:
-        """One stream of answers, until the faults are over."""
-        while not self._over:
-            number = (number + 1) % len(self._prompts)
-            prompt = self._prompts[number]
-            try:
-                tokens = await _answer(self._group, self._options, prompt, self.gaps_s)
-            except DisaggError as error:
-                self.failed[f"{error.reason}: {error}"] += 1
-                continue
-            self.completed += 1
-            if tokens != self._expected[number]:
-                self.wrong += 1
+    async def read(self) -> None:
+        """Read the answers of the clients again and again, until cancelled."""
+        while True:
+            await self._group.take_answers()
+            await asyncio.sleep(READ_S)
 
     async def inject(self) -> list[Row]:
         """Inject faults until the time is over: which, at which worker, and when."""
@@ -196,7 +180,6 @@ class FaultInjector:
         duration_s = 60 * self._options.minutes
         if self._options.calm:
             await asyncio.sleep(duration_s)
-            self._over = True
             return rows
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -206,25 +189,30 @@ class FaultInjector:
                 if at_s > duration_s:
                     break
                 fault = self._random.choice(self._options.faults)
-                name = await self._next_worker(fault)
-                row = {"at_s": at_s, "worker": name, "what": fault}
+                name = await self._next_victim(fault)
+                row = {"at_s": at_s, "victim": name, "what": fault}
                 rows.append(row)
                 announce(" ".join(map(str, row.values())))
                 injection = tasks.create_task(self._inject(fault, name))
                 if fault in GROUP_FAULTS:
                     await injection
-        self._over = True
         return rows
 
-    async def _next_worker(self, fault: str) -> str:
-        """The worker that a fault hits; waits until there is one without another fault."""
+    async def _next_victim(self, fault: str) -> str:
+        """What a fault hits; waits until there is something without another fault."""
         while True:
-            names = sorted(self._group.workers.keys() - self._faulty)
             if fault in GROUP_FAULTS and not self._faulty:
                 return EVERYBODY
-            if fault in WORKER_FAULTS and names:
-                return self._random.choice(names)
+            victims = self._victims(fault) - self._faulty
+            if victims:
+                return self._random.choice(sorted(victims))
             await asyncio.sleep(POLL_S)
+
+    def _victims(self, fault: str) -> set[str]:
+        """The names of all that a fault may hit."""
+        if fault in WORKER_FAULTS:
+            return set(self._group.workers)
+        return set(self._group.doors) if fault in DOOR_FAULTS else set()
 
     async def _inject(self, fault: str, name: str) -> None:
         self._faulty.add(name)
@@ -234,6 +222,8 @@ class FaultInjector:
     def _run_fault(self, fault: str, name: str) -> Awaitable[None]:
         if fault in GROUP_FAULTS:
             return GROUP_FAULTS[fault](self._faults)
+        if fault in DOOR_FAULTS:
+            return DOOR_FAULTS[fault](self._faults, name)
         return WORKER_FAULTS[fault](self._faults, self._group.workers[name])
 
 
@@ -255,7 +245,7 @@ def chaos(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Stream answers while workers are killed, frozen, hung, drained, cut off and upgraded."""
+    """Stream answers while workers, doors and the router are killed, hung, cut off or replaced."""
     refuse_idle(
         calm, "with --calm, which has no faults", seed=seed is not None, fault=fault
     )

@@ -1,4 +1,4 @@
-"""Faults of workers, of their hosts and of the network, for `chaos`.
+"""Faults of workers, of their hosts, of the network and of the front end, for `chaos`.
 
 Each is a method of `Faults`:
 
@@ -11,6 +11,8 @@ Each is a method of `Faults`:
     cut_off          for 2 to 8 s all its connections break and none is accepted
     few_files        for 2 to 8 s it can open no file and accept no connection
     bad_host         it is killed, and two workers that should replace it cannot start
+    kill_door        SIGKILL of a door: its answers end with an error, others do not notice
+    kill_router      SIGKILL of the router: doors keep every answer for the next one
     router_cut_off   the router reaches no worker, for longer than it waits for a silent one, while
                      workers reach each other
     upgrade          a worker of each role leaves for one that speaks another version of the wire
@@ -28,7 +30,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.worker_group import WorkerGroup, WorkerProcess
+from benchmarks.front_group import FrontGroup
+from benchmarks.worker_group import WorkerProcess
 from disagg import wire
 from disagg.bench.child import Child
 from disagg.bench.workers import WorkerEnd
@@ -101,9 +104,9 @@ def limited_files() -> Iterator[None]:
 
 
 class Faults:
-    """What can be done to the workers of a group."""
+    """What can be done to the processes of a group."""
 
-    def __init__(self, group: WorkerGroup, source: random.Random):
+    def __init__(self, group: FrontGroup, source: random.Random):
         self._group = group
         self._random = source
         self._version = wire.WIRE_VERSION
@@ -121,8 +124,7 @@ class Faults:
 
     async def freeze_for_good(self, worker: WorkerProcess) -> None:
         os.kill(worker.child.pid, signal.SIGSTOP)
-        router = self._group.router
-        while router.silent_s()[worker.name] < REPLACE_S:
+        while await self._silent_s(worker) < REPLACE_S:
             await asyncio.sleep(POLL_S)
         await self.kill(worker)
 
@@ -161,7 +163,15 @@ class Faults:
             raise AssertionError(f"a worker started without {MISSING_MODEL}")
         await self._group.start(worker.role)
 
+    # -- of a door
+
+    async def kill_door(self, name: str) -> None:
+        await self._group.replace_door(name)
+
     # -- of all
+
+    async def kill_router(self) -> None:
+        await self._group.replace_router()
 
     async def router_cut_off(self) -> None:
         proxies = [worker.router_proxy for worker in self._group.workers.values()]
@@ -191,6 +201,11 @@ class Faults:
             os.kill(worker.child.pid, signal.SIGKILL)
         await self._group.remove(worker)
 
+    async def _silent_s(self, worker: WorkerProcess) -> float:
+        """How long the router has not heard of a worker."""
+        figures = await self._group.figures()
+        return figures.silent_s.get(worker.name, 0.0)
+
     async def _leave(self, worker: WorkerProcess) -> None:
         await asyncio.to_thread(worker.child.ask, "leave", DRAIN_S)
         await self._group.remove(worker)
@@ -210,8 +225,12 @@ WORKER_FAULTS: dict[str, Callable[[Faults, WorkerProcess], Awaitable[Any]]] = {
     "few_files": Faults.few_files,
     "bad_host": Faults.bad_host,
 }
+DOOR_FAULTS: dict[str, Callable[[Faults, str], Awaitable[Any]]] = {
+    "kill_door": Faults.kill_door,
+}
 GROUP_FAULTS: dict[str, Callable[[Faults], Awaitable[Any]]] = {
+    "kill_router": Faults.kill_router,
     "router_cut_off": Faults.router_cut_off,
     "upgrade": Faults.upgrade,
 }
-ALL_FAULTS = (*WORKER_FAULTS, *GROUP_FAULTS)
+ALL_FAULTS = (*WORKER_FAULTS, *DOOR_FAULTS, *GROUP_FAULTS)

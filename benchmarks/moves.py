@@ -20,7 +20,7 @@ from unittest.mock import patch
 from typer import Option
 
 from benchmarks import command
-from benchmarks.worker_group import WorkerGroup, WorkerProcess, running_group, until
+from benchmarks.worker_group import RoutedGroup, WorkerProcess, running, until
 from disagg.bench.result import Row, progress, result_of
 from disagg.bench.workers import Prompt, WorkerEnd, prompt_of, visit
 from disagg.cli.bench import Out, show
@@ -124,14 +124,15 @@ async def _measure(rounds: int) -> list[Row]:
         engine=EngineConfig(prefix_cache=False), transfer=TransferConfig(dedup=False)
     )
     rows = []
-    async with running_group(config, prefill=1, decode=2, process=PageWitness) as group:
+    group = RoutedGroup(config, PageWitness)
+    async with running(group, prefill=1, decode=2):
         for codec, tokens in progress(product(CODECS, LENGTHS), str):
             rows.append(await _measure_prompts(group, rounds, codec, tokens))
     return rows
 
 
 async def _measure_prompts(
-    group: WorkerGroup, rounds: int, codec: str, tokens: int
+    group: RoutedGroup, rounds: int, codec: str, tokens: int
 ) -> Row:
     """The row of one codec and length."""
     await _sample(group, prompt_of(tokens, 0), codec)  # warms everything
@@ -160,7 +161,7 @@ async def _measure_prompts(
     }
 
 
-async def _sample(group: WorkerGroup, prompt: Prompt, codec: str) -> MoveSample:
+async def _sample(group: RoutedGroup, prompt: Prompt, codec: str) -> MoveSample:
     """One answer that moves; then prompt and answer up to the move again, as a prompt."""
     requests = group.router.table
     moves_before = requests.moves
@@ -199,17 +200,18 @@ async def _sample(group: WorkerGroup, prompt: Prompt, codec: str) -> MoveSample:
     )
 
 
-async def _restore(group: WorkerGroup, worker: WorkerProcess) -> None:
+async def _restore(group: RoutedGroup, worker: WorkerProcess) -> None:
     """Let a worker decode again, and wait until the router knows."""
     await asyncio.to_thread(worker.child.ask, "assume", Role.DECODE)
-    peers = group.router.peers
-    await until(
-        lambda: peers[worker.name].info.role.decodes,
-        f"{worker.name} decodes again",
-    )
+    peer = group.router.peers[worker.name]
+
+    async def decodes() -> bool:
+        return peer.info.role.decodes
+
+    await until(decodes, f"{worker.name} decodes again")
 
 
-async def _all_digests(group: WorkerGroup) -> tuple[Digests, Digests]:
+async def _all_digests(group: RoutedGroup) -> tuple[Digests, Digests]:
     """Of sequences that departed and that arrived, of all workers together."""
     all_departed, all_arrived = Digests(), Digests()
     for worker in group.workers.values():
@@ -219,7 +221,7 @@ async def _all_digests(group: WorkerGroup) -> tuple[Digests, Digests]:
     return all_departed, all_arrived
 
 
-async def _counts(group: WorkerGroup) -> Counter[str]:
+async def _counts(group: RoutedGroup) -> Counter[str]:
     """Of all workers together."""
     counts = Counter[str]()
     for status in (await group.router.status()).values():

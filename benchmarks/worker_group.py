@@ -1,6 +1,7 @@
 """A group of workers that join and leave, and their router, for `chaos` and `moves`.
 
-Each worker is a process behind a proxy; the router is in this process. No Ray:
+Each worker is a process behind a proxy. The router is in this process, or in another one (see
+front_group.py). No Ray:
 
     router ─────────► TcpProxy ──► worker       closed proxies cut the worker off from the router,
     other workers ──► TcpProxy ──► worker       from other workers, or from both
@@ -11,7 +12,8 @@ In place of Ray, the group reports deaths to the router and starts replacements.
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -25,7 +27,7 @@ from disagg.config import Config
 from disagg.errors import DeadlineError, DisaggError
 from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Role, WorkerStatus
+from disagg.transfer.messages import Role, WorkerInfo, WorkerStatus
 from disagg.transfer.rpc import Link, connect
 
 POLL_S = 0.05
@@ -38,15 +40,18 @@ IDLE_GAUGES = {"arena_bytes", "cached_pages", "cached_bytes"}  # of an idle work
 class WorkerProcess:
     """A worker as its group has it.
 
+    info: how other workers reach it
+    router_address: how the router does
     router_proxy, peer_proxy: in front of it, for the router and for other workers
     """
 
     name: str
     role: Role
     child: Child
+    info: WorkerInfo
+    router_address: str
     router_proxy: TcpProxy
     peer_proxy: TcpProxy
-    link: Link
 
     @property
     def proxies(self) -> tuple[TcpProxy, TcpProxy]:
@@ -63,8 +68,8 @@ class WorkerProcess:
             await proxy.open()
 
 
-class WorkerGroup:
-    """Workers by name, and their router.
+class WorkerGroup(ABC):
+    """Workers by name; a subclass has their router.
 
     process: the object of each worker's process
     prepare: called with the process of each worker before it starts
@@ -72,13 +77,32 @@ class WorkerGroup:
     """
 
     def __init__(self, config: Config, process: type[WorkerEnd]):
-        self.router = Router(config.router, lease_s=config.transfer.lease_s)
         self.workers: dict[str, WorkerProcess] = {}
         self.proxies: list[TcpProxy] = []
         self.prepare: Callable[[Child], object] = lambda child: None
         self.config = config
         self._process = process
         self._numbers = count()
+
+    @abstractmethod
+    async def follow(self, worker: WorkerProcess) -> None:
+        """Add a worker to the router."""
+
+    @abstractmethod
+    async def forget(self, worker: WorkerProcess) -> None:
+        """Tell the router that a worker is dead."""
+
+    @abstractmethod
+    async def status(self) -> Mapping[str, WorkerStatus | DisaggError]:
+        """As of `Router.status`."""
+
+    @abstractmethod
+    async def is_ready(self) -> bool:
+        """As of `Router.ready`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the router."""
 
     async def start(self, role: Role, config: Config | None = None) -> WorkerProcess:
         """Start a worker and add it to the router; raises the DisaggError that it raised."""
@@ -93,34 +117,39 @@ class WorkerGroup:
             raise
         router_proxy, peer_proxy = TcpProxy(info.address), TcpProxy(info.address)
         self.proxies += [router_proxy, peer_proxy]
-        info = replace(info, address=await peer_proxy.open())
-        link = connect(await router_proxy.open())
-        worker = WorkerProcess(name, role, child, router_proxy, peer_proxy, link)
+        worker = WorkerProcess(
+            name,
+            role,
+            child,
+            info=replace(info, address=await peer_proxy.open()),
+            router_address=await router_proxy.open(),
+            router_proxy=router_proxy,
+            peer_proxy=peer_proxy,
+        )
         self.workers[name] = worker
-        self.router.add(WorkerConnection(info, WorkerClient(link)))
+        await self.follow(worker)
         return worker
 
     async def remove(self, worker: WorkerProcess) -> None:
         """Take a worker out that is dead, or has nothing to do any more."""
         del self.workers[worker.name]
-        self.router.died(worker.name)
+        await self.forget(worker)
         worker.cut_off()
-        await worker.link.close()
         await asyncio.to_thread(worker.child.__exit__)
 
     async def gauges_when_idle(self) -> dict[str, float]:
-        """What workers still hold: empty as soon as that is nothing, else as it is after IDLE_S."""
+        """What is still held: empty as soon as that is nothing, else as it is after IDLE_S."""
         deadline = time.monotonic() + IDLE_S
-        gauges = await self._gauges()
+        gauges = await self.gauges()
         while gauges and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-            gauges = await self._gauges()
+            gauges = await self.gauges()
         return gauges
 
-    async def _gauges(self) -> dict[str, float]:
+    async def gauges(self) -> dict[str, float]:
         """Every gauge that an idle worker would not have, by worker and name."""
         gauges = dict[str, float]()
-        for name, status in (await self.router.status()).items():
+        for name, status in (await self.status()).items():
             if not isinstance(status, WorkerStatus):
                 gauges[f"{name} silent"] = 1.0
                 continue
@@ -150,28 +179,52 @@ class WorkerGroup:
         return pages * os.sysconf("SC_PAGE_SIZE") // 1_000_000
 
 
+class RoutedGroup(WorkerGroup):
+    """Workers and a router in this process."""
+
+    def __init__(self, config: Config, process: type[WorkerEnd]):
+        super().__init__(config, process)
+        self.router = Router(config.router, lease_s=config.transfer.lease_s)
+        self._links: dict[str, Link] = {}
+
+    async def follow(self, worker: WorkerProcess) -> None:
+        link = connect(worker.router_address)
+        self._links[worker.name] = link
+        self.router.add(WorkerConnection(worker.info, WorkerClient(link)))
+
+    async def forget(self, worker: WorkerProcess) -> None:
+        self.router.died(worker.name)
+        await self._links.pop(worker.name).close()
+
+    async def status(self) -> Mapping[str, WorkerStatus | DisaggError]:
+        return await self.router.status()
+
+    async def is_ready(self) -> bool:
+        return self.router.ready
+
+    async def close(self) -> None:
+        await self.router.close()
+
+
 @asynccontextmanager
-async def running_group(
-    config: Config, prefill: int, decode: int, process: type[WorkerEnd] = WorkerEnd
-) -> AsyncIterator[WorkerGroup]:
-    """A group with this many workers of each role; all leave at the end."""
-    group = WorkerGroup(config, process)
+async def running(group: WorkerGroup, prefill: int, decode: int) -> AsyncIterator[None]:
+    """The group has this many workers of each role; all leave at the end."""
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     try:
         await asyncio.gather(*map(group.start, roles))
-        await until(lambda: group.router.ready, "all workers take part")
-        yield group
+        await until(group.is_ready, "all workers take part")
+        yield
     finally:
-        await group.router.close()
         for worker in list(group.workers.values()):
             await group.remove(worker)
+        await group.close()
 
 
-async def until(condition: Callable[[], bool], description: str) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], description: str) -> None:
     """Wait for a condition; DeadlineError with its description after PATIENCE_S."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not condition():
+            while not await condition():
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise DeadlineError(f"not within {PATIENCE_S:g} s: {description}") from None

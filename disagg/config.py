@@ -71,11 +71,19 @@ class ModelConfig(Bounded):
     name:   a folder or a Hugging Face name; None: the model that ships in the package
     dtype:  "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
     device: "auto" (one GPU per worker if the host has GPUs), "cpu" or "cuda"
+    context: maximum tokens of a prompt with its answer. Less saves memory; more only as far as the
+            model's own rope scaling reaches, which `disagg models check` shows. None: what the
+            model takes as it is
+    generation_config: where sampling defaults come from that apply when a request does not set
+            them: "auto" (generation_config.json of the model), "none", or the path of such a file
+            or of a folder with one
     """
 
     name: str | None = None
     dtype: str = "auto"
     device: str = one_of(*DEVICES)
+    context: int | None = at_least(2, default=None)
+    generation_config: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,8 @@ class EngineConfig(Bounded):
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
-                      threads in the log; each layer of a prompt is progress
+                      threads in the log; each layer of a prompt is progress. Keep it below
+                      cluster.replace_s, so that the worker is not killed before
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
@@ -107,7 +116,7 @@ class EngineConfig(Bounded):
     watermark: float = at_least(0, most=1, default=0.02)
     prefix_cache: bool = True
     torch_threads: int | None = at_least(1, most=1024, default=None)
-    stuck_s: float = at_least(1, default=60.0)
+    stuck_s: float = at_least(1, default=45.0)
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,8 @@ class RouterConfig(Bounded):
     silence_s:    a worker that does not answer for this long counts as dead
     stuck_s:      so does a worker whose engine has work and makes no progress for this long, unless
                   it has been slow before
-    max_queue:    maximum requests waiting for a worker; more are refused with 429
+    max_queue:    maximum requests waiting for a worker; more are refused with 429, unless they are
+                  of an API key that has less than its share of them
     error_budget: for codec auto: acceptable relative error of the attention output
     first_decode_s: for codec auto: target time to the second token, the first one decoded
     """
@@ -176,7 +186,8 @@ class ClusterConfig(Bounded):
              start one
     gpus:    GPUs per worker, may be a fraction; None: the GPUs that Ray has at start, divided
              equally
-    ports:   port range of the workers on every host, [first, last]; None: any free ports
+    ports:   port range of the workers on every host, and of the router of Ray Serve,
+             [first, last]; None: any free ports
     runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
     replace_s: a worker that is silent for this long, or whose engine does not finish a step, is
@@ -234,7 +245,7 @@ class ServerConfig(Bounded):
     host:              address to listen on; 0.0.0.0: every IPv4 address of this host
     port:              port to listen on; 0: any free port
     doors:             processes with HTTP and tokenizer in front of one with the router; 1: one
-                       process does both
+                       process does both. In Ray Serve: replicas in front of the router
     pd_ports:          first port of a range with one port per worker, for vLLM's routers; 0: any
                        free ports
     state_file:        file in which other commands find the service; None: one in a folder of this

@@ -4,6 +4,7 @@ DisaggError
 ├── ConfigError                 an option, spec or file that cannot be used
 │   ├── UnknownNameError        an unknown codec, option or key; lists the known ones
 │   ├── AuthError               a key that is missing or wrong
+│   ├── OccupiedError           workers of other settings or another service, which will end
 │   └── ModelError              a model that is missing or cannot be served
 ├── RequestError                a request that can never succeed as written
 │   ├── TooLargeError           a body longer than the limit
@@ -71,6 +72,10 @@ class UnknownNameError(ConfigError):
 class AuthError(ConfigError):
     reason = "auth"
     http_status = 401
+
+
+class OccupiedError(ConfigError):
+    reason = "occupied"
 
 
 class ModelError(ConfigError):

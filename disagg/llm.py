@@ -21,6 +21,7 @@ from disagg.config import DEFAULT_CODEC, EngineConfig
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
+from disagg.engine.sampling_defaults import AUTO, read_sampling_defaults
 from disagg.engine.sequence import MAX_NUMBER, Logprobs, Request, SamplingParams
 from disagg.errors import CapacityError, ConfigError, RequestError
 from disagg.kv.plan import Plan
@@ -60,13 +61,19 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         config: EngineConfig | None = None,
+        context: int | None = None,
+        generation_config: str = AUTO,
     ):
         """Load a model, by name or path; without one, the packaged model.
 
-        codec: a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
+        codec:   a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
+        context: maximum tokens of a prompt with its answer; None: what the model takes as it is
+        generation_config: where `default_params` come from: "auto" (the model), "none", or a path
         Raises ModelError, UnknownNameError and ConfigError for arguments that cannot be used.
         """
-        self._runner = Runner.load(model, dtype, device)
+        defaults = read_sampling_defaults(model, generation_config)
+        self.default_params = SamplingParams(**defaults)
+        self._runner = Runner.load(model, dtype, device, context)
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
@@ -101,6 +108,7 @@ class LLM:
         """Answer prompts, all in one batch; `n` completions for each, in order.
 
         prompts: a text, several texts, or sequences of token ids
+        params:  None: `default_params`, what the model's authors recommend, otherwise greedy
         codec:   replaces the codec of this object for this call
         n:       completions with the seed of `params` and with those that follow, as over HTTP
         Calls of several threads take turns: one call with all prompts is faster.
@@ -114,7 +122,7 @@ class LLM:
         if not isinstance(n, int) or n < 1:
             raise RequestError(f"n is {reprlib.repr(n)}; expected an integer from 1")
         codec = _codec_name(codec or self._codec)
-        answers = self._prepare_all(prompts, params or SamplingParams(), codec, n)
+        answers = self._prepare_all(prompts, params or self.default_params, codec, n)
         waiting = deque(answers)
         with self._lock:
             self._plan(codec)  # raises its errors before anything is admitted

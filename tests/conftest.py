@@ -27,11 +27,13 @@ SERIAL = {
     "tests/bench/test_child.py",
     "tests/bench/test_link.py",
     "tests/benchmarks/test_chaos.py",
+    "tests/benchmarks/test_hung_workers.py",
     "tests/benchmarks/test_moves.py",
     "tests/cli/test_cluster.py",
     "tests/cli/test_doors.py",
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",
+    "tests/cluster/test_serve_replicas.py",
     "tests/test_packaging.py",
 }
 # files that start early, so that no process is left alone with one at the end

@@ -72,6 +72,34 @@ def test_the_text_ends_before_a_stop_token(llm):
     assert stopped.text == llm._tokenizer.decode(answer.tokens[: end - 1])
 
 
+def test_the_authors_sampling_applies_where_none_is_given(tiny, tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.8, "top_k": 9, "max_new_tokens": 12}')
+    llm = LLM(
+        str(tiny),
+        KIVI,
+        config=EngineConfig(arena_bytes=16 << 20),
+        generation_config=str(file),
+    )
+    explicit = SamplingParams(max_tokens=12, temperature=0.8, top_k=9)
+
+    (unsaid,) = llm.generate([random_prompt(40)])
+    (said,) = llm.generate([random_prompt(40)], explicit)
+    (greedy,) = llm.generate([random_prompt(40)], SamplingParams(max_tokens=12))
+
+    assert llm.default_params == explicit
+    assert unsaid.tokens == said.tokens != greedy.tokens
+
+
+def test_minus_one_is_as_many_tokens_as_fit_into_the_context(tiny):
+    llm = LLM(str(tiny), KIVI, config=EngineConfig(arena_bytes=16 << 20), context=70)
+    (answer,) = llm.generate([random_prompt(60)], SamplingParams(max_tokens=-1))
+
+    assert (len(answer.tokens), answer.finish_reason) == (10, "length")
+    with pytest.raises(PromptTooLongError, match="context of 70"):
+        llm.generate([random_prompt(70)])
+
+
 def test_n_answers_have_consecutive_seeds(llm):
     prompts = [random_prompt(40), random_prompt(50)]
     params = [

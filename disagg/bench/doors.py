@@ -30,6 +30,9 @@ class NoWorkerPool:
     def count(self, door: str, counts: bytes) -> None:
         """Counts of doors are not shown."""
 
+    def leave(self, door: str) -> None:
+        """They are not kept either."""
+
     async def scrape(self) -> bytes:
         """No series."""
         return b""

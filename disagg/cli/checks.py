@@ -20,28 +20,37 @@ DEFAULT_CODEC_DIM = 16  # the default codec takes heads of any multiple
 def check_request(config: Config, body: Mapping[str, Any]) -> None:
     """Raise the error that a service would return for a request."""
     from disagg.model.chat import read_template
-    from disagg.server.limits import check_prompt, check_text
+    from disagg.server.limits import check_answer_length, check_prompt, check_text
     from disagg.server.schema import ChatRequest, CompletionRequest
 
     info, tokenizer = check_model(config)
     is_chat = "messages" in body
     text = body["messages"][0]["content"] if is_chat else body["prompt"]
     check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
-    check_prompt(len(tokenizer.encode(text)), info.context_length)
+    num_tokens = len(tokenizer.encode(text))
+    check_prompt(num_tokens, info.context_length)
     schema = ChatRequest if is_chat else CompletionRequest
-    schema.read(json.dumps(body).encode())
+    request = schema.read(json.dumps(body).encode())
+    check_answer_length(
+        request.max_answer_tokens,
+        request.least_answer_tokens,
+        num_tokens,
+        info.context_length,
+    )
     if is_chat and read_template(config.model.name) is None:
         raise RequestError(f"{info.path.name!r} has no chat template; leave out --chat")
 
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     """Description and tokenizer of the model; ConfigError for a codec that does not fit it."""
+    from disagg.engine.sampling_defaults import read_sampling_defaults
     from disagg.model.chat import read_template
     from disagg.model.describe import check_weights
     from disagg.model.quantization import has_packed_tensors, read_quantization
     from disagg.model.tokenizer import Tokenizer
 
-    info = check_codecs(config.model.name, config.listed, config.model.dtype)
+    model = config.model
+    info = check_codecs(model.name, config.listed, model.dtype, context=model.context)
     quantization = read_quantization(info.path)
     is_local = config.cluster.address == ClusterConfig.address
     if is_local:  # on a cluster, weights and devices are those of other hosts
@@ -54,22 +63,29 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
             from disagg.model.runner import pick_device
 
             pick_device("cuda")
-    read_template(config.model.name)  # raises for a template that cannot be read
+    # these raise for files that cannot be used
+    read_template(model.name)
+    read_sampling_defaults(model.name, model.generation_config)
     check_arena(config, info)
     return info, Tokenizer.load(config.model.name)
 
 
 def check_codecs(
-    model: str | None, specs: Iterable[str], dtype: str = "auto", tokens: int = 0
+    model: str | None,
+    specs: Iterable[str],
+    dtype: str = "auto",
+    tokens: int = 0,
+    context: int | None = None,
 ) -> "ModelInfo":
     """The description of a model.
 
-    tokens: length of a prompt with its answer; PromptTooLongError if it exceeds the context
+    tokens:  length of a prompt with its answer; PromptTooLongError if it exceeds the context
+    context: as of `describe_model`
     Raises ConfigError for a spec that makes no plan for the model.
     """
     from disagg.model.describe import describe_model
 
-    info = describe_model(model, dtype)
+    info = describe_model(model, dtype, context=context)
     if tokens > info.context_length:
         raise PromptTooLongError(
             f"{tokens:,} tokens of a prompt and its answer are too many; "

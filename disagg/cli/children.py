@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -140,6 +141,8 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
     """The router and its workers, until the parent or a signal ends them."""
     from disagg.cli.shutdown import ShutdownGuard
     from disagg.server.router_process import RouterProcess
+    from disagg.transfer.rpc import start_local_server
+    from disagg.transfer.security import Security
 
     def tell(stage: str) -> None:
         pipe.send("stage", text=stage)
@@ -148,10 +151,13 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     config = settings.config
+    listen = partial(
+        start_local_server,
+        path=settings.socket_path,
+        security=Security(token=settings.secret),
+    )
     with ShutdownGuard(config.cluster.grace_s, say=tell) as guard, ExitStack() as stack:
-        process = RouterProcess(
-            config, settings.socket_path, settings.secret, guard.reporting(tell)
-        )
+        process = RouterProcess(config, listen, guard.reporting(tell))
         orders = {
             "stop": interrupt,
             "reload": lambda: reload_settings(settings, process),

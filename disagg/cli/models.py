@@ -35,19 +35,25 @@ Dtype = Annotated[
     str, Option(help="Dtype of the model; default: that of the checkpoint.")
 ]
 
+Context = Annotated[
+    int | None,
+    Option(min=2, help="Tokens of a prompt with its answer, as model.context."),
+]
+
 
 @app.command()
 def check(
     ref: Ref = None,
     memory: Memory = None,
     dtype: Dtype = "auto",
+    context: Context = None,
     as_json: options.Json = False,
 ) -> None:
     """Check whether a model can be served, and how many tokens fit."""
     from disagg.model.capacity import check_model
 
     room = None if memory is None else parse_bytes(memory)
-    fit = check_model(ref, dtype, room, EngineConfig().memory_share)
+    fit = check_model(ref, dtype, room, EngineConfig().memory_share, context)
     if as_json:
         print_json(asdict(fit))
     else:
@@ -69,19 +75,8 @@ def _draw(fit: "ModelFit") -> None:
     if not fit.served:
         print(f"{fit.architecture}: not served: {fit.reason}")
         return
-    spans = [
-        f"{count} x {f'{window} tokens' if window else 'all'}"
-        for window, count in fit.windows.items()
-    ]
-    print(f"{fit.architecture}: served")
-    print(
-        f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}"
-    )
-    print(
-        f"context {fit.context_length:,} tokens · weights {fit.weights_bytes / 1e6:,.0f} MB"
-    )
-    exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
-    print(f"{exact} · recommended: {fit.recommended}")
+    for line in _facts(fit):
+        print(line)
     rows = [
         [codec.spec, codec.refused or f"{codec.bytes_per_token:,.0f}"]
         for codec in fit.codecs
@@ -95,3 +90,23 @@ def _draw(fit: "ModelFit") -> None:
     print_table(f"in prompts of {fit.context_length:,} tokens", columns, rows)
     if not has_memory:
         print("--memory 24GiB adds how many tokens fit on an accelerator")
+
+
+def _facts(fit: "ModelFit") -> list[str]:
+    """What a served model is like, in lines."""
+    spans = [
+        f"{count} x {f'{window} tokens' if window else 'all'}"
+        for window, count in fit.windows.items()
+    ]
+    context = f"context {fit.context_length:,} tokens"
+    if fit.max_context > fit.context_length:
+        context += f", with model.context up to {fit.max_context:,}"
+    ends = ", ".join(map(str, fit.eos_ids)) or "none"
+    exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
+    return [
+        f"{fit.architecture}: served",
+        f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}",
+        f"{context} · weights {fit.weights_bytes / 1e6:,.0f} MB",
+        f"tokens that end an answer: {ends}",
+        f"{exact} · recommended: {fit.recommended}",
+    ]

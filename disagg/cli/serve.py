@@ -236,9 +236,28 @@ def print_start(service: "Service | Supervisor", config: Config, as_json: bool) 
     """Print where it listens, its workers and links, and warnings."""
     if as_json:
         print_json({"url": service.url, "pid": os.getpid()})
-    for line in (*service.links, *service.pd_addresses, *open_access_warnings(config)):
+    notes = (*sampling_notes(config), *open_access_warnings(config))
+    for line in (*service.links, *service.pd_addresses, *notes):
         tell(line)
     tell(f"serving {service.name} at {service.url}")
+
+
+def sampling_notes(config: Config) -> list[str]:
+    """The sampling defaults of the model's authors, if there are any, and the setting for them."""
+    from disagg.engine.sampling_defaults import (
+        describe_defaults,
+        read_sampling_defaults,
+    )
+
+    model = config.model
+    defaults = read_sampling_defaults(model.name, model.generation_config)
+    if not defaults:
+        return []
+    values = describe_defaults(defaults)
+    return [
+        f"unless a request sets them: {values} (model.generation_config: "
+        f"{model.generation_config})"
+    ]
 
 
 def open_access_warnings(config: Config) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from typer import Argument, Option
 
 from disagg.cli import options
-from disagg.cli.client import persist
+from disagg.cli.client import get, persist, understood
 from disagg.cli.output import print_json, print_savings, tell
 from disagg.cli.serve import private_service, ready
 from disagg.cli.state_file import RunningService, read_state
@@ -31,12 +31,18 @@ def submit(
     ),
     model: options.Model = None,
     codec: options.Codec = None,
-    max_tokens: int = Option(64, min=1, help="Tokens to generate."),
-    temperature: float = Option(0.0, min=0.0, help="Sampling temperature; 0: greedy."),
-    top_p: float = Option(
-        1.0, help="Sample from the smallest set with this probability."
+    max_tokens: int = Option(64, help="Tokens to generate; -1: as many as fit."),
+    temperature: float | None = Option(
+        None,
+        min=0.0,
+        help="Sampling temperature; default: the model's, else 0: greedy.",
     ),
-    top_k: int = Option(0, min=0, help="Sample from the k most likely tokens; 0: all."),
+    top_p: float | None = Option(
+        None, help="Sample from the smallest set with this probability."
+    ),
+    top_k: int | None = Option(
+        None, min=0, help="Sample from the k most likely tokens; 0: all."
+    ),
     seed: int | None = Option(None, min=0, help="Seed for repeatable sampling."),
     stop: list[str] | None = Option(
         None, help="Stop before this text; may be repeated."
@@ -75,7 +81,7 @@ def submit(
     show = ignore if as_json else print_piece
     try:
         with find_service(service_at_url, config, sets, flags, body) as service:
-            answer = persist(service, body, show)
+            answer = persist(service, with_temperature(service, body), show)
     except KeyboardInterrupt as error:  # connections and services are closed by now
         print(end="" if as_json else "\n")
         raise CancelledError("cancelled") from error
@@ -84,6 +90,17 @@ def submit(
     else:
         print()
         print_savings(answer, max_tokens)
+
+
+def with_temperature(service: RunningService, body: dict[str, Any]) -> dict[str, Any]:
+    """Greedy, unless the user or the model's authors name a temperature."""
+    if body["temperature"] is not None:
+        return body
+    reply = get(service, "/v1/models")
+    with understood(service):
+        defaults = reply["data"][0].get("default_sampling_params", {})
+        is_greedy = "temperature" not in defaults
+    return {**body, "temperature": 0.0} if is_greedy else body
 
 
 def read_prompt(text: str) -> str:

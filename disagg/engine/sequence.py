@@ -69,8 +69,8 @@ class Bounds:
 
 
 PENALTY = Bounds("a number between -1e4 and 1e4", gt=-1e4, lt=1e4)
+AS_MANY_AS_FIT = -1  # max_tokens of an answer that only the context limits
 LEAST_INTEGERS = {
-    "max_tokens": 1,
     "min_tokens": 0,
     "top_k": 0,
     "seed": 0,
@@ -111,7 +111,7 @@ ARROWS: Mapping[Status, tuple[Status, ...]] = {
 class SamplingParams:
     """How tokens are chosen, and when to stop. RequestError for values that make no sense.
 
-    max_tokens:  tokens to generate, at least 1
+    max_tokens:  tokens to generate, at least 1; -1: as many as fit into the context
     min_tokens:  tokens to generate before the end of the text or a stop token may come
     temperature: 0: the most likely token
     top_p:       choose among the fewest tokens whose probabilities add up to this
@@ -148,10 +148,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_integers()
         self._check_numbers()
-        _require(
-            self.min_tokens <= self.max_tokens,
-            f"min_tokens is {self.min_tokens}; at most max_tokens, {self.max_tokens}",
-        )
+        self._check_max_tokens()
         self._check_logprobs()
         self._check_named_tokens()
         _require(
@@ -166,6 +163,20 @@ class SamplingParams:
                 isinstance(number, int) and least <= number < MAX_NUMBER,
                 f"{name} is {number!r}; expected an integer from {least} to 2**63-1",
             )
+
+    def _check_max_tokens(self) -> None:
+        limit = self.max_tokens
+        if limit == AS_MANY_AS_FIT:
+            return
+        _require(
+            isinstance(limit, int) and 1 <= limit < MAX_NUMBER,
+            f"max_tokens is {limit!r}; expected an integer from 1 to 2**63-1, "
+            "or -1 for as many as fit",
+        )
+        _require(
+            self.min_tokens <= limit,
+            f"min_tokens is {self.min_tokens}; at most max_tokens, {limit}",
+        )
 
     def _check_numbers(self) -> None:
         for name, bounds in BOUNDS.items():
@@ -351,9 +362,9 @@ class Sequence:
             return "stop"
         if self.length >= info.context_length:
             return "length"
-        if len(self.emitted) >= params.max_tokens:
-            return "length"
-        return None
+        if params.max_tokens == AS_MANY_AS_FIT:
+            return None
+        return "length" if len(self.emitted) >= params.max_tokens else None
 
 
 def handoff_stats(

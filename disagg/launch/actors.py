@@ -185,11 +185,11 @@ def measure_links(actors: Sequence[Actor]) -> list[str]:
     return lines
 
 
-def cause_of_death(actor: Actor) -> str:
-    """How the process of a worker that has ended ended, for the log; "" if it left by itself.
+def cause_of_death(actor: Actor) -> tuple[str, str]:
+    """How the process of a worker that has ended ended, for the log, and its id.
 
-    Ray knows no exit code or signal: a kill, a crash and the kernel's out-of-memory killer look
-    alike to it.
+    Both are "" if it left by itself. Ray knows no exit code or signal: a kill, a crash and the
+    kernel's out-of-memory killer look alike to it.
     """
     try:
         ray.get(actor.call, timeout=0)
@@ -197,10 +197,11 @@ def cause_of_death(actor: Actor) -> str:
         process = process_of(error)
         exit_type = re.search(r"exit type: (\w+)", str(error))
         if not (process.pid and process.host and exit_type):
-            return f": {last_line(error)}"
+            return f": {last_line(error)}", process.pid
         name = f"process {process.pid} at {process.host}"
-        return f": its {name} was killed or crashed (Ray: {exit_type[1]})"
-    return ""
+        cause = f": its {name} was killed or crashed (Ray: {exit_type[1]})"
+        return cause, process.pid
+    return "", ""
 
 
 class Process(NamedTuple):

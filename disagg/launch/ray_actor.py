@@ -8,7 +8,7 @@ import threading
 import ray
 
 from disagg.config import changed_keys
-from disagg.errors import ConfigError, DisaggError
+from disagg.errors import DisaggError, OccupiedError
 from disagg.launch.resources import worker_config
 from disagg.launch.start_protocol import (
     Message,
@@ -71,21 +71,21 @@ class WorkerActor:
         return success(address, self._worker.info)
 
     def _check_settings(self, settings: Message) -> None:
-        """ConfigError unless the worker has the settings that it would get from this front end."""
+        """OccupiedError unless it has the settings that it would get from this front end."""
         self._config = config_of(self._settings)
         own = worker_settings(self._config)
         changed = changed_keys(own, worker_settings(config_of(settings)))
         if changed:
             orphan_s = self._config.cluster.orphan_s
-            raise ConfigError(
+            raise OccupiedError(
                 f"{self._name} runs with other settings ({', '.join(changed)}), "
                 f"until {orphan_s:g} s after its last router"
             )
 
     def _check_alone(self) -> None:
-        """ConfigError while a router of another service follows the worker."""
+        """OccupiedError while a router of another service follows the worker."""
         if not self._worker.wait_alone(TAKEOVER_S):
-            raise ConfigError(
+            raise OccupiedError(
                 f"{self._name} works for another service; "
                 "stop that one, or use another cluster.name"
             )

@@ -251,13 +251,16 @@ class Cluster:
         self._actors.remove(actor)
         on_down(actor.name)
         if not actor.leaves:
-            cause = actors.cause_of_death(actor)
+            cause, pid = actors.cause_of_death(actor)
             log.warning(
                 "%s ended%s; another one starts%s",
                 actor.name,
                 cause,
                 self._pause_after_end(actor),
             )
+            last_words = self._connection.last_words(pid)
+            if last_words:
+                log.error("%s wrote before it ended:\n%s", actor.name, last_words)
 
     def _pause_after_end(self, actor: Actor) -> str:
         """When the next worker starts, for the log: at once unless several ended early."""

@@ -3,7 +3,8 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
@@ -16,6 +17,10 @@ LOCAL = "local"
 AUTO = "auto"
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray requires at least 75 MB
 KNOCK_S = 1.0
+LAST_CHARS = (
+    16_000  # of what a worker that broke wrote to stderr: the stacks of its threads
+)
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray adds
 
 
 class InstalledOnly(JobConfig):
@@ -78,6 +83,21 @@ class RayConnection:
     def is_lost(self) -> bool:
         """Whether a private Ray has ended. A cluster never counts as lost."""
         return not all(knock(host, port) for host, port in self._listening)
+
+    def last_words(self, pid: str) -> str:
+        """The end of what a worker of a private Ray has written to stderr; "" if nothing.
+
+        Also "" on a cluster, where Ray keeps the logs of workers at each host.
+        """
+        if self._session is None or not pid:
+            return ""
+        files = Path(self._session.folder).glob(f"r*/session_*/logs/worker-*-{pid}.err")
+        with suppress(OSError):
+            for path in files:
+                lines = path.read_text(errors="replace").splitlines()
+                words = [line for line in lines if not line.startswith(RAY_MARKS)]
+                return "\n".join(words).strip()[-LAST_CHARS:]
+        return ""
 
     def close(self) -> None:
         """Leave Ray; a private one ends."""

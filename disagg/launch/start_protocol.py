@@ -39,6 +39,7 @@ def worker_settings(config: Config) -> dict[str, Any]:
     """What a worker depends on, by key: "engine.max_sequences". Others change without a restart."""
     shared = asdict(config)
     used = {group: shared[group] for group in WORKER_GROUPS}
+    del used["model"]["generation_config"]  # only the front end reads it
     used["cluster"] = {key: shared["cluster"][key] for key in WORKER_CLUSTER_KEYS}
     return settings_by_key(used)
 

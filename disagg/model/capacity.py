@@ -57,6 +57,8 @@ class ModelFit:
     """Whether a model can be served, and the size of its KV.
 
     reason:        why it is not served, in one line
+    max_context:   the most that `model.context` may be
+    eos_ids:       the tokens that end an answer
     windows:       number of layers by the tokens that their queries see; None: all
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
@@ -71,6 +73,8 @@ class ModelFit:
     heads: int = 0
     head_dim: int = 0
     context_length: int = 0
+    max_context: int = 0
+    eos_ids: tuple[int, ...] = ()
     windows: Mapping[int | None, int] = field(default_factory=dict)
     weights_bytes: int = 0
     exact_bytes_per_token: int = 0
@@ -121,17 +125,22 @@ def tokens_that_fit(plan: Plan, nbytes: int, context: int) -> int:
 
 
 def check_model(
-    ref: str | None, dtype: str = "auto", memory: int | None = None, share: float = 0.9
+    ref: str | None,
+    dtype: str = "auto",
+    memory: int | None = None,
+    share: float = 0.9,
+    context: int | None = None,
 ) -> ModelFit:
     """A model as config.json and the headers of its files show it; ModelError if there is none.
 
+    context: as of `describe_model`
     memory: bytes of an accelerator; weights, arena and workspaces take this `share` of it
     """
     path = locate_model(ref)
     config = read_config(path)
     name = ref or path.name
     try:
-        info = describe_model(str(path), dtype, device="cuda")
+        info = describe_model(str(path), dtype, device="cuda", context=context)
         weights = _weights_bytes(info, read_config(path))
     except ModelError as error:
         return ModelFit(
@@ -156,6 +165,8 @@ def check_model(
         heads=info.heads,
         head_dim=info.head_dim,
         context_length=info.context_length,
+        max_context=info.max_context,
+        eos_ids=info.eos_ids,
         windows=dict(Counter(info.windows)),
         weights_bytes=weights,
         exact_bytes_per_token=exact_bytes(shape, 1),
@@ -178,7 +189,7 @@ def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
     )
     storage = read_storage(info.path) if safetensors or others else None
     if storage is None:
-        stored = getattr(torch, stored_dtype(config), None)
+        stored = getattr(torch, stored_dtype(config, info.path), None)
         stored_itemsize = getattr(stored, "itemsize", 4)
         return others * getattr(torch, info.dtype).itemsize // stored_itemsize
     nbytes = check_storage(kind, transformers_config, storage, info)
@@ -204,15 +215,23 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     ModelError for an architecture that takes no attention function from outside.
     """
     # slow, seconds: only transformers knows its classes
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
     try:
         config = AutoConfig.from_pretrained(
             info.path, local_files_only=True, trust_remote_code=False
         )
-        model = AutoModelForCausalLM._model_mapping[type(config)]
     except Exception as error:  # its checks of a config raise anything
-        raise ModelError(f"transformers has no such language model: {error}") from error
+        raise ModelError(
+            f"transformers cannot read {info.path / 'config.json'}: {error}"
+        ) from error
+    try:
+        model = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        raise ModelError(
+            f"transformers {__version__} has no language model for "
+            f"{config.model_type!r} alone"
+        ) from error
     if not model._supports_attention_backend:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ModelError, RequestError
-from disagg.model.describe import locate_model, read_object
+from disagg.model.describe import locate_model
+from disagg.model.json_file import read_object
 
 DEFAULT = "default"  # the name of the one to use, of several templates
 

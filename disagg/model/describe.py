@@ -4,14 +4,17 @@ Reads JSON files only. Imports neither torch nor transformers, except for a conf
 sizes to the defaults of its architecture. Never touches the network.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from disagg.errors import ModelError, UnknownNameError
+from disagg.errors import ConfigError, ModelError, UnknownNameError
+from disagg.model.checkpoint import read_headers
+from disagg.model.end_tokens import end_tokens
+from disagg.model.json_file import read_object
+from disagg.model.rotary import Reach, rotary_reach
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
 FETCHED_NAMES = ("smollm2",)  # the models of `disagg fetch`
@@ -38,6 +41,7 @@ STATE_SPACES = (
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 DTYPES = ("float32", "bfloat16", "float16")
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class ModelInfo:
     dtype:          the one it computes in, such as "float32"
     windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
+    max_context:    the most that `model.context` may be
     """
 
     path: Path
@@ -59,6 +64,7 @@ class ModelInfo:
     dtype: str
     windows: tuple[int | None, ...]
     context_length: int
+    max_context: int
     vocab_size: int
     eos_ids: tuple[int, ...]
 
@@ -120,12 +126,17 @@ def user_cache() -> Path:
 
 
 def describe_model(
-    ref: str | None = None, dtype: str = "auto", device: str = "cpu"
+    ref: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    context: int | None = None,
 ) -> ModelInfo:
     """The sizes of a model, by name or path.
 
-    dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
-    ModelError if there is none, or if its config says that we cannot serve it.
+    dtype:   "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
+    context: tokens of prompt and answer; None: as many as the model takes as it is
+    ModelError if there is none, or if its config says that we cannot serve it. ConfigError for a
+    context that is too long for it.
     """
     path = locate_model(ref)
     config = read_config(path)
@@ -133,6 +144,7 @@ def describe_model(
         refuse_unsupported(config)
         refuse_own_code(config)
         sizes = _complete(config, path)
+        reach = rotary_reach(sizes)
         num_layers = sizes["num_hidden_layers"]
         query_heads = sizes["num_attention_heads"]
         return ModelInfo(
@@ -142,11 +154,12 @@ def describe_model(
             query_heads=query_heads,
             heads=sizes.get("num_key_value_heads") or query_heads,
             head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
-            dtype=_dtype(dtype, device, config),
+            dtype=_dtype(dtype, device, config, path),
             windows=_windows(sizes, num_layers),
-            context_length=_context_length(sizes),
+            context_length=_context_length(reach, context),
+            max_context=reach.most,
             vocab_size=sizes["vocab_size"],
-            eos_ids=_eos_ids(path, sizes),
+            eos_ids=end_tokens(path, config, sizes["vocab_size"]),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} makes no sense: {error}") from error
@@ -185,19 +198,6 @@ def check_weights(path: Path) -> None:
     if missing or not files:
         names = ", ".join(missing[:3]) or "*.safetensors, *.bin"
         raise ModelError(f"{path} lacks weights of its model: there is no {names}")
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file; ModelError for any other content."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}; expected an object")
-    return content
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +259,9 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
 
 def _unsupported_layers(text: dict[str, Any]) -> str:
     """Layers whose state is not K and V of their own; empty if there are none."""
+    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
+    if other_types:
+        return f"has layers of type {', '.join(sorted(other_types))}"
     for key in text:
         if key.startswith(STATE_SPACES):
             return f"has state-space layers ({key})"
@@ -268,14 +271,11 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
 
 
 def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes, or layers of other types; empty if there are none."""
+    """Heads of several sizes; empty if there are none."""
     for key in ("global_head_dim", "v_head_dim"):
         size = text.get(key)
         if size is not None and size != text.get("head_dim", size):
             return f"has heads of several sizes ({key})"
-    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
-    if other_types:
-        return f"has layers of type {', '.join(sorted(other_types))}"
     return ""
 
 
@@ -308,8 +308,11 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
 def _complete_by_transformers(path: Path) -> dict[str, Any]:
     """The sizes of a model with the defaults that only transformers knows."""
     # slow, seconds
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
+    kind = read_config(path).get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        raise ModelError(f"transformers {__version__} has no model type {kind!r}")
     try:
         config = AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
@@ -363,42 +366,52 @@ def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     )
 
 
-def _context_length(sizes: dict[str, Any]) -> int:
-    """max_position_embeddings, or the length up to which rotary frequencies do not change.
+def _context_length(reach: Reach, context: int | None) -> int:
+    if context is None:
+        return reach.default
+    if context > reach.most:
+        raise ConfigError(
+            f"config key model.context is {context}; "
+            f"the positions of this model reach {reach.most} tokens"
+        )
+    return context
 
-    For LongRoPE the least of all keys: which one counts differs by architecture.
+
+def stored_dtype(config: dict[str, Any], path: Path) -> str:
+    """The dtype of a checkpoint's numbers, or of those that it keeps unquantized.
+
+    That of the config, else that of its language model, else that of most bytes of the weights.
     """
-    ropes = [sizes.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    for rope in list(ropes):  # some configs have one for each type of layer
-        ropes += [value for value in rope.values() if isinstance(value, dict)]
-    lengths = [sizes["max_position_embeddings"]]
-    switching = [rope for rope in ropes if "long_factor" in rope]
-    if switching:
-        for source in (*switching, sizes):
-            lengths.append(source.get("original_max_position_embeddings"))
-    return min(length for length in lengths if length)
+    for part in (config, _text_config(config)):
+        name = str(part.get("dtype") or part.get("torch_dtype"))
+        name = name.removeprefix("torch.")
+        if name in DTYPES:
+            return name
+    return _most_common_dtype(path) or _assumed_dtype(config)
 
 
-def stored_dtype(config: dict[str, Any]) -> str:
-    """The dtype of a checkpoint, by its config."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+def _most_common_dtype(path: Path) -> str | None:
+    """The floating-point dtype of most bytes of a folder's safetensors; None: there are none."""
+    names = [name for name in named_weights(path) if (path / name).is_file()]
+    sizes = dict.fromkeys(STORED_DTYPES, 0)
+    for header in read_headers(path, names).values():
+        if header.dtype in sizes:
+            sizes[header.dtype] += header.nbytes
+    most = max(sizes, key=lambda name: sizes[name])
+    return STORED_DTYPES[most] if sizes[most] else None
 
 
-def _dtype(dtype: str, device: str, config: dict[str, Any]) -> str:
+def _assumed_dtype(config: dict[str, Any]) -> str:
+    """Without weights that could tell: what is not quantized in a quantized model is bfloat16."""
+    parts = (config, _text_config(config))
+    is_quantized = any("quantization_config" in part for part in parts)
+    return "bfloat16" if is_quantized else "float32"
+
+
+def _dtype(dtype: str, device: str, config: dict[str, Any], path: Path) -> str:
     if dtype == "auto":
-        stored = stored_dtype(config)
-        return "float32" if device == "cpu" or stored not in DTYPES else stored
+        return "float32" if device == "cpu" else stored_dtype(config, path)
     if dtype not in DTYPES:
         names = ", ".join(DTYPES)
         raise ModelError(f"dtype {dtype!r} is unknown; known: auto, {names}")
     return dtype
-
-
-def _eos_ids(path: Path, sizes: dict[str, Any]) -> tuple[int, ...]:
-    """The tokens that end an answer: generation_config.json first, as transformers does."""
-    generation = read_object(path / "generation_config.json")
-    eos = generation.get("eos_token_id", sizes.get("eos_token_id"))
-    if eos is None:
-        return ()
-    ids = eos if isinstance(eos, list) else [eos]
-    return tuple(x for x in ids if 0 <= x < sizes["vocab_size"])  # -1 stands for none

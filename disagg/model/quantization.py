@@ -16,7 +16,8 @@ from typing import Any
 
 from disagg.errors import ModelError
 from disagg.model.checkpoint import TensorHeader, read_headers
-from disagg.model.describe import named_weights, read_config, read_object
+from disagg.model.describe import named_weights, read_config
+from disagg.model.json_file import read_object
 
 MODELOPT = "modelopt"
 COMPRESSED = "compressed-tensors"

@@ -8,10 +8,12 @@ import gc
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
@@ -23,7 +25,7 @@ from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.linear import pack_linears
 from disagg.model.probe import check_attention
 from disagg.model.static import StaticStep
-from disagg.model.weights import fingerprint_model, load_model
+from disagg.model.weights import fingerprint_model, fingerprint_with, load_model
 from disagg.paged.page_tables import upload
 
 
@@ -49,18 +51,40 @@ def has_bfloat16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def fix_rotary(model: nn.Module) -> None:
+def fix_rotary(model: nn.Module, context: int) -> bool:
     """Make rotary embeddings independent of the last position: reading it stalls a GPU every step.
 
-    Contexts end where the embedding would change with it, see `describe_model`.
+    Frequencies that depend on the length of the text become those of a text as long as the context.
+    Returns whether they differ from those of short texts.
     """
+    is_changed = False
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str):
+            is_changed |= _fix_frequencies(module, rope_type, context)
             setattr(module, "rope_type", "default")  # noqa: B010 (no attribute of nn.Module)
         elif isinstance(rope_type, dict):  # one for each type of layer
+            for layer_type, each in rope_type.items():
+                is_changed |= _fix_frequencies(module, each, context, layer_type)
             defaults = dict.fromkeys(rope_type, "default")
             setattr(module, "rope_type", defaults)  # noqa: B010
+    return is_changed
+
+
+def _fix_frequencies(
+    module: Any, rope_type: str, context: int, layer_type: str | None = None
+) -> bool:
+    """Set frequencies that depend on the length of the text; whether that changed them."""
+    if "dynamic" not in rope_type and rope_type != "longrope":
+        return False
+    name = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
+    frequencies = getattr(module, name)
+    fixed, _ = ROPE_INIT_FUNCTIONS[rope_type](
+        module.config, frequencies.device, seq_len=context, layer_type=layer_type
+    )
+    is_changed = not torch.equal(fixed, frequencies)
+    frequencies.copy_(fixed)
+    return is_changed
 
 
 class Runner:
@@ -68,12 +92,14 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, info: ModelInfo, fingerprint: str):
         self.info = info
-        self.fingerprint = fingerprint
         self.device = model.device
         self.shape = kv_shape(info)
         self._model = model
         self._cache = pass_through(model)
-        fix_rotary(model)
+        if fix_rotary(model, info.context_length):
+            # workers with other contexts would compute other keys
+            fingerprint = fingerprint_with(fingerprint, info.context_length)
+        self.fingerprint = fingerprint
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
@@ -84,21 +110,26 @@ class Runner:
 
     @classmethod
     def load(
-        cls, ref: str | None = None, dtype: str = "auto", device: str = "cpu"
+        cls,
+        ref: str | None = None,
+        dtype: str = "auto",
+        device: str = "cpu",
+        context: int | None = None,
     ) -> "Runner":
         """Load a model by name in the local cache, by path, or the packaged one.
 
-        dtype: "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
-               bfloat16), "float32", "bfloat16", "float16"
+        dtype:   "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
+                 bfloat16), "float32", "bfloat16", "float16"
+        context: tokens of prompt and answer; None: as many as the model takes as it is
         ModelError if there is none, or if its attention is not plain softmax attention; ConfigError
-        for a device that `pick_device` refuses.
+        for a device that `pick_device` refuses, and for a context that is too long.
         """
         device = pick_device(device)
         if device == "cuda":
             # an earlier model has reference cycles, which keep its memory
             gc.collect()
             torch.cuda.empty_cache()
-        info = describe_model(ref, dtype, device)
+        info = describe_model(ref, dtype, device, context)
         if dtype == "auto" and info.dtype == "bfloat16" and not has_bfloat16():
             info = replace(info, dtype="float16")
         model = load_model(info, device).eval().requires_grad_(False)

@@ -25,10 +25,10 @@ from disagg.model.describe import (
     ModelInfo,
     named_weights,
     read_config,
-    read_object,
     stored_dtype,
     user_cache,
 )
+from disagg.model.json_file import read_object
 from disagg.model.loading import (
     LOAD_ERRORS,
     build_model,
@@ -75,7 +75,7 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
 
 def _open(info: ModelInfo, storage: Storage, device: str) -> dict[str, Any]:
     """All weights by name, as slices of files, none read yet."""
-    is_stored = stored_dtype(read_config(info.path)) == info.dtype
+    is_stored = stored_dtype(read_config(info.path), info.path) == info.dtype
     backend = "mmap" if device == "cpu" and is_stored else "pread"
     try:
         files = {
@@ -157,6 +157,11 @@ def fingerprint_model(path: Path) -> str:
     if nbytes >= NOTED_BYTES and is_settled and _stat_all(files) == stats:
         _write_note(note, fingerprint)
     return fingerprint
+
+
+def fingerprint_with(fingerprint: str, context: int) -> str:
+    """The fingerprint of a model whose rotary frequencies are those of a context."""
+    return xxh3_128(f"{fingerprint} {context}".encode()).hexdigest()
 
 
 def _digest(config: bytes, files: Sequence[Path]) -> str:

@@ -15,6 +15,10 @@ class Reserve:
     worker: str
     job: Job
 
+    @property
+    def rid(self) -> str:
+        return self.job.rid
+
 
 @dataclass(frozen=True)
 class Start:
@@ -25,6 +29,10 @@ class Start:
     work: Work
     decode: str | None = None
     grant: Grant | None = None
+
+    @property
+    def rid(self) -> str:
+        return self.job.rid
 
 
 @dataclass(frozen=True)

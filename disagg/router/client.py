@@ -12,8 +12,10 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -31,8 +33,10 @@ from disagg.errors import (
 )
 from disagg.protos.v1 import router_pb2 as pb
 from disagg.router.actions import TokenOutput
-from disagg.router.contract import ANY_WORKERS, RouterReport
+from disagg.router.contract import ANY_WORKERS, RouterReport, Submission
 from disagg.router.door_service import ROUTER_SERVICE, TURN_BYTES
+from disagg.router.fair_share import may_wait
+from disagg.router.inbox import Deliver, outputs_of
 from disagg.transfer.messages import Parsed, parse, parse_json
 from disagg.transfer.rpc import Link, failures_of
 
@@ -42,7 +46,20 @@ COUNTS_S = 1.0  # between two messages with the door's own series
 CALL_S = 10.0  # every call but Generate
 MAX_HANDLE = 1 << 32
 
+# The link to the router as it is now. PeerLostError while there is none; StoppingError if none will
+# come, which ends the requests that wait for one
+Dial = Callable[[], Awaitable[Link]]
+
 log = logging.getLogger(__name__)
+
+
+def fixed(link: Link) -> Dial:
+    """For a router whose address never changes."""
+
+    async def dial() -> Link:
+        return link
+
+    return dial
 
 
 @dataclass(eq=False)
@@ -50,6 +67,7 @@ class DoorPrompt:
     """A request that a client waits for.
 
     begin:    how a router gets it, but for what changes
+    deliver:  called with each output, and with the error that ends it
     emitted:  tokens that the client has
     token_at: when the last one came; at first, when the request arrived
     accepted: a router had it
@@ -57,15 +75,13 @@ class DoorPrompt:
     """
 
     begin: pb.Begin
+    deliver: Deliver
     arrived: float
     token_at: float
     emitted: "array[int]" = field(default_factory=lambda: array("I"))
     accepted: bool = False
     waited_s: float = 0.0
     kv: Mapping[str, Any] = field(default_factory=dict)
-    inbox: asyncio.Queue[TokenOutput | DisaggError] = field(
-        default_factory=asyncio.Queue
-    )
 
     def message(self, now: float) -> pb.Begin:
         """What begins it at a router, or goes on with it at another one."""
@@ -82,22 +98,24 @@ class DoorPrompt:
 
 
 class RouterClient:
-    """A router that a link leads to. `run` follows it, whichever process it is at the time.
+    """The router of a service. `run` follows it, whichever process it is at the time.
 
+    dial:   called before each attempt; `run` closes its links, the last one when it is cancelled
     name:   of this door, for the series of its counts
     counts: its own series, as `ScrapeRequest` has them
     """
 
     def __init__(
         self,
-        link: Link,
+        dial: Dial,
         name: str = "",
         config: RouterConfig | None = None,
         counts: Callable[[], bytes] = bytes,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name = name
-        self._link = link
+        self._dial = dial
+        self._link: Link | None = None
         self._config = config or RouterConfig()
         self._counts = counts
         self._last_counts = b""
@@ -116,55 +134,50 @@ class RouterClient:
 
     # -- for clients
 
-    async def generate(
+    def generate(
         self,
         prompt: Sequence[int],
         params: Mapping[str, Any],
         codec: str,
         at: tuple[str, str] = ANY_WORKERS,
+        client: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         """As `Router.generate`; while there is no router the client waits for one."""
-        handle = self._open(prompt, params, codec, at)
-        inbox = self._prompts[handle].inbox
-        try:
-            while True:
-                output = await inbox.get()
-                if isinstance(output, DisaggError):
-                    raise output
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            self._leave(handle)
+        submission = Submission(prompt, params, codec, at, client=client)
+        return outputs_of(partial(self._open, submission), self._leave)
 
-    def _open(
-        self,
-        prompt: Sequence[int],
-        params: Mapping[str, Any],
-        codec: str,
-        at: tuple[str, str],
-    ) -> int:
+    def _open(self, submission: Submission, deliver: Deliver) -> int:
         if self._closing:
             raise StoppingError("the service is shutting down")
-        limit = self._config.max_queue
-        if not self._has_router and len(self._prompts) >= limit:
-            raise QueueFullError(
-                f"{len(self._prompts)} requests wait for a router, {limit} may; try again later"
-            )
+        self._check_room(submission.client)
         handle = next(self._handles) % MAX_HANDLE
+        prefill, decode = submission.at
         begin = pb.Begin(
             handle=handle,
-            prompt=prompt,
-            sampling=json.dumps(params),
-            codec=codec,
-            prefill=at[0],
-            decode=at[1],
+            prompt=submission.prompt,
+            sampling=json.dumps(submission.params),
+            codec=submission.codec,
+            prefill=prefill,
+            decode=decode,
+            client=submission.client,
         )
         now = self._clock()
-        self._prompts[handle] = DoorPrompt(begin, arrived=now, token_at=now)
-        self._begins[handle] = self._prompts[handle]
+        prompt = DoorPrompt(begin, deliver, arrived=now, token_at=now)
+        self._prompts[handle] = prompt
+        self._begins[handle] = prompt
         self._has_news.set()
         return handle
+
+    def _check_room(self, client: str) -> None:
+        """QueueFullError if too many requests wait for a router that is not there."""
+        limit = self._config.max_queue
+        if self._has_router or self.running < limit:
+            return
+        waiting = Counter(prompt.begin.client for prompt in self._prompts.values())
+        if not may_wait(waiting, client, limit):
+            raise QueueFullError(
+                f"{self.running} requests wait for a router, {limit} may; try again later"
+            )
 
     def _leave(self, handle: int) -> None:
         """The client is gone, or its request has ended."""
@@ -242,6 +255,8 @@ class RouterClient:
     async def _call(
         self, method: str, request: Message, response: type[Parsed]
     ) -> Parsed:
+        if self._link is None:
+            raise PeerLostError("the address of the router is not known yet")
         data = await self._link.call(
             f"/{ROUTER_SERVICE}/{method}", request.SerializeToString(), CALL_S
         )
@@ -255,7 +270,7 @@ class RouterClient:
         try:
             while True:
                 try:
-                    await self._attach()
+                    await self._follow()
                 except CapacityError as error:
                     log.error("the router gave this door up: %s", error)
                     self._end_all(error)
@@ -265,6 +280,21 @@ class RouterClient:
                 await asyncio.sleep(REOPEN_S)
         finally:
             checking.cancel()
+            if self._link is not None:
+                await self._link.close()
+
+    async def _follow(self) -> None:
+        """Follow the router of this moment, if one is to come."""
+        try:
+            link = await self._dial()
+        except StoppingError as error:
+            self._end_all(error)
+            return
+        earlier = self._link
+        self._link = link
+        if earlier is not None and earlier is not link:
+            await earlier.close()
+        await self._attach(link)
 
     def _note_lost(self, error: DisaggError) -> None:
         if self._is_attached:
@@ -274,17 +304,17 @@ class RouterClient:
                 error,
             )
 
-    async def _attach(self) -> None:
+    async def _attach(self, link: Link) -> None:
         """One stream, from its begin to its end, which is an error or the leave of the router."""
-        method = self._link.channel.stream_stream(f"/{ROUTER_SERVICE}/Generate")
-        with failures_of(self._link.address):
-            call = method(metadata=self._link.metadata)
+        method = link.channel.stream_stream(f"/{ROUTER_SERVICE}/Generate")
+        with failures_of(link.address):
+            call = method(metadata=link.metadata)
             await call.wait_for_connection()
             self._begins = dict(self._prompts)
             self._cancels.clear()
             self._last_counts = b""
             self._has_news.set()
-            writing = asyncio.create_task(self._write(call))
+            writing = asyncio.create_task(self._write(call, link.address))
             writing.add_done_callback(lambda _: call.cancel())
             try:
                 async for data in call:
@@ -295,9 +325,9 @@ class RouterClient:
                 await asyncio.gather(writing, return_exceptions=True)
         raise PeerLostError("the router left")
 
-    async def _write(self, call: Any) -> None:
+    async def _write(self, call: Any, address: str) -> None:
         """Say what happened here, in one message for each turn of the loop."""
-        with failures_of(self._link.address):
+        with failures_of(address):
             request = pb.GenerateRequest(door=self.name)
             await call.write(request.SerializeToString())
             while True:
@@ -341,22 +371,27 @@ class RouterClient:
             self._state = response.state
             self._is_attached = True
         for figures in response.figures:
-            self._on_figures(figures)
-        scores = {
-            each.position: parse_json("logprobs", each.logprobs, list)
-            for each in response.scores
-        }
+            try:
+                self._on_figures(figures)
+            except DisaggError as error:
+                self._fail(figures.handle, error)
+        scores = {each.position: each.logprobs for each in response.scores}
         prompts = self._prompts
         pairs = zip(response.handles, response.tokens, strict=True)
         for position, (handle, token) in enumerate(pairs):
             prompt = prompts.get(handle)
             if prompt is None:
                 continue  # its client has left
+            output = TokenOutput("", token, kv=prompt.kv, waited_s=prompt.waited_s)
+            if position in scores:
+                try:
+                    output.logprobs = parse_json("logprobs", scores[position], list)
+                except DisaggError as error:
+                    self._fail(handle, error)
+                    continue
             prompt.emitted.append(token)
             prompt.token_at = now
-            output = TokenOutput("", token, None, scores.get(position, ()), prompt.kv)
-            output.waited_s = prompt.waited_s
-            prompt.inbox.put_nowait(output)
+            prompt.deliver(output)
         for end in response.ends:
             self._on_end(end)
 
@@ -377,18 +412,24 @@ class RouterClient:
         if not end.HasField("error"):
             del self._prompts[end.handle]
             output = TokenOutput("", finish_reason=end.finish_reason, kv=prompt.kv)
-            prompt.inbox.put_nowait(output)
+            prompt.deliver(output)
             return
         error = error_from(end.error.reason, end.error.message)
         if isinstance(error, StoppingError) and not self._closing:
             return  # this router leaves, and the next one takes the request
         del self._prompts[end.handle]
-        prompt.inbox.put_nowait(error)
+        prompt.deliver(error)
+
+    def _fail(self, handle: int, error: DisaggError) -> None:
+        """End a request here, and cancel it at the router."""
+        prompt = self._prompts.get(handle)
+        if prompt is not None:
+            self._leave(handle)
+            prompt.deliver(error)
 
     def _end_all(self, error: DisaggError) -> None:
-        for handle, prompt in list(self._prompts.items()):
-            self._leave(handle)
-            prompt.inbox.put_nowait(error)
+        for handle in list(self._prompts):
+            self._fail(handle, error)
 
     async def _tick(self) -> None:
         """Say what changed in the door's series, or look at deadlines while there is no router."""
@@ -405,7 +446,5 @@ class RouterClient:
         late = self._clock() - deadline_s
         for handle, prompt in list(self._prompts.items()):
             if prompt.token_at <= late:
-                self._leave(handle)
-                prompt.inbox.put_nowait(
-                    DeadlineError(f"no token in {deadline_s:g} s; no router runs")
-                )
+                error = DeadlineError(f"no token in {deadline_s:g} s; no router runs")
+                self._fail(handle, error)

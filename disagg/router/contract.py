@@ -19,6 +19,7 @@ class Submission:
     emitted:  tokens that its client already has
     waited_s: since it arrived
     resumed:  an earlier router had accepted it, so no limit of the queue refuses it
+    client:   a name that stands for the key of its client; "": any client without a key
     """
 
     prompt: Sequence[int]
@@ -28,6 +29,7 @@ class Submission:
     emitted: tuple[int, ...] = ()
     waited_s: float = 0.0
     resumed: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,12 @@ class RequestRouter(Protocol):
         params: Mapping[str, Any],
         codec: str,
         at: tuple[str, str] = ANY_WORKERS,
+        client: str = "",
     ) -> AsyncGenerator[TokenOutput]:
-        """The tokens of one request, then its end. Leaving the iteration cancels the request."""
+        """The tokens of one request, then its end. Leaving the iteration cancels the request.
+
+        at, client: as in `Submission`
+        """
 
     async def report(self) -> RouterReport:
         """The state of the router and of every worker."""

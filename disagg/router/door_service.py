@@ -19,6 +19,7 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import router_pb2 as pb
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import Submission
+from disagg.router.failures import as_error
 from disagg.router.request_state import token_array
 from disagg.router.router import Router
 from disagg.transfer.messages import parse, parse_json
@@ -50,6 +51,9 @@ class DoorHost(Protocol):
     def count(self, door: str, counts: bytes) -> None:
         """The series of a door, as `ScrapeRequest` has them, in place of its last ones."""
 
+    def leave(self, door: str) -> None:
+        """No door of this name has a stream any more."""
+
     async def scrape(self) -> bytes:
         """The series of all doors, the router and the workers, in Prometheus's text format."""
 
@@ -61,6 +65,12 @@ class DoorService:
         self._router = router
         self._host = host
         self._max_behind = max_behind
+        self._doors: set[DoorStream] = set()
+
+    @property
+    def num_doors(self) -> int:
+        """Doors whose stream is open."""
+        return len(self._doors)
 
     def handler(self) -> RpcHandler:
         """As `rpc.start_server` takes it."""
@@ -77,6 +87,7 @@ class DoorService:
     ) -> AsyncGenerator[bytes, None]:
         door = DoorStream(self._router, self._max_behind)
         reading = asyncio.create_task(self._read(door, messages))
+        self._doors.add(door)
         try:
             while not reading.done():
                 for response in await door.take():
@@ -86,16 +97,21 @@ class DoorService:
         finally:
             reading.cancel()
             door.close()
+            self._remove(door)
             await asyncio.gather(reading, return_exceptions=True)
+
+    def _remove(self, door: "DoorStream") -> None:
+        self._doors.remove(door)
+        if all(other.name != door.name for other in self._doors):
+            self._host.leave(door.name)
 
     async def _read(self, door: "DoorStream", messages: AsyncIterator[bytes]) -> None:
         """Perform what a door asks for, until it leaves."""
-        name = ""
         async for data in messages:
             request = parse(pb.GenerateRequest, data)
-            name = request.door or name
+            door.name = request.door or door.name
             if request.counts:
-                self._host.count(name, request.counts)
+                self._host.count(door.name, request.counts)
             for begin in request.begins:
                 door.begin(begin)
             for handle in request.cancels:
@@ -157,6 +173,7 @@ class DoorStream:
     """The requests of one door by handle, and the outputs that it has yet to read."""
 
     def __init__(self, router: Router, max_behind: int):
+        self.name = ""
         self._router = router
         self._max_behind = max_behind
         self._requests: dict[int, DoorRequest] = {}
@@ -173,7 +190,9 @@ class DoorStream:
         try:
             submission = _submission_of(begin)
             request.rid = self._router.submit(submission, request.deliver)
-        except DisaggError as error:
+        except Exception as failure:
+            # or the stream of all requests would break, and again when they are resubmitted
+            error = as_error(failure, f"request {begin.handle} of a door")
             self.turn().rare.ends.append(_end_of(begin.handle, error))
         else:
             self._requests[begin.handle] = request
@@ -274,6 +293,7 @@ def _submission_of(begin: pb.Begin) -> Submission:
         emitted=tuple(begin.emitted),
         waited_s=begin.waited_s,
         resumed=begin.resumed,
+        client=begin.client,
     )
 
 

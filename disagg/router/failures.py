@@ -1,5 +1,6 @@
 """What a failure costs: the worker, whose breaker may open, and the request, which may be over."""
 
+import logging
 from collections.abc import Iterable, Mapping
 
 from disagg.errors import (
@@ -19,6 +20,16 @@ MAX_RETRY_S = 1.0
 PERMANENT = (RequestError, ConfigError)
 # these may pass, so only the deadline limits the attempts
 PASSING = (TransferError, CapacityError)
+
+log = logging.getLogger(__name__)
+
+
+def as_error(failure: Exception, activity: str) -> DisaggError:
+    """A DisaggError as it is; anything else is logged with its traceback and wrapped."""
+    if isinstance(failure, DisaggError):
+        return failure
+    log.error("%s broke", activity, exc_info=failure)
+    return DisaggError(f"{activity} broke: {type(failure).__name__}: {failure}")
 
 
 def is_final(error: DisaggError, refusals: int, max_attempts: int) -> bool:

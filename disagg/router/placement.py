@@ -31,13 +31,14 @@ KEPT_OF = 8
 class Placement:
     """The load of every worker while requests are placed, the most urgent first.
 
+    At first it knows no request: `count` those that workers have.
+
     mismatches:  pairs that cannot hand over
     token_bytes: the least that a token of KV takes
     """
 
     def __init__(
         self,
-        requests: Iterable[RequestState],
         workers: Iterable[WorkerState],
         now: float,
         mismatches: Mismatches,
@@ -71,9 +72,19 @@ class Placement:
         # computed when first needed; void when a worker has got a request or is kept
         self._candidates: dict[RequestKind, list[Candidates]] = {}
         self._min_tokens: list[int] | None = None
-        self._requests = list(requests)
-        for request in self._requests:
-            self._count(request)
+        self._requests: list[RequestState] = []
+
+    def count(self, request: RequestState) -> None:
+        """Add a request that its workers have already; before anything is chosen."""
+        self._requests.append(request)
+        for name in request.occupied_workers:
+            self._num_requests[name] += 1
+            if request.exclusive:
+                self._exclusive.add(name)
+        if request.prefill is not None and not request.prefill_done:
+            tokens_left = request.num_prompt_tokens - request.cached_tokens
+            self._prompts[request.prefill].append((request.rank, tokens_left))
+            self._tokens_left[request.prefill] += tokens_left
 
     def choose(self, request: RequestState) -> tuple[WorkerState, WorkerState] | None:
         """The prefill and the decode worker of a request; None if it has to wait.
@@ -109,8 +120,7 @@ class Placement:
 
     def add(self, request: RequestState) -> None:
         """Count a request that was placed. If it opened a breaker again, no other follows it."""
-        self._requests.append(request)
-        self._count(request)
+        self.count(request)
         self._candidates.clear()
         for name in request.workers:
             self._rooms.pop(name, None)
@@ -151,16 +161,6 @@ class Placement:
         return target
 
     # -- load of the workers
-
-    def _count(self, request: RequestState) -> None:
-        for name in request.occupied_workers:
-            self._num_requests[name] += 1
-            if request.exclusive:
-                self._exclusive.add(name)
-        if request.prefill is not None and not request.prefill_done:
-            tokens_left = request.num_prompt_tokens - request.cached_tokens
-            self._prompts[request.prefill].append((request.rank, tokens_left))
-            self._tokens_left[request.prefill] += tokens_left
 
     def _room(self, worker: WorkerState) -> float:
         """Length of the longest prompt that may find room; an empty worker has room for any."""
@@ -282,6 +282,7 @@ class Placement:
         roomiest = max(workers, key=lambda x: x.load.free_bytes)
         self._kept[roomiest.name] = self._answer_limit(request, roomiest)
         self._kept_rank = min(self._kept_rank, request.rank)
+        request.has_kept_worker = True
         self._candidates.clear()
 
     def _answer_limit(self, request: RequestState, worker: WorkerState) -> float:

@@ -49,7 +49,11 @@ class RequestState:
     blamed_workers:  names of the workers that it has counted a failure for
     emitted:         tokens that were delivered to the client
     deaths:          number of workers that died while they computed this request alone
+    client:          a name that stands for the key of its client; "": any client without a key
     rank:            the lowest goes first: a short prompt, or one that came early
+    turn:            of its client, in which it asked for room last
+    has_kept_worker: a worker was kept for it while it waited for room
+    max_tokens:      of the whole answer
     exclusive:       it shares its workers with no other request, as one more death ends it
     codec_reason:    why the service chose its codec, if it did
     """
@@ -60,6 +64,7 @@ class RequestState:
     deadline: float
     phase: Phase = Phase.QUEUED
     at: tuple[str, str] = ANY_WORKERS
+    client: str = ""
     cached_tokens: int = 0
     prefill: str | None = None
     decode: str | None = None
@@ -71,17 +76,31 @@ class RequestState:
     emitted: "array[int]" = field(default_factory=token_array)
     deaths: int = 0
     exclusive: bool = False
+    turn: int = 0
+    has_kept_worker: bool = False
     refusals: int = 0
     not_before: float = 0.0
     attempt_began: float = 0.0
     codec_reason: str = ""
     num_prompt_tokens: int = field(init=False)
+    max_tokens: float = field(init=False)
     rank: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.job.prompt)
+        self.max_tokens = self.job.sampling.get("max_tokens", math.inf)
+        self._check()
         # the order by `urgency`, which halves with every AGEING_S, does not change with time
-        self.rank = self.arrived + AGEING_S * math.log2(max(1, self.num_prompt_tokens))
+        self.rank = self.arrived + AGEING_S * math.log2(self.num_prompt_tokens)
+
+    def _check(self) -> None:
+        """RequestError for what other requests could not be placed beside."""
+        if not self.num_prompt_tokens:
+            raise RequestError("the prompt is empty; expected at least one token")
+        if not isinstance(self.max_tokens, int | float):
+            raise RequestError(f"max_tokens is {self.max_tokens!r:.40}, not a number")
+        if not math.isfinite(self.arrived):
+            raise RequestError(f"it arrived at {self.arrived}, which is no time")
 
     @property
     def rid(self) -> str:
@@ -113,8 +132,7 @@ class RequestState:
     @property
     def answer_tokens(self) -> float:
         """How many more tokens its answer may have at most."""
-        limit: float = self.job.sampling.get("max_tokens", math.inf)
-        return limit - len(self.emitted)
+        return self.max_tokens - len(self.emitted)
 
     @property
     def is_decoding(self) -> bool:
@@ -123,7 +141,7 @@ class RequestState:
     @property
     def is_single_token(self) -> bool:
         """Whether prefill's first token is the whole answer."""
-        return self.job.sampling.get("max_tokens") == 1
+        return self.max_tokens == 1
 
     @property
     def computed_by(self) -> str | None:

@@ -14,14 +14,17 @@ files of their own: `placement` (which workers), `starts`, `moves`, `failures`, 
 `aborts`.
 
 This is the only queue: workers keep none. A request leaves it when a prefill worker P can start it
-and a decode worker D grants room. A full worker holds up only the requests that need it. Short
-prompts go first; the longer a request waits, the shorter it counts. A token is identified by (rid,
+and a decode worker D grants room. A full worker holds up only the requests that need it. Clients
+take turns; of one client short prompts go first, and the longer a request waits, the shorter it
+counts. A token is identified by (rid,
 attempt, index) and delivered once. The table keeps the delivered tokens, so that the next attempt
 can replay them. A move does not end the attempt, so both of its workers may report a token.
+
+Steps that concern one request are taken by `_alone`: what breaks there fails that request only.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from disagg.config import RouterConfig
@@ -40,7 +43,13 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
-from disagg.router.failures import blame, charge_death, is_final, pause_s
+from disagg.router.failures import (
+    as_error,
+    blame,
+    charge_death,
+    is_final,
+    pause_s,
+)
 from disagg.router.mismatches import MISMATCHES, Mismatches
 from disagg.router.moves import (
     MOVE_RETRY_S,
@@ -73,6 +82,9 @@ FULL_S = 0.25
 SPEAKS_S = 5.0
 # factor of `WorkerState.recent_tokens` at each tick
 FADE = 0.966
+
+# what is done with one request
+Step = Callable[[RequestState], list[Action]]
 
 
 class RequestTable:
@@ -115,12 +127,17 @@ class RequestTable:
     # -- events
 
     def submit(
-        self, job: Job, now: float, at: tuple[str, str] = ("", "")
+        self,
+        job: Job,
+        now: float,
+        at: tuple[str, str] = ("", ""),
+        client: str = "",
     ) -> list[Action]:
         """A new request, which starts with the next `place` if there is room.
 
         Tokens that the job has emitted were delivered before: it is replayed through them.
-        at: names of the workers that it has to use, as in `RequestState`
+        at, client: as in `RequestState`
+        RequestError for a request that cannot be placed among others.
         """
         request = RequestState(
             replace(job, prompt=token_array(job.prompt)),
@@ -128,14 +145,28 @@ class RequestTable:
             arrived=now - job.waited_s,
             deadline=now + self._config.deadline_s,
             at=at,
+            client=client,
             emitted=token_array(tuple(job.emitted)),
         )
         self._num_submitted += 1
         self.requests[job.rid] = request
         self._queue.add(request)
-        if self._placement is None or self._placement.may_start(request, now):
+        if self._may_start(request, now):
             self.needs_placing = True
         return []
+
+    def _may_start(self, request: RequestState, now: float) -> bool:
+        if self._placement is None:
+            return True
+        try:
+            return self._placement.may_start(request, now)
+        except Exception:
+            return True  # placing it says what is wrong
+
+    def fail(self, rid: str, error: DisaggError, now: float) -> list[Action]:
+        """The router cannot go on with a request."""
+        request = self.requests.get(rid)
+        return [] if request is None else self._fail(request, error, now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
         """The client is gone or has enough; both workers abort the request."""
@@ -180,15 +211,17 @@ class RequestTable:
         has_left = worker.info.role is Role.NONE
         if not has_left:
             charge_death(self.requests.values(), name, self._config.max_attempts)
-        actions: list[Action] = []
-        for request in list(self.requests.values()):
+
+        def lose(request: RequestState) -> list[Action]:
             if request.phase is Phase.DECODE and name == request.target:
                 request.target = None
             if has_left and name == request.sender and not fenced:
                 request.sender_left_at = now
             elif request.depends_on(name):
-                actions += self._restart_or_fail(request, now)
-        return actions
+                return self._restart_or_fail(request, now)
+            return []
+
+        return self._each_alone(list(self.requests.values()), lose, now)
 
     def update_load(self, worker: str, load: Load) -> None:
         """A worker reports how much more work it can take."""
@@ -217,6 +250,7 @@ class RequestTable:
             return [AbortAttempt(worker, rid, attempt)]
         if request.phase is Phase.RESERVE and request.prefill:
             request.phase = Phase.PREFILL
+            self._queue.end_turn(request)
             return [Start(request.prefill, request.job, Work.PREFILL, worker, grant)]
         is_target = request.phase is Phase.DECODE and worker == request.target
         if is_target and request.decode:
@@ -259,20 +293,21 @@ class RequestTable:
         self._aborts.forget_old(now)
         for worker in self.workers.values():
             worker.recent_tokens *= FADE
-        actions: list[Action] = []
-        for request in list(self.requests.values()):
-            is_silent = now >= request.sender_left_at + SPEAKS_S
-            if is_silent and request.sender and request.sender not in self.workers:
-                actions += self._requeue(request, now)
-        for request in list(self.requests.values()):
-            if now >= request.deadline:
-                error = DeadlineError(
-                    f"no token in {self._config.deadline_s:g} s; "
-                    f"the request was in {request.phase}"
-                )
-                actions += self._fail(request, error, now)
         self.needs_placing = True
-        return actions
+        requests = list(self.requests.values())
+        return self._each_alone(requests, lambda x: self._tick(x, now), now)
+
+    def _tick(self, request: RequestState, now: float) -> list[Action]:
+        if now >= request.deadline:
+            error = DeadlineError(
+                f"no token in {self._config.deadline_s:g} s; "
+                f"the request was in {request.phase}"
+            )
+            return self._fail(request, error, now)
+        is_silent = now >= request.sender_left_at + SPEAKS_S
+        if is_silent and request.sender and request.sender not in self.workers:
+            return self._requeue(request, now)
+        return []
 
     # -- queries
 
@@ -302,6 +337,11 @@ class RequestTable:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def waiting(self) -> dict[str, int]:
+        """By client, how many of its requests are queued; only clients that have any."""
+        return self._queue.waiting
+
     def ready(self, now: float) -> bool:
         """Whether there are workers for a new request, and queued requests get to them."""
         roles = [x.info.role for x in self.workers.values() if now >= x.open_until]
@@ -317,20 +357,25 @@ class RequestTable:
         """
         self.needs_placing = False
         self._placement = None
-        leaving = self._leaving(now)
+        leaving = self._leaving()
         if not self._queue and not leaving:
             self._stuck_since = math.inf
             return []
-        requests = self.requests.values()
         placement = Placement(
-            [request for request in requests if request.phase is not Phase.QUEUED],
-            self.workers.values(),
-            now,
-            self._mismatches,
-            self._token_bytes,
+            self.workers.values(), now, self._mismatches, self._token_bytes
         )
+
+        def count(request: RequestState) -> list[Action]:
+            placement.count(request)
+            return []
+
+        requests = self.requests.values()
+        busy = [request for request in requests if request.phase is not Phase.QUEUED]
+        actions = self._each_alone(busy, count, now)
         # moves first: their KV is computed, and their workers wait to leave
-        actions = self._move_all(leaving, placement)
+        actions += self._each_alone(
+            leaving, lambda x: self._move(x, placement, now), now
+        )
         actions += self._begin_all(placement, now)
         if self._mismatches.are_final:
             actions += self._refuse_unfit(now)
@@ -341,8 +386,8 @@ class RequestTable:
         self._placement = placement
         return actions
 
-    def _leaving(self, now: float) -> list[RequestState]:
-        """The sequences that have to move: at workers that stopped decoding."""
+    def _leaving(self) -> list[RequestState]:
+        """The requests at workers that stopped decoding."""
         if not self._stopped_decoding:
             return []
         requests = [
@@ -351,39 +396,47 @@ class RequestTable:
             if request.decode in self._stopped_decoding
         ]
         self._stopped_decoding = {x.decode for x in requests if x.decode is not None}
-        return [x for x in requests if has_to_move(x, self.workers, now)]
+        return requests
 
-    def _move_all(
-        self, requests: Iterable[RequestState], placement: Placement
+    def _move(
+        self, request: RequestState, placement: Placement, now: float
     ) -> list[Action]:
-        actions: list[Action] = []
-        for request in requests:
-            assert request.decode is not None
-            source = self.workers[request.decode]
-            target = placement.choose_target(request, source)
-            if target is not None:
-                actions.append(reserve_target(request, target.name))
-        return actions
+        """Ask another worker for room, if it has to move and one may have some."""
+        if request.decode is None or not has_to_move(request, self.workers, now):
+            return []
+        source = self.workers[request.decode]
+        target = placement.choose_target(request, source)
+        return [] if target is None else [reserve_target(request, target.name)]
 
     def _begin_all(self, placement: Placement, now: float) -> list[Action]:
-        """Start the queued requests that can start, the most urgent first.
+        """Start the queued requests that can start, in the order of the queue.
 
         After so many the rest is left to another call, so that none takes long.
         """
         actions: list[Action] = []
         for request in self._queue:
-            if now < request.not_before:
-                continue
-            pair = placement.choose(request)
-            if pair is not None:
-                if len(actions) == STARTS_AT_ONCE:
-                    self.needs_placing = True
-                    break
-                self._queue.discard(request)
-                prefill, decode = pair
-                actions.append(self._starts.begin(request, prefill, decode, now))
-                placement.add(request)
+            if len(actions) >= STARTS_AT_ONCE:
+                self.needs_placing = True
+                break
+            if now >= request.not_before:
+                actions += self._alone(
+                    request, lambda x: self._begin(x, placement, now), now
+                )
         return actions
+
+    def _begin(
+        self, request: RequestState, placement: Placement, now: float
+    ) -> list[Action]:
+        """Start a queued request, if a pair of workers may have room for it."""
+        pair = placement.choose(request)
+        if pair is None:
+            return []
+        self._queue.start(request)
+        action = self._starts.begin(request, *pair, now)
+        if request.phase is Phase.PREFILL:
+            self._queue.end_turn(request)
+        placement.add(request)
+        return [action]
 
     def _workers_changed(self) -> None:
         """Other workers take part now, or in other roles."""
@@ -394,13 +447,34 @@ class RequestTable:
         """Fail the queued requests that need a hand-off which no pair of workers can do."""
         decodes = [x.info for x in self.workers.values() if x.info.role.decodes]
         shortest_split = max((info.min_tokens for info in decodes), default=0)
-        actions: list[Action] = []
-        for request in self._queue:
+
+        def refuse(request: RequestState) -> list[Action]:
             error = self._mismatches.error_of(request.job.codec)
             is_whole = request.num_prompt_tokens < shortest_split
-            if error is not None and not is_whole and not request.is_single_token:
-                actions += self._fail(request, error, now)
+            if error is None or is_whole or request.is_single_token:
+                return []
+            return self._fail(request, error, now)
+
+        return self._each_alone(self._queue, refuse, now)
+
+    # -- one request at a time
+
+    def _each_alone(
+        self, requests: Iterable[RequestState], step: Step, now: float
+    ) -> list[Action]:
+        """The actions of a step for each request."""
+        actions: list[Action] = []
+        for request in requests:
+            actions += self._alone(request, step, now)
         return actions
+
+    def _alone(self, request: RequestState, step: Step, now: float) -> list[Action]:
+        """The actions of a step for a request, which fails if the step breaks."""
+        try:
+            return step(request)
+        except Exception as failure:
+            error = as_error(failure, f"request {request.rid} in {request.phase}")
+            return self._fail(request, error, now)
 
     # -- progress and ends
 
@@ -476,7 +550,7 @@ class RequestTable:
     def _fail(
         self, request: RequestState, error: DisaggError, now: float
     ) -> list[Action]:
-        del self.requests[request.rid]
+        self.requests.pop(request.rid, None)
         self._queue.discard(request)
         self.needs_placing = True
         return [*self._abort(request, now), FailRequest(request.rid, error)]
@@ -583,6 +657,8 @@ class RequestTable:
         return actions
 
     def _enqueue(self, request: RequestState) -> None:
+        if request.phase is Phase.RESERVE:
+            self._queue.give_back(request)
         request.phase = Phase.QUEUED
         request.prefill = None
         request.decode = None

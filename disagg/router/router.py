@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -38,7 +39,10 @@ from disagg.router.actions import (
     Start,
     TokenOutput,
 )
-from disagg.router.contract import RouterReport, Submission
+from disagg.router.contract import ANY_WORKERS, RouterReport, Submission
+from disagg.router.failures import as_error
+from disagg.router.fair_share import may_wait
+from disagg.router.inbox import Deliver, outputs_of
 from disagg.router.liveness import Liveness, Pulse, liveness_of
 from disagg.router.request_state import RequestState, token_array
 from disagg.router.requests import RequestTable
@@ -57,8 +61,6 @@ REOPEN_S = 0.1  # pause before a broken event stream is opened again
 ACKNOWLEDGE_S = 1.0  # how often a worker is told which tokens were delivered
 RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand-off
 log = logging.getLogger(__name__)
-
-Deliver = Callable[[TokenOutput | DisaggError], None]
 
 
 @dataclass(eq=False)
@@ -99,7 +101,7 @@ class PendingStream:
     """
 
     deliver: Deliver
-    request: RequestState = field(init=False)
+    request: RequestState
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -134,34 +136,22 @@ class Router:
 
     # -- for clients
 
-    async def generate(
+    def generate(
         self,
         prompt: Sequence[int],
         params: Mapping[str, Any],
         codec: str,
-        at: tuple[str, str] = ("", ""),
+        at: tuple[str, str] = ANY_WORKERS,
+        client: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         """The tokens of one request, then its end. Closing the generator cancels the request.
 
-        at: the prefill and the decode worker it has to use while they take part; "": any
+        at, client: as in `Submission`
 
         Use it with `contextlib.aclosing`, so that it is closed at once when the client leaves.
         """
-        inbox: asyncio.Queue[TokenOutput | DisaggError] = asyncio.Queue()
-        # nothing else keeps a copy of the prompt while the answer is generated
-        prompt = token_array(prompt)
-        submission = Submission(prompt, params, codec, at)
-        rid = self.submit(submission, inbox.put_nowait)
-        try:
-            while True:
-                output = await inbox.get()
-                if isinstance(output, DisaggError):
-                    raise output
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            self.cancel(rid)
+        submission = Submission(prompt, params, codec, at, client=client)
+        return outputs_of(partial(self.submit, submission), self.cancel)
 
     def submit(self, submission: Submission, deliver: Deliver) -> str:
         """Begin a request, and call `deliver` with each token and its end; the router's name of it.
@@ -171,15 +161,15 @@ class Router:
         """
         if self._closing:
             raise StoppingError("the service is shutting down")
+        client = submission.client
         limit = self.config.max_queue
-        if self.waiting >= limit and not submission.resumed:
+        waiting = self.table.waiting
+        if not (submission.resumed or may_wait(waiting, client, limit)):
             raise QueueFullError(
                 f"{self.waiting} requests wait, {limit} may; try again later"
             )
         prompt = token_array(submission.prompt)
         rid = f"{self.id}-{uuid.uuid4().hex}"
-        stream = PendingStream(deliver)
-        self._streams[rid] = stream
         self._ensure_ticker()
         job = Job(
             rid,
@@ -190,8 +180,8 @@ class Router:
             codec=submission.codec,
             waited_s=submission.waited_s,
         )
-        actions = self.table.submit(job, self._clock(), submission.at)
-        stream.request = self.table.requests[rid]
+        actions = self.table.submit(job, self._clock(), submission.at, client)
+        self._streams[rid] = PendingStream(deliver, self.table.requests[rid])
         self._perform(actions)
         return rid
 
@@ -313,7 +303,8 @@ class Router:
             if rid not in self.table.requests:
                 continue  # it has ended, and only waits for its figures
             self._perform(self.table.cancel(rid, self._clock()))
-            stream.deliver(StoppingError("the service is shutting down"))
+            error = StoppingError("the service is shutting down")
+            self._deliver_error(stream, error)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.silence_s)
         tasks = [peer.task for peer in self.peers.values()]
@@ -377,15 +368,21 @@ class Router:
         peer.unaborted = {}
         self._perform(unaborted)
         for event in step.events:
-            if event.stats is not None:
-                self._take_figures(event.rid, event.stats)
-            if event.token is not None:
-                peer.unacknowledged.add(event.rid)
-            self._perform(self.table.on_event(peer.name, event, now))
+            try:
+                self._on_event(peer, event, now)
+            except Exception as failure:
+                self._fail(event.rid, failure)
         self.table.update_load(peer.name, step.load)
         self._place_soon()
         if peer.unacknowledged and now >= peer.acknowledged_at + ACKNOWLEDGE_S:
             self._spawn(self._acknowledge(peer, now))
+
+    def _on_event(self, peer: WorkerConnection, event: TokenEvent, now: float) -> None:
+        if event.stats is not None:
+            self._take_figures(event.rid, event.stats)
+        if event.token is not None:
+            peer.unacknowledged.add(event.rid)
+        self._perform(self.table.on_event(peer.name, event, now))
 
     async def _acknowledge(self, peer: WorkerConnection, now: float) -> None:
         """Tell a worker which tokens were delivered, so that it need not keep them."""
@@ -429,16 +426,20 @@ class Router:
             now = self._clock()
             late_s = now - last - TICK_S
             last = now
-            if self.ready:
-                self._ready_at = now
-            try:
-                if late_s > TICK_S:
-                    for peer in self.peers.values():
-                        peer.pulse.delay(late_s)
-                self._check_peers(now)
-                self._perform(self.table.tick(now))
-            except Exception:
-                log.exception("a tick of the router broke")
+            if late_s > TICK_S:
+                for peer in self.peers.values():
+                    peer.pulse.delay(late_s)
+            # requests end in time though workers cannot be checked
+            for part in (self._check_peers, self._tick_table):
+                try:
+                    part(now)
+                except Exception:
+                    log.exception("a tick of the router broke")
+
+    def _tick_table(self, now: float) -> None:
+        self._perform(self.table.tick(now))
+        if self.ready:
+            self._ready_at = now
 
     def _check_peers(self, now: float) -> None:
         """Drop the workers that are silent or stuck, and open streams again."""
@@ -475,22 +476,42 @@ class Router:
     # -- performing actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        """Perform actions; a request whose action breaks fails, and the others go on."""
         for action in actions:
-            match action:
-                case TokenOutput():
-                    self._send_output(action)
-                case Reserve(worker, job):
-                    self._call(worker, job, self._reserve(self.peers[worker], job))
-                case Start(worker, job):
-                    submit = self._submit_of(action)
-                    call = self.peers[worker].client.submit(submit)
-                    self._call(worker, job, call)
-                case AbortAttempt():
-                    self._spawn(self._abort(action))
-                case FailRequest(rid, error):
-                    if rid in self._streams:
-                        self._streams[rid].deliver(error)
+            try:
+                self._perform_one(action)
+            except Exception as failure:
+                self._fail(action.rid, failure)
         self._place_soon()
+
+    def _perform_one(self, action: Action) -> None:
+        match action:
+            case TokenOutput():
+                self._send_output(action)
+            case Reserve(worker, job):
+                self._call(worker, job, self._reserve(self.peers[worker], job))
+            case Start(worker, job):
+                submit = self._submit_of(action)
+                call = self.peers[worker].client.submit(submit)
+                self._call(worker, job, call)
+            case AbortAttempt():
+                self._spawn(self._abort(action))
+            case FailRequest(rid, error):
+                if rid in self._streams:
+                    self._deliver_error(self._streams[rid], error)
+
+    def _fail(self, rid: str, failure: Exception) -> None:
+        """End a request that something broke for, whether or not its answer is complete."""
+        error = as_error(failure, f"request {rid}")
+        actions = self.table.fail(rid, error, self._clock())
+        self._perform(actions or [FailRequest(rid, error)])
+
+    def _deliver_error(self, stream: PendingStream, error: DisaggError) -> None:
+        """Tell a client the error that ends its request; this never raises."""
+        try:
+            stream.deliver(error)
+        except Exception:
+            log.exception("request %s cannot be failed", stream.request.rid)
 
     def _place_soon(self) -> None:
         """Place requests once for all events of this turn of the loop."""
@@ -519,11 +540,15 @@ class Router:
     async def _send_end(self, end: TokenOutput) -> None:
         """Wait for the figures: another worker sends them than the one that ends the answer."""
         stream = self._streams.get(end.rid)
-        if stream is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stream.receipt.wait(), RECEIPT_S)
-            end.kv = stream.kv
+        if stream is None:
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stream.receipt.wait(), RECEIPT_S)
+        end.kv = stream.kv
+        try:
             stream.deliver(end)
+        except Exception as failure:
+            self._fail(end.rid, failure)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -592,11 +617,3 @@ def _described(
         worker["gauges"] = dict(answer.gauges)
         worker.update(answer.info)
     return worker
-
-
-def as_error(failure: Exception, activity: str) -> DisaggError:
-    """A DisaggError as it is; anything else is logged with its traceback and wrapped."""
-    if isinstance(failure, DisaggError):
-        return failure
-    log.error("%s broke", activity, exc_info=failure)
-    return DisaggError(f"{activity} broke: {type(failure).__name__}: {failure}")

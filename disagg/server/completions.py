@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from disagg.config import Config
+from disagg.engine.sampling_defaults import read_sampling_defaults
 from disagg.errors import CancelledError, ConfigError, DisaggError, reason_of
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
@@ -110,7 +111,7 @@ class Completions:
     ) -> Self:
         """Load the tokenizer of a config's model. name: for clients; ports: see `PdPorts`."""
         model = config.model.name
-        info = describe_model(model, config.model.dtype)
+        info = describe_model(model, config.model.dtype, context=config.model.context)
         tokenizer = Tokenizer.load(model)
         served = ServedModel(
             name,
@@ -120,6 +121,7 @@ class Completions:
             tokenizer.longest_token,
             alias=model,
             eos_ids=info.eos_ids,
+            defaults=read_sampling_defaults(model, config.model.generation_config),
             max_body_bytes=config.server.max_body_bytes,
         )
         pd_ports = None
@@ -132,8 +134,9 @@ class Completions:
         body_type: type[GenerationRequest],
         chunks: AsyncIterable[bytes],
         port: int = 0,
+        client: str = "",
     ) -> Generation:
-        """What to generate, from the chunks of a body that arrived at a port.
+        """What to generate for a client, from the chunks of a body that arrived at a port.
 
         RequestError and its kinds, or ModelError, for what cannot be served.
         """
@@ -146,7 +149,7 @@ class Completions:
         except DisaggError as error:
             self.metrics.failed(error.reason)
             raise
-        return Generation(request.without_prompts(), prompts, workers)
+        return Generation(request.without_prompts(), prompts, workers, client)
 
     def generate(
         self, generation: Generation
@@ -176,7 +179,11 @@ class Completions:
         answer = self._begin(request, prompt)
         params = self._params(request, len(prompt.tokens), sibling)
         outputs = self.router.generate(
-            prompt.tokens, params, answer.codec, generation.workers
+            prompt.tokens,
+            params,
+            answer.codec,
+            at=generation.workers,
+            client=generation.client,
         )
         try:
             async with aclosing(outputs):
@@ -274,7 +281,8 @@ class Completions:
         self, request: GenerationRequest, prompt_tokens: int, sibling: int
     ) -> dict[str, Any]:
         """Sampling parameters for the engine; siblings have different seeds."""
-        params = request.sampling(self.served.context_length - prompt_tokens)
+        room = self.served.context_length - prompt_tokens
+        params = request.sampling(room, self.served.defaults)
         seed = request.seed
         if seed is None:
             seed = secrets.randbelow(MAX_SEED)

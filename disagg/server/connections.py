@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -26,11 +27,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from disagg.config import ServerConfig
 from disagg.errors import RequestError
+from disagg.server.pace import Pace, PacedRequests
 from disagg.server.process import max_connections
 from disagg.server.responses import error_body
 
 GRACE_S = 2  # for responses in progress when the service stops
 BACKLOG = 128  # connections that the system accepts for us
+ACCEPTS_A_TURN = (
+    16  # of the event loop: the requests of all of them begin in the next ones
+)
 MAX_HEADER_BYTES = 16 << 10
 BODY_RATE = 8 << 10  # bytes per second that a client has to send of a long request
 MAX_REFUSALS = 100  # connections that are told at once that there are too many
@@ -58,10 +63,14 @@ class ConnectionLimits:
 
 
 class ConnectionPool:
-    """The open connections of a server, those that it serves and those that it refuses."""
+    """The open connections of a server, those that it serves and those that it refuses.
+
+    pace: at which their requests begin, and end when clients leave
+    """
 
     def __init__(self, limits: ConnectionLimits):
         self.limits = limits
+        self.pace = Pace()
         self._num_served = 0
         self._num_refused = 0
 
@@ -169,7 +178,12 @@ class Connection(HttpToolsProtocol):
         self._pool.close()
         if self._timer is not None:
             self._timer.cancel()
-        super().connection_lost(exc)
+        end = partial(super().connection_lost, exc)
+        if self.cycle is None or self.cycle.response_complete:
+            end()
+        else:
+            self.cycle.disconnected = True  # nothing more is written
+            self._pool.pace.call(end)
 
     def data_received(self, data: bytes) -> None:
         if self._arrival is None:
@@ -245,10 +259,10 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self.pool = ConnectionPool(ConnectionLimits.of(config))
         options = uvicorn.Config(
-            app,
+            PacedRequests(app, self.pool.pace),
             http=partial(Connection, self.pool),  # type: ignore[arg-type]
             ws="none",
-            backlog=BACKLOG,
+            backlog=ACCEPTS_A_TURN,
             log_config=None,  # its lines go where ours go
             log_level="error",  # a client cannot cause lines
             access_log=False,
@@ -263,6 +277,15 @@ class HttpServer(uvicorn.Server):
         """Serve on bound sockets until `should_exit` is set."""
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections.
+
+        asyncio has one number for the connections that wait and for those that it accepts at once.
+        """
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)
 
     def end(self) -> None:
         """End with the responses in progress; from any thread."""

@@ -9,14 +9,15 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.config import Config
-from disagg.router.client import RouterClient
+from disagg.router.client import Dial, RouterClient, fixed
 from disagg.server.app import create_app
 from disagg.server.auth import KeyRing, read_keys
 from disagg.server.completions import Completions
@@ -64,6 +65,47 @@ class RemoteWorkers:
         asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
+@dataclass(frozen=True)
+class DoorApp:
+    """What a door serves, over HTTP of its own or of Ray Serve; `client.run` has to run."""
+
+    app: ASGIApp
+    client: RouterClient
+    completions: DoorCompletions
+
+    @classmethod
+    def load(
+        cls,
+        config: Config,
+        name: str,
+        dial: Dial,
+        keys: KeyRing,
+        secret: str | None = None,
+        on_stop: Callable[[], None] = lambda: None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> Self:
+        """Load the tokenizer. Needs a running event loop.
+
+        name:   of the door, for the series of its counts
+        secret: of the service's owner; None: nobody stops or scales it over HTTP
+        """
+        client = RouterClient(
+            dial, name, config.router, counts=lambda: exported(metrics.registry)
+        )
+        completions = DoorCompletions.load(config, served_name(config), client, {})
+        metrics = completions.metrics
+        app = create_app(
+            completions,
+            token=secret,
+            on_stop=on_stop,
+            keys=keys,
+            worker_pool=RemoteWorkers(client),
+            origins=config.server.allowed_origins,
+            is_stopping=is_stopping,
+        )
+        return cls(app, client, completions)
+
+
 class Door:
     """Serves clients on sockets that it shares with other doors.
 
@@ -104,25 +146,19 @@ class Door:
         """Serve until `end` was called and requests have ended. on_serving: called when it does."""
         raise_file_limit(self._config.server)
         link = connect(f"unix:{self._path}", Security(token=self._secret))
-        config = self._config
-        client = RouterClient(
-            link, self._name, config.router, counts=lambda: exported(metrics.registry)
-        )
-        name = served_name(config)
-        completions = DoorCompletions.load(config, name, client, {})
-        metrics = completions.metrics
-        app = create_app(
-            completions,
-            token=self._secret,
-            on_stop=self._on_stop,
-            keys=self._keys,
-            worker_pool=RemoteWorkers(client),
-            origins=config.server.allowed_origins,
+        served = DoorApp.load(
+            self._config,
+            self._name,
+            fixed(link),
+            self._keys,
+            self._secret,
+            self._on_stop,
             is_stopping=lambda: self.is_leaving,
         )
-        server = http_server(LastRequests(app, self._ends), config.server)
+        client = served.client
+        server = http_server(LastRequests(served.app, self._ends), self._config.server)
         self._client = client
-        self._completions = completions
+        self._completions = served.completions
         self._http = server
         self._loop = asyncio.get_running_loop()
         if self._has_to_end:
@@ -138,7 +174,7 @@ class Door:
         server.end()
         await serving
         following.cancel()
-        await link.close()
+        await asyncio.gather(following, return_exceptions=True)
 
     async def _drain(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Wait for the end, then take no new connections, and let requests end in time."""

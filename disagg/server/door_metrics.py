@@ -5,11 +5,43 @@ Prometheus what any process is that does: its counters begin at zero, and no oth
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 DOOR = "door"
+KEEP_S = 300.0  # series of a door that is gone; Prometheus forgets what is not scraped for so long
+
+
+class DoorSeries:
+    """The series of each door, also of one that left a short time ago.
+
+    A replica of Ray Serve never comes back under its name, so its series have to go.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._series: dict[str, bytes] = {}
+        self._left_at: dict[str, float] = {}
+
+    def replace(self, door: str, counts: bytes) -> None:
+        """Its series now, as `ScrapeRequest.counts` has them."""
+        self._series[door] = counts
+        self._left_at.pop(door, None)
+
+    def leave(self, door: str) -> None:
+        """The door is gone."""
+        self._left_at[door] = self._clock()
+
+    def current(self) -> Mapping[str, bytes]:
+        """The series by door."""
+        now = self._clock()
+        for door, left_at in list(self._left_at.items()):
+            if now >= left_at + KEEP_S:
+                del self._left_at[door]
+                self._series.pop(door, None)
+        return dict(self._series)
 
 
 def exported(registry: CollectorRegistry) -> bytes:

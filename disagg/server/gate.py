@@ -21,6 +21,8 @@ Headers = dict[bytes, bytes]
 class Gate:
     """Refuses requests that no route should see; gives every response an X-Request-Id.
 
+    For the routes, `request.state.client` is a name that stands for the key of the request.
+
     origins: web origins whose pages may use a service without keys; "*": all. A browser sends the
              cookies and the network position of its user, so that other pages would get access
     """
@@ -44,6 +46,8 @@ class Gate:
             await send(message)
 
         use_origin_form(scope)
+        client = self._keys.client_of(headers.get(b"authorization", b""))
+        scope.setdefault("state", {})["client"] = client
         app = self._refusal(scope, headers) or self._app
         await app(scope, receive, send_with_id)
 

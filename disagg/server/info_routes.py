@@ -74,6 +74,7 @@ def add_model_routes(app: FastAPI, completions: Completions) -> None:
         "owned_by": "disagg",
         "root": served.alias or DEFAULT_MODEL.name,
         "max_model_len": served.context_length,
+        "default_sampling_params": served.defaults,
     }
     get_route = partial(app.api_route, methods=GET)
 

@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import Any
 
+from disagg.engine.sequence import AS_MANY_AS_FIT
 from disagg.errors import PromptTooLongError, RequestError, TooLargeError
 
 MAX_STOPS = 16
@@ -71,6 +72,24 @@ def check_prompt(tokens: int, context_length: int, field: str = "prompt") -> Non
             f"{context_length} holds at most {context_length - 1} and an answer",
             field,
         )
+
+
+def check_answer_length(
+    limit: int | None, least: int, prompt_tokens: int, context_length: int
+) -> None:
+    """RequestError for a number of tokens to generate that makes no sense.
+
+    limit: what the client asks for; -1: as many as fit; None: it does not say
+    least: the least number that it may ask for
+    """
+    if limit is None or limit == AS_MANY_AS_FIT or limit >= least:
+        return
+    room = context_length - prompt_tokens
+    raise RequestError(
+        f"max_tokens is {limit}; expected at least {least}, or -1 for as many as fit. The prompt "
+        f"has {prompt_tokens} tokens; the context of {context_length} has room for {room} more",
+        "max_tokens",
+    )
 
 
 def check_length(tokens: int, context_length: int, field: str) -> None:

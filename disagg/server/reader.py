@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from disagg.errors import ModelError, RequestError
@@ -35,6 +35,7 @@ class ServedModel:
     longest_token:  characters of the longest token
     alias:          another name that clients may use: where the model was loaded from
     eos_ids:        tokens that end an answer; they have no text
+    defaults:       sampling parameters of requests that do not set them
     max_body_bytes: of a request
     """
 
@@ -45,6 +46,7 @@ class ServedModel:
     longest_token: int
     alias: str | None = None
     eos_ids: tuple[int, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     max_body_bytes: int = 8 << 20
 
 
@@ -61,11 +63,13 @@ class Generation:
     """What one request generates: `request.n` answers to each prompt.
 
     workers: the prefill and the decode worker that must serve it; "": any
+    client:  a name that stands for the key of the request; "": it has none
     """
 
     request: GenerationRequest
     prompts: Sequence[TokenizedPrompt]
     workers: tuple[str, str] = ANY_WORKERS
+    client: str = ""
 
 
 class RequestReader:
@@ -128,7 +132,14 @@ class RequestReader:
             num_tokens = len(prompt.tokens)
             limits.check_prompt(num_tokens, served.context_length, field_name)
             limits.check_ids(prompt.tokens, served.vocab_size, field_name)
-            sampling = request.sampling(served.context_length - num_tokens)
+            limits.check_answer_length(
+                request.max_answer_tokens,
+                request.least_answer_tokens,
+                num_tokens,
+                served.context_length,
+            )
+            room = served.context_length - num_tokens
+            sampling = request.sampling(room, served.defaults)
             num_scores += limits.count_scores(num_tokens, request.n, sampling)
         limits.check_scores(num_scores)
         limits.check_ids(request.stop_token_ids, served.vocab_size, "stop_token_ids")

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, from_json
 
-from disagg.engine.sequence import BOUNDS, Bounds
+from disagg.engine.sequence import AS_MANY_AS_FIT, BOUNDS, Bounds
 from disagg.errors import RequestError
 from disagg.server import json_pieces, limits
 
@@ -82,6 +82,7 @@ BOM = b"\xef\xbb\xbf"  # some editors write it before UTF-8
 # fields that go to the engine unchanged
 SAMPLING_FIELDS = (
     "temperature",
+    "top_k",
     "top_p",
     "min_p",
     "presence_penalty",
@@ -90,6 +91,7 @@ SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
+NO_DEFAULTS: Mapping[str, Any] = {}  # of a model whose authors name none
 
 
 def prompt_list(value: Any) -> list[Any]:
@@ -143,7 +145,8 @@ Stops = Annotated[
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Count = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+# negative ones are refused where the prompt is known, with its length
+Count = Annotated[int, Field(ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)]
 NumLogprobs = Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)]
 Name = Annotated[str, Field(max_length=limits.MAX_NAME_CHARS)]
 
@@ -247,8 +250,13 @@ class GenerationRequest(Body, ABC):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """How many tokens to generate; None: as many as the context holds."""
+        """How many tokens to generate; -1: as many as fit; None: the request does not say."""
         return self.max_tokens
+
+    @property
+    def least_answer_tokens(self) -> int:
+        """The least number of tokens that a client may ask for."""
+        return 1
 
     @property
     @abstractmethod
@@ -265,23 +273,41 @@ class GenerationRequest(Body, ABC):
             return frozenset(self.stop_token_ids)
         return frozenset((*self.stop_token_ids, *eos_ids))
 
-    def sampling(self, room: int) -> dict[str, Any]:
-        """The engine's sampling parameters, except the seed, for `room` tokens at most."""
-        limit = self.max_answer_tokens
-        if limit is not None and self.min_tokens > limit:
-            raise RequestError(
-                f"min_tokens is {self.min_tokens}; expected at most max_tokens, {limit}",
-                "min_tokens",
-            )
-        max_tokens = room if limit is None else min(room, max(1, limit))
-        params = {name: getattr(self, name) for name in SAMPLING_FIELDS}
-        params["max_tokens"] = max_tokens
-        params["min_tokens"] = min(self.min_tokens, max_tokens)
-        params["top_k"] = max(0, self.top_k)
+    def sampling(
+        self, room: int, defaults: Mapping[str, Any] = NO_DEFAULTS
+    ) -> dict[str, Any]:
+        """The engine's sampling parameters, except the seed.
+
+        room:     tokens of an answer that the context has room for
+        defaults: of the model, for what the request does not say
+        """
+        params = {name: self._choose(name, defaults) for name in SAMPLING_FIELDS}
+        params["max_tokens"] = self._answer_tokens(room, defaults)
+        params["min_tokens"] = min(self.min_tokens, params["max_tokens"])
+        params["top_k"] = max(0, params["top_k"])
         params["logit_bias"] = list(self.logit_bias.items())
         if self.num_logprobs is not None:
             params["logprobs"] = self.num_logprobs
         return params
+
+    def _choose(self, name: str, defaults: Mapping[str, Any]) -> Any:
+        """The value of a field: the request's, else the model's default, else OpenAI's."""
+        own = getattr(self, name)
+        return own if name in self.model_fields_set else defaults.get(name, own)
+
+    def _answer_tokens(self, room: int, defaults: Mapping[str, Any]) -> int:
+        """How many tokens to generate, within the room for them."""
+        limit = self.max_answer_tokens
+        if limit is None:
+            limit = max(self.min_tokens, defaults.get("max_tokens", room))
+        if limit == AS_MANY_AS_FIT:
+            return room
+        if self.min_tokens > limit:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; expected at most max_tokens, {limit}",
+                "min_tokens",
+            )
+        return min(room, max(1, limit))
 
 
 class CompletionRequest(GenerationRequest):
@@ -290,12 +316,14 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         list[Any], BeforeValidator(prompt_list), Field(max_length=limits.MAX_CHOICES)
     ]
-    max_tokens: int = Field(
-        16, ge=0, le=limits.MAX_COUNT, description="0: only with echo"
-    )
+    max_tokens: Count = 16
     logprobs: NumLogprobs | None = None
     echo: bool = False
     add_special_tokens: bool = True
+
+    @property
+    def least_answer_tokens(self) -> int:
+        return 0 if self.echo else 1
 
     @property
     def num_logprobs(self) -> int | None:
@@ -304,12 +332,10 @@ class CompletionRequest(GenerationRequest):
     def without_prompts(self) -> Self:
         return self.model_copy(update={"prompt": []})
 
-    def sampling(self, room: int) -> dict[str, Any]:
-        if self.max_tokens == 0 and not self.echo:
-            raise RequestError(
-                "max_tokens is 0; expected at least 1 without echo", "max_tokens"
-            )
-        params = super().sampling(room)
+    def sampling(
+        self, room: int, defaults: Mapping[str, Any] = NO_DEFAULTS
+    ) -> dict[str, Any]:
+        params = super().sampling(room, defaults)
         if self.echo and self.logprobs is not None:
             params["prompt_logprobs"] = True
         return params
@@ -389,7 +415,9 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
 
     def without_prompts(self) -> Self:
         return self.model_copy(update={"messages": [], "chat_template_kwargs": {}})

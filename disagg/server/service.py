@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -47,7 +48,7 @@ ANSWER_S = 1.0  # the router's loop answers other threads within this, or is bus
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-class Backend:
+class Backend(ABC):
     """The router and its workers, which run while it is entered; subclasses let clients in.
 
     say: called with a description of each stage of the start
@@ -177,9 +178,9 @@ class Backend:
         for link in self._links.values():
             await link.close()
 
+    @abstractmethod
     async def _serve(self) -> None:
         """Let clients in until the end; `_serving` is set when they may come."""
-        raise NotImplementedError
 
     def _add(self, started: WorkerInfo) -> None:
         log.info(

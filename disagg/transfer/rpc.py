@@ -87,6 +87,7 @@ SERVER_OPTIONS = [
 ]
 
 RpcHandler = grpc.GenericRpcHandler
+RpcServer = grpc.aio.Server
 Unary = Callable[[bytes], Awaitable[bytes]]
 Stream = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 

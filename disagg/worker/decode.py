@@ -162,14 +162,21 @@ class DecodeSide:
             job = self._jobs.get(output.rid)
             if job is None:
                 continue
-            if isinstance(output, Failed):
-                event = self._failed_event(output, job)
-            else:
-                event = self._token_event(output, job)
+            try:
+                event = self._event_of(output, job)
+            except Exception as failure:  # ends this sequence and no other
+                self.context.engine.submit(Abort(output.rid))
+                error = as_disagg_error(failure)
+                event = TokenEvent(job.rid, job.attempt, 0, error=error)
             if event.error or event.finish_reason:
                 self._end(output.rid, job)
             events.append(event)
         return events
+
+    def _event_of(self, output: Token | Failed, job: Job) -> TokenEvent:
+        if isinstance(output, Failed):
+            return self._failed_event(output, job)
+        return self._token_event(output, job)
 
     def _token_event(self, output: Token, job: Job) -> TokenEvent:
         """A token. For a request that is served whole, the first and the last carry figures.

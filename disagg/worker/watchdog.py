@@ -14,7 +14,7 @@ from collections.abc import Callable
 from disagg.engine.progress import StepProgress
 
 EXIT_CODE = 86  # of a process whose engine stood still
-CHECKS = 10  # in the time that a step may stall
+CHECKS = 30  # in the time that a step may stall
 
 log = logging.getLogger(__name__)
 

@@ -79,7 +79,9 @@ class Worker:
         self._host = host
         self._security = security
         model = config.model
-        self._runner = runner or Runner.load(model.name, model.dtype, model.device)
+        self._runner = runner or Runner.load(
+            model.name, model.dtype, model.device, model.context
+        )
         self._listed = config.listed
         compiled = self._listed if self._runner.graphs else ()
         self.engine = Engine(

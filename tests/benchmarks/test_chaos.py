@@ -37,22 +37,20 @@ class Script(FaultInjector):
             for name, worker in workers
             if worker.role is role and name not in self._faulty
         )
-        self.rows.append({"worker": name, "what": fault})
+        await self.hit_at(name, fault)
+
+    async def hit_at(self, name: str, fault: str) -> None:
+        self.rows.append({"victim": name, "what": fault})
         await self._inject(fault, name)
 
-    async def hit_all(self, fault: str) -> None:
-        """Inject a fault of all workers."""
-        self.rows.append({"worker": "all", "what": fault})
-        await self._inject(fault, "all")
-
     async def more_answers(self) -> None:
-        before = self.completed
-        while self.completed < before + 4:
+        answers = self._group.answers
+        before = answers.completed
+        while answers.completed < before + 4:
             await asyncio.sleep(0.05)
 
-    def end(self) -> list[Row]:
-        self._over = True
-        return self.rows
+    async def moves(self) -> int:
+        return (await self._group.figures()).counts["moved"]
 
 
 async def lose_four_workers(self: Script) -> list[Row]:
@@ -63,11 +61,11 @@ async def lose_four_workers(self: Script) -> list[Row]:
         self.hit("kill", Role.PREFILL), self.hit("freeze", Role.DECODE)
     )
     await self.more_answers()
-    while not self._group.router.table.moves:
+    while not await self.moves():
         await self.hit("drain", Role.DECODE)
     await self.hit("cut_off", Role.DECODE)
     await self.more_answers()
-    return self.end()
+    return self.rows
 
 
 async def lose_hosts_and_the_network(self: Script) -> list[Row]:
@@ -81,9 +79,20 @@ async def lose_hosts_and_the_network(self: Script) -> list[Row]:
     await asyncio.gather(
         self.hit("few_files", Role.DECODE), self.hit("bad_host", Role.PREFILL)
     )
-    await self.hit_all("router_cut_off")
+    await self.hit_at("all", "router_cut_off")
     await self.more_answers()
-    return self.end()
+    return self.rows
+
+
+async def lose_the_front_end(self: Script) -> list[Row]:
+    """The router is killed, and a door."""
+    self.begin()
+    await self.more_answers()
+    await self.hit_at("all", "kill_router")
+    await self.more_answers()
+    await self.hit_at("door-0", "kill_door")
+    await self.more_answers()
+    return self.rows
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, script: object) -> Row:
@@ -116,6 +125,17 @@ def test_hosts_and_the_network_are_lost_and_no_answer(
     assert len(result["rows"]) == 5
 
 
+@pytest.mark.timeout(600)
+def test_a_killed_router_costs_no_answer_and_a_door_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = measure(monkeypatch, lose_the_front_end)
+
+    check(result)
+    assert result["failed"] == 0
+    assert result["cut"] == 3  # half of the streams
+
+
 def test_an_unknown_fault_is_refused(disagg) -> None:
     output = disagg("bench chaos --fault flood", code=2)
 
@@ -136,7 +156,7 @@ def test_a_minute_of_chaos(seed: int) -> None:
 
     check(result)
     if any(
-        row["what"] == "drain" and "decode" in row["worker"] for row in result["rows"]
+        row["what"] == "drain" and "decode" in row["victim"] for row in result["rows"]
     ):
         assert result["moved"]
 

@@ -52,6 +52,7 @@ class Running:
     router: FakeRouter
     stopped: threading.Event
     worker_pool: FakeWorkerPool
+    defaults: dict[str, float]  # sampling of the model's authors
 
 
 @pytest.fixture
@@ -62,7 +63,10 @@ def running() -> Iterator[Running]:
     worker_pool = FakeWorkerPool()
     router = FakeRouter()
     router.kv = STATS
-    completions = completions_of(router, context_length=200, longest_token=10)
+    defaults: dict[str, float] = {}
+    completions = completions_of(
+        router, context_length=200, longest_token=10, defaults=defaults
+    )
     app = create_app(completions, "secret", stopped.set, worker_pool=worker_pool)
     config = uvicorn.Config(
         app, log_level="error", lifespan="off", timeout_graceful_shutdown=1
@@ -71,7 +75,8 @@ def running() -> Iterator[Running]:
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
 
-    yield Running(f"http://127.0.0.1:{port}", router, stopped, worker_pool)
+    url = f"http://127.0.0.1:{port}"
+    yield Running(url, router, stopped, worker_pool, defaults)
 
     server.should_exit = True
     thread.join()

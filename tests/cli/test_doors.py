@@ -5,26 +5,26 @@ Says how long streams stood still (`-s`).
 
 import os
 import signal
-import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import pytest
 
-from disagg.cli.client import complete
 from disagg.cli.state_file import RunningService
-from disagg.errors import DisaggError
 from tests.cli.conftest import answering, free_port, wait_for
 from tests.cli.test_cluster import address as address
 from tests.cli.test_cluster import pids
-from tests.cli.test_private import BODY, PROMPT, Home, home, idle, workers
+from tests.cli.test_private import Home, home, idle, workers
+from tests.crowd import STREAMS, Crowd, crowd_of, longest_pause_s, pool
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STREAMS, PROMPTS, TOKENS = 40, 4, 200
-__all__ = ["address", "home"]
+GAUGES = (
+    "disagg_queue_requests{",
+    "vllm:num_requests_running{",
+    "vllm:num_requests_waiting{",
+)
+__all__ = ["address", "home", "pool"]
 
 
 def children(home: Home, kind: str) -> dict[str, int]:
@@ -37,98 +37,35 @@ def children(home: Home, kind: str) -> dict[str, int]:
     return by_number
 
 
-@dataclass
-class Stream:
-    """An answer that is read without a second try.
-
-    at: when each piece came
-    """
-
-    number: int
-    pieces: list[str] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)
-    error: DisaggError | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-    def read(self, state: RunningService) -> "Stream":
-        try:
-            complete(state, body_of(self.number), self._show)
-        except DisaggError as error:
-            self.error = error
-        return self
-
-    def _show(self, piece: str) -> None:
-        self.pieces.append(piece)
-        self.at.append(time.monotonic())
-
-    @property
-    def longest_pause_s(self) -> float:
-        return max(
-            (
-                after - before
-                for before, after in zip(self.at, self.at[1:], strict=False)
-            ),
-            default=0.0,
-        )
-
-
-def body_of(number: int) -> dict[str, object]:
-    prompt = f"{number % PROMPTS}. {PROMPT}"
-    return BODY | {"prompt": prompt, "max_tokens": TOKENS}
-
-
-@dataclass
-class Crowd:
-    """Forty streams that have begun, and what each has to be."""
-
-    state: RunningService
-    expected: list[str]
-    pool: ThreadPoolExecutor
-    streams: list[Stream] = field(default_factory=list)
-    futures: list[Future[Stream]] = field(default_factory=list)
-
-    def begin(self) -> None:
-        self.streams = [Stream(number) for number in range(STREAMS)]
-        self.futures = [
-            self.pool.submit(stream.read, self.state) for stream in self.streams
-        ]
-        wait_for(lambda: all(stream.pieces for stream in self.streams))
-
-    def end(self) -> list[Stream]:
-        return [future.result() for future in self.futures]
-
-    def is_exact(self, stream: Stream) -> bool:
-        return stream.text == self.expected[stream.number % PROMPTS]
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(STREAMS) as pool:
-        yield pool
-
-
-def crowd_of(state: RunningService, pool: ThreadPoolExecutor) -> Crowd:
-    expected = [Stream(number).read(state).text for number in range(PROMPTS)]
-    assert all(expected)
-    return Crowd(state, expected, pool)
-
-
 def test_forty_streams_survive_their_router_and_others_their_door(home, pool):
     process = home.start("serve", "--port", "0", "--doors", "2")
     state = home.service()
     crowd = crowd_of(state, pool)
 
     kill_the_router(home, crowd)
+    wait_until_idle(state)
     kill_a_door(home, crowd)
-    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_until_idle(state)
     replace_a_door(home, crowd)
 
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
+
+
+def wait_until_idle(state: RunningService) -> None:
+    """All gauges are zero: of both workers, of the router, and those that a scrape shows."""
+    wait_for(lambda: len(pids(state)) == 2, describe=lambda: workers(state))
+    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_for(lambda: not any(gauges(state).values()), describe=lambda: gauges(state))
+
+
+def gauges(state: RunningService) -> dict[str, float]:
+    """Requests that run or wait, as /metrics has them."""
+    lines = httpx.get(f"{state.url}/metrics").text.splitlines()
+    series = dict(line.rsplit(" ", 1) for line in lines if line.startswith(GAUGES))
+    assert len(series) >= len(GAUGES), lines
+    return {name: float(value) for name, value in series.items()}
 
 
 def kill_the_router(home: Home, crowd: Crowd) -> None:
@@ -139,7 +76,7 @@ def kill_the_router(home: Home, crowd: Crowd) -> None:
 
     assert [stream.error for stream in streams] == [None] * STREAMS
     assert all(crowd.is_exact(stream) for stream in streams)
-    pause_s = max(stream.longest_pause_s for stream in streams)
+    pause_s = longest_pause_s(streams)
     print(f"\nrouter killed: {STREAMS} streams exact after {pause_s:.1f} s at most")
 
 
@@ -187,9 +124,9 @@ def test_on_a_cluster_the_next_router_takes_over_the_workers(address, tmp_path, 
     assert [stream.error for stream in streams] == [None] * STREAMS
     assert all(crowd.is_exact(stream) for stream in streams)
     assert pids(state) == before
-    pause_s = max(stream.longest_pause_s for stream in streams)
+    pause_s = longest_pause_s(streams)
     print(f"\nrouter killed: the same workers go on after {pause_s:.1f} s at most")
-    wait_for(lambda: idle(state), describe=lambda: workers(state))
+    wait_until_idle(state)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error

@@ -284,9 +284,12 @@ def workers(state: RunningService) -> list[dict[str, Any]]:
 
 
 def idle(state: RunningService) -> bool:
-    """Whether no gauge of a worker counts work; memory and caches stay."""
+    """Whether the router has no request and no worker counts work; memory and caches stay."""
     stays = {"arena_bytes", "cached_pages", "cached_bytes"}
-    for worker in workers(state):
+    report = get(state, "/status")
+    if report["requests"] or report["queued"]:
+        return False
+    for worker in report["workers"]:
         for name, value in worker["gauges"].items():
             if value and name not in stays:
                 return False

@@ -501,6 +501,36 @@ def test_a_model_with_a_bad_file_is_refused_before_a_start(
     assert message in error
 
 
+def test_serve_tells_the_sampling_of_the_models_authors(
+    state_file, disagg, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("disagg.server.service.Service", StoppedService)
+    model = save_tiny("llama", tmp_path / "model")
+    file = model / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": 20}')
+    command = ("serve --state-file", state_file, "--model", model)
+    none = ("--set", "model.generation_config=none")
+
+    by_default = disagg(*command).err
+    turned_off = disagg(*command, *none).err
+    file.write_text('{"temperature": "hot"}')
+    refusal = disagg(*command, code=3).err
+
+    words = "unless a request sets them: temperature 0.6, top_k 20"
+    assert words in by_default
+    assert "unless a request" not in turned_off
+    assert "temperature is 'hot'" in refusal
+
+
+def test_a_context_beyond_the_models_reach_is_refused_at_once(state_file, disagg):
+    error = disagg(
+        "serve --set model.context=4096 --state-file", state_file, code=2
+    ).err
+
+    assert "model.context is 4096" in error
+    assert "reach 2048 tokens" in error
+
+
 @pytest.mark.parametrize("name", ["a\udcff", "a\nb", "x" * 2000])
 def test_a_name_that_no_answer_can_carry_is_refused(name):
     config = load_config(None, {"server.served_model_name": name})
@@ -666,7 +696,8 @@ def test_the_model_may_be_named_without_a_flag(disagg):
 
     config = json.loads(disagg(flags).out)
 
-    assert config["model"] == {"name": "small", "dtype": "bfloat16", "device": "auto"}
+    model = config["model"]
+    assert (model["name"], model["dtype"]) == ("small", "bfloat16")
     assert config["cluster"]["prefill"] == 2
     assert config["cluster"]["decode"] == 3
 

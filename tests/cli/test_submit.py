@@ -135,6 +135,26 @@ def test_the_state_file_leads_to_the_running_service(
     assert output.startswith("ab\n")
 
 
+@pytest.mark.parametrize(
+    ("defaults", "options", "temperature"),
+    [
+        ({}, "", 0.0),
+        ({"temperature": 0.6}, "", 0.6),
+        ({"temperature": 0.6}, "--temperature 0", 0.0),
+        ({"top_k": 20}, "--temperature 0.9", 0.9),
+    ],
+    ids=str,
+)
+def test_submit_is_greedy_unless_the_models_authors_name_a_temperature(
+    defaults, options, temperature, running, disagg
+):
+    running.defaults.update(defaults)
+
+    disagg(f"submit abc --max-tokens 2 {options} --url", running.url)
+
+    assert running.router.asked[0][1]["temperature"] == temperature
+
+
 def test_options_reach_the_service(running, disagg):
     options = "--codec kivi --seed 7 --temperature 0.5 --top-k 3 --stop cd"
 

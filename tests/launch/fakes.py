@@ -50,6 +50,7 @@ class FakeConnection:
         self.host = "127.0.0.1"
         self.lost = False
         self.num_reopened = 0
+        self.words: dict[str, str] = {}  # by process id
 
     def is_lost(self) -> bool:
         return self.lost
@@ -57,6 +58,9 @@ class FakeConnection:
     def reopen(self) -> None:
         self.num_reopened += 1
         self.lost = False
+
+    def last_words(self, pid: str) -> str:
+        return self.words.get(pid, "")
 
     def close(self) -> None:
         pass

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from disagg.config import Config, load_config
-from disagg.errors import ConfigError, ModelError, VersionError
+from disagg.errors import ModelError, OccupiedError, VersionError
 from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.start_protocol import info_of, settings_message
 from disagg.transfer.messages import Role, WorkerInfo
@@ -65,7 +65,7 @@ def test_other_settings_of_a_worker_are_named():
     other = settings_message(load_config(None, {"engine.max_sequences": 7}))
 
     with pytest.raises(
-        ConfigError, match=r"other settings \(engine.max_sequences\), until 60 s"
+        OccupiedError, match=r"other settings \(engine.max_sequences\), until 60 s"
     ):
         info_of(actor.start("127.0.0.1", other))
 
@@ -76,7 +76,7 @@ def test_a_worker_of_another_service_is_refused():
     actor.start("127.0.0.1", settings)
     actor._worker.wait_alone.return_value = False
 
-    with pytest.raises(ConfigError, match="works for another service"):
+    with pytest.raises(OccupiedError, match="works for another service"):
         info_of(actor.start("127.0.0.1", settings))
 
 

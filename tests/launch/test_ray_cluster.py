@@ -239,6 +239,18 @@ def test_the_log_says_which_process_died(cluster, caplog):
     ]
 
 
+def test_the_log_has_what_a_dead_worker_wrote(cluster, caplog):
+    cluster.handles["decode-0"].watch.value = DiedError()
+    cluster.connection.words = {"31213": "Thread 0x7f:\n  in a_kernel"}
+    cluster.kill("decode-0")
+
+    cluster.step()
+
+    assert caplog.messages[-1] == (
+        "decode-0 wrote before it ended:\nThread 0x7f:\n  in a_kernel"
+    )
+
+
 FAILURES = [RayActorError(), ModelError("the file is gone")]
 
 

@@ -34,6 +34,7 @@ INFO = WorkerInfo(
 )
 # a setting that is in neither set fails the test below: decide whether workers use it
 UNUSED_GROUPS = {"router", "server"}
+UNUSED_KEYS = {"model.generation_config"}
 UNUSED_CLUSTER_KEYS = {
     "address",
     "name",
@@ -50,9 +51,8 @@ UNUSED_CLUSTER_KEYS = {
 @pytest.mark.parametrize("key", settings_by_key(asdict(Config())))
 def test_a_worker_depends_on_the_settings_that_it_uses(key):
     group, _, name = key.partition(".")
-    is_unused = group in UNUSED_GROUPS or (
-        group == "cluster" and name in UNUSED_CLUSTER_KEYS
-    )
+    is_cluster_key = group == "cluster" and name in UNUSED_CLUSTER_KEYS
+    is_unused = group in UNUSED_GROUPS or key in UNUSED_KEYS or is_cluster_key
 
     assert (key in worker_settings(Config())) is not is_unused
 
@@ -67,6 +67,8 @@ def test_a_worker_depends_on_the_settings_that_it_uses(key):
         ({"codec": "raw"}, ["codec"]),
         ({"codecs": ["raw"]}, ["codecs"]),
         ({"model.dtype": "float16"}, ["model.dtype"]),
+        ({"model.context": 1000}, ["model.context"]),
+        ({"model.generation_config": "none"}, []),
         ({"engine.max_sequences": 7}, ["engine.max_sequences"]),
         ({"transfer.lease_s": 7}, ["transfer.lease_s"]),
         ({"security.plane": "token"}, ["security.plane"]),

@@ -115,8 +115,25 @@ capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
 - `gpt_oss` was tested in fp32, also with experts in MXFP4 as its real checkpoints have them.
-- For LongRoPE models (Phi-3, Phi-4-mini) the context ends at the original training length, where
-  their frequencies would switch.
+
+## Context, dtype, end tokens and sampling
+
+- `model.context` sets how many tokens a prompt and its answer may have. Less saves memory. More is
+  possible as far as the model's own rope scaling reaches. With YaRN the context is `factor` times
+  the original length anyway; llama3 and linear scaling allow that where the config says less.
+  `disagg models check` prints both lengths.
+- LongRoPE (Phi-3, Phi-4-mini) and dynamic scaling change their frequencies with the length of a
+  text. By default the context ends before they do. With a longer `model.context` every text gets
+  the frequencies of that length, which may cost short texts some quality.
+- `dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, else that of
+  most bytes of the weights. On a CPU it is float32.
+- An answer ends with any end token of `generation_config.json`, `config.json` and the tokenizer.
+  Ordinary words that only `config.json` names are ignored: some tools write an architecture's
+  defaults there.
+- `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and, for chats, `max_new_tokens` of
+  `generation_config.json` apply where a request does not set them. `do_sample: false` means
+  temperature 0, as in transformers; vLLM ignores that key. `disagg serve` prints these defaults and
+  `/v1/models` lists them. `model.generation_config: none` ignores them; a path names another file.
 """
 
 

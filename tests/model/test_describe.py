@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,16 +67,10 @@ def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path):
     assert describe_model(write(tmp_path, num_key_value_heads="absent")).heads == 4
 
 
-def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
+def test_every_file_may_name_tokens_that_end_a_text(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
 
-    assert describe_model(write(tmp_path, eos_token_id=7)).eos_ids == (3,)
-
-    for none in (-1, None, [-1, 100]):  # of 100 tokens
-        (tmp_path / "generation_config.json").write_text(
-            json.dumps({"eos_token_id": none})
-        )
-        assert describe_model(write(tmp_path)).eos_ids == ()
+    assert describe_model(write(tmp_path, eos_token_id=7)).eos_ids == (3, 7)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +86,43 @@ def test_auto_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(
 ):
     path = write(tmp_path, dtype="bfloat16")
     assert describe_model(path, dtype, device).dtype == expected
+
+
+BF16 = torch.zeros(64, dtype=torch.bfloat16)
+PACKED = torch.zeros(1024, dtype=torch.uint8)
+SCALES = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "expected"),
+    [
+        ({"dtype": "float16"}, {}, "float16"),
+        ({"torch_dtype": "torch.bfloat16"}, {}, "bfloat16"),
+        ({"text_config": PLAIN | {"dtype": "bfloat16"}}, {}, "bfloat16"),
+        ({}, {"w": BF16, "blocks": PACKED, "scales": SCALES}, "bfloat16"),
+        ({"dtype": "float8_e4m3fn"}, {"w": BF16}, "bfloat16"),
+        ({}, {"w": SCALES}, "float32"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, "bfloat16"),
+        ({}, {}, "float32"),
+    ],
+    ids=[
+        "config",
+        "with-a-prefix",
+        "text-config",
+        "most-bytes-of-the-weights",
+        "not-one-to-compute-in",
+        "weights-in-float32",
+        "quantized-without-weights",
+        "nothing-says",
+    ],
+)
+def test_the_dtype_is_that_of_config_text_config_or_weights(
+    config, tensors, expected, tmp_path
+):
+    if tensors:
+        save_file(tensors, tmp_path / "model.safetensors")
+
+    assert describe_model(write(tmp_path, **config), device="cuda").dtype == expected
 
 
 def test_windows_follow_the_layer_types(tmp_path):

@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from disagg.config import RouterConfig
-from disagg.router.client import RouterClient
+from disagg.router.client import Dial, RouterClient, fixed
 from disagg.router.door_service import MAX_BEHIND, DoorService
 from disagg.router.router import Router, WorkerConnection
+from disagg.server.router_process import Listen
 from disagg.transfer.messages import (
     Grant,
     Job,
@@ -111,6 +113,7 @@ class FakeHost:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.counts: dict[str, bytes] = {}
+        self.departures: list[str] = []
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
         self.calls.append(("scale", prefill, decode))
@@ -121,26 +124,37 @@ class FakeHost:
     def count(self, door: str, counts: bytes) -> None:
         self.counts[door] = counts
 
+    def leave(self, door: str) -> None:
+        self.departures.append(door)
+
     async def scrape(self) -> bytes:
         return b"".join(self.counts.values())
 
 
 class RouterProcess:
-    """What a process of a router has, on this loop."""
+    """What a process of a router has, on this loop.
 
-    def __init__(self, path: Path, max_behind: int = MAX_BEHIND, **config: Any):
+    listen: what starts its server, or the path of its Unix socket
+    """
+
+    address = ""
+
+    def __init__(
+        self, listen: Listen | Path, max_behind: int = MAX_BEHIND, **config: Any
+    ):
         self.worker = FakeWorker()
         self.host = FakeHost()
         self.router = Router(RouterConfig(**config))
-        self._path = path
+        if isinstance(listen, Path):
+            listen = partial(start_local_server, path=listen, security=SECRET)
+        self._listen = listen
         self._service = DoorService(self.router, self.host, max_behind)
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
         """Serve doors; requests wait until there is a worker."""
-        self._server, _ = await start_local_server(
-            [self._service.handler()], self._path, SECRET
-        )
+        handlers = [self._service.handler()]
+        self._server, self.address = await self._listen(handlers)
 
     def add_worker(self) -> None:
         info = WorkerInfo("both-0", Role.BOTH, "here:1", 1, step_tokens=1 << 20)
@@ -156,10 +170,10 @@ class RouterProcess:
 
 @asynccontextmanager
 async def serving(
-    path: Path, max_behind: int = MAX_BEHIND, **config: Any
+    listen: Listen | Path, max_behind: int = MAX_BEHIND, **config: Any
 ) -> AsyncIterator[RouterProcess]:
-    """A router with one worker, whose doors find it at this path."""
-    process = RouterProcess(path, max_behind, **config)
+    """A router with one worker, whose doors find it where it listens."""
+    process = RouterProcess(listen, max_behind, **config)
     await process.start()
     process.add_worker()
     try:
@@ -174,15 +188,23 @@ async def door_at(
 ) -> AsyncIterator[RouterClient]:
     """A door of the router at this path."""
     link = connect(f"unix:{path}", SECRET)
-    client = RouterClient(link, name, RouterConfig(**config), counts=lambda: b"1 ")
-    following = asyncio.create_task(client.run())
+    async with following(fixed(link), name, **config) as client:
+        yield client
+
+
+@asynccontextmanager
+async def following(
+    dial: Dial, name: str = "0", **config: Any
+) -> AsyncIterator[RouterClient]:
+    """A door that follows the routers of its dial."""
+    client = RouterClient(dial, name, RouterConfig(**config), counts=lambda: b"1 ")
+    running = asyncio.create_task(client.run())
     try:
         async with asyncio.timeout(30):
             yield client
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await link.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def attached(client: RouterClient) -> None:

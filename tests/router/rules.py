@@ -23,8 +23,9 @@ class Rules:
         job: Job,
         now: float,
         at: tuple[str, str] = ("", ""),
+        client: str = "",
     ) -> list[Action]:
-        actions = self.table.submit(job, now, at)
+        actions = self.table.submit(job, now, at, client)
         return self.placed(actions, now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:

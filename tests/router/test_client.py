@@ -13,9 +13,9 @@ from disagg.errors import (
     StoppingError,
 )
 from disagg.protos.v1 import router_pb2 as pb
-from disagg.router.client import RouterClient
+from disagg.router.client import RouterClient, fixed
 from disagg.router.door_service import ROUTER_SERVICE
-from disagg.transfer.rpc import connect, failures_of
+from disagg.transfer.rpc import Link, connect, failures_of
 from tests.router.fakes import (
     FIGURES,
     SECRET,
@@ -23,6 +23,7 @@ from tests.router.fakes import (
     answer_of,
     attached,
     door_at,
+    following,
     serving,
 )
 from tests.transfer.peer import until
@@ -240,6 +241,67 @@ async def test_a_router_that_leaves_hands_its_requests_to_the_next(path):
     assert tokens == answer_of(PROMPT, 400)
 
 
+async def test_an_answer_goes_on_at_a_router_with_another_address(tmp_path):
+    links: dict[str, Link] = {}
+    addresses = [tmp_path / "first"]
+
+    async def dial() -> Link:
+        address = f"unix:{addresses[-1]}"
+        if address not in links:
+            links[address] = connect(address, SECRET)
+        return links[address]
+
+    async with following(dial) as client:
+        async with serving(addresses[0]):
+            tokens: list[int] = []
+            answering = begin(client, tokens, max_tokens=400)
+            await until(lambda: len(tokens) > 3)
+        addresses.append(tmp_path / "second")
+        async with serving(addresses[1]):
+            await answering
+
+    assert tokens == answer_of(PROMPT, 400)
+
+
+async def test_what_waits_ends_once_no_router_will_come(path):
+    link = connect(f"unix:{path}", SECRET)
+    is_over = False
+
+    async def dial() -> Link:
+        if is_over:
+            raise StoppingError("the application is deleted")
+        return link
+
+    async with following(dial) as client:
+        async with serving(path) as process:
+            answering = begin(client, max_tokens=10**6)
+            await until(lambda: process.worker.jobs)
+        is_over = True
+
+        with pytest.raises(StoppingError, match="deleted"):
+            await answering
+        with pytest.raises(StoppingError, match="deleted"):
+            await begin(client)
+
+    assert client.running == 0
+
+
+async def test_a_call_before_a_router_was_dialled_is_refused(path):
+    client = RouterClient(fixed(connect(f"unix:{path}", SECRET)))
+
+    with pytest.raises(PeerLostError, match="not known yet"):
+        await client.report()
+
+
+async def test_a_door_that_leaves_is_reported_to_the_host_of_the_router(path):
+    async with serving(path) as process:
+        async with door_at(path, "0") as client:
+            await attached(client)
+        await until(lambda: process.host.departures)
+
+    assert process.host.departures == ["0"]
+
+
 async def test_a_door_that_stops_ends_its_answers_and_takes_no_new_ones(path):
     async with serving(path) as process, door_at(path) as client:
         answering = begin(client, max_tokens=10**6)
@@ -302,6 +364,7 @@ async def test_answers_of_a_door_that_fell_behind_fail_with_the_reason(path):
 
 async def test_calls_of_the_owner_reach_the_process_of_the_router(path):
     async with serving(path) as process, door_at(path) as client:
+        await attached(client)
         await client.scale(2, None)
         await client.drain("both-0")
 
@@ -328,6 +391,8 @@ async def test_a_report_names_every_worker_and_the_requests(path):
 
 async def test_a_scrape_of_one_door_has_the_counts_of_all(path):
     async with serving(path), door_at(path, "0") as first, door_at(path, "1") as second:
+        await attached(first)
+        await attached(second)
         await first.scrape()
         assert await second.scrape() == b"1 1 "
 
@@ -343,7 +408,7 @@ async def test_a_door_without_the_secret_is_refused(path):
     async with serving(path):
         link = connect(f"unix:{path}")
         with pytest.raises(ConfigError, match="token is missing or wrong"):
-            await RouterClient(link).report()
+            await link.call(f"/{ROUTER_SERVICE}/Report", b"", 10)
         await link.close()
 
 

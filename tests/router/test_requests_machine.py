@@ -145,12 +145,16 @@ class Interleavings(RuleBasedStateMachine):
         self.workers[name] = FakeWorker(role)
         self.act(self.table.worker_up(WorkerInfo(name, role, name, 1), self.now))
 
-    @rule(length=st.integers(1, 12), tokens=st.integers(1, 40))
-    def submit(self, length: int, tokens: int) -> None:
+    @rule(
+        length=st.integers(1, 12),
+        tokens=st.integers(1, 40),
+        client=st.sampled_from(["", "a", "b"]),
+    )
+    def submit(self, length: int, tokens: int, client: str) -> None:
         rid = f"r{len(self.lengths)}"
         self.lengths[rid], self.delivered[rid] = length, []
         job = Job(rid, 0, (1,) * tokens, sampling={"max_tokens": length})
-        self.act(self.table.submit(job, self.now))
+        self.act(self.table.submit(job, self.now, client=client))
 
     @precondition(lambda self: self.asked)
     @rule(data=NAMES, lost=st.booleans())

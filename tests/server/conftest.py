@@ -69,6 +69,7 @@ class FakeRouter(Router):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
+        self.clients: list[str] = []
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
         self.breaks: DisaggError | None = None
@@ -86,8 +87,10 @@ class FakeRouter(Router):
         params: Mapping[str, Any],
         codec: str,
         at: Any = None,
+        client: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         self.asked.append((prompt, dict(params), codec))
+        self.clients.append(client)
         scores = [SCORE] * (len(prompt) - 1) if params.get("prompt_logprobs") else []
         self.running += 1
         try:

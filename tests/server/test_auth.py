@@ -48,6 +48,33 @@ def test_every_key_and_the_owners_secret_are_good(key, scheme, completions):
     assert stopped.status_code == (200 if key == "owner" else 401)
 
 
+def clients_of(app, router, *keys: str) -> list[str]:
+    """The names of the clients that send a request with each of these keys."""
+    router.clients.clear()
+    for key in keys:
+        headers = {"Authorization": f"Bearer {key}"}
+        send(app, "POST", "/v1/completions", json=ask(), headers=headers)
+    return router.clients.copy()
+
+
+def test_a_key_gives_its_client_a_name(completions, router):
+    app = create_app(completions, "owner", keys=KEYS)
+    again = create_app(completions, "another owner", keys=["two", "three"])
+
+    one, two = clients_of(app, router, "one", "two")
+    after_a_restart = clients_of(again, router, "two")
+
+    assert len({one, two, ""}) == 3
+    assert after_a_restart == [two]
+    assert "one" not in one
+
+
+def test_without_keys_clients_have_no_names(completions, router):
+    app = create_app(completions)
+
+    assert clients_of(app, router, "one", "two") == ["", ""]
+
+
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/metrics"])
 def test_probes_and_dashboards_need_no_key(path, completions):
     assert send(create_app(completions, keys=KEYS), "GET", path).status_code == 200

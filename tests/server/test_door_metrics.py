@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from disagg.server.door_metrics import exported, rendered
+from disagg.server.door_metrics import KEEP_S, DoorSeries, exported, rendered
 
 
 def counting(requests: int) -> CollectorRegistry:
@@ -46,3 +46,30 @@ def test_a_family_is_announced_once():
     text = rendered(CollectorRegistry(), doors).decode()
 
     assert text.count("# TYPE requests_total counter") == 1
+
+
+def test_the_series_of_a_door_that_left_stay_for_a_while_and_then_end():
+    now = 0.0
+    series = DoorSeries(clock=lambda: now)
+    series.replace("a", b"1")
+    series.replace("b", b"2")
+
+    series.leave("a")
+    now = KEEP_S - 1
+    before = series.current()
+    now = KEEP_S
+
+    assert before == {"a": b"1", "b": b"2"}
+    assert series.current() == {"b": b"2"}
+
+
+def test_the_series_of_a_door_that_came_back_stay():
+    now = 0.0
+    series = DoorSeries(clock=lambda: now)
+    series.replace("0", b"1")
+    series.leave("0")
+    series.replace("0", b"0")
+
+    now = 2 * KEEP_S
+
+    assert series.current() == {"0": b"0"}

@@ -55,8 +55,10 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": ["a"] * 64, "n": 3}, "n", "the request asks for 192 answers"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1 without echo"),
-        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; expected at least 1"),
+        ({"max_tokens": -2}, "max_tokens", "expected at least 1, or -1"),
+        ({"max_tokens": -736}, "max_tokens", "The prompt has 3 tokens"),
+        ({"max_tokens": -736}, "max_tokens", "the context of 20 has room for 17"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
         ({"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
@@ -517,7 +519,12 @@ def strict() -> ASGIApp:
 
     class Router(FakeRouter):
         async def generate(
-            self, prompt: Any, params: Any, codec: str, at: Any = None
+            self,
+            prompt: Any,
+            params: Any,
+            codec: str,
+            at: Any = None,
+            client: str = "",
         ) -> Any:
             SamplingParams(**params)
             async for output in super().generate(prompt, params, codec):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from disagg.config import ClusterConfig, EngineConfig
 from disagg.engine.progress import StepProgress
 from disagg.worker import watchdog
 from disagg.worker.watchdog import CHECKS, Watchdog
@@ -95,6 +96,13 @@ def test_one_late_look_is_not_enough(watch: Watch):
 
     wait_for_looks(progress, 5)
     assert not stuck.is_set()
+
+
+def test_by_default_a_worker_ends_itself_before_it_is_killed():
+    """Killed, it would leave no stacks. The second look in a row decides."""
+    longest_s = EngineConfig().stuck_s * (1 + 2 / CHECKS)
+
+    assert longest_s < ClusterConfig().replace_s
 
 
 def test_the_process_ends_with_the_stacks_of_its_threads():

@@ -3,17 +3,19 @@
 import asyncio
 import math
 from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 
 from disagg import errors
 from disagg.config import Config, EngineConfig
+from disagg.engine.messages import Abort, Token
 from disagg.kv.plan import Plan
 from disagg.llm import LLM
 from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit, Ticket
-from disagg.worker.decode import DecodeSide
+from disagg.worker.decode import LOCAL, DecodeSide
 from disagg.worker.event_log import EventLog
 from disagg.worker.worker import Worker
 from tests.worker.pairs import KIVI, paired
@@ -145,3 +147,21 @@ def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
         )
     assert not side.events.num_requests
     assert not side.attempts
+
+
+def test_an_output_that_breaks_ends_its_sequence_alone():
+    aborts: list[Abort] = []
+    engine = SimpleNamespace(submit=aborts.append, plan=lambda codec: 1 / 0)
+    context = SimpleNamespace(engine=engine)
+    side = DecodeSide(context, None, EventLog(), on_done=lambda rid, attempt: None)
+    bad, good = f"bad{LOCAL}", "good"
+    side._jobs = {name: Job(name, 1, (1, 2)) for name in (bad, good)}
+
+    events = side.step([Token(name, 0, 7, None) for name in (bad, good)])
+
+    assert [(x.rid, x.token, x.error is None) for x in events] == [
+        (bad, None, False),
+        (good, 7, True),
+    ]
+    assert aborts == [Abort(bad)]
+    assert side.attempts == {(good, 1)}

@@ -20,7 +20,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, door: _Optional[str] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ..., counts: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("handle", "prompt", "sampling", "codec", "prefill", "decode", "emitted", "waited_s", "resumed")
+    __slots__ = ("handle", "prompt", "sampling", "codec", "prefill", "decode", "emitted", "waited_s", "resumed", "client")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Begin(_message.Message):
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: str
@@ -39,7 +40,8 @@ class Begin(_message.Message):
     emitted: _containers.RepeatedScalarFieldContainer[int]
     waited_s: float
     resumed: bool
-    def __init__(self, handle: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., emitted: _Optional[_Iterable[int]] = ..., waited_s: _Optional[float] = ..., resumed: bool = ...) -> None: ...
+    client: str
+    def __init__(self, handle: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., emitted: _Optional[_Iterable[int]] = ..., waited_s: _Optional[float] = ..., resumed: bool = ..., client: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("handles", "tokens", "figures", "scores", "ends", "state")

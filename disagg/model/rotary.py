@@ -1,0 +1,109 @@
+"""How far the rotary positions of a model reach, by its config alone.
+
+scaling     positions that the model takes as they are     at most, with `model.context`
+none        max_position_embeddings                        the same
+yarn        factor x original length, or                   the same
+            max_position_embeddings if that is more
+llama3,     max_position_embeddings                        factor x original length, if that is more
+linear
+dynamic,    up to where frequencies begin to depend on     factor x original length, or
+longrope    the length of the text                         max_position_embeddings if that is more
+
+A config has `rope_scaling` (older) or `rope_parameters`, for all layers or for each type of layer,
+and names the scaling `rope_type` or `type`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_LENGTH = "max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+WINDOWED = "sliding_attention"  # positions farther apart than the window never meet
+STRETCHING = ("linear", "dynamic", "llama3")
+# what transformers computes, by the keys that it then needs
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "proportional": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+# max_position_embeddings is the stretched length already, or scaling depends on each text's length
+NEVER_LONGER = ("gemma3", "gemma3_text", "phimoe")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Lengths in tokens, of prompt and answer.
+
+    default: that the model takes as it is
+    most:    that `model.context` may ask for
+    """
+
+    default: int
+    most: int
+
+
+def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
+    """How long a text of a model may be; sizes: of its config, under their usual names.
+
+    ValueError for a scaling that transformers does not compute.
+    """
+    length = sizes[MAX_LENGTH]
+    reaches = [_reach(rope, sizes) for rope in _scalings(sizes)]
+    reaches = reaches or [Reach(length, length)]
+    default = min(reach.default for reach in reaches)
+    if sizes.get("model_type") in NEVER_LONGER:
+        return Reach(default, default)
+    return Reach(default, min(reach.most for reach in reaches))
+
+
+def _scalings(sizes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rotary parameters of each type of layer; transformers prefers the older key."""
+    rope = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+    by_type = {kind: value for kind, value in rope.items() if isinstance(value, dict)}
+    if not by_type:
+        return [rope]
+    return [value for kind, value in by_type.items() if kind != WINDOWED]
+
+
+def _reach(rope: Mapping[str, Any], sizes: Mapping[str, Any]) -> Reach:
+    length = sizes[MAX_LENGTH]
+    kind = _kind(rope, str(sizes.get("model_type")))
+    original = rope.get(ORIGINAL_LENGTH) or sizes.get(ORIGINAL_LENGTH) or length
+    stretched = max(length, int(_factor(rope) * original))
+    if kind == "yarn":
+        return Reach(stretched, stretched)
+    if kind == "longrope":
+        # which key counts differs by architecture
+        keys = (rope.get(ORIGINAL_LENGTH), sizes.get(ORIGINAL_LENGTH), length)
+        return Reach(min(key for key in keys if key), stretched)
+    return Reach(length, stretched if kind in STRETCHING else length)
+
+
+def _kind(rope: Mapping[str, Any], model_type: str) -> str:
+    """The name of a scaling; some architectures have older names for it."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if model_type.startswith("phi3") and kind in ("su", "yarn"):
+        kind = "longrope"
+    elif "vl" in model_type and kind == "mrope":
+        kind = "default"
+    if kind not in SCALINGS:
+        known_names = ", ".join(SCALINGS)
+        raise ValueError(f"rope scaling {kind!r} is unknown; known: {known_names}")
+    missing = [key for key in SCALINGS[kind] if key not in rope]
+    if missing:
+        raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
+    return kind
+
+
+def _factor(rope: Mapping[str, Any]) -> float:
+    factor = rope.get("factor")
+    if factor is None:
+        return 1.0
+    if type(factor) not in (int, float):
+        raise ValueError(f"the factor of rope scaling is {factor!r}; expected a number")
+    return float(factor)

@@ -1,0 +1,103 @@
+"""Many streams at once, each compared with what it has to be, whatever dies meanwhile."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from disagg.cli.client import complete
+from disagg.cli.state_file import RunningService
+from disagg.errors import DisaggError
+from tests.cli.test_private import BODY, PROMPT
+from tests.processes import wait_for
+
+STREAMS, PROMPTS, TOKENS = 40, 4, 200
+
+
+@dataclass
+class Stream:
+    """An answer that is read without a second try.
+
+    at: when each piece came
+    """
+
+    number: int
+    pieces: list[str] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    error: DisaggError | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def read(self, state: RunningService) -> "Stream":
+        try:
+            complete(state, body_of(self.number), self._show)
+        except DisaggError as error:
+            self.error = error
+        return self
+
+    def _show(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self.at.append(time.monotonic())
+
+    @property
+    def longest_pause_s(self) -> float:
+        return max(
+            (
+                after - before
+                for before, after in zip(self.at, self.at[1:], strict=False)
+            ),
+            default=0.0,
+        )
+
+
+def body_of(number: int) -> dict[str, object]:
+    prompt = f"{number % PROMPTS}. {PROMPT}"
+    return BODY | {"prompt": prompt, "max_tokens": TOKENS}
+
+
+@dataclass
+class Crowd:
+    """Streams that have begun, and what each has to be."""
+
+    state: RunningService
+    expected: list[str]
+    pool: ThreadPoolExecutor
+    size: int
+    streams: list[Stream] = field(default_factory=list)
+    futures: list[Future[Stream]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.streams = [Stream(number) for number in range(self.size)]
+        self.futures = [
+            self.pool.submit(stream.read, self.state) for stream in self.streams
+        ]
+        wait_for(lambda: all(stream.pieces for stream in self.streams))
+
+    def end(self) -> list[Stream]:
+        return [future.result() for future in self.futures]
+
+    def is_exact(self, stream: Stream) -> bool:
+        return stream.text == self.expected[stream.number % PROMPTS]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(STREAMS) as pool:
+        yield pool
+
+
+def crowd_of(
+    state: RunningService, pool: ThreadPoolExecutor, size: int = STREAMS
+) -> Crowd:
+    expected = [Stream(number).read(state).text for number in range(PROMPTS)]
+    assert all(expected)
+    return Crowd(state, expected, pool, size)
+
+
+def longest_pause_s(streams: list[Stream]) -> float:
+    """How long the stream stood still that stood still for longest."""
+    return max(stream.longest_pause_s for stream in streams)

@@ -1,0 +1,185 @@
+"""58 config.json files of 2025 and 2026: each is served as it is meant, or refused for its reason.
+
+configs.jsonl has their facts, without keys that no loader reads. The tables were written by hand,
+from what is published on each architecture; a KV size is 2 (K and V) x 2 bytes x layers x KV heads
+x head dim.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.model.capacity import check_model
+
+CONFIGS = Path(__file__).parent / "configs.jsonl"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a model is like that is served, in bfloat16.
+
+    shape:   layers, KV heads, head dim
+    ends:    end tokens that the config alone names
+    windows: layers by the tokens that they see; None: all layers see all
+    """
+
+    shape: tuple[int, int, int]
+    kv_bytes: int
+    context: int
+    ends: tuple[int, ...]
+    windows: dict[int | None, int] | None = None
+
+
+QWEN_END = (151645,)  # <|im_end|>
+LLAMA_END = (128001,)  # <|end_of_text|>
+LLAMA_CHAT_ENDS = (128001, 128008, 128009)
+# a class default: the real one stands in generation_config.json
+CLASS_DEFAULT = (2,)
+
+SERVED = {
+    # full attention in every layer, in spite of the linear attention of MiniMax-01
+    "MiniMaxAI/MiniMax-M2.5": Served((62, 8, 128), 253_952, 196_608, ()),
+    "MiniMaxAI/MiniMax-M2.7": Served((62, 8, 128), 253_952, 204_800, ()),
+    "nvidia/MiniMax-M2.5-NVFP4": Served((62, 8, 128), 253_952, 196_608, CLASS_DEFAULT),
+    "nvidia/MiniMax-M2.7-NVFP4": Served((62, 8, 128), 253_952, 196_608, CLASS_DEFAULT),
+    # 32,768 tokens and room for an answer; YaRN has to be added by the user
+    "Qwen/Qwen3-0.6B": Served((28, 8, 128), 114_688, 40_960, QWEN_END),
+    "Qwen/Qwen3-1.7B": Served((28, 8, 128), 114_688, 40_960, QWEN_END),
+    "Qwen/Qwen3-8B": Served((36, 8, 128), 147_456, 40_960, QWEN_END),
+    "Qwen/Qwen3-32B": Served((64, 8, 128), 262_144, 40_960, QWEN_END),
+    "Qwen/Qwen3-32B-FP8": Served((64, 8, 128), 262_144, 40_960, QWEN_END),
+    "Qwen/Qwen3-30B-A3B": Served((48, 4, 128), 98_304, 40_960, QWEN_END),
+    "Qwen/Qwen3-235B-A22B-FP8": Served((94, 4, 128), 192_512, 40_960, QWEN_END),
+    "nvidia/Qwen3-235B-A22B-NVFP4": Served((94, 4, 128), 192_512, 40_960, QWEN_END),
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": Served(
+        (62, 8, 128), 253_952, 262_144, QWEN_END
+    ),
+    # llama3 scaling by 8 of 8,192 would be less than what the config says
+    "meta-llama/Meta-Llama-3.1-8B": Served((32, 8, 128), 131_072, 131_072, LLAMA_END),
+    "meta-llama/Meta-Llama-3.1-70B": Served((80, 8, 128), 327_680, 131_072, LLAMA_END),
+    "nvidia/Llama-3.1-70B-Instruct-FP8": Served(
+        (80, 8, 128), 327_680, 131_072, LLAMA_CHAT_ENDS
+    ),
+    # the window of Mistral 7B is off: null
+    "mistralai/Mixtral-8x7B-v0.1": Served((32, 8, 128), 131_072, 32_768, (2,)),
+    # every second layer sees 128 tokens; YaRN by 32 of 4,096; <|return|>
+    "openai/gpt-oss-20b": Served(
+        (24, 8, 64), 49_152, 131_072, (200002,), {128: 12, None: 12}
+    ),
+}
+
+LATENTS = "keeps latents, not K and V (MLA, kv_lora_rank)"
+DELTA_NET = "has layers of type linear_attention"  # 3 of 4, Gated DeltaNet
+COMPRESSED = (
+    "has layers of type compressed_sparse_attention, heavily_compressed_attention"
+)
+CHUNKS = "attends in chunks"
+MAMBA = "has state-space layers (mamba_head_dim)"
+NO_CLASS = "no language model for"
+
+REFUSED = {
+    # the language model would be Qwen3 with mrope; transformers has it only with images
+    "Qwen/Qwen3-VL-2B-Instruct": NO_CLASS,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": NO_CLASS,
+    "Qwen/Qwen3-VL-32B-Thinking": NO_CLASS,
+    "Qwen/Qwen3-VL-4B-Instruct": NO_CLASS,
+    "Qwen/Qwen3.5-122B-A10B": DELTA_NET,
+    "Qwen/Qwen3.5-27B": DELTA_NET,
+    "Qwen/Qwen3.5-397B-A17B": DELTA_NET,
+    "nvidia/Qwen3.5-122B-A10B-NVFP4": DELTA_NET,
+    "nvidia/Qwen3.6-27B-NVFP4": DELTA_NET,
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": DELTA_NET,
+    # Qwen2 with a head for multi-token prediction, in code of its repository
+    "XiaomiMiMo/MiMo-7B-Base": "no model type 'mimo'",
+    "deepseek-ai/DeepSeek-R1": LATENTS,
+    "deepseek-ai/DeepSeek-V3": LATENTS,
+    "nvidia/DeepSeek-V3.1-NVFP4": LATENTS,
+    "moonshotai/Kimi-K2-Instruct": LATENTS,
+    "nvidia/Kimi-K2.5-NVFP4": LATENTS,
+    "nvidia/Kimi-K2.7-Code-NVFP4": LATENTS,
+    # and Kimi Delta Attention in the other layers
+    "moonshotai/Kimi-K3": LATENTS,
+    # with sparse attention (DSA) on top
+    "zai-org/GLM-5-FP8": LATENTS,
+    "zai-org/GLM-5.1": LATENTS,
+    "zai-org/GLM-5.2": LATENTS,
+    "zai-org/GLM-5.2-FP8": LATENTS,
+    "nvidia/GLM-5.1-NVFP4": LATENTS,
+    "nvidia/GLM-5.2-NVFP4": LATENTS,
+    # by 4 or by 128 tokens, layer by layer
+    "deepseek-ai/DeepSeek-V4-Flash": COMPRESSED,
+    "deepseek-ai/DeepSeek-V4-Pro": COMPRESSED,
+    "nvidia/DeepSeek-V4-Flash-NVFP4": COMPRESSED,
+    "nvidia/DeepSeek-V4-Pro-NVFP4": COMPRESSED,
+    "sgl-project/DeepSeek-V4-Flash-FP8": "no model type 'deepseek_ref'",
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": CHUNKS,
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": CHUNKS,
+    # 256 in layers with a window, 512 in the others
+    "nvidia/Gemma-4-31B-IT-NVFP4": "has heads of several sizes (global_head_dim)",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": MAMBA,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": MAMBA,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": MAMBA,
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": MAMBA,
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": MAMBA,
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": MAMBA,
+    # transformers has it only with images
+    "stepfun-ai/Step-3.7-Flash": NO_CLASS,
+    "stepfun-ai/Step-3.7-Flash-FP8": NO_CLASS,
+}
+
+
+@cache
+def configs() -> dict[str, dict[str, Any]]:
+    rows = map(json.loads, CONFIGS.read_text().splitlines())
+    return {row["name"]: row["config"] for row in rows}
+
+
+def folder_of(name: str, folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(configs()[name]))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def nobody_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of a repository must be refused, never asked about."""
+
+    def refuse(*prompt: object) -> str:
+        raise AssertionError(f"a question: {prompt}")
+
+    monkeypatch.setattr("builtins.input", refuse)
+
+
+def test_every_config_is_in_one_of_the_tables():
+    assert sorted([*SERVED, *REFUSED]) == sorted(configs())
+    assert len(configs()) == 58
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_real_model_is_served_as_it_is_meant(name, tmp_path):
+    expected = SERVED[name]
+    layers, heads, head_dim = expected.shape
+
+    fit = check_model(folder_of(name, tmp_path))
+
+    assert fit.served, fit.reason
+    assert (fit.num_layers, fit.heads, fit.head_dim) == expected.shape
+    assert (
+        fit.exact_bytes_per_token == expected.kv_bytes == 4 * layers * heads * head_dim
+    )
+    assert fit.dtype == "bfloat16"
+    assert fit.context_length == fit.max_context == expected.context
+    assert fit.windows == (expected.windows or {None: layers})
+    assert fit.eos_ids == expected.ends
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_real_model_is_refused_for_its_reason(name, tmp_path):
+    fit = check_model(folder_of(name, tmp_path))
+
+    assert not fit.served
+    assert REFUSED[name] in fit.reason
+    assert "\n" not in fit.reason
