@@ -210,33 +210,54 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
 
 
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
-    """The class and the config of a model in transformers.
+    """The class and the config of a model in transformers. One that sees images too is whole.
 
     ModelError for an architecture that takes no attention function from outside.
     """
-    # slow, seconds: only transformers knows its classes
-    from transformers import AutoConfig, AutoModelForCausalLM, __version__
-
-    try:
-        config = AutoConfig.from_pretrained(
-            info.path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # its checks of a config raise anything
-        raise ModelError(
-            f"transformers cannot read {info.path / 'config.json'}: {error}"
-        ) from error
-    try:
-        model = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError as error:
-        raise ModelError(
-            f"transformers {__version__} has no language model for "
-            f"{config.model_type!r} alone"
-        ) from error
+    config = _transformers_config(info.path)
+    model = _language_model(config)
     if not model._supports_attention_backend:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
+    text = config.get_text_config()
+    if text.vocab_size != info.vocab_size:  # sizes where transformers does not look
+        raise ModelError(
+            f"{info.path / 'config.json'} says vocab_size {info.vocab_size}, but transformers "
+            f"reads {text.vocab_size} from it for {config.model_type!r}"
+        )
     if isinstance(config, model.config_class):
         return model, config
     # the class is of the language model, a part of a larger one
-    return model, config.get_text_config()
+    return model, text
+
+
+def _transformers_config(path: Path) -> Any:
+    # slow, seconds: only transformers knows its classes
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # its checks of a config raise anything
+        raise ModelError(
+            f"transformers cannot read {path / 'config.json'}: {error}"
+        ) from error
+
+
+def _language_model(config: Any) -> Any:
+    """The class of transformers that continues text for a config."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        __version__,
+    )
+
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        model = auto._model_mapping.get(type(config), None)
+        if model is not None:
+            return model
+    raise ModelError(
+        f"transformers {__version__} has no language model for {config.model_type!r}"
+    )

@@ -42,6 +42,9 @@ ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# how the keys of tokens that stand for images, videos or sound begin and end
+MEDIA = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
+TOKEN_KEYS = ("_token_id", "_token_index")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class ModelInfo:
     windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
     max_context:    the most that `model.context` may be
+    media_ids:      tokens that stand for images, videos or sound, each with its key in the config
     """
 
     path: Path
@@ -67,6 +71,7 @@ class ModelInfo:
     max_context: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    media_ids: tuple[tuple[int, str], ...] = ()
 
 
 def locate_model(ref: str | None = None) -> Path:
@@ -160,6 +165,7 @@ def describe_model(
             max_context=reach.most,
             vocab_size=sizes["vocab_size"],
             eos_ids=end_tokens(path, config, sizes["vocab_size"]),
+            media_ids=_media_ids(config),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} makes no sense: {error}") from error
@@ -265,6 +271,8 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
     for key in text:
         if key.startswith(STATE_SPACES):
             return f"has state-space layers ({key})"
+    if text.get("cross_attention_layers"):
+        return "attends to images in layers of their own (cross_attention_layers)"
     if text.get("num_kv_shared_layers"):
         return "shares KV between layers (num_kv_shared_layers)"
     return ""
@@ -415,3 +423,12 @@ def _dtype(dtype: str, device: str, config: dict[str, Any], path: Path) -> str:
         names = ", ".join(DTYPES)
         raise ModelError(f"dtype {dtype!r} is unknown; known: auto, {names}")
     return dtype
+
+
+def _media_ids(config: dict[str, Any]) -> tuple[tuple[int, str], ...]:
+    """The tokens that a config names for other inputs than text."""
+    return tuple(
+        (value, key)
+        for key, value in config.items()
+        if key.startswith(MEDIA) and key.endswith(TOKEN_KEYS) and type(value) is int
+    )

@@ -17,12 +17,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
-from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
+from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttention
 from disagg.model.cache import Workspace, pass_through
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.linear import pack_linears
+from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, fingerprint_with, load_model
@@ -101,6 +102,7 @@ class Runner:
             fingerprint = fingerprint_with(fingerprint, info.context_length)
         self.fingerprint = fingerprint
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.key_outliers: KeyOutliers | None = None  # for evaluation
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
         if model.device.type == "cuda":
@@ -206,10 +208,13 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
     ) -> Tensor:
         """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
+        attend: Attention = BatchAttention(batch, self.info.windows).attend
+        if self.key_outliers is not None:
+            attend = self.key_outliers.around(attend)
         return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),
-            disagg=BatchAttention(batch, self.info.windows).attend,
+            disagg=attend,
             **self._cache,
             **selection,
         ).logits[0]

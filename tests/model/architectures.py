@@ -7,6 +7,7 @@ Greedy tokens under the `raw` codec against `generate` of transformers, or the r
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import transformers
@@ -46,10 +47,21 @@ FAMILIES = {
     "Seed-OSS, SmolLM3": "seed_oss smollm3",
     "StarCoder 2": "starcoder2",
 }
+# only text is served: tokens for images in a prompt are refused
+VISION_FAMILIES = {
+    "Aya Vision": "aya_vision",
+    "Gemma 3": "gemma3",
+    "GLM 4V": "glm4v",
+    "Idefics 3, SmolVLM": "idefics3 smolvlm",
+    "InternVL": "internvl",
+    "LLaVA": "llava",
+    "Mistral Small 3.1": "mistral3",
+    "Qwen-VL 2 to 3": "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe",
+}
 PROBED = "gemma4_text nemotron"  # refused when their weights have loaded
 OTHERS = "bamba biogpt bloom deepseek_v3 falcon falcon_h1 gemma3n_text granitemoehybrid jamba "
 OTHERS += "kimi_linear lfm2 llama4_text minimax mpt qwen3_5_text qwen3_next stablelm"
-SERVED_KINDS = " ".join(FAMILIES.values()).split()
+SERVED_KINDS = " ".join((*FAMILIES.values(), *VISION_FAMILIES.values())).split()
 REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
 KINDS = [*SERVED_KINDS, *REFUSED_KINDS]
 LENGTHS = (5, 37, 70)
@@ -79,6 +91,16 @@ MIDDLE = """
 ## Served
 
 These give exactly the tokens of `generate`, including mixtures of experts and sliding windows.
+
+| family | architectures (`model_type`) |
+|---|---|
+"""
+VISION = """
+## Served for text only
+
+These see images too. They are served whole, with the weights of their vision part, and answer
+text as `generate` does. A prompt with one of their tokens for images, videos or sound is refused
+by name.
 
 | family | architectures (`model_type`) |
 |---|---|
@@ -142,13 +164,20 @@ def table() -> str:
     refused = [
         f"| `{kind}` | {outcome_of(kind)} |\n" for kind in progress(REFUSED_KINDS, str)
     ]
-    served = []
-    for family, kinds in progress(list(FAMILIES.items()), str):
+    served = rows_of(FAMILIES)
+    seeing = rows_of(VISION_FAMILIES)
+    return HEAD + "".join(refused) + MIDDLE + served + VISION + seeing + FOOT
+
+
+def rows_of(families: Mapping[str, str]) -> str:
+    """A line for each family, all of whose architectures must be served."""
+    lines = []
+    for family, kinds in progress(list(families.items()), str):
         for kind in kinds.split():
             assert outcome_of(kind) == SERVED, kind
         names = ", ".join(f"`{kind}`" for kind in kinds.split())
-        served.append(f"| {family} | {names} |\n")
-    return HEAD + "".join(refused) + MIDDLE + "".join(served) + FOOT
+        lines.append(f"| {family} | {names} |\n")
+    return "".join(lines)
 
 
 def outcome_of(kind: str) -> str:

@@ -190,6 +190,7 @@ def test_contexts_end_where_rotary_frequencies_change(
         ({"architectures": ["BertModel"]}, "BertModel"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"num_kv_shared_layers": 2}, "shares KV"),
+        ({"cross_attention_layers": [1]}, "attends to images in layers of their own"),
         ({"head_dim": 16, "global_head_dim": 32}, r"several sizes \(global_head_dim\)"),
         ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
         ({"vocab_size": "absent", "model_type": "no-such-type"}, "no-such-type"),
