@@ -198,6 +198,29 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
     return CodecFit(plan.spec, plan.nbytes(context) / context, tokens)
 
 
+def _check_sizes(config: Any, info: ModelInfo) -> None:
+    """ModelError where transformers reads other sizes out of config.json than we do.
+
+    A class of several models reads its language model from `text_config` alone; without that key it
+    silently takes its own defaults.
+    """
+    sizes = {
+        "num_hidden_layers": info.num_layers,
+        "num_attention_heads": info.query_heads,
+        "vocab_size": info.vocab_size,
+    }
+    window = max(filter(None, info.windows), default=None)
+    if window is not None:
+        sizes["sliding_window"] = window
+    for name, size in sizes.items():
+        other = getattr(config, name, size)
+        if other != size:
+            raise ModelError(
+                f"config.json says {name} {size}, but transformers takes {other} for "
+                f"{info.architecture}: it does not read this form of config"
+            )
+
+
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
     """The class and the config of a model in transformers.
 
@@ -212,6 +235,7 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
         raise ModelError(
             f"transformers cannot read {info.path / 'config.json'}: {error}"
         ) from error
+    _check_sizes(config.get_text_config(), info)
     try:
         model = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError as error:
