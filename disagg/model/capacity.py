@@ -216,21 +216,40 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     ModelError for an architecture that takes no attention function from outside.
     """
     config = _transformers_config(info.path)
+    text = config.get_text_config()
+    _check_sizes(text, info)
     model = _language_model(config)
     if not model._supports_attention_backend:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
-    text = config.get_text_config()
-    if text.vocab_size != info.vocab_size:  # sizes where transformers does not look
-        raise ModelError(
-            f"{info.path / 'config.json'} says vocab_size {info.vocab_size}, but transformers "
-            f"reads {text.vocab_size} from it for {config.model_type!r}"
-        )
     if isinstance(config, model.config_class):
         return model, config
     # the class is of the language model, a part of a larger one
     return model, text
+
+
+def _check_sizes(config: Any, info: ModelInfo) -> None:
+    """ModelError where transformers reads other sizes out of config.json than we do.
+
+    A class of several models reads its language model from `text_config` alone; without that key it
+    silently takes its own defaults.
+    """
+    sizes = {
+        "num_hidden_layers": info.num_layers,
+        "num_attention_heads": info.query_heads,
+        "vocab_size": info.vocab_size,
+    }
+    window = max(filter(None, info.windows), default=None)
+    if window is not None:
+        sizes["sliding_window"] = window
+    for name, size in sizes.items():
+        other = getattr(config, name, size)
+        if other != size:
+            raise ModelError(
+                f"config.json says {name} {size}, but transformers takes {other} for "
+                f"{info.architecture}: it does not read this form of config"
+            )
 
 
 def _transformers_config(path: Path) -> Any:

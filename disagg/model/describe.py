@@ -265,11 +265,9 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
 
 def _unsupported_layers(text: dict[str, Any]) -> str:
     """Layers whose state is not K and V of their own; empty if there are none."""
-    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
-    if other_types:
-        return f"has layers of type {', '.join(sorted(other_types))}"
     for key in text:
-        if key.startswith(STATE_SPACES):
+        # Qwen3.5 names the dtype of a state that is no state space
+        if key.startswith(STATE_SPACES) and not key.endswith("_dtype"):
             return f"has state-space layers ({key})"
     if text.get("cross_attention_layers"):
         return "attends to images in layers of their own (cross_attention_layers)"
@@ -279,11 +277,14 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
 
 
 def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes; empty if there are none."""
+    """Heads of several sizes, or layers of other types; empty if there are none."""
     for key in ("global_head_dim", "v_head_dim"):
         size = text.get(key)
         if size is not None and size != text.get("head_dim", size):
             return f"has heads of several sizes ({key})"
+    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
+    if other_types:
+        return f"has layers of type {', '.join(sorted(other_types))}"
     return ""
 
 

@@ -125,9 +125,9 @@ REFUSED = {
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": MAMBA,
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": MAMBA,
     "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": MAMBA,
-    # the sizes of the language model stand beside those of the whole, where no loader reads them
-    "stepfun-ai/Step-3.7-Flash": "says vocab_size 128896, but transformers reads 128815",
-    "stepfun-ai/Step-3.7-Flash-FP8": "says vocab_size 128896, but transformers reads 128815",
+    # the class in transformers wants a text_config, and would take its defaults
+    "stepfun-ai/Step-3.7-Flash": "vocab_size 128896, but transformers takes 128815",
+    "stepfun-ai/Step-3.7-Flash-FP8": "vocab_size 128896, but transformers takes 128815",
 }
 
 
