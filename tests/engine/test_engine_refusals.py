@@ -111,7 +111,9 @@ def outcome(runner: Runner, codec: str, prompt_len: int = 300) -> StepOutput:
     return run_until_idle(engine)
 
 
-@pytest.mark.parametrize("codec", ["raw:dtype=fp16", *set(codec_names()) - {"raw"}])
+@pytest.mark.parametrize(
+    "codec", ["raw:dtype=fp16", *sorted(set(codec_names()) - {"raw"})]
+)
 def test_keys_beyond_the_range_of_a_codec_are_refused(codec, runner, monkeypatch):
     monkeypatch.setattr(runner, "key_outliers", KeyOutliers(2**17))
 
