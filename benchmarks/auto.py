@@ -140,7 +140,7 @@ async def _serve(
                 times, kv = await visit(router, prompt, codec, ANSWER_TOKENS)
                 kv_figures([(times, kv)])  # PeerLostError without figures
                 for name, sampled in kv["attention_error"].items():
-                    errors[name] = max(sampled)
+                    errors[name] = max(e for group in sampled for e in group.values())
                 used = kv["codec"]
                 served.append(ServedRequest(phase, used, times.e2el_s, errors[used]))
     return served

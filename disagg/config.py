@@ -253,6 +253,8 @@ class ServerConfig(Bounded):
     state_file:        file in which other commands find the service; None: one in a folder of this
                        user
     served_model_name: model name in the API; None: the model's name, or that of its folder
+    chat_template:     file with a chat template in place of the model's: Jinja, or JSON with the
+                       key chat_template
     max_body_bytes:    larger request bodies are refused while they arrive
     silence_s:         a connection is closed if the header of a request takes longer than this, or
                        if the client pauses for this long in a body; it stays open while the client
@@ -275,6 +277,7 @@ class ServerConfig(Bounded):
     pd_ports: int | None = at_least(0, default=None)
     state_file: str | None = None
     served_model_name: str | None = None
+    chat_template: str | None = None
     max_body_bytes: int = at_least(1024, default=8 << 20)
     silence_s: float = at_least(0.001, default=20.0)
     idle_s: float = at_least(0.001, default=120.0)

@@ -19,7 +19,7 @@ DEFAULT_CODEC_DIM = 16  # the default codec takes heads of any multiple
 
 def check_request(config: Config, body: Mapping[str, Any]) -> None:
     """Raise the error that a service would return for a request."""
-    from disagg.model.chat import read_template
+    from disagg.model.chat_files import read_template
     from disagg.server.limits import check_answer_length, check_prompt, check_text
     from disagg.server.schema import ChatRequest, CompletionRequest
 
@@ -37,28 +37,35 @@ def check_request(config: Config, body: Mapping[str, Any]) -> None:
         num_tokens,
         info.context_length,
     )
-    if is_chat and read_template(config.model.name) is None:
+    template = read_template(config.model.name, config.server.chat_template)
+    if is_chat and template is None:
         raise RequestError(f"{info.path.name!r} has no chat template; leave out --chat")
 
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     """Description and tokenizer of the model; ConfigError for a codec that does not fit it."""
     from disagg.engine.sampling_defaults import read_sampling_defaults
-    from disagg.model.chat import read_template
+    from disagg.model.chat_files import read_template
     from disagg.model.describe import check_weights
+    from disagg.model.quantization import has_packed_tensors, read_quantization
     from disagg.model.tokenizer import Tokenizer
 
     model = config.model
     info = check_codecs(model.name, config.listed, model.dtype, context=model.context)
+    quantization = read_quantization(info.path)
     is_local = config.cluster.address == ClusterConfig.address
     if is_local:  # on a cluster, weights and devices are those of other hosts
         check_weights(info.path)
+        if quantization is not None or has_packed_tensors(info.path):
+            from disagg.model.storage import read_storage
+
+            read_storage(info.path)
         if config.model.device == "cuda":
             from disagg.model.runner import pick_device
 
             pick_device("cuda")
     # these raise for files that cannot be used
-    read_template(model.name)
+    read_template(model.name, config.server.chat_template)
     read_sampling_defaults(model.name, model.generation_config)
     check_arena(config, info)
     return info, Tokenizer.load(config.model.name)

@@ -10,12 +10,14 @@ from typer import Option
 
 from disagg.cli import options
 from disagg.cli.output import print_json, print_table, stages
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from disagg.eval.quality import Judge
 
 Row = dict[str, Any]  # a JSON object
+OUTLIERS = "outliers"
+FACTORS = (1, 8, 64, 256)
 SHAPE_OPTIONS = ("rows", "prompt", "score", "free", "streaming")
 
 
@@ -39,6 +41,10 @@ def evaluate(
     keys: int | None = Option(
         None, min=1, help="Pass keys per length and depth; default: 5."
     ),
+    stress: str | None = Option(
+        None,
+        help=f'"{OUTLIERS}": again with channels of K times 8, 64 and 256, and q to match.',
+    ),
     streaming: bool = Option(
         False, "--streaming", help="Compress the scored tokens too, as a service does."
     ),
@@ -58,6 +64,7 @@ def evaluate(
 
     texts = tuple(text or (PYTHON,))
     options.refuse_idle(not passkey, "without --passkey", keys=keys)
+    _check_stress(stress, passkey=passkey, plot=plot, save_costs=save_costs or None)
     _check(model, texts, out, resume)
     with stages() as report:
         report("loading torch and the model")
@@ -74,6 +81,7 @@ def evaluate(
                 free=free,
                 passkeys=tuple(passkey or ()),
                 keys=keys or EvalOptions.keys,
+                factors=FACTORS if stress else EvalOptions.factors,
                 streaming=streaming,
                 threads=threads,
             )
@@ -85,6 +93,15 @@ def evaluate(
         print_json(result)
     else:
         _show(result)
+
+
+def _check_stress(stress: str | None, **others: object) -> None:
+    """ConfigError for an unknown stress test, and for options that it has no figures for."""
+    if stress is None:
+        return
+    if stress != OUTLIERS:
+        raise UnknownNameError.of("stress test", stress, [OUTLIERS])
+    options.refuse_idle(True, "with --stress", **others)
 
 
 def _check(
@@ -129,7 +146,11 @@ def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) 
 def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
     from disagg.bench.result import result_of
     from disagg.eval.recall import summarize_recall
-    from disagg.eval.summary import exact_perplexity, summarize
+    from disagg.eval.summary import (
+        exact_perplexity,
+        perplexity_by_factor,
+        summarize,
+    )
 
     return result_of(
         rows,
@@ -141,6 +162,11 @@ def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
         },
         options=_options(judge),
         perplexity=exact_perplexity(rows),
+        **(
+            {"perplexity_by_factor": perplexity_by_factor(rows)}
+            if len(judge.options.factors) > 1
+            else {}
+        ),
         summary=summarize(rows, judge.sizes),
         recall=summarize_recall(keys),
         keys=keys,
@@ -210,14 +236,34 @@ def _title(result: Row) -> str:
 def _show(result: Row) -> None:
     from disagg.eval.summary import table_rows
 
-    rows = table_rows(result["summary"])
-    columns = [column for column, _ in rows[0]]
-    cells = [[cell for _, cell in row] for row in rows]
-    print_table(_title(result), columns, cells)
+    by_factor = result.get("perplexity_by_factor")
+    if by_factor:
+        _show_stress(result, by_factor)
+        return
+    _print(_title(result), table_rows(result["summary"]))
     recall = result["recall"]
     if recall:
         cells = [[str(value) for value in row.values()] for row in recall]
         columns = ["codec", *(f">{case}" for case in recall[0] if case != "codec")]
         print_table("% of pass keys found, by tokens @ depth", columns, cells)
-    exact = ", ".join(f"{name} {value}" for name, value in result["perplexity"].items())
-    print(f"exact perplexity: {exact}")
+    print(f"exact perplexity: {_texts(result['perplexity'])}")
+
+
+def _show_stress(result: Row, by_factor: dict[str, dict[str, float]]) -> None:
+    from disagg.eval.summary import stress_rows
+
+    title = "KL in nats a token (error of attention in the worst layer), by the factor of outliers"
+    _print(f"{_title(result)}; {title}", stress_rows(result["summary"]))
+    for factor, perplexity in by_factor.items():
+        print(f"exact perplexity, x {factor}: {_texts(perplexity)}")
+
+
+def _texts(perplexity: dict[str, float]) -> str:
+    """The perplexity of each text."""
+    return ", ".join(f"{name} {value}" for name, value in perplexity.items())
+
+
+def _print(title: str, rows: list[list[tuple[str, str]]]) -> None:
+    """A table from the headers and cells of its rows."""
+    columns = [column for column, _ in rows[0]]
+    print_table(title, columns, [[cell for _, cell in row] for row in rows])

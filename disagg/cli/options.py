@@ -21,6 +21,10 @@ Model = Annotated[
         help='Folder, Hugging Face name or "smollm2"; by default the packaged model.'
     ),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    Option(help="File with a chat template, in place of the model's."),
+]
 Codec = Annotated[
     str | None, Option(help=f'Codec spec or plan, such as "{DEFAULT_CODEC}".')
 ]

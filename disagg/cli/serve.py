@@ -52,6 +52,7 @@ def serve(
     model_argument: ModelArgument = None,
     model: options.Model = None,
     served_model_name: str | None = Option(None, help="Model name in the API."),
+    chat_template: options.ChatTemplate = None,
     dtype: str | None = Option(
         None, help="Dtype of the model: auto, float32, bfloat16 or float16."
     ),
@@ -126,6 +127,7 @@ def serve(
         "transfer.min_disagg_tokens": min_disagg_tokens,
         "router.error_budget": error_budget,
         "server.served_model_name": served_model_name,
+        "server.chat_template": chat_template,
         "server.host": host,
         "server.port": port,
         "server.doors": doors,

@@ -49,6 +49,7 @@ def submit(
     ),
     ignore_eos: bool = Option(False, help="Continue past the end-of-text token."),
     chat: bool = Option(False, "--chat", help="Send it as a chat message."),
+    chat_template: options.ChatTemplate = None,
     api_key: options.ApiKey = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
@@ -56,6 +57,7 @@ def submit(
     as_json: options.Json = False,
 ) -> None:
     """Generate an answer with the running service or a private one."""
+    options.refuse_idle(not chat, "without --chat", chat_template=chat_template)
     prompt = read_prompt(text)
     request = {"prompt": prompt}
     if chat:
@@ -75,6 +77,7 @@ def submit(
     flags = {
         "model.name": model,
         "codec": codec,
+        "server.chat_template": chat_template,
         "server.state_file": state_file and str(state_file),
     }
     service_at_url = RunningService(url, 0, api_key or "") if url else None
@@ -128,13 +131,18 @@ def find_service(
 ) -> Iterator[RunningService]:
     """The service at --url, the running one, or a private one for this prompt."""
     if service_at_url is not None:
-        local = {"config": path, "set": sets, "state_file": flags["server.state_file"]}
+        local = {
+            "config": path,
+            "set": sets,
+            "state_file": flags["server.state_file"],
+            "chat_template": flags["server.chat_template"],
+        }
         options.refuse_idle(True, "with --url, which names a service", **local)
         yield service_at_url
         return
     config = options.read_config(path, sets, flags)
     state_path = options.state_path(config.server.state_file)
-    has_settings = path is not None or bool(sets)
+    has_settings = any((path, sets, flags["server.chat_template"]))
     running = read_state(state_path) if has_settings else ready(state_path)
     if running and not has_settings:
         yield running

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import RAW_SLOTS, ExactFormat, SlotsFormat
+from disagg.kernels.reference.quantize import LARGEST
 from disagg.kv.page import RAW_TOKENS, Layout
+from disagg.kv.plan import LayerGroup
 
 assert RAW_TOKENS == RAW_SLOTS  # kernels know no page.py
 
@@ -30,6 +32,13 @@ def exact_format(layout: Layout, side: Layout | None = None) -> ExactFormat:
         positions=positions.offset if positions else None,
         side=slots_format(side) if side else None,
     )
+
+
+def largest_number(group: LayerGroup) -> float:
+    """How large K and V may be: pages saturate beyond it. Scales and zeros of codes are fp16."""
+    if group.page == group.raw:
+        return torch.finfo(getattr(torch, exact_format(group.raw).dtype)).max
+    return LARGEST
 
 
 def slots_format(side: Layout) -> SlotsFormat:

@@ -29,7 +29,6 @@ from disagg.engine.arena import (
     slab_bytes_for,
     wait_for_kernels,
 )
-from disagg.engine.error_probe import relative_errors
 from disagg.engine.limits import check_pool, check_tokens
 from disagg.engine.messages import (
     Abort,
@@ -491,7 +490,7 @@ class Engine:
                 encode_ms=1e3 * sequence.encode_s,
                 cached_tokens=sequence.first_cached or 0,
                 logprobs=scores,
-                errors=relative_errors(sequence),
+                errors=sequence.errors,
             )
             self._output.prefilled.append(prefilled)
             return

@@ -2,15 +2,18 @@
 
 Every eighth sequence that is handed off is a sample. In two layers of each layer group one head is
 encoded by each listed codec, as a prompt is. The last queries of the prompt attend on these pages
-and on exact K and V. Each sample takes other layers and heads. It runs on the host, so that nothing
-is compiled for it on a GPU; an error in it fails no request.
+and on exact K and V. It runs on the host, so that nothing is compiled for it on a GPU; an error in
+it fails no request.
+
+The first sample takes the first and the last layer of a group, where models have their outlier
+channels, the next one their neighbours, and so on to the middle; then it starts again with the next
+head.
 """
 
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from disagg.codecs.contract import Queries
@@ -41,7 +44,7 @@ class CodecErrorProbe:
 
         k, v: [H, n, D] exact, after RoPE
         done: tokens computed; a layer with a window has only the last ones, and is not measured
-        The sums of squares go to `sequence.errors`.
+        The errors go to `sequence.errors`.
         """
         is_computed = done == sequence.prompt_len and sequence.handoff is not None
         if not is_computed or not LEAST_TOKENS <= done <= MOST_TOKENS:
@@ -70,23 +73,30 @@ class CodecErrorProbe:
         k: Tensor,
         v: Tensor,
     ) -> None:
-        """Add the error under one plan, if the sample takes this layer."""
+        """Note the error under one plan, if the sample takes this layer."""
         index = plan.group_of[layer]
         group = plan.groups[index]
-        count = len(group.layers)
-        if group.rank(layer) not in (sample % count, (sample + count // 2) % count):
+        head = head_of_sample(group, layer, sample)
+        if head is None:
             return
-        head = (sample + layer) % group.heads
         error = _error(group, layer, sequence, k, v, head)
-        if spec not in sequence.errors:
-            sequence.errors[spec] = torch.zeros(len(plan.paged), 2)
-        sequence.errors[spec][index] += error
+        by_group = sequence.errors.setdefault(spec, [{} for _ in plan.paged])
+        by_group[index][str(layer)] = error
+
+
+def head_of_sample(group: LayerGroup, layer: int, sample: int) -> int | None:
+    """The KV head that a sample measures in a layer; None: it does not take this layer."""
+    count = len(group.layers)
+    rounds, number = divmod(sample, -(-count // 2))
+    if group.rank(layer) not in (number, count - 1 - number):
+        return None
+    return (rounds + layer) % group.heads
 
 
 def _error(
     group: LayerGroup, layer: int, sequence: Sequence, k: Tensor, v: Tensor, head: int
-) -> Tensor:
-    """Sums of squares [2]: of the error of attention outputs, and of the outputs."""
+) -> float:
+    """The relative error of attention outputs of one KV head."""
     assert sequence.workspace is not None
     queries = sequence.workspace.queries(layer)
     query_heads = queries.last.shape[0] // group.heads  # of one KV head
@@ -105,12 +115,5 @@ def _error(
         head_queries.last, head_k.float(), head_v.float(), softmax, None
     )
     difference = pages.attend(head_queries.last, softmax) - exact
-    return torch.stack([difference.square().sum(), exact.square().sum()])
-
-
-def relative_errors(sequence: Sequence) -> dict[str, list[float]]:
-    """Of attention outputs, by codec and layer group; empty unless the sequence was a sample."""
-    return {
-        spec: [float((error / total).sqrt()) if total else 0.0 for error, total in sums]
-        for spec, sums in sequence.errors.items()
-    }
+    size = float(exact.norm())
+    return float(difference.norm()) / size if size else 0.0

@@ -1,7 +1,12 @@
-"""What a model and a pool can serve at all; errors that say so before a request waits for room."""
+"""What a model, a pool and a codec can serve at all; errors that say so.
 
-from collections.abc import Iterable
+All but `check_range` are known before a request waits for room.
+"""
 
+import math
+from collections.abc import Iterable, Sequence
+
+from disagg.codecs.exact import largest_number
 from disagg.engine.sequence import Request
 from disagg.errors import PromptTooLongError, RequestError
 from disagg.kv.plan import Plan
@@ -9,7 +14,7 @@ from disagg.model.describe import ModelInfo
 
 
 def check_tokens(request: Request, emitted: Iterable[int], info: ModelInfo) -> None:
-    """An error for a prompt beyond the model's context, or tokens outside its vocabulary."""
+    """An error for a prompt beyond the model's context, or tokens that it cannot compute."""
     if len(request.tokens) >= info.context_length:
         raise PromptTooLongError(
             f"prompt of {len(request.tokens)} tokens; the model's context of "
@@ -20,6 +25,12 @@ def check_tokens(request: Request, emitted: Iterable[int], info: ModelInfo) -> N
             raise RequestError(
                 f"token {token} is outside the vocabulary of {info.vocab_size}"
             )
+    media = dict(info.media_ids)
+    for token in media.keys() & {*request.tokens}:
+        raise RequestError(
+            f"token {token} of the prompt is the {media[token]} of this model; "
+            "images, videos and sound are not served, only text"
+        )
 
 
 def check_pool(plan: Plan, num_tokens: int, pool_bytes: int) -> None:
@@ -30,3 +41,26 @@ def check_pool(plan: Plan, num_tokens: int, pool_bytes: int) -> None:
             f"prompt of {num_tokens} tokens needs {needed} bytes of KV; "
             f"the pool holds {pool_bytes}"
         )
+
+
+def check_range(plan: Plan, largest: Sequence[float]) -> None:
+    """RequestError for a prompt whose numbers its pages cannot hold.
+
+    Pages saturate, so none is infinite; but answers would be wrong without a word. Tokens of an
+    answer have keys like those of the prompt, and are not checked.
+
+    largest: |K| or |V| of each layer
+    """
+    for layer, size in enumerate(largest):
+        group = plan.groups[plan.group_of[layer]]
+        limit = largest_number(group)
+        if math.isinf(size):
+            raise RequestError(
+                f"K or V of layer {layer} is infinite: it overflows the dtype of the model; "
+                "--dtype float32 has more range"
+            )
+        if size > limit:
+            raise RequestError(
+                f"K or V of layer {layer} goes up to {size:.6g}; codec {group.codec} holds "
+                f"numbers up to {limit:.6g}, and raw:dtype=fp32 all of them"
+            )

@@ -96,7 +96,8 @@ class Prefilled:
     encode_ms:     time spent compressing the prompt
     cached_tokens: leading tokens that were not computed
     logprobs:      of the first token, where the request asks for them
-    errors:        of attention outputs, by codec and layer group, if `error_probe.py` sampled it
+    errors:        of attention outputs, by codec, layer group and layer, if `error_probe.py`
+                   sampled it
     """
 
     rid: str
@@ -105,7 +106,7 @@ class Prefilled:
     encode_ms: float
     cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] = ()
-    errors: Mapping[str, list[float]] = field(default_factory=dict)
+    errors: Mapping[str, list[dict[str, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from disagg.codecs.planning import codec_of
 from disagg.config import EngineConfig
 from disagg.engine.error_probe import CodecErrorProbe
 from disagg.engine.exact_prefixes import ExactPrefixes
+from disagg.engine.limits import check_range
 from disagg.engine.messages import as_disagg_error
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Handoff, Sequence
@@ -134,6 +135,7 @@ class Prompts:
         workspace = sequence.workspace
         assert workspace is not None
         units = self.prefixes.open(sequence, sequence.n + entry.count)
+        last_layer = self._runner.shape.num_layers - 1
 
         def on_layer(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
             self._on_layer()
@@ -143,6 +145,8 @@ class Prompts:
                 self._encode(sequence, layer, k, v, chunk)
                 self._error_probe.measure(sequence, layer, k, v, units.done)
                 self.prefixes.write(units, layer, k, v, chunk.tables.prefix_pages)
+                if units.done == sequence.prompt_len and layer == last_layer:
+                    check_range(sequence.plan, workspace.largest())
             except Exception as error:
                 sequence.error = as_disagg_error(error)
 

@@ -22,6 +22,7 @@ from disagg.errors import RequestError
 # how many of the largest logits are sorted at first; a full sort is slow and rarely needed
 TRUNCATION_WIDTHS = (256, 4096)
 LEAST_TEMPERATURE = 1e-30  # smaller ones would be 0 in fp32
+LEAST_LOGPROB = -9999.0  # of a token that the model excludes, as OpenAI has it
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,14 @@ def logprobs_of(
 ) -> list[Logprobs]:
     """The model's own log-probabilities of tokens, before any edit by sampling parameters.
 
+    Models that mask a padded vocabulary give some tokens minus infinity, which JSON does not have:
+    it becomes `LEAST_LOGPROB`.
+
     logits: [B, V]
     tokens: [B]
     counts: per row, how many of the likeliest tokens to report
     """
-    logprobs = logits.float().log_softmax(dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1).clamp_min(LEAST_LOGPROB)
     own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
     width = min(max(counts, default=0), logprobs.shape[-1])
     best = logprobs.topk(width)
@@ -144,7 +148,7 @@ def choose(
     """The next token of each sequence.
 
     If the batch fails, each row is sampled by itself; a row that fails gets any token, and its
-    sequence the error.
+    sequence the error, unless it has an earlier one.
     """
     requests = [sequence.request for sequence in sequences]
     emitted = [sequence.emitted for sequence in sequences]
@@ -157,7 +161,7 @@ def choose(
         try:
             (sampled[i],) = sample(logits[row], requests[row], emitted[row], eos_ids)
         except Exception as error:
-            sequence.error = as_disagg_error(error)
+            sequence.error = sequence.error or as_disagg_error(error)
     return sampled
 
 

@@ -35,8 +35,6 @@ from disagg.kv.state import GroupState
 from disagg.transfer.stats import HandoffStats
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from disagg.model.cache import Workspace
     from disagg.model.describe import ModelInfo
 
@@ -289,7 +287,7 @@ class Sequence:
     encode_s:  time spent compressing it
     error:     why it ends with the running step
     sample:    its number among the samples of `error_probe.py`; None: it is none
-    errors:    what the probe measured, by codec
+    errors:    what the probe measured: by codec and layer group, an error for each sampled layer
     scores:    log-probabilities not yet reported: of the prompt from its second token on, then of
                the last token
     """
@@ -315,7 +313,7 @@ class Sequence:
     encode_s: float = 0.0
     error: DisaggError | None = None
     sample: int | None = None
-    errors: dict[str, "Tensor"] = field(default_factory=dict)
+    errors: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     scores: list[Logprobs] = field(default_factory=list)
 
     def enter(self, status: Status) -> None:

@@ -24,6 +24,7 @@ from disagg.eval.texts import PYTHON, cut_rows, read_text
 from disagg.kv.plan import Plan
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import describe_model
+from disagg.model.outliers import KeyOutliers
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 
@@ -66,6 +67,7 @@ class EvalOptions:
     score:   tokens fed after the prompt
     free:    greedy tokens to compare with exact KV, after the prompt and one more token
     passkeys, keys: lengths of prompts with a pass key in them, and keys of each length
+    factors: of outlier channels in the keys, see `model/outliers.py`; 1: as the model is
     streaming: tails are sealed while tokens are fed, as in the service; else fed tokens stay exact
     threads: of torch; on a busy machine several threads wait for each other
     """
@@ -79,20 +81,23 @@ class EvalOptions:
     free: int = 0
     passkeys: tuple[int, ...] = ()
     keys: int = 5
+    factors: tuple[int, ...] = (1,)
     streaming: bool = False
     threads: int = 1
 
 
 @dataclass(frozen=True)
 class Case:
-    """One codec on one row."""
+    """One codec on one row, of a model with outliers of a factor."""
 
     text: str
     row: int
     codec: str
+    factor: int = 1
 
     def __str__(self) -> str:
-        return f"{self.text}, row {self.row + 1}, {self.codec}"
+        outliers = f", outliers x {self.factor}" if self.factor != 1 else ""
+        return f"{self.text}, row {self.row + 1}, {self.codec}{outliers}"
 
 
 @dataclass(frozen=True)
@@ -151,13 +156,16 @@ class Judge:
 
     def cases(self, done: Sequence[Row] = ()) -> list[Case]:
         """The cases left to measure, all codecs of a row side by side."""
-        measured = {(row["text"], row["row"], row["spec"]) for row in done}
+        measured = {
+            (row["text"], row["row"], row["spec"], row.get("factor", 1)) for row in done
+        }
         return [
-            Case(text, row, codec)
+            Case(text, row, codec, factor)
             for text, rows in self.rows.items()
             for row in range(len(rows))
+            for factor in self.options.factors
             for codec in self.codecs
-            if (text, row, self.specs[codec]) not in measured
+            if (text, row, self.specs[codec], factor) not in measured
         ]
 
     def measure(self, case: Case) -> Row:
@@ -171,7 +179,8 @@ class Judge:
         errors:     relative error of attention per layer, for the last queries of the prompt
         """
         tokens = self.rows[case.text][case.row]
-        truth = self._truth_of(case.text, case.row)
+        self._set_outliers(case.factor)
+        truth = self._truth_of(case.text, case.row, case.factor)
         kv = PagedKV(self.runner, case.codec, truth.prompt, self.options.streaming)
         outputs = kv.attend(truth.prompt)
         logp = self._score(kv, tokens)
@@ -208,7 +217,12 @@ class Judge:
             "answer_pct": round(percent_of_fp16(plan, prompt + ANSWER_TOKENS), 2),
         }
 
-    def _exact(self, text: str, row: int) -> _Truth:
+    def _set_outliers(self, factor: int) -> None:
+        outliers = None if factor == 1 else KeyOutliers(factor)
+        self.runner.key_outliers = outliers
+
+    def _exact(self, text: str, row: int, factor: int) -> _Truth:
+        self._set_outliers(factor)
         tokens = self.rows[text][row]
         prompt = prefill(self.runner, tokens[: self.options.prompt])
         kv = PagedKV(self.runner, EXACT, prompt)

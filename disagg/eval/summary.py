@@ -10,11 +10,12 @@ NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
 
 
 def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
-    """One object for each codec, in the order of the rows.
+    """One object for each codec and factor of outliers, in the order of the rows.
 
     rows:  of `Judge.measure`
     sizes: the figures of `Judge.sizes` for a spec
 
+    factor:     of outlier channels in the keys; left out where it is 1
     ppl_pct:    rise of perplexity over all tokens; `texts` has it for each text
     ppl_se_pct: its standard error, over tokens paired with exact KV
     ppl_ci_pct: its 95 % interval
@@ -23,18 +24,24 @@ def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
     same:       mean number of greedy tokens before the first that differs
     error, error_min, error_max: relative error of attention outputs over layers
     """
-    by_spec: dict[str, list[Row]] = {}
+    by_case: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        by_spec.setdefault(row["spec"], []).append(row)
-    return [
-        {
-            "codec": spec_rows[0]["codec"],
-            "spec": spec,
-            **sizes(spec),
-            **_line(spec_rows),
-        }
-        for spec, spec_rows in by_spec.items()
-    ]
+        case = (row["spec"], _factor_of(row))
+        by_case.setdefault(case, []).append(row)
+    lines = []
+    for (spec, factor), case_rows in by_case.items():
+        line = {"codec": case_rows[0]["codec"], "spec": spec}
+        if factor != 1:
+            line["factor"] = factor
+        line |= sizes(spec)
+        line |= _line(case_rows)
+        lines.append(line)
+    return lines
+
+
+def _factor_of(row: Row) -> int:
+    """Of the outlier channels in the keys of a row or line."""
+    return int(row.get("factor", 1))
 
 
 def _line(rows: Sequence[Row]) -> Row:
@@ -80,6 +87,18 @@ def costs(summary: Sequence[Row]) -> dict[str, Row]:
     return {line["spec"]: {name: line[name] for name in names} for line in summary}
 
 
+def perplexity_by_factor(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """`exact_perplexity` for each factor of outliers: the same, if these change no score."""
+    by_factor: dict[str, list[Row]] = {}
+    for row in rows:
+        factor = str(_factor_of(row))
+        by_factor.setdefault(factor, []).append(row)
+    return {
+        factor: exact_perplexity(factor_rows)
+        for factor, factor_rows in by_factor.items()
+    }
+
+
 def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:
     """The perplexity of exact KV, by text; each row counts once, however many codecs it has."""
     nats: dict[str, float] = {}
@@ -117,3 +136,19 @@ def _table_row(line: Row, has_free: bool) -> list[tuple[str, str]]:
         cells.append((">same tokens", f"{line['same']:.1f}"))
     cells.append(("error of attention (layers)", f"{line['error']:.3f} ({layers})"))
     return cells
+
+
+def stress_rows(summary: Sequence[Row]) -> list[list[tuple[str, str]]]:
+    """A table of a run with outliers: column headers and the cells of each codec.
+
+    Of each factor KL in nats a token, and the error of attention in the worst layer.
+    """
+    by_codec: dict[str, list[tuple[str, str]]] = {}
+    for line in summary:
+        codec = line["codec"]
+        if codec not in by_codec:
+            by_codec[codec] = [("codec", codec)]
+        column = f">x {_factor_of(line)}"
+        cell = f"{line['kl']:.4f} ({line['error_max']:.2f})"
+        by_codec[codec].append((column, cell))
+    return list(by_codec.values())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -72,6 +73,7 @@ class Workspace:
         self._layers: list[Tensor | None] = [None] * layers
         self._last_queries: list[Tensor | None] = [None] * layers
         self._softmax: list[Softmax | None] = [None] * layers
+        self._largest: list[Tensor | None] = [None] * layers
         # sums of squares of queries, by units of the leading tokens
         self._squares: list[Tensor | None] = [None] * layers
 
@@ -91,6 +93,7 @@ class Workspace:
 
         Returns K, V [H, n, D] of the last n tokens so far: all, or as many as there is room for.
         """
+        self._note_largest(layer, k, v)
         if k.shape[1] == self.total:  # one chunk: nothing to store
             return k, v
         shape = self._shapes[layer]
@@ -114,6 +117,19 @@ class Workspace:
         if before + count == self.total:
             self._layers[layer] = None
         return stored[0, :, :end], stored[1, :, :end]
+
+    def _note_largest(self, layer: int, k: Tensor, v: Tensor) -> None:
+        sizes = torch.stack([vector_norm(x, torch.inf) for x in (k, v)]).amax()
+        earlier = self._largest[layer]
+        if earlier is not None:
+            sizes = torch.maximum(earlier, sizes)
+        self._largest[layer] = sizes
+
+    def largest(self) -> list[float]:
+        """The largest |K| or |V| of each layer, which all have some. Waits for the device."""
+        sizes = [size for size in self._largest if size is not None]
+        numbers: list[float] = torch.stack(sizes).float().tolist()
+        return numbers
 
     def observe(
         self, layer: int, q: Tensor, before: int, softmax: Softmax | None = None

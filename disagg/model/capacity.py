@@ -27,6 +27,9 @@ from disagg.model.describe import (
     read_config,
     stored_dtype,
 )
+from disagg.model.loading import check_storage, stays_packed
+from disagg.model.quantization import read_quantization
+from disagg.model.storage import read_storage
 
 # the first of these that takes the model's heads is recommended
 SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")
@@ -142,7 +145,7 @@ def check_model(
     share: float = 0.9,
     context: int | None = None,
 ) -> ModelFit:
-    """A model as config.json and the sizes of its files show it; ModelError if there is none.
+    """A model as config.json and the headers of its files show it; ModelError if there is none.
 
     context: as of `describe_model`
     memory: bytes of an accelerator; weights, arena and workspaces take this `share` of it
@@ -152,7 +155,7 @@ def check_model(
     name = ref or path.name
     try:
         info = describe_model(str(path), dtype, device="cuda", context=context)
-        class_of(info)
+        weights = _weights_bytes(info, config)
     except ModelError as error:
         return ModelFit(
             model=name,
@@ -161,7 +164,6 @@ def check_model(
             reason=" ".join(str(error).split()),
         )
     shape = kv_shape(info)
-    weights = _weights_bytes(path, stored_dtype(config, path), info.dtype)
     arena = None
     if memory is not None:
         usable = int(memory * share) - weights
@@ -190,14 +192,24 @@ def check_model(
     )
 
 
-def _weights_bytes(path: Path, stored: str, dtype: str) -> int:
-    """Bytes of a folder's weights in a dtype, from the sizes of its files; 0: it has none."""
+def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
+    """Bytes of a folder's weights on a GPU; 0: it has none.
+
+    ModelError for weights that are packed in a format that we do not unpack, or not its model's.
+    """
+    kind, transformers_config = class_of(info)
+    quantization = read_quantization(info.path)
     safetensors, others = (
-        sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED
+        sum(file.stat().st_size for file in info.path.glob(pattern))
+        for pattern in STORED
     )
-    stored_itemsize = getattr(getattr(torch, stored, None), "itemsize", 4)
-    itemsize = getattr(torch, dtype).itemsize
-    return (safetensors or others) * itemsize // stored_itemsize
+    storage = read_storage(info.path) if safetensors or others else None
+    if storage is None:
+        stored = getattr(torch, stored_dtype(config, info.path), None)
+        stored_itemsize = getattr(stored, "itemsize", 4)
+        return others * getattr(torch, info.dtype).itemsize // stored_itemsize
+    nbytes = check_storage(kind, transformers_config, storage, info)
+    return safetensors if stays_packed(quantization, "cuda") else nbytes
 
 
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:
@@ -220,26 +232,14 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
 
 
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
-    """The class and the config of a model in transformers.
+    """The class and the config of a model in transformers. One that sees images too is whole.
 
     ModelError for an architecture that takes no attention function from outside.
     """
-    # slow, seconds: only transformers knows its classes
-    from transformers import AutoConfig, AutoModelForCausalLM, __version__
-
-    try:
-        config = AutoConfig.from_pretrained(info.path, local_files_only=True)
-    except Exception as error:  # its checks of a config raise anything
-        raise ModelError(
-            f"transformers cannot read {info.path / 'config.json'}: {error}"
-        ) from error
-    try:
-        model = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError as error:
-        raise ModelError(
-            f"transformers {__version__} has no language model for "
-            f"{config.model_type!r} alone"
-        ) from error
+    config = _transformers_config(info.path)
+    text = config.get_text_config()
+    _check_sizes(text, info)
+    model = _language_model(config)
     # of many hybrid models the flag is wrong; the probe of their weights is right
     if not model._supports_attention_backend and not info.states:
         raise ModelError(
@@ -248,4 +248,59 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     if isinstance(config, model.config_class):
         return model, config
     # the class is of the language model, a part of a larger one
-    return model, config.get_text_config()
+    return model, text
+
+
+def _check_sizes(config: Any, info: ModelInfo) -> None:
+    """ModelError where transformers reads other sizes out of config.json than we do.
+
+    A class of several models reads its language model from `text_config` alone; without that key it
+    silently takes its own defaults.
+    """
+    sizes = {
+        "num_attention_heads": info.query_heads,
+        "vocab_size": info.vocab_size,
+    }
+    if not info.states:  # else some of its layers do not attend
+        sizes["num_hidden_layers"] = info.num_layers
+    window = max(filter(None, info.windows), default=None)
+    if window is not None:
+        sizes["sliding_window"] = window
+    for name, size in sizes.items():
+        other = getattr(config, name, size)
+        if other != size:
+            raise ModelError(
+                f"config.json says {name} {size}, but transformers takes {other} for "
+                f"{info.architecture}: it does not read this form of config"
+            )
+
+
+def _transformers_config(path: Path) -> Any:
+    # slow, seconds: only transformers knows its classes
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # its checks of a config raise anything
+        raise ModelError(
+            f"transformers cannot read {path / 'config.json'}: {error}"
+        ) from error
+
+
+def _language_model(config: Any) -> Any:
+    """The class of transformers that continues text for a config."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        __version__,
+    )
+
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        model = auto._model_mapping.get(type(config), None)
+        if model is not None:
+            return model
+    raise ModelError(
+        f"transformers {__version__} has no language model for {config.model_type!r}"
+    )

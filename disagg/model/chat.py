@@ -1,18 +1,28 @@
 """From a conversation to the text of a prompt: the chat template of a model. Knows no tokens."""
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from disagg.errors import ModelError, RequestError
-from disagg.model.describe import locate_model
-from disagg.model.json_file import read_object
+from disagg.errors import RequestError
+from disagg.model.chat_files import TemplateSource, read_template
+from disagg.model.chat_forms import MessageForms, Turn
 
-DEFAULT = "default"  # the name of the one to use, of several templates
+# as a template names the role; the word alone may stand in its text
+DEVELOPER = re.compile("""["']developer["']""")
+BETWEEN_INSTRUCTIONS = "\n\n"
+
+log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt, special tokens included."""
+    """Turns messages into the text of a prompt, special tokens included.
+
+    A message reaches the template as the client sent it, or in the form that the template takes
+    (`MessageForms`). To a template that does not know the role, a `developer` message is a part of
+    the first system message.
+    """
 
     def __init__(self, source: str, words: Mapping[str, str]):
         """words: the special tokens that the template may name, such as "bos_token"."""
@@ -22,70 +32,76 @@ class ChatTemplate:
         self._render = render_jinja_template
         self._source = source
         self._words = words
+        self._forms = MessageForms.of(self._try)
+        names_developer = DEVELOPER.search(source) is not None
+        self._knows_developer = names_developer and self._forms.developer
 
     @classmethod
-    def load(cls, ref: str | None = None) -> "ChatTemplate | None":
-        """The template of a model, found as `locate_model` does; None if it has none."""
-        template = read_template(ref)
-        if template is None:
-            return None
-        source, words = template
-        return cls(source, words)
+    def load(
+        cls, ref: str | None = None, file: str | None = None
+    ) -> "ChatTemplate | None":
+        """The template of a model, or of a file, as `read_template` finds it; None if it has none.
 
-    def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
+        Warns of words that the template writes and that nothing defines.
+        """
+        source = read_template(ref, file)
+        if source is None:
+            return None
+        _warn_undefined(source)
+        return cls(source.text, source.words)
+
+    def render(self, messages: Sequence[Turn], /, **options: Any) -> str:
         """The prompt of a conversation; RequestError for one that the template refuses.
 
         options: add_generation_prompt, continue_final_message, and options of this template alone
         """
+        if not self._knows_developer:
+            messages = with_developer_as_system(messages)
+        return self._write([self._forms.turn(each) for each in messages], options)
+
+    def _try(self, turns: list[Turn]) -> str:
+        return self._write(turns, {"add_generation_prompt": True})
+
+    def _write(self, turns: list[Turn], options: Mapping[str, Any]) -> str:
         arguments: dict[str, Any] = {**self._words, **options}
         try:
-            texts, _ = self._render(
-                [list(messages)], chat_template=self._source, **arguments
-            )
+            texts, _ = self._render([turns], chat_template=self._source, **arguments)
         except Exception as error:  # templates are programs and raise anything
             message = f"the model's chat template refuses this conversation: {error}"
             raise RequestError(message, "messages") from error
         return texts[0]
 
 
-def read_template(ref: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """The source of a model's template and the words that it may name, as ChatTemplate takes them.
+def with_developer_as_system(messages: Sequence[Turn]) -> list[Turn]:
+    """A conversation whose `developer` messages are joined to its first system message.
 
-    None if it has none, ModelError for one that is no text.
+    Their texts follow each other in the order of the conversation, with an empty line between
+    them. Without a system message they become one, at the beginning.
     """
-    folder = locate_model(ref)
-    config = read_object(folder / "tokenizer_config.json")
-    source = _read_source(folder, config)
-    if not source:
-        return None
-    if not isinstance(source, str):
-        raise ModelError(
-            f"the chat template in {folder / 'tokenizer_config.json'} is no text"
+    others = [each for each in messages if each["role"] != "developer"]
+    if len(others) == len(messages):
+        return others
+    system = next((each for each in others if each["role"] == "system"), None)
+    joined = _joined_instructions(messages, system)
+    if system is None:
+        return [joined, *others]
+    return [joined if each is system else each for each in others]
+
+
+def _joined_instructions(messages: Sequence[Turn], system: Turn | None) -> Turn:
+    texts = [
+        message["content"]
+        for message in messages
+        if message is system or message["role"] == "developer"
+    ]
+    content = BETWEEN_INSTRUCTIONS.join(texts)
+    return {**(system or {"role": "system"}), "content": content}
+
+
+def _warn_undefined(source: TemplateSource) -> None:
+    words = ", ".join(source.undefined_words)
+    if words:
+        log.warning(
+            "the chat template writes words that nothing defines, and that are empty: %s",
+            words,
         )
-    return source, _special_words(config)
-
-
-def _read_source(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The template in a file of its own, else in the tokenizer's config; None: there is none."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{file} is no text: {error}") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        by_name = {each["name"]: each["template"] for each in source}
-        return by_name.get(DEFAULT)
-    return source
-
-
-def _special_words(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer's config, by their names there."""
-    words = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            word = value["content"] if isinstance(value, dict) else value
-            if isinstance(word, str):
-                words[name] = word
-    return words

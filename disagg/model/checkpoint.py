@@ -45,6 +45,9 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             entries = json.loads(stream.read(length))
+        end = LENGTH_BYTES + length + _data_bytes(entries)
+        if end > file.stat().st_size:
+            raise ValueError(f"it ends before byte {end}")
         return {
             name: _tensor_header(entry, file.name)
             for name, entry in entries.items()
@@ -54,6 +57,14 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
         raise ModelError(f"cannot read {file}: {error}") from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{file} is no safetensors file: {error}") from error
+
+
+def _data_bytes(entries: Mapping[str, Mapping[str, list[int]]]) -> int:
+    """Bytes behind the header of a file."""
+    ends = (
+        entry["data_offsets"][1] for name, entry in entries.items() if name != METADATA
+    )
+    return max(ends, default=0)
 
 
 def _tensor_header(entry: Mapping[str, list[int]], file: str) -> TensorHeader:

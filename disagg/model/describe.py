@@ -53,6 +53,9 @@ COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types
 INDEXER = "indexer_"  # how the keys of sparse attention by an indexer begin
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# how the keys of tokens that stand for images, videos or sound begin and end
+MEDIA = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
+TOKEN_KEYS = ("_token_id", "_token_index")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class ModelInfo:
     context_length: tokens of prompt and answer
     max_context:    the most that `model.context` may be
     states:         what each layer keeps that has a state, in their order; empty: none has
+    media_ids:      tokens that stand for images, videos or sound, each with its key in the config
     """
 
     path: Path
@@ -81,6 +85,7 @@ class ModelInfo:
     vocab_size: int
     eos_ids: tuple[int, ...]
     states: tuple[Layout, ...] = ()
+    media_ids: tuple[tuple[int, str], ...] = ()
 
 
 def locate_model(ref: str | None = None) -> Path:
@@ -156,6 +161,7 @@ def describe_model(
     config = read_config(path)
     try:
         refuse_unsupported(config)
+        refuse_own_code(config)
         sizes = _complete(config, path)
         reach = rotary_reach(sizes)
         num_layers = sizes["num_hidden_layers"]
@@ -175,6 +181,7 @@ def describe_model(
             vocab_size=sizes["vocab_size"],
             eos_ids=end_tokens(path, config, sizes["vocab_size"]),
             states=_states(path, sizes, computed_dtype),
+            media_ids=_media_ids(config),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} makes no sense: {error}") from error
@@ -223,6 +230,24 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
+def refuse_own_code(config: dict[str, Any]) -> None:
+    """Raise ModelError for a model whose class is code of its repository: we never run that.
+
+    Where transformers knows the type of the model, its own class is used.
+    """
+    if "auto_map" not in config:
+        return
+    # slow, a second
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = config.get("model_type", "unknown")
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise ModelError(
+            f"{kind} is code of its own repository (auto_map), which is never run, and "
+            f"transformers has no model type {kind!r}: not supported"
+        )
+
+
 def refuse_unsupported(config: dict[str, Any]) -> None:
     """Raise ModelError if pages cannot serve the attention that a config describes."""
     text = _text_config(config)
@@ -263,17 +288,22 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
     other_types -= HYBRID_ATTENTION.keys()
     if other_types:
         return f"has layers of type {', '.join(sorted(other_types))}"
+    if text.get("cross_attention_layers"):
+        return "attends to images in layers of their own (cross_attention_layers)"
     if text.get("num_kv_shared_layers"):
         return "shares KV between layers (num_kv_shared_layers)"
     return ""
 
 
 def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes; empty if there are none."""
+    """Heads of several sizes, or layers of other types; empty if there are none."""
     for key in ("global_head_dim", "v_head_dim"):
         size = text.get(key)
         if size is not None and size != text.get("head_dim", size):
             return f"has heads of several sizes ({key})"
+    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
+    if other_types:
+        return f"has layers of type {', '.join(sorted(other_types))}"
     return ""
 
 
@@ -314,7 +344,9 @@ def _complete_by_transformers(path: Path) -> dict[str, Any]:
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ModelError(f"transformers {__version__} has no model type {kind!r}")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # its checks of a config raise anything
         raise ModelError(
             f"transformers cannot read {path / 'config.json'}: {error}"
@@ -459,3 +491,12 @@ def _dtype(dtype: str, device: str, config: dict[str, Any], path: Path) -> str:
         names = ", ".join(DTYPES)
         raise ModelError(f"dtype {dtype!r} is unknown; known: auto, {names}")
     return dtype
+
+
+def _media_ids(config: dict[str, Any]) -> tuple[tuple[int, str], ...]:
+    """The tokens that a config names for other inputs than text."""
+    return tuple(
+        (value, key)
+        for key, value in config.items()
+        if key.startswith(MEDIA) and key.endswith(TOKEN_KEYS) and type(value) is int
+    )

@@ -17,12 +17,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
-from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
+from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttention
 from disagg.model.cache import Workspace, cache_name
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.linear import pack_linears
+from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
 from disagg.model.states import StepCache, split_states
 from disagg.model.static import StaticStep
@@ -102,6 +103,7 @@ class Runner:
             fingerprint = fingerprint_with(fingerprint, info.context_length)
         self.fingerprint = fingerprint
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.key_outliers: KeyOutliers | None = None  # for evaluation
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
         if model.device.type == "cuda":
@@ -144,12 +146,15 @@ class Runner:
     def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
         """A model with random weights, of the sizes in a folder's config.json: for timing."""
         info = describe_model(folder, dtype, device)
-        config = AutoConfig.from_pretrained(info.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            info.path, local_files_only=True, trust_remote_code=False
+        )
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, info.dtype),
                 attn_implementation=IMPLEMENTATION,
+                trust_remote_code=False,
             )
         split_states(model.eval().requires_grad_(False), info.states)
         pack_linears(model)
@@ -212,11 +217,14 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
     ) -> Tensor:
         """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
+        attend: Attention = BatchAttention(batch, self.info.windows).attend
+        if self.key_outliers is not None:
+            attend = self.key_outliers.around(attend)
         cache = StepCache(batch.states, batch.arena, tokens.shape[1])
         return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),
-            disagg=BatchAttention(batch, self.info.windows).attend,
+            disagg=attend,
             use_cache=True,
             **{self._cache_name: cache},
             **selection,

@@ -6,7 +6,7 @@ transformers.
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +14,7 @@ import tokenizers
 from disagg.errors import ModelError, RequestError
 from disagg.model.describe import locate_model
 
+ANY_TEXT = "a"
 SPELLING_CACHE = 1 << 16  # tokens: answers with log-probabilities name thousands
 MOST_PENDING = 64  # tokens; bytes that are no character by then never become one
 CONTEXT = 5  # tokens of a prompt that its answer is decoded with
@@ -32,12 +33,11 @@ class Tokenizer:
         """The tokenizer of a model that `locate_model` finds; ModelError if it has none."""
         folder = locate_model(None if ref is None else str(ref))
         file = folder / "tokenizer.json"
-        if not file.is_file():
-            return cls(_from_transformers(folder))
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
-        except Exception as error:  # tokenizers raises bare Exception, nothing narrower
-            raise ModelError(f"{file} is no tokenizer: {error}") from error
+        backend = _from_file(file) if file.is_file() else _from_transformers(folder)
+        # settings of a training: a prompt is neither cut nor filled up
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend)
 
     @property
     def longest_token(self) -> int:
@@ -52,13 +52,22 @@ class Tokenizer:
     @property
     def special_ids(self) -> set[int]:
         """Ids of the special tokens, which are no text."""
+        return {*self.special_tokens.values()}
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, by how they are written."""
         added = self._backend.get_added_tokens_decoder()
-        return {number for number, token in added.items() if token.special}
+        return {
+            token.content: number for number, token in added.items() if token.special
+        }
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt. Other threads go on meanwhile.
 
-        special: with the special tokens that the model expects around it
+        special: with the special tokens that the model expects in front of it, unless it begins
+                 with them. An end of text that a tokenizer also adds is not part of a prompt: the
+                 answer to it would be empty
 
         RequestError for text that is no UTF-8: lone surrogates, or bytes of another encoding.
         """
@@ -66,6 +75,21 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not UTF-8 text: {error}") from error
+        ids = self._encode(text, special=False)
+        opening = self._opening
+        if not special or tuple(ids[: len(opening)]) == opening:
+            return ids
+        return [*opening, *ids]
+
+    @cached_property
+    def _opening(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer adds in front of a text, such as a BOS."""
+        plain = self._encode(ANY_TEXT, special=False)
+        ids = self._encode(ANY_TEXT, special=True)
+        place = ids.index(plain[0]) if plain else 0
+        return tuple(ids[:place])
+
+    def _encode(self, text: str, special: bool) -> list[int]:
         # a batch, since `encode` holds Python's lock, for seconds if the text is long; and without
         # offsets, since freeing those of a million tokens holds it for half a second
         (encoding,) = self._backend.encode_batch_fast(
@@ -161,12 +185,21 @@ def _bytes_by_letter() -> dict[str, int]:
     return dict(zip(letters, printed + others, strict=True))
 
 
+def _from_file(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception, nothing narrower
+        raise ModelError(f"{file} is no tokenizer: {error}") from error
+
+
 def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
     # slow, seconds: models older than tokenizer.json
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         return tokenizer.backend_tokenizer
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(

@@ -2,23 +2,24 @@
 
 stored as it is computed, on a CPU     the mapped files are the weights
 anything else                          tensor by tensor: read, converted, uploaded, let go
+packed, in few bits a number           unpacked to the model's dtype, one by one
 """
 
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 from xxhash import xxh3_128
 
 from disagg.errors import ModelError
-from disagg.model.attention import IMPLEMENTATION
 from disagg.model.capacity import class_of
 from disagg.model.describe import (
     ModelInfo,
@@ -27,72 +28,108 @@ from disagg.model.describe import (
     stored_dtype,
     user_cache,
 )
+from disagg.model.json_file import read_object
+from disagg.model.loading import (
+    LOAD_ERRORS,
+    build_model,
+    check_report,
+    load_error,
+    load_options,
+    stays_packed,
+)
+from disagg.model.packed.tables import PackedWeight
+from disagg.model.quantization import MODELOPT_FILE
+from disagg.model.storage import Storage, read_storage
 
 READ_BYTES = 16 << 20
 NOTED_BYTES = 64 << 20  # smaller weights are read as fast as a note
 SETTLED_NS = (
     2 * 10**9
 )  # files that changed just now may change again within a tick of clocks
-LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-)
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
     """The model of a folder on a device; ModelError if weights are missing or cannot be read.
 
-    Other files than safetensors, and quantized ones, are read by transformers.
+    Packed weights are unpacked, unless transformers has a kernel here that multiplies them as they
+    are. Other files than safetensors are read by transformers.
     """
-    transformers_logging.disable_progress_bar()
     kind, config = class_of(info)
-    options = {
-        "attn_implementation": IMPLEMENTATION,
-        "dtype": getattr(torch, info.dtype),
-        "device_map": device,
-        "output_loading_info": True,
-        "local_files_only": True,
-    }
+    storage = read_storage(info.path)
+    if storage is not None and not stays_packed(storage.quantization, device):
+        tensors = _open(info, storage, device)
+        model = build_model(kind, config, tensors, info, device)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # memory for unpacking counts against the arena
+        return model
     try:
-        tensors = _open(info, device)
-        if tensors is None:
-            model, report = AutoModelForCausalLM.from_pretrained(info.path, **options)
-        else:
-            model, report = kind.from_pretrained(
-                None, config=config, state_dict=tensors, **options
-            )
-    except LOAD_ERRORS as error:
-        raise ModelError(
-            f"cannot load {info.architecture} from {info.path}: {error}"
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        examples = ", ".join(missing[:3])
-        raise ModelError(
-            f"{info.path} lacks {len(missing)} weights of its model, such as {examples}"
+        model, report = AutoModelForCausalLM.from_pretrained(
+            info.path, trust_remote_code=False, **load_options(info, device)
         )
+    except LOAD_ERRORS as error:
+        raise load_error(info, error) from error
+    check_report(report, info)
     return model
 
 
-def _open(info: ModelInfo, device: str) -> dict[str, Any] | None:
-    """Slices of all tensors by name, none read yet; None: transformers has to read the files."""
-    config = read_config(info.path)
-    names = named_weights(info.path)
-    if "quantization_config" in config or not names:
-        return None
-    needs_no_conversion = (
-        device == "cpu" and stored_dtype(config, info.path) == info.dtype
-    )
-    backend = "mmap" if needs_no_conversion else "pread"
-    files = [
-        safe_open(info.path / name, framework="pt", backend=backend) for name in names
-    ]
-    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+def _open(info: ModelInfo, storage: Storage, device: str) -> dict[str, Any]:
+    """All weights by name, as slices of files, none read yet."""
+    is_stored = stored_dtype(read_config(info.path), info.path) == info.dtype
+    backend = "mmap" if device == "cpu" and is_stored else "pread"
+    try:
+        files = {
+            name: safe_open(info.path / name, framework="pt", backend=backend)
+            for name in named_weights(info.path)
+        }
+    except LOAD_ERRORS as error:
+        raise load_error(info, error) from error
+    slices = {
+        name: files[header.file].get_slice(name)
+        for name, header in storage.headers.items()
+    }
+    tensors = {name: slices[name] for name in storage.plain}
+    lock = Lock()
+    for weight in storage.packed:
+        parts = {part: slices[name] for part, name in weight.parts.items()}
+        tensors[weight.name] = PackedSlice(weight, parts, info.dtype, device, lock)
+    return tensors
+
+
+class PackedSlice:
+    """A packed weight, unpacked when transformers reads it as a slice of a file.
+
+    One at a time, so that only the packed numbers of one are in memory beside the model.
+    """
+
+    def __init__(
+        self,
+        weight: PackedWeight,
+        parts: Mapping[str, Any],
+        dtype: str,
+        device: str,
+        lock: Lock,
+    ):
+        self._weight = weight
+        self._parts = parts
+        self._dtype = getattr(torch, dtype)
+        self._device = device
+        self._lock = lock
+
+    def __getitem__(self, _: object) -> Tensor:
+        shape = self._weight.shape
+        with self._lock, torch.no_grad():
+            parts = {
+                part: stored[...].to(self._device)
+                for part, stored in self._parts.items()
+            }
+            out = torch.empty(shape, dtype=self._dtype, device=self._device)
+            try:
+                self._weight.unpack(parts, out)
+            except (IndexError, RuntimeError, ValueError) as error:
+                name = self._weight.name
+                raise ModelError(f"{name} cannot be unpacked: {error}") from error
+        return out
 
 
 def fingerprint_model(path: Path) -> str:
@@ -103,7 +140,9 @@ def fingerprint_model(path: Path) -> str:
     own name is ignored.
     """
     config = {k: v for k, v in read_config(path).items() if k not in VOLATILE}
-    config_bytes = json.dumps(config, sort_keys=True).encode()
+    packing = read_object(path / MODELOPT_FILE)
+    settings = {**config, MODELOPT_FILE: packing} if packing else config
+    config_bytes = json.dumps(settings, sort_keys=True).encode()
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
     stats = _stat_all(files)
     note_name = xxh3_128(config_bytes + repr(stats).encode()).hexdigest()

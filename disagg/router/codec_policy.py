@@ -13,17 +13,22 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 # share of the remaining time that a hand-off may take: links are slower at times
 TIME_SHARE = 0.8
-# an error is the mean of this many prompts; after that, older ones fade
-MEMORY = 16
+# the error of a layer is the mean of this many samples of it; after that, older ones fade
+MEMORY = 4
+# one layer may be off by this many times what all may be on average; 1 would be noise. Codecs that
+# serve a model well differ by up to 3.4 between their worst layer and the mean, but stay below 0.25
+# in it; where outlier channels ruin a codec, its worst layer is off by 0.4 and more
+WORST_LAYER = 2.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A listed codec: bytes of a prompt, and the relative error of attention outputs, if known."""
+    """A listed codec: bytes of a prompt, and the `value` of its `CodecError`, if there is one."""
 
     codec: str
     nbytes: float
@@ -74,7 +79,7 @@ def _reason_of(
 
 @dataclass
 class MeanError:
-    """Mean error of attention outputs under one codec; the latest prompts count most."""
+    """Mean error of attention outputs in one layer; the latest samples count most."""
 
     value: float = 0.0
     count: int = 0
@@ -84,6 +89,47 @@ class MeanError:
         self.value += (error - self.value) / self.count
 
 
+class CodecError:
+    """Errors of attention outputs under one codec, layer by layer.
+
+    A few ruined layers ruin the answers, and hardly change a mean of many: so both count.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dict[str, MeanError]] = {}  # by layer group and layer
+
+    def add(self, errors: Sequence[Mapping[str, float]]) -> None:
+        """Take in a sample: by layer group, the errors of some layers."""
+        for index, group in enumerate(errors):
+            layers = self._groups.setdefault(index, {})
+            for layer, error in group.items():
+                layers.setdefault(layer, MeanError()).add(error)
+
+    @property
+    def mean(self) -> float:
+        """Over the layers of the worst layer group."""
+        means = [fmean(group) for group in self._by_group()]
+        return max(means, default=0.0)
+
+    @property
+    def worst(self) -> float:
+        """Of the worst layer."""
+        return max(map(max, self._by_group()), default=0.0)
+
+    @property
+    def value(self) -> float:
+        """What the budget limits: the mean, and the worst layer as far as `WORST_LAYER` allows."""
+        return max(self.mean, self.worst / WORST_LAYER)
+
+    def _by_group(self) -> list[list[float]]:
+        """The errors of the sampled layers of each group that has any."""
+        return [
+            [error.value for error in layers.values()]
+            for layers in self._groups.values()
+            if layers
+        ]
+
+
 class CodecPolicy:
     """Errors of codecs, speeds of links, and the choices so far.
 
@@ -91,17 +137,18 @@ class CodecPolicy:
     """
 
     def __init__(self) -> None:
-        self.errors: dict[str, MeanError] = {}
+        self.errors: dict[str, CodecError] = {}
         self.chosen: Counter[tuple[str, str]] = Counter()
         # bytes a second, by the names of a prefill and a decode worker
         self._rates: dict[tuple[str, str], float] = {}
 
     def learn(self, stats: Mapping[str, Any], pair: tuple[str, str]) -> None:
-        """Take in the figures of a hand-off. A codec's error is that of its worst layer group."""
+        """Take in the figures of a hand-off."""
         for codec, errors in stats.get("attention_error", {}).items():
+            figures = [error for group in errors for error in group.values()]
             # not finite: the model's own outputs were no numbers, whatever the codec
-            if all(map(math.isfinite, errors)):
-                self.errors.setdefault(codec, MeanError()).add(max(errors))
+            if all(map(math.isfinite, figures)):
+                self.errors.setdefault(codec, CodecError()).add(errors)
         rate = stats.get("link_bytes_per_s")
         if rate:
             self._rates[pair] = rate
@@ -123,8 +170,8 @@ class CodecPolicy:
         """
         candidates = []
         for codec, nbytes in sizes.items():
-            mean = self.errors.get(codec)
-            error = math.inf if mean is None else mean.value
+            measured = self.errors.get(codec)
+            error = math.inf if measured is None else measured.value
             candidates.append(Candidate(codec, nbytes, error))
         timely_bytes = self._timely_bytes(pair, left_s, ahead_bytes)
         best, reason = choose(candidates, budget, free_bytes, timely_bytes)

@@ -124,10 +124,11 @@ class Completions:
             defaults=read_sampling_defaults(model, config.model.generation_config),
             max_body_bytes=config.server.max_body_bytes,
         )
+        chat = ChatTemplate.load(model, config.server.chat_template)
         pd_ports = None
         if isinstance(router, Router):
             pd_ports = PdPorts(router, ports, config.transfer.lease_s)
-        return cls(served, tokenizer, router, ChatTemplate.load(model), pd_ports)
+        return cls(served, tokenizer, router, chat, pd_ports)
 
     async def prepare(
         self,
@@ -142,6 +143,7 @@ class Completions:
         """
         try:
             request = await self.reader.read(body_type, chunks)
+            request = request.with_stop_tokens(self.reader.special_tokens)
             prompts = await self.reader.prompts(request)
             workers = self.pd_ports.enter(
                 port, request, [prompt.tokens for prompt in prompts]

@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import random
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ LINGER_S = (
     1.0  # before such a connection is closed, so that its client reads the answer
 )
 RETRY_S = (1, 5)  # when such a client may come again
+UPGRADE = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 LOG_PAUSE_S = 10.0  # between two lines about too many open files
 
 log = logging.getLogger(__name__)
@@ -123,6 +125,16 @@ def busy_response() -> bytes:
     return head.encode() + content
 
 
+def without_upgrade(data: bytes) -> bytes:
+    """A header whose offer to change the protocol, if it has one, goes by another name.
+
+    Java's clients offer HTTP/2 with their first request (h2c). The parser would stop behind the
+    header and lose the body; a server may ignore the offer.
+    """
+    header, end, body = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"ignored:", header) + end + body
+
+
 @dataclass
 class Arrival:
     """How much of a request has arrived, in header and body. Times are those of the event loop."""
@@ -191,6 +203,8 @@ class Connection(HttpToolsProtocol):
         assert self._arrival is not None
         self._arrival.add(len(data), self.loop.time())
         self._has_whole_request = False
+        if self._phase is Phase.HEADER:
+            data = without_upgrade(data)
         super().data_received(data)
         if self._has_whole_request:
             self._arrival = None

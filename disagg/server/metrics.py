@@ -139,6 +139,11 @@ class ServerMetrics:
             "Relative error of attention outputs, of sampled prompts, by listed codec",
             "codec",
         )
+        self._worst_errors = self._gauge(
+            "disagg_attention_error_worst_layer",
+            "The same in the worst layer",
+            "codec",
+        )
         self._codec_choices = self._counter(
             "disagg_codec_choices",
             "Requests with codec auto, by the chosen codec and the reason",
@@ -276,7 +281,8 @@ class ServerMetrics:
             self._raise(self._routed, source, count, reason=reason)
         choices = router.table.codec_policy
         for codec, error in choices.errors.items():
-            self._of(self._attention_errors, codec=codec).set(error.value)
+            self._of(self._attention_errors, codec=codec).set(error.mean)
+            self._of(self._worst_errors, codec=codec).set(error.worst)
         source = {"name": ROUTER, "role": ROUTER}
         for (codec, reason), count in choices.chosen.items():
             self._raise(self._codec_choices, source, count, codec=codec, reason=reason)

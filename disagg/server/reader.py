@@ -82,6 +82,12 @@ class RequestReader:
         self._served = served
         self._tokenizer = tokenizer
         self._chat = chat
+        # those that the model can answer with
+        self.special_tokens = {
+            text: token
+            for text, token in tokenizer.special_tokens.items()
+            if token < served.vocab_size
+        }
         # reading a long body or text takes memory of many times its length
         self._long_body_lock = asyncio.Lock()
         self._long_text_lock = asyncio.Lock()

@@ -17,11 +17,12 @@ from pydantic import (
     PrivateAttr,
     ValidationError,
 )
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from disagg.engine.sequence import AS_MANY_AS_FIT, BOUNDS, Bounds
 from disagg.errors import RequestError
 from disagg.server import json_pieces, limits
+from disagg.server.messages import ChatMessage
 
 # fields that are not supported, by the only value, besides null, that is accepted
 NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
@@ -106,24 +107,6 @@ def prompt_list(value: Any) -> list[Any]:
                 "prompt",
             )
     return prompts
-
-
-def message_text(value: Any) -> Any:
-    """The content of a message as one text; RequestError for parts that are not text."""
-    if not isinstance(value, list):
-        return value
-    for part in value:
-        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"messages: {limits.shown(part)} is not a text part", "messages"
-            )
-    return "\n".join(part["text"] for part in value)
-
-
-def json_object(value: Any) -> Any:
-    """Arguments of a call; JSON text is parsed, since templates serialise them again."""
-    return from_json(value or "{}") if isinstance(value, str | None) else value
 
 
 def string_list(value: Any) -> Any:
@@ -267,6 +250,20 @@ class GenerationRequest(Body, ABC):
     def without_prompts(self) -> Self:
         """The request as it is kept while it is answered: its prompts are token ids by then."""
 
+    def with_stop_tokens(self, special_tokens: Mapping[str, int]) -> Self:
+        """The request with stop strings that are a special token in `stop_token_ids` instead.
+
+        Special tokens have no text, so as strings they would never be seen; and the same letters
+        in plain tokens are not what the client means.
+        """
+        ids = [special_tokens[stop] for stop in self.stop if stop in special_tokens]
+        if not ids:
+            return self
+        strings = [stop for stop in self.stop if stop not in special_tokens]
+        return self.model_copy(
+            update={"stop": strings, "stop_token_ids": [*self.stop_token_ids, *ids]}
+        )
+
     def end_tokens(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end an answer, for a model that ends its texts with `eos_ids`."""
         if self.ignore_eos:
@@ -341,40 +338,6 @@ class CompletionRequest(GenerationRequest):
         return params
 
 
-class Part(BaseModel):
-    """Part of a conversation; templates may know more fields."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class FunctionCall(Part):
-    """The function that an assistant called, and its arguments."""
-
-    arguments: Annotated[dict[str, Any], BeforeValidator(json_object)] = {}
-
-
-class ToolCall(Part):
-    """A call of an assistant."""
-
-    function: FunctionCall
-
-
-class ChatMessage(Part):
-    """One message."""
-
-    role: Name
-    content: Annotated[str | None, BeforeValidator(message_text)] = None
-    tool_calls: list[ToolCall] | None = None
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        """The fields that were sent, since templates test whether a field exists."""
-        message = self.model_dump(exclude_unset=True, exclude_none=True)
-        if not self.tool_calls:
-            message.pop("tool_calls", None)
-        return {"content": "", **message}
-
-
 class Conversation(Body):
     """Messages, and options for the model's chat template."""
 
@@ -386,14 +349,11 @@ class Conversation(Body):
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages for the template. Only an assistant's may lack content: RequestError."""
-        for index, message in enumerate(self.messages):
-            if message.content is None and message.role != "assistant":
-                role = limits.shown(message.role)
-                raise RequestError(
-                    f"messages[{index}].content is required of role {role}", "messages"
-                )
-        return [message.for_template for message in self.messages]
+        """The messages for the template; RequestError for one that it cannot be given."""
+        return [
+            message.turn(f"messages[{index}]")
+            for index, message in enumerate(self.messages)
+        ]
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -24,8 +24,9 @@ class HandoffStats:
     exposed_ms:     from the last item offered to the acknowledgement: not hidden by computing
     attaches:       how often the sender attached; 1 if nothing broke
     link_bytes_per_s: of frames on that link, since the last hand-off on it ended; 0: none yet
-    attention_error:  relative error of attention outputs, by listed codec and layer group, for
-                      prompts that were sampled, see `engine/error_probe.py`
+    attention_error:  relative error of attention outputs in two layers of each layer group, by
+                      listed codec, group and layer, for prompts that were sampled, see
+                      `engine/error_probe.py`
     """
 
     codec: str
@@ -46,4 +47,6 @@ class HandoffStats:
     exposed_ms: float = 0.0
     attaches: int = 1
     link_bytes_per_s: float = 0.0
-    attention_error: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    attention_error: Mapping[str, Sequence[Mapping[str, float]]] = field(
+        default_factory=dict
+    )

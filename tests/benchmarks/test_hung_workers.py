@@ -19,8 +19,8 @@ from benchmarks.hung_workers import (
 
 # shorter than the defaults, in the same order
 SETTINGS = {
-    "router.silence_s": 2.0,
-    "router.stuck_s": 3.0,
+    "router.silence_s": 4.0,
+    "router.stuck_s": 5.0,
     "engine.stuck_s": 12.0,
     "cluster.replace_s": 20.0,
 }
@@ -74,7 +74,8 @@ def test_a_service_gets_over_workers_that_hang():
     assert len(result["rows"]) == 4
     for row in result["rows"]:
         assert row["exact"] == row["answers"], row["errors"]
-        assert row["held_up"] > 0
+        if row["worker"].startswith("decode"):  # it has sequences at any moment
+            assert row["held_up"] > 0
         assert row["elsewhere_s"] < BAR_S
         assert row["later"] > 0
         assert row["replaced_s"] < REPLACED_S

@@ -44,6 +44,20 @@ def test_a_run_resumes_where_it_broke_off(disagg, tmp_path, monkeypatch):
     assert json.loads(out.read_text()) == result
 
 
+def test_a_stress_test_shows_codecs_by_factor_and_exact_kv_unchanged(disagg, tmp_path):
+    out = tmp_path / "a.json"
+
+    table = disagg(SHORT, *TWO, "--stress", "outliers", "--out", out).out
+
+    header, *lines = table.splitlines()[2:]
+    assert header.split() == ["codec", "x", "1", "x", "8", "x", "64", "x", "256"]
+    assert [line.split()[0] for line in lines[:2]] == ["fp8", "kivi:bits=2"]
+    result = json.loads(out.read_text())
+    assert [row["factor"] for row in result["rows"][::2]] == [1, 8, 64, 256]
+    (of_plain, *others) = result["perplexity_by_factor"].values()
+    assert others == 3 * [of_plain]
+
+
 def test_a_file_of_another_run_is_not_resumed(disagg, tmp_path):
     out = tmp_path / "a.json"
     disagg(SHORT, "--codec", "fp8", "--out", out)
@@ -62,6 +76,8 @@ def test_a_file_of_another_run_is_not_resumed(disagg, tmp_path):
         (["--free", "3000"], 2, "150 + 3000 tokens do not fit"),
         (["--threads", "99999999999"], 2, "--threads"),
         (["--keys", "3"], 2, "--passkey"),
+        (["--stress", "heat"], 2, "outliers"),
+        (["--stress", "outliers", "--save-costs"], 2, "--save-costs"),
         (["--text", "a.txt", "--text", "./a.txt"], 2, "the same name"),
         (["--plot", "a.gif"], 2, ".png"),
         (["--resume"], 2, "--out"),

@@ -479,6 +479,10 @@ def spoil_the_template_in_the_config(model: Path) -> None:
     (model / "tokenizer_config.json").write_text('{"chat_template": 5}')
 
 
+def break_the_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% if %}")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -486,6 +490,7 @@ def spoil_the_template_in_the_config(model: Path) -> None:
         (lose_a_part, "no model-00002-of-00002.safetensors"),
         (lose_the_tokenizer, "no tokenizer that can be read"),
         (spoil_the_template, "jinja is no text"),
+        (break_the_template, "is not Jinja, line 1"),
         (spoil_the_template_in_the_config, "tokenizer_config.json is no text"),
     ],
 )
@@ -634,11 +639,13 @@ def test_without_a_service_the_error_says_how_to_start_one(command, tmp_path, di
 
 def test_show_config_prints_what_config_reads(tmp_path, disagg):
     flags = "--codec raw --port 0 --set router.deadline_s=9 --served-model-name mine"
+    flags += " --chat-template own.jinja"
     settings = {
         "codec": "raw",
         "server.port": 0,
         "router.deadline_s": 9.0,
         "server.served_model_name": "mine",
+        "server.chat_template": "own.jinja",
     }
     path = tmp_path / "config.yaml"
 

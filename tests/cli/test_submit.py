@@ -127,6 +127,23 @@ def test_settings_start_a_service_of_their_own_and_say_so(
     assert without_a_service == ""
 
 
+def test_a_chat_template_starts_a_service_of_its_own(
+    announced_service, state_file, disagg, monkeypatch
+):
+    templates = []
+
+    def start(config, body):
+        templates.append(config.server.chat_template)
+        return nullcontext(announced_service.url)
+
+    monkeypatch.setattr(submit, "private_service", start)
+    options = "--chat --chat-template own.jinja --max-tokens 2"
+
+    disagg(f"submit abc {options} --state-file", state_file)
+
+    assert templates == ["own.jinja"]
+
+
 def test_the_state_file_leads_to_the_running_service(
     announced_service, state_file, disagg
 ):
@@ -204,10 +221,28 @@ BAD = {  # id: arguments, exit code, reason
     "key-of-two-lines": ([*SERVED, "--api-key", "a\nb"], 2, "config"),
     "half-an-address": (["abc", "--url", "http://[::1"], 2, "config"),
     "settings-of-another": ([*SERVED, "--set", "codec=fp8"], 2, "config"),
+    "template-of-another": (
+        [*SERVED, "--chat", "--chat-template", "x.jinja"],
+        2,
+        "config",
+    ),
+    "template-without-chat": ([*SERVED, "--chat-template", "x.jinja"], 2, "config"),
     "no-utf-8": (["abc\udcff", "--url", "{url}"], 2, "config"),
     "state-is-a-folder": (["abc", "--state-file", "/"], 2, "config"),
     "private-no-model": ([*ALONE, "--model", "/no/such/model"], 3, "model"),
     "private-no-template": ([*ALONE, "--chat", "--model", "{tiny}"], 4, "request"),
+    "private-no-template-file": (
+        [
+            *ALONE,
+            "--chat",
+            "--chat-template",
+            "/no/such/file",
+            "--model",
+            "{tiny}",
+        ],
+        2,
+        "config",
+    ),
     "private-empty": (["", *ALONE[1:]], 4, "request"),
     "private-too-long": (["words " * 5000, *ALONE[1:]], 4, "prompt_too_long"),
     "private-top-p": ([*ALONE, "--top-p", "2"], 4, "request"),

@@ -3,8 +3,11 @@
 import pytest
 
 from disagg import errors
+from disagg.codecs.registry import codec_names
 from disagg.engine.messages import Drain, Prefill, StepOutput
 from disagg.model.capacity import exact_bytes
+from disagg.model.outliers import KeyOutliers
+from disagg.model.runner import Runner
 from tests.engine.serving import joined, make_engine, request, run_until_idle
 from tests.model.tiny import CONTEXT, VOCAB, random_prompt
 
@@ -99,3 +102,51 @@ def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner):
     assert (failed.rid, type(failed.error)) == ("new", errors.PeerLostError)
     assert len(output.tokens) == 4
     assert not engine.pool.used_bytes
+
+
+def outcome(runner: Runner, codec: str, prompt_len: int = 300) -> StepOutput:
+    """Of one prompt, in chunks."""
+    engine = make_engine(runner, max_batch_tokens=128)
+    engine.submit(Prefill(request("a", random_prompt(prompt_len), codec, 8)))
+    return run_until_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "codec", ["raw:dtype=fp16", *sorted(set(codec_names()) - {"raw"})]
+)
+def test_keys_beyond_the_range_of_a_codec_are_refused(codec, runner, monkeypatch):
+    monkeypatch.setattr(runner, "key_outliers", KeyOutliers(2**17))
+
+    (failed,) = outcome(runner, codec).failed
+
+    assert type(failed.error) is errors.RequestError
+    assert "layer 0 goes up to" in str(failed.error)
+    assert "holds numbers up to 65504" in str(failed.error)
+
+
+def test_pages_in_the_dtype_of_the_model_hold_such_keys(runner, monkeypatch):
+    expected = outcome(runner, "raw").tokens
+    monkeypatch.setattr(runner, "key_outliers", KeyOutliers(2**17))
+
+    assert outcome(runner, "raw").tokens == expected
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "kivi"])
+def test_keys_that_overflow_the_dtype_of_the_model_are_refused(codec, tiny):
+    runner = Runner.load(str(tiny), dtype="float16")
+    assert outcome(runner, codec).tokens
+    runner.key_outliers = KeyOutliers(4096 * 8)
+
+    (failed,) = outcome(runner, codec).failed
+
+    assert "is infinite" in str(failed.error)
+
+
+def test_such_keys_are_noticed_behind_a_cached_prefix_too(runner, monkeypatch):
+    engine = make_engine(runner, max_batch_tokens=128)
+    for row, codec in enumerate(("raw", "int8")):
+        monkeypatch.setattr(runner, "key_outliers", KeyOutliers(2 ** (17 - 17 * row)))
+        engine.submit(Prefill(request(str(row), random_prompt(300), codec, 2)))
+        output = run_until_idle(engine)
+
+    assert "goes up to" in str(output.failed[0].error)

@@ -1,3 +1,4 @@
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -87,6 +88,19 @@ def test_each_row_gets_the_log_probabilities_that_it_asks_for():
 
     assert sampled[0] == Sampled(0)
     assert [len(x.logprobs[1]) for x in sampled[1:] if x.logprobs] == [0, 3, 4]
+
+
+def test_tokens_that_the_model_excludes_have_log_probabilities_that_json_has():
+    """Such as those of a padded vocabulary."""
+    logits = torch.tensor([[2.0, -torch.inf, 1.0, -torch.inf]])
+
+    (sampled,) = sample(logits, [ask(logprobs=4)], [[]])
+    ((own, _),) = logprobs_of(logits, torch.tensor([3]), [0])
+
+    assert sampled.token == 0
+    assert [x for _, x in sampled.logprobs[1]][2:] == [-9999.0, -9999.0]
+    assert own == -9999.0
+    json.dumps(sampled.logprobs, allow_nan=False)
 
 
 def test_no_rows_have_no_log_probabilities():

@@ -44,6 +44,7 @@ class Load:
 
     def __post_init__(self) -> None:
         info = SimpleNamespace(eos_ids=(), context_length=1 << 20, vocab_size=VOCAB)
+        info.media_ids = ()
         info.dtype, device = "float32", torch.device("cpu")
         runner: Any = SimpleNamespace(
             shape=SHAPE, info=info, device=device, forward=self.forward

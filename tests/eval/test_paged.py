@@ -1,7 +1,10 @@
 """Evaluation writes the pages of a service, and its exact KV is the model itself."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from disagg.codecs.registry import get_codec
@@ -80,6 +83,34 @@ def test_attention_of_last_queries_equals_a_one_layer_cache(codec, runner):
         expected = cache.attend(queries[:, -1])
         last_output = outputs[layer][-1]
         assert torch.allclose(last_output, expected, atol=1e-5)
+
+
+def test_sinks_that_take_most_attention_cost_no_codec_more(tmp_path):
+    """Of gpt-oss: raised by 10, they take half of the output of layers with a window."""
+    folder = save_tiny("gpt_oss", tmp_path, head_dim=64)
+    errors = []
+    for raised in (0, 10):
+        raise_sinks(folder, raised)
+        runner = Runner.load(str(folder))
+        prompt = prefill(runner, ROW[:PROMPT])
+        exact_outputs = PagedKV(runner, EXACT, prompt).attend(prompt)
+        for codec in ("int8", "fp8", "kivi:bits=4", "banded"):
+            outputs = PagedKV(runner, codec, prompt).attend(prompt)
+            pairs = zip(outputs, exact_outputs, strict=True)
+            errors.append(max(float((o - e).norm() / e.norm()) for o, e in pairs))
+
+    for plain, with_sinks in zip(errors[:4], errors[4:], strict=True):
+        assert 0 < with_sinks < 1.5 * plain
+
+
+def raise_sinks(folder: Path, more: float) -> None:
+    """Raise the sinks of a saved model."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith(".sinks"):
+            tensors[name] += more
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "granite"])

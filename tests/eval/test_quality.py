@@ -8,7 +8,13 @@ from disagg.codecs.registry import codec_names
 from disagg.errors import ConfigError, ModelError
 from disagg.eval.paged import EXACT
 from disagg.eval.quality import CODECS, EvalOptions, Judge
-from disagg.eval.summary import costs, exact_perplexity, paired, summarize
+from disagg.eval.summary import (
+    costs,
+    exact_perplexity,
+    paired,
+    perplexity_by_factor,
+    summarize,
+)
 from tests.model.tiny import save_config, save_tiny
 
 SPECS = (EXACT, "kivi:bits=4,residual=64", "kivi:bits=2,residual=64")
@@ -87,6 +93,23 @@ def test_a_summary_has_the_mean_and_error_of_its_tokens():
     assert mean == pytest.approx(0.25)
     variance = sum((x - 0.25) ** 2 for x in deltas) / 4
     assert error == pytest.approx(math.sqrt(variance / 8))
+
+
+def test_outliers_ruin_codecs_with_a_scale_per_token_and_no_others(tiny):
+    codecs = ("int8", "fp8", "kivi:bits=4,residual=64", "banded:bits=3")
+    shape = {**SHAPE, "rows": 1, "prompt": 260, "factors": (1, 256)}
+    judge = Judge(EvalOptions(str(tiny), codecs, **shape))
+    rows = [judge.measure(case) for case in judge.cases()]
+
+    lines = summarize(rows, judge.sizes)
+    worst = {(x["codec"], x.get("factor", 1)): x["error_max"] for x in lines}
+
+    (plain,), (stressed,) = (x.values() for x in perplexity_by_factor(rows).values())
+    assert stressed == plain
+    assert worst["int8", 1] < 0.1 < 0.5 < worst["int8", 256]
+    for codec in codecs[1:]:
+        assert worst[codec, 256] == pytest.approx(worst[codec, 1], rel=0.05)
+    assert not judge.cases(rows)
 
 
 def test_every_codec_is_judged_unless_some_are_named():

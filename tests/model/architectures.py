@@ -7,6 +7,7 @@ Greedy tokens under the `raw` codec against `generate` of transformers, or the r
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import transformers
@@ -58,11 +59,22 @@ HYBRIDS = {
     "Zamba 1 and 2": "zamba zamba2",
     "ZAYA": "zaya",
 }
+# only text is served: tokens for images in a prompt are refused
+VISION_FAMILIES = {
+    "Aya Vision": "aya_vision",
+    "Gemma 3": "gemma3",
+    "GLM 4V": "glm4v",
+    "Idefics 3, SmolVLM": "idefics3 smolvlm",
+    "InternVL": "internvl",
+    "LLaVA": "llava",
+    "Mistral Small 3.1": "mistral3",
+    "Qwen-VL 2 to 3": "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe",
+}
 PROBED = "gemma4_text nemotron"  # refused when their weights have loaded
 OTHERS = "bailing_hybrid biogpt bloom deepseek_v3 falcon falcon_mamba gemma3n_text kimi_linear "
 OTHERS += "llama4_text mamba mamba2 minimax mpt qwen4_exp_text stablelm"
-HYBRID_KINDS = " ".join(HYBRIDS.values()).split()
-SERVED_KINDS = " ".join(FAMILIES.values()).split() + HYBRID_KINDS
+SERVED_FAMILIES = (*FAMILIES.values(), *HYBRIDS.values(), *VISION_FAMILIES.values())
+SERVED_KINDS = " ".join(SERVED_FAMILIES).split()
 REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
 KINDS = [*SERVED_KINDS, *REFUSED_KINDS]
 LENGTHS = (5, 37, 70)
@@ -73,8 +85,10 @@ PROMPTS = ", ".join(map(str, LENGTHS))
 HEAD = f"""# Models
 
 `disagg models check NAME` shows whether a model can be served and, with `--memory 24GiB`, how many
-tokens fit. It reads only the config. A few properties can be probed only when the weights load, so
-a model that passes may still be refused then.
+tokens fit. It reads the config and, if there are weights, the headers of their files: each tensor
+has to be one of the model. A few properties can be probed only when the weights load, so a model
+that passes may still be refused then. Code of a model's repository is never run: where transformers
+knows the type of the model, its own class is used.
 
 Each architecture below was tested as a small random model with transformers {VERSION}: greedy
 tokens on exact pages (codec `raw`) against transformers' own `generate`, for prompts of {PROMPTS}
@@ -105,7 +119,17 @@ the order in which the model calls them: layer 0 is the first that attends.
 | family | architectures (`model_type`) |
 |---|---|
 """
-FOOT = """
+VISION = """
+## Served for text only
+
+These see images too. They are served whole, with the weights of their vision part, and answer
+text as `generate` does. A prompt with one of their tokens for images, videos or sound is refused
+by name.
+
+| family | architectures (`model_type`) |
+|---|---|
+"""
+HYBRID_NOTES = """
 - A state is large: `disagg models check` shows its bytes for one sequence, and how many tokens of
   KV are as large. It is sent as it is, in fp32 where the model keeps it so.
 - A prefill worker computes every prompt of a hybrid in full, even if it computed the same prefix
@@ -117,14 +141,39 @@ FOOT = """
 - Without the packages `flash-linear-attention`, `causal-conv1d` and `mamba-ssm`, transformers
   computes these layers with plain torch, which is right and slow for long prompts. Hybrids were
   not tried on a GPU yet.
+"""
+FOOT = """
+## Quantized weights
+
+These are unpacked to the model's dtype while they load, one weight at a time, on any device. They
+then take the memory of that dtype, which `disagg models check` shows. Activations are not
+quantized.
+
+| written by | formats |
+|---|---|
+| DeepSeek, Qwen and others (`fp8`) | FP8 with a scale per tensor, channel or square |
+| FBGEMM (`fbgemm_fp8`) | FP8 with a scale per channel |
+| NVIDIA's ModelOpt (`modelopt`, `hf_quant_config.json`) | FP8, as above; NVFP4; both mixed |
+| `compressed-tensors` | FP8, int8, int2, int4, NVFP4, MXFP4 |
+| AutoAWQ (`awq`) | int4, layout `gemm` |
+| GPTQ (`gptq`) | 2, 4 and 8 bits, also with `desc_act`; layouts `gptq` and `gptq_v2` |
+| gpt-oss (`mxfp4`) | experts in MXFP4 |
+
+Other formats (bitsandbytes, HQQ, AQLM, Marlin, sparse ones and others) are refused by name before
+workers start, and so are weights of which a part is missing, unknown or of another shape. Tensors
+that serving does not need are left out: scales of activations and of KV caches, layers that draft
+tokens, towers for images and sound.
+
+Each format was tested as a small model: the weights, and the greedy tokens, are those of the model
+unpacked by other means. On a GPU, transformers has kernels that multiply some formats as they are.
+They are used where their package is installed, which was not tested: `kernels` for `mxfp4` (compute
+capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5).
 
 ## Notes
 
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
-- `gpt_oss` was tested in fp32. Its real checkpoints have experts in mxfp4. On a GPU of compute
-  capability 7.5 or higher, with the package `kernels`, transformers computes in mxfp4; otherwise it
-  unpacks them to bf16 while loading, at 2 bytes per parameter. Neither was tested.
+- `gpt_oss` was tested in fp32, also with experts in MXFP4 as its real checkpoints have them.
 
 ## Context, dtype, end tokens and sampling
 
@@ -152,20 +201,22 @@ def table() -> str:
     refused = [
         f"| `{kind}` | {outcome_of(kind)} |\n" for kind in progress(REFUSED_KINDS, str)
     ]
-    served = _rows_of(FAMILIES)
-    hybrids = _rows_of(HYBRIDS)
-    return HEAD + "".join(refused) + MIDDLE + served + HYBRID + hybrids + FOOT
+    served = rows_of(FAMILIES)
+    hybrids = rows_of(HYBRIDS)
+    seeing = rows_of(VISION_FAMILIES)
+    page = [HEAD, *refused, MIDDLE, served, HYBRID, hybrids, HYBRID_NOTES]
+    return "".join([*page, VISION, seeing, FOOT])
 
 
-def _rows_of(families: dict[str, str]) -> str:
-    """The rows of families that are served, all tried out."""
-    rows = []
+def rows_of(families: Mapping[str, str]) -> str:
+    """A line for each family, all of whose architectures must be served."""
+    lines = []
     for family, kinds in progress(list(families.items()), str):
         for kind in kinds.split():
             assert outcome_of(kind) == SERVED, kind
         names = ", ".join(f"`{kind}`" for kind in kinds.split())
-        rows.append(f"| {family} | {names} |\n")
-    return "".join(rows)
+        lines.append(f"| {family} | {names} |\n")
+    return "".join(lines)
 
 
 def outcome_of(kind: str) -> str:

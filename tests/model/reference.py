@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from disagg.model.describe import describe_model
+from tests.model.tiny import auto_class
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class ReferenceModel:
 
     def __init__(self, ref: str | None = None):
         info = describe_model(ref, "float32")
-        self._model = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(info.path)
+        self._model = auto_class(config.model_type).from_pretrained(
             info.path,
             dtype=torch.float32,
             local_files_only=True,

@@ -1,16 +1,19 @@
 """Every architecture that calls our attention answers as transformers does; others are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 import transformers
 from packaging.version import Version
 
-from disagg.errors import ModelError
+from disagg.engine.messages import Prefill
+from disagg.errors import ModelError, RequestError
 from disagg.model.capacity import check_model
 from disagg.model.runner import Runner
+from tests.engine.serving import make_engine, request, serve
 from tests.model.architectures import KINDS, OTHERS, SERVED, table, try_out
-from tests.model.tiny import save_config
+from tests.model.tiny import IMAGE_TOKEN, random_prompt, save_config, save_tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MADE_WITH = Version(PAGE.read_text().partition("with transformers ")[2].split(":")[0])
@@ -18,6 +21,7 @@ TRIED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma2", "gemma3_text", "a
 TRIED += ["gpt_oss", "vaultgemma"]
 # gated delta rule, Mamba 2 and 1, convolution, shared attention, state in attention
 TRIED_HYBRIDS = ["qwen3_next", "granitemoehybrid", "jamba", "lfm3", "zamba2", "zaya"]
+SEEING = ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"]  # the others with the page
 
 
 def row_of(kind: str) -> str:
@@ -27,9 +31,46 @@ def row_of(kind: str) -> str:
     return row
 
 
-@pytest.mark.parametrize("kind", [*TRIED, *TRIED_HYBRIDS])
+@pytest.mark.parametrize("kind", [*TRIED, *TRIED_HYBRIDS, *SEEING])
 def test_raw_pages_give_the_tokens_that_transformers_gives(kind, tmp_path):
     assert try_out(kind, tmp_path) == SERVED
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_tokens_that_stand_for_images_are_refused_by_name(kind, tmp_path):
+    runner = Runner.load(str(save_tiny(kind, tmp_path)))
+    engine = make_engine(runner)
+    prompt = [*random_prompt(20), IMAGE_TOKEN]
+    engine.submit(Prefill(request("a", prompt, "raw", 4)))
+
+    (failed,) = engine.step().failed
+
+    assert type(failed.error) is RequestError
+    assert f"token {IMAGE_TOKEN} of the prompt is the image_token_i" in str(
+        failed.error
+    )
+    assert (IMAGE_TOKEN, "image_token") in [
+        (x, y[:11]) for x, y in runner.info.media_ids
+    ]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_as_the_authors_wrote_it_gives_the_same_answers(kind, tmp_path):
+    """Without text_config, and with rope_scaling."""
+    folder = save_tiny(kind, tmp_path)
+    prompt = random_prompt(70)
+    (expected,) = serve(make_engine(Runner.load(str(folder))), [prompt], "raw", 16)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    sections = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": sections}
+    file.write_text(json.dumps({**text, **config, "vocab_size": text["vocab_size"]}))
+
+    (answer,) = serve(make_engine(Runner.load(str(folder))), [prompt], "raw", 16)
+
+    assert answer == expected
 
 
 @pytest.mark.parametrize("kind", OTHERS.split())

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from disagg.errors import ModelError
+from disagg.model.capacity import check_model
 from disagg.model.describe import describe_model, locate_model
 from tests.model.tiny import CONTEXT, VOCAB, save_config, save_tiny
 
@@ -41,6 +42,25 @@ def test_the_sizes_of_a_llama_are_read_from_its_config(tmp_path):
     )
     assert (info.context_length, info.vocab_size, info.eos_ids) == (2048, 100, (7, 9))
     assert info.windows == (None, None, None)
+
+
+OWN_CODE = {"AutoConfig": "configuration_x.XConfig"}
+
+
+def test_a_models_own_code_is_never_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("a question"))
+    path = write(tmp_path, model_type="x", auto_map=OWN_CODE, vocab_size="absent")
+
+    with pytest.raises(ModelError, match=r"^x is code of its own repository"):
+        describe_model(path)
+
+
+def test_a_known_type_is_served_by_its_own_class(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("a question"))
+    path = write(tmp_path, auto_map=OWN_CODE, vocab_size="absent")
+
+    assert describe_model(path).vocab_size == 32000
+    assert check_model(path).served
 
 
 def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path):
@@ -170,6 +190,7 @@ def test_contexts_end_where_rotary_frequencies_change(
         ({"architectures": ["BertModel"]}, "BertModel"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"num_kv_shared_layers": 2}, "shares KV"),
+        ({"cross_attention_layers": [1]}, "attends to images in layers of their own"),
         ({"head_dim": 16, "global_head_dim": 32}, r"several sizes \(global_head_dim\)"),
         ({"layer_types": ["linear_attention"] * 3}, "no attention layer"),
         (

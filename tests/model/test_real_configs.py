@@ -75,6 +75,11 @@ SERVED = {
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": Served(
         (62, 8, 128), 253_952, 262_144, QWEN_END
     ),
+    # Qwen3 with positions of three axes, which are one for text; images are refused
+    "Qwen/Qwen3-VL-2B-Instruct": Served((28, 8, 128), 114_688, 262_144, QWEN_END),
+    "Qwen/Qwen3-VL-4B-Instruct": Served((36, 8, 128), 147_456, 262_144, QWEN_END),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": Served((48, 4, 128), 98_304, 262_144, QWEN_END),
+    "Qwen/Qwen3-VL-32B-Thinking": Served((64, 8, 128), 262_144, 262_144, QWEN_END),
     # llama3 scaling by 8 of 8,192 would be less than what the config says
     "meta-llama/Meta-Llama-3.1-8B": Served((32, 8, 128), 131_072, 131_072, LLAMA_END),
     "meta-llama/Meta-Llama-3.1-70B": Served((80, 8, 128), 327_680, 131_072, LLAMA_END),
@@ -109,14 +114,8 @@ COMPRESSED = (
     "has layers of type compressed_sparse_attention, heavily_compressed_attention"
 )
 CHUNKS = "attends in chunks"
-NO_CLASS = "no language model for"
 
 REFUSED = {
-    # the language model would be Qwen3 with mrope; transformers has it only with images
-    "Qwen/Qwen3-VL-2B-Instruct": NO_CLASS,
-    "Qwen/Qwen3-VL-30B-A3B-Instruct": NO_CLASS,
-    "Qwen/Qwen3-VL-32B-Thinking": NO_CLASS,
-    "Qwen/Qwen3-VL-4B-Instruct": NO_CLASS,
     # Qwen2 with a head for multi-token prediction, in code of its repository
     "XiaomiMiMo/MiMo-7B-Base": "no model type 'mimo'",
     "deepseek-ai/DeepSeek-R1": LATENTS,
@@ -144,9 +143,9 @@ REFUSED = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": CHUNKS,
     # 256 in layers with a window, 512 in the others
     "nvidia/Gemma-4-31B-IT-NVFP4": "has heads of several sizes (global_head_dim)",
-    # transformers has it only with images
-    "stepfun-ai/Step-3.7-Flash": NO_CLASS,
-    "stepfun-ai/Step-3.7-Flash-FP8": NO_CLASS,
+    # the class in transformers wants a text_config, and would take its defaults
+    "stepfun-ai/Step-3.7-Flash": "vocab_size 128896, but transformers takes 128815",
+    "stepfun-ai/Step-3.7-Flash-FP8": "vocab_size 128896, but transformers takes 128815",
 }
 
 

@@ -57,7 +57,7 @@ def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
 
     file.write_bytes(file.read_bytes()[:1000])
 
-    with pytest.raises(ModelError, match="cannot load LlamaForCausalLM"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file"):
         Runner.load(str(copy))
 
 

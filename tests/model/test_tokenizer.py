@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from disagg.errors import ModelError
 from disagg.model.tokenizer import MOST_PENDING, Tokenizer
@@ -67,6 +67,49 @@ def test_bytes_that_never_form_a_character_come_at_the_end(tokenizer):
     assert piece == ""
     assert rest.startswith("ab\ufffd")
     assert stream.finish() == ""
+
+
+def surrounded(template: str) -> Tokenizer:
+    """A tokenizer that adds these special tokens around a text, such as "[BOS] $A"."""
+    backend = byte_tokenizer()
+    names = ["[BOS]", "[EOS]", "[SOP]"]
+    backend.add_special_tokens(names)
+    numbers = [(name, backend.token_to_id(name)) for name in names]
+    backend.post_processor = processors.TemplateProcessing(template, None, numbers)
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        ("$A", "a man", "a man"),
+        ("[BOS] $A", "a man", "[BOS]a man"),
+        ("[BOS] $A", "[BOS]a man", "[BOS]a man"),
+        ("[BOS] $A", "a [BOS]man", "[BOS]a [BOS]man"),
+        ("[BOS] $A [EOS]", "a man", "[BOS]a man"),
+        ("$A [EOS]", "a man", "a man"),
+        ("$A [EOS]", "a man[EOS]", "a man[EOS]"),
+        ("[BOS] [SOP] $A", "a man", "[BOS][SOP]a man"),
+        ("[BOS] [SOP] $A", "[BOS]a man", "[BOS][SOP][BOS]a man"),
+    ],
+)
+def test_a_prompt_begins_once_and_does_not_end(template, text, expected):
+    tokenizer = surrounded(template)
+
+    tokens = tokenizer.encode(text)
+
+    assert tokens == tokenizer.encode(expected, special=False)
+
+
+def test_limits_of_a_training_cut_no_prompt_and_fill_none(tmp_path):
+    backend = byte_tokenizer()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+
+    tokens = Tokenizer.load(tmp_path).encode("a man who")
+
+    assert tokens == Tokenizer(byte_tokenizer()).encode("a man who")
 
 
 def byte_fallback() -> Tokenizer:

@@ -1,12 +1,19 @@
 """Tiny random models of several architectures, saved as real checkpoints."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from disagg.model.outliers import EVERY_HEAD, PAIRS
 
 VOCAB = 260
 CONTEXT = 512
@@ -180,6 +187,37 @@ COMPUTED = {
     "mamba": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
     "falcon_mamba": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
 }
+# of models that see images too: changes of the text part, and of the vision part
+MROPE: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+    | {"mrope_section": [2, 3, 3]},
+}
+VISION_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48}
+VISION_SIZES |= dict.fromkeys(("num_hidden_layers", "depth"), 1)
+VISION_SIZES |= dict.fromkeys(("num_attention_heads", "num_heads"), 2)
+VISION_SIZES |= {"image_size": 28, "patch_size": 14, "out_hidden_size": 64}
+VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "aya_vision": (
+        {"model_type": "cohere2", "sliding_window": 20, "logit_scale": 1.0},
+        {"model_type": "siglip_vision_model"},
+    ),
+    "gemma3": (EXTRA["gemma3_text"], {}),
+    "glm4v": (MROPE, {}),
+    "idefics3": ({"model_type": "llama"}, {}),
+    "internvl": ({"model_type": "qwen2"}, {}),
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
+    "mistral3": ({"sliding_window": None}, {"model_type": "pixtral"}),
+    "qwen2_vl": (MROPE, {"hidden_size": 64, "embed_dim": 32}),
+    "qwen2_5_vl": (MROPE, {"fullatt_block_indexes": [0]}),
+    "qwen3_vl": (MROPE, {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": (
+        MROPE | EXTRA["qwen3_moe"],
+        {"deepstack_visual_indexes": [0]},
+    ),
+    "smolvlm": ({"model_type": "llama"}, {}),
+}
+IMAGE_TOKEN = VOCAB - 2  # in no random prompt
 GENERAL = (
     "vocab_size",
     "initializer_range",
@@ -190,7 +228,15 @@ GENERAL = (
 
 
 def tiny_config(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
-    """The config of a small model of an architecture."""
+    """The config of a small model of an architecture; changes are of its text part."""
+    if kind in VISION:
+        text, vision = VISION[kind]
+        return transformers.CONFIG_MAPPING[kind](
+            text_config=SIZES | text | changes,
+            vision_config=VISION_SIZES | vision,
+            tie_word_embeddings=False,
+            image_token_id=IMAGE_TOKEN,
+        )
     sizes = SIZES
     if kind in OWN_NAMES:
         sizes = {name: SIZES[name] for name in GENERAL} | OWN_NAMES[kind]
@@ -200,10 +246,20 @@ def tiny_config(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
     return transformers.CONFIG_MAPPING[kind](**named)
 
 
+def auto_class(kind: str) -> Any:
+    """The class of transformers that makes models of an architecture."""
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def save_config(kind: str, folder: Path, **changes: Any) -> Path:
     """A folder with the config of a small model, without weights."""
     config = tiny_config(kind, **changes)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config.architectures = [names[kind]]
     config.save_pretrained(folder)
     return folder
 
@@ -212,9 +268,34 @@ def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Build a random model of an architecture, and a tokenizer of bytes, and save both."""
     torch.manual_seed(seed)
     config = tiny_config(kind, **changes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    auto_class(kind).from_config(config).save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def add_outliers(folder: Path, factor: float, layers: Iterable[int]) -> None:
+    """Give keys outlier channels in the weights of a saved model, and take them from its queries.
+
+    The channels and KV heads are those of `KeyOutliers`.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    head_dim, kv_heads = config.head_dim, config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    lower = [pair * head_dim // 16 for pair in PAIRS]
+    channels = lower + [channel + head_dim // 2 for channel in lower]
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        _, _, rest = name.partition("model.layers.")
+        if not rest or int(rest.split(".")[0]) not in layers:
+            continue
+        if ".k_proj." in name:
+            by_head = tensor.unflatten(0, (kv_heads, head_dim))
+            by_head[::EVERY_HEAD, channels] *= factor
+        elif ".q_proj." in name:
+            by_head = tensor.unflatten(0, (kv_heads, group, head_dim))
+            by_head[::EVERY_HEAD, :, channels] /= factor
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def byte_tokenizer() -> Tokenizer:

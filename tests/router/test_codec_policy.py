@@ -68,18 +68,46 @@ def test_nothing_above_the_budget_or_late_while_there_is_better(
         assert best.error <= budget
 
 
+def sampled(**errors: float) -> dict[str, object]:
+    """Figures of a hand-off: errors of codecs in the only layer of a model."""
+    return {"attention_error": {codec: [{"0": e}] for codec, e in errors.items()}}
+
+
 def test_of_errors_the_mean_is_kept_and_of_layer_groups_the_worst():
     choices = CodecPolicy()
     for worst in (0.2, float("nan"), 0.4):
-        choices.learn({"attention_error": {"kivi": [0.1, worst]}}, PAIR)
+        errors = [{"0": 0.1, "2": 0.1}, {"1": worst}]
+        choices.learn({"attention_error": {"kivi": errors}}, PAIR)
+
     assert choices.errors["kivi"].value == pytest.approx(0.3)
+
+
+def test_a_mean_over_many_layers_does_not_hide_a_ruined_one():
+    choices = CodecPolicy()
+    layers = range(28)
+    for number in range(200):
+        ends = (number % 14, 27 - number % 14)
+        int8 = {str(layer): 1.0 if layer in (0, 27) else 0.01 for layer in ends}
+        fp8 = dict.fromkeys(map(str, ends), 0.06)
+        choices.learn({"attention_error": {"int8": [int8], "fp8": [fp8]}}, PAIR)
+        codec, _ = choices.choose({"int8": 0.5, "fp8": 0.5}, 0.15, 9, PAIR, 9, 0)
+        assert codec == "fp8", number
+
+    assert choices.errors["int8"].mean == pytest.approx((2 + 26 * 0.01) / len(layers))
+    assert choices.errors["int8"].worst == 1.0
+
+
+def test_a_layer_that_recovers_is_forgiven():
+    choices = CodecPolicy()
+    for error in (1.0, *(12 * [0.01])):
+        choices.learn(sampled(int8=error), PAIR)
+
+    assert choices.errors["int8"].value < 0.15
 
 
 def test_without_a_link_nothing_is_late():
     choices = CodecPolicy()
-    choices.learn(
-        {"link_bytes_per_s": 1e-9, "attention_error": {"raw": [0.0]}}, ("b", "b")
-    )
+    choices.learn({"link_bytes_per_s": 1e-9, **sampled(raw=0.0)}, ("b", "b"))
     assert choices.choose({"raw": 9.0}, 0.1, 99, ("b", "b"), 1.0, 0.0) == (
         "raw",
         "accurate",
@@ -88,7 +116,7 @@ def test_without_a_link_nothing_is_late():
 
 def test_what_is_on_the_link_already_comes_first():
     choices = CodecPolicy()
-    choices.learn({"attention_error": {x: [e] for x, e in ERRORS.items()}}, PAIR)
+    choices.learn(sampled(**ERRORS), PAIR)
     choices.learn({"link_bytes_per_s": 1.0}, PAIR)
     chosen = [
         choices.choose(NBYTES, 0.2, 9, PAIR, 2.0, ahead)[0] for ahead in (0.5, 0.8, 1.2)
@@ -109,12 +137,9 @@ def play(
         codec = fixed or choices.choose(NBYTES, 0.15, 99, PAIR, 3.0, 0.0)[0]
         seconds = max(1.0, NBYTES[codec] / rate)
         factor = noise.uniform(0.7, 1.3)
-        errors_now = {x: [factor * error] for x, error in ERRORS.items()}
-        stats = {
-            "link_bytes_per_s": rate,
-            "attention_error": {} if number % 8 else errors_now,
-        }
-        choices.learn(stats, PAIR)
+        errors_now = {x: factor * error for x, error in ERRORS.items()}
+        choices.learn(sampled(**({} if number % 8 else errors_now)), PAIR)
+        choices.learn({"link_bytes_per_s": rate}, PAIR)
         codecs.append(codec)
         errors.append(factor * ERRORS[codec])
         met.append(seconds <= 3.0 and errors[-1] <= 0.15)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -38,17 +38,22 @@ LINES += "{% if add_generation_prompt %}a{% endif %}"
 
 
 def completions_of(
-    router: Any, clock: Callable[[], float] | None = None, **served: Any
+    router: Any,
+    clock: Callable[[], float] | None = None,
+    special_tokens: Sequence[str] = (),
+    **served: Any,
 ) -> Completions:
     """Of a model whose tokens are bytes, with a context of 20."""
     limits = {"context_length": 20, "vocab_size": 256, "longest_token": 2}
     about = ServedModel(
         **{"name": "tiny", "codec": "raw", "alias": "/models/tiny"} | limits | served
     )
+    backend = byte_tokenizer()
+    backend.add_special_tokens(list(special_tokens))
     seconds = count()  # each look at the clock takes one: nothing is kept for others
     return Completions(
         about,
-        Tokenizer(byte_tokenizer()),
+        Tokenizer(backend),
         router,
         ChatTemplate(LINES, {}),
         clock=clock or (lambda: float(next(seconds))),

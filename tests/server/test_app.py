@@ -64,6 +64,25 @@ def test_a_stream_has_every_token_then_the_usage_then_done(app):
     assert all("usage" not in chunk for chunk in chunks)
 
 
+def test_letters_of_a_special_token_do_not_stop_an_answer(router):
+    app = create_app(completions_of(router, special_tokens=["cd"], vocab_size=257))
+
+    answer = post(app, stop=["cd", "e"]).json()
+
+    assert answer["choices"][0]["text"] == "abcd"
+    ((_, params, _),) = router.asked
+    assert params["stop_token_ids"] == [256]
+
+
+def test_a_special_token_that_the_model_cannot_write_is_only_a_text(router):
+    app = create_app(completions_of(router, special_tokens=["cd"], vocab_size=256))
+
+    answer = post(app, stop=["cd"]).json()
+
+    assert answer["choices"][0]["text"] == "ab"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
 def test_a_stream_is_of_events_that_no_proxy_gathers(app):
     response = post(app, stream=True)
 

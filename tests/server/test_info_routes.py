@@ -224,7 +224,8 @@ def test_a_long_plan_of_a_client_is_counted_as_plan(app, router):
 
 def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, router):
     dispatch, router.waiting = router.table, 5
-    dispatch.codec_policy.learn({"attention_error": {"fp8": [0.0625]}}, ("p", "d"))
+    errors = {"fp8": [{"0": 0.0625, "9": 0.1875}]}
+    dispatch.codec_policy.learn({"attention_error": errors}, ("p", "d"))
     dispatch.codec_policy.chosen["fp8", "deadline"] = 3
     dispatch.routed["prefill", "knows_most"] = 2
     doing = {"engine_running": 3, "engine_waiting": 2, "engine_held": 1}
@@ -237,7 +238,8 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
     router.says["d"] = said(doing | held, counts=counts, failures={"peer_lost": 3})
     expected = {
         "disagg_queue_requests": 5,
-        "disagg_attention_error{codec=fp8}": 0.0625,
+        "disagg_attention_error{codec=fp8}": 0.125,
+        "disagg_attention_error_worst_layer{codec=fp8}": 0.1875,
         "disagg_codec_choices_total{codec=fp8,reason=deadline}": 3,
         "disagg_routed_total{reason=knows_most,role=prefill}": 2,
         "disagg_worker{role=prefill,what=jobs,worker=p}": 7,

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.model.reference import ReferenceModel
-from tests.model.tiny import VOCAB, save_tiny
+from tests.model.tiny import VOCAB, byte_tokenizer, save_tiny
 from tests.server.running import Running, running
 
 TEMPLATE = (
@@ -20,11 +20,16 @@ TEMPLATE += "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant:{% endif %}"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0}
 TEXT = "Call me Ishmael."
+END = "<|end|>"  # a special token
+END_ID = 256
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_tiny("llama", tmp_path_factory.mktemp("tiny"))
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -208,6 +213,41 @@ def test_a_stop_token_ends_the_answer_after_min_tokens(client, first_token):
     assert stopped.choices[0].text == ""
     assert stopped.choices[0].finish_reason == "stop"
     assert later.usage.completion_tokens >= 3
+
+
+ONLY_ENDS = GREEDY | {
+    "max_tokens": 4,
+    "n": 2,
+    "stop": ["never", END],
+    "logit_bias": {str(END_ID): 100},
+}
+
+
+def test_a_special_token_as_stop_string_ends_an_answer(client):
+    answer = client.completions.create(**ONLY_ENDS, prompt=TEXT)
+
+    assert [choice.text for choice in answer.choices] == ["", ""]
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+    assert answer.usage.completion_tokens == 2
+
+
+def test_a_special_token_as_stop_string_ends_a_streamed_chat(client):
+    chunks = list(
+        client.chat.completions.create(**ONLY_ENDS, messages=MESSAGES, stream=True)
+    )
+
+    for index in (0, 1):
+        parts = parts_of(chunks, index)
+        assert "".join(part.delta.content or "" for part in parts) == ""
+        assert parts[-1].finish_reason == "stop"
+
+
+def test_a_special_token_as_stop_string_waits_for_min_tokens(client):
+    answer = client.completions.create(
+        **ONLY_ENDS, prompt=TEXT, extra_body={"min_tokens": 3}
+    )
+
+    assert answer.usage.completion_tokens >= 6
 
 
 def test_a_frequency_penalty_keeps_an_answer_from_repeating(client):

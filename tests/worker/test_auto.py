@@ -25,7 +25,7 @@ def listed() -> Rules:
 def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
     rules = listed()
     learned = {
-        "attention_error": {"raw": [0.0], "fp8": [0.1]},
+        "attention_error": {"raw": [{"0": 0.0}], "fp8": [{"0": 0.1}]},
         "link_bytes_per_s": 350.0,
     }
     rules.codec_policy.learn(learned, ("p", "d"))
@@ -55,7 +55,7 @@ def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
     rules.submit(replace(job("default", tokens=1024), codec=""), 0.0)
     rules.submit(replace(job("spelled", tokens=1024), codec="raw:dtype=model"), 0.0)
     learned = {
-        "attention_error": {"raw": [0.0], "fp8": [0.1]},
+        "attention_error": {"raw": [{"0": 0.0}], "fp8": [{"0": 0.1}]},
         "link_bytes_per_s": 2850.0,
     }
     rules.codec_policy.learn(learned, ("p", "d"))

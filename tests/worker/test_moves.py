@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from benchmarks.moves import witnessed
+from disagg.config import Config, EngineConfig
 from disagg.engine import engine
 from disagg.engine.messages import Moved
 from disagg.engine.scheduler import ScheduledTokens
@@ -22,6 +23,8 @@ from disagg.router import moves
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
 from disagg.worker.handoff import MigrationHandoff
+from tests.engine.margins import assert_same
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
 from tests.worker.pairs import KIVI, leave, paired
@@ -78,6 +81,29 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     assert departures == came
     assert came.total() == 1
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+async def test_the_text_of_a_model_that_sees_images_is_handed_off_and_moves(
+    kind, tmp_path
+):
+    folder = str(save_tiny(kind, tmp_path))
+    prompt = tuple(random_prompt(120))
+    reference = ReferenceModel(folder).generate(list(prompt), 60)
+    runners = [Runner.load(folder) for _ in range(3)]
+    config = Config(engine=EngineConfig(max_batch_tokens=50, arena_bytes=32 << 20))
+
+    async with paired(runners, config) as home:
+        asking = await home.begin(prompt, "raw", 8, 60)
+        home.add("d2", Role.DECODE, runners[2])
+        leaving = home.workers.pop("d")
+        leaving.stop(30.0)
+        await until(lambda: leaving.wait(0.0))
+        home.router.died("d")
+        tokens, _ = await asking
+
+    assert leaving.service.decode.counts["moved"] == 1
+    assert_same(tokens, reference)
 
 
 async def test_a_sequence_that_outgrows_its_room_moves_as_well(

@@ -1,0 +1,53 @@
+"""What is checked before workers start: weights that cannot be unpacked are refused there."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from disagg.cli.checks import check_model
+from disagg.config import Config, ModelConfig
+from disagg.errors import ModelError
+from tests.model.packers import PACKERS, add_to_config, save, save_packed
+from tests.model.tiny import save_tiny
+
+SCALE = "model.layers.0.mlp.up_proj.weight_scale"
+
+
+def config_of(folder: Path) -> Config:
+    return Config(model=ModelConfig(name=str(folder)))
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    plain = save_tiny("llama", tmp_path / "plain", num_hidden_layers=1)
+    return save_packed(plain, tmp_path / "packed", PACKERS["modelopt-fp8"])
+
+
+def test_packed_weights_pass(packed):
+    info, _ = check_model(config_of(packed))
+
+    assert info.path == packed
+
+
+def test_a_missing_scale_is_refused(packed):
+    stored = load_file(packed / "model.safetensors")
+    del stored[SCALE]
+    save(stored, packed)
+
+    with pytest.raises(ModelError, match=SCALE):
+        check_model(config_of(packed))
+
+
+def test_packed_weights_without_a_marker_are_refused(packed):
+    (packed / "hf_quant_config.json").unlink()
+
+    with pytest.raises(ModelError, match="nothing says how to read it"):
+        check_model(config_of(packed))
+
+
+def test_a_format_that_is_not_unpacked_is_refused(packed):
+    add_to_config(packed, quantization_config={"load_in_4bit": True})
+
+    with pytest.raises(ModelError, match="bitsandbytes"):
+        check_model(config_of(packed))
