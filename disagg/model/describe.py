@@ -296,14 +296,11 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
 
 
 def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes, or layers of other types; empty if there are none."""
+    """Heads of several sizes; empty if there are none."""
     for key in ("global_head_dim", "v_head_dim"):
         size = text.get(key)
         if size is not None and size != text.get("head_dim", size):
             return f"has heads of several sizes ({key})"
-    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
-    if other_types:
-        return f"has layers of type {', '.join(sorted(other_types))}"
     return ""
 
 
