@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 
 from disagg.errors import ModelError
@@ -10,7 +11,8 @@ from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.states import StateRecords, split_states, stateful_layers
 from tests.engine.forced import forced_logits
-from tests.model.tiny import random_prompt, save_config, save_tiny
+from tests.engine.serving import make_engine, serve
+from tests.model.tiny import random_prompt, save_config, save_tiny, tiny_config
 from tests.synthetic import relative_error
 
 
@@ -61,6 +63,22 @@ def test_a_layer_that_forgets_its_state_is_refused_by_the_probe(tmp_path, monkey
 
     with pytest.raises(ModelError, match="gives other logits"):
         Runner.load(str(folder))
+
+
+def test_a_hybrid_that_sees_images_is_served_by_its_language_model(tmp_path):
+    text = tiny_config("qwen3_5_text").to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    vision["out_hidden_size"] = text["hidden_size"]
+    config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = random_prompt(40)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    answer = model.generate(torch.tensor([prompt]), pad_token_id=0, **greedy)
+
+    engine = make_engine(Runner.load(str(tmp_path)), max_batch_tokens=16)
+
+    assert serve(engine, [prompt], "raw", 8) == [answer[0, 40:].tolist()]
 
 
 # -- records
