@@ -74,8 +74,9 @@ class RequestQueue:
         self._turns[request.client] = request.turn + 1
 
     def give_back(self, request: RequestState) -> None:
-        """A request that started found no room: its turn is still to come."""
-        if request.client in self._turns:
+        """A request that started got no room: its turn, if it has not passed, is to come."""
+        has_passed = request.turn < self._turn
+        if not has_passed and request.client in self._turns:
             self._turns[request.client] -= 1
 
     def end_turn(self, request: RequestState) -> None:

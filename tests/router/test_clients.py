@@ -115,6 +115,28 @@ def test_room_for_one_goes_to_clients_in_turn():
     assert begun == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+def test_who_asked_for_room_and_left_costs_no_turn(end):
+    """The decode worker does not answer until all requests of a client are over."""
+    table = house("p", "d")
+    for number in range(9):
+        table.submit(job(f"a{number}"), 0.0, client="a")
+    assert {each.phase for each in table.requests.values()} == {Phase.RESERVE}
+    for rid in list(table.requests) if end == "cancelled" else ():
+        table.cancel(rid, 1.0)
+    table.tick(101.0)
+    assert not table.requests
+    table.update_load("d", FULL, 101.0)
+    table.submit(job("a"), 101.0, client="a")
+    for number in range(9):
+        table.submit(job(f"b{number}"), 101.0, client="b")
+    table.table.update_load("d", ROOM)
+
+    begun = [begin_one(table, 102.0 + second) for second in range(2)]
+
+    assert "a" in begun
+
+
 def test_a_prompt_that_waited_has_its_room_at_any_turn():
     """Another client, whose turn it is, gets none of the room that a worker was kept for."""
     table = crowded(1, tokens_left=100)

@@ -160,6 +160,27 @@ def test_who_could_not_begin_for_long_saves_no_turns_up():
     assert start_all(queue) == ["b0", "a6", "b9", "a7", "b10", "a8", "b11"]
 
 
+def test_late_refusals_bring_no_passed_turns_back():
+    """Requests of a wait long for an answer, while b has more turns than they took."""
+    queue = queue_of(*[request("a", serial) for serial in range(8)])
+    slow = list(queue)
+    for each in slow:
+        queue.start(each)
+    for serial in range(8, 18):
+        queue.add(request("b", serial))
+        start_first(queue)
+    for serial in range(18, 26):
+        queue.add(request("a", serial))
+        queue.add(request("b", serial))
+    begun = []
+
+    for each in slow:
+        begun.append(start_first(queue).client)
+        queue.give_back(each)
+
+    assert "".join(begun) == "abababab"
+
+
 def test_who_runs_alone_comes_before_all_turns():
     alone = request("a", 5)
     alone.exclusive = True
