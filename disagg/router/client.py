@@ -181,8 +181,9 @@ class RouterClient:
 
     def _leave(self, handle: int) -> None:
         """The client is gone, or its request has ended."""
+        is_with_router = handle not in self._begins
         self._begins.pop(handle, None)
-        if self._prompts.pop(handle, None) is not None:
+        if self._prompts.pop(handle, None) is not None and is_with_router:
             self._cancels.append(handle)
             self._has_news.set()
 

@@ -219,6 +219,18 @@ async def test_no_more_wait_for_a_missing_router_than_may_wait_at_one(path):
             await leave(each)
 
 
+async def test_what_came_and_left_without_a_router_leaves_nothing(path):
+    async with door_at(path) as client:
+        for _ in range(3):
+            waiting = begin(client)
+            await until(lambda: client.running == 1)
+            await leave(waiting)
+
+        assert client.running == 0
+        assert not client._begins
+        assert not client._cancels
+
+
 async def test_a_request_without_a_router_fails_at_its_deadline(path):
     async with door_at(path, deadline_s=0.01) as client:
         with pytest.raises(DeadlineError, match="no router runs"):
