@@ -125,6 +125,8 @@ class RouterClient:
         self._handles = count(1)
         self._state = pb.RouterState(lacks="the router starts")
         self._is_attached = False
+        # it refuses requests, and lets those that it has end
+        self._router_leaves = False
         self._heard_at = clock()
         self._closing = False
         # what the router does not know yet
@@ -181,8 +183,9 @@ class RouterClient:
 
     def _leave(self, handle: int) -> None:
         """The client is gone, or its request has ended."""
+        is_with_router = handle not in self._begins
         self._begins.pop(handle, None)
-        if self._prompts.pop(handle, None) is not None:
+        if self._prompts.pop(handle, None) is not None and is_with_router:
             self._cancels.append(handle)
             self._has_news.set()
 
@@ -203,9 +206,9 @@ class RouterClient:
 
     @property
     def _has_router(self) -> bool:
-        """Whether a router answers: it says something every half second."""
-        silent_s = self._clock() - self._heard_at
-        return self._is_attached and silent_s < self._config.silence_s
+        """Whether a router answers, which it does every half second, and takes requests."""
+        is_silent = self._clock() >= self._heard_at + self._config.silence_s
+        return self._is_attached and not is_silent and not self._router_leaves
 
     @property
     def target_counts(self) -> Mapping[str, int]:
@@ -310,6 +313,7 @@ class RouterClient:
         with failures_of(link.address):
             call = method(metadata=link.metadata)
             await call.wait_for_connection()
+            self._router_leaves = False
             self._begins = dict(self._prompts)
             self._cancels.clear()
             self._last_counts = b""
@@ -416,7 +420,8 @@ class RouterClient:
             return
         error = error_from(end.error.reason, end.error.message)
         if isinstance(error, StoppingError) and not self._closing:
-            return  # this router leaves, and the next one takes the request
+            self._router_leaves = True  # and the next one takes the request
+            return
         del self._prompts[end.handle]
         prompt.deliver(error)
 

@@ -74,8 +74,9 @@ class RequestQueue:
         self._turns[request.client] = request.turn + 1
 
     def give_back(self, request: RequestState) -> None:
-        """A request that started found no room: its turn is still to come."""
-        if request.client in self._turns:
+        """A request that started got no room: its turn, if it has not passed, is to come."""
+        has_passed = request.turn < self._turn
+        if not has_passed and request.client in self._turns:
             self._turns[request.client] -= 1
 
     def end_turn(self, request: RequestState) -> None:
@@ -109,7 +110,10 @@ class RequestQueue:
                 yield request
 
     def _turns_of(self, entries: list[Entry]) -> Iterator[Turn]:
-        """The requests of one client, each with its turn."""
-        first = self._next_turn(entries[0][-1].client)
-        for number, (is_shared, rank, serial, request) in enumerate(entries, first):
-            yield is_shared, number, rank, serial, request
+        """The requests of one client, each with its turn: that of the last one if it did not start.
+
+        So what finds no room delays nothing of its client that would.
+        """
+        for is_shared, rank, serial, request in entries:
+            turn = self._next_turn(request.client)
+            yield is_shared, turn, rank, serial, request

@@ -173,8 +173,8 @@ class RequestTable:
         request = self.requests.pop(rid, None)
         if request is None:
             return []
+        self._leave_queue(request)
         if request.phase is Phase.QUEUED:
-            self._queue.discard(request)
             return []  # it leaves no room for another
         self.needs_placing = True
         return self._abort(request, now)
@@ -552,9 +552,15 @@ class RequestTable:
         self, request: RequestState, error: DisaggError, now: float
     ) -> list[Action]:
         self.requests.pop(request.rid, None)
-        self._queue.discard(request)
+        self._leave_queue(request)
         self.needs_placing = True
         return [*self._abort(request, now), FailRequest(request.rid, error)]
+
+    def _leave_queue(self, request: RequestState) -> None:
+        """It is over. If it has no room yet, its client's turn is still to come."""
+        self._queue.discard(request)
+        if request.phase is Phase.RESERVE:
+            self._queue.give_back(request)
 
     # -- errors
 

@@ -219,6 +219,52 @@ async def test_no_more_wait_for_a_missing_router_than_may_wait_at_one(path):
             await leave(each)
 
 
+async def test_no_more_wait_while_a_router_leaves_than_while_there_is_none(path):
+    """It lets what it has end, and refuses the rest, which waits for the next one."""
+    async with serving(path) as process, door_at(path, max_queue=2) as client:
+        process.worker.go.clear()
+        answers = [begin(client)]
+        await until(lambda: process.worker.submitted)
+        closing = asyncio.create_task(process.router.close(grace_s=30))
+        await asyncio.sleep(0)
+        answers.append(begin(client))
+        await until(lambda: client.lacks({}).startswith("router 0 of 1"))
+
+        with pytest.raises(QueueFullError, match="2 requests wait for a router"):
+            await begin(client)
+
+        closing.cancel()
+        for each in answers:
+            await leave(each)
+
+
+async def test_what_a_leaving_router_refused_fails_at_its_deadline(path):
+    async with serving(path) as process, door_at(path, deadline_s=1.0) as client:
+        process.worker.go.clear()
+        answering = begin(client)
+        await until(lambda: process.worker.submitted)
+        closing = asyncio.create_task(process.router.close(grace_s=30))
+        await asyncio.sleep(0)
+
+        with pytest.raises(DeadlineError, match="no router runs"):
+            await begin(client)
+
+        closing.cancel()
+        await leave(answering)
+
+
+async def test_what_came_and_left_without_a_router_leaves_nothing(path):
+    async with door_at(path) as client:
+        for _ in range(3):
+            waiting = begin(client)
+            await until(lambda: client.running == 1)
+            await leave(waiting)
+
+        assert client.running == 0
+        assert not client._begins
+        assert not client._cancels
+
+
 async def test_a_request_without_a_router_fails_at_its_deadline(path):
     async with door_at(path, deadline_s=0.01) as client:
         with pytest.raises(DeadlineError, match="no router runs"):

@@ -16,7 +16,7 @@ from disagg.transfer.messages import Load
 from disagg.transfer.rpc import connect
 from tests.router.fakes import SECRET, door_at, serving
 from tests.router.rules import Rules
-from tests.router.test_placement import crowded
+from tests.router.test_placement import TOKEN_BYTES, crowded
 from tests.router.test_requests import ROOM, house, job, only, room
 from tests.transfer.peer import until
 from tests.worker.pairs import collect, leave
@@ -24,6 +24,8 @@ from tests.worker.pairs import collect, leave
 PROMPT = (3, 1, 4)
 TWENTY = {"max_tokens": 20}
 FULL = Load(100, slots=0)
+NO_SLOT = Load(20_000 * TOKEN_BYTES, slots=0)
+ONE_SLOT = Load(20_000 * TOKEN_BYTES, slots=1)
 
 
 @pytest.fixture
@@ -90,13 +92,13 @@ def test_a_flood_of_one_client_leaves_places_to_others():
     assert asyncio.run(scene()) == (1024, 512)
 
 
-def begin_one(table: Rules, now: float) -> str:
+def begin_one(table: Rules, now: float, worker: str = "d") -> str:
     """The decode worker has room for one: who asks first gets it, and ends."""
     asked = [x.rid for x in only(Reserve, table.tick(now))]
     room(table, asked[0])
     for rid in asked[1:]:
         attempt = table.requests[rid].job.attempt
-        table.refused("d", rid, attempt, CapacityError("full"), now)
+        table.refused(worker, rid, attempt, CapacityError("full"), now)
     table.cancel(asked[0], now)
     return asked[0]
 
@@ -113,6 +115,46 @@ def test_room_for_one_goes_to_clients_in_turn():
     begun = [begin_one(table, float(second)) for second in range(2, 8)]
 
     assert begun == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+def test_who_asked_for_room_and_left_costs_no_turn(end):
+    """The decode worker does not answer until all requests of a client are over."""
+    table = house("p", "d")
+    for number in range(9):
+        table.submit(job(f"a{number}"), 0.0, client="a")
+    assert {each.phase for each in table.requests.values()} == {Phase.RESERVE}
+    for rid in list(table.requests) if end == "cancelled" else ():
+        table.cancel(rid, 1.0)
+    table.tick(101.0)
+    assert not table.requests
+    table.update_load("d", FULL, 101.0)
+    table.submit(job("a"), 101.0, client="a")
+    for number in range(9):
+        table.submit(job(f"b{number}"), 101.0, client="b")
+    table.table.update_load("d", ROOM)
+
+    begun = [begin_one(table, 102.0 + second) for second in range(2)]
+
+    assert "a" in begun
+
+
+def test_prompts_without_room_do_not_delay_a_short_one_of_their_client():
+    """While another client has a new short prompt whenever there is room for one."""
+    table = crowded(1)
+    table.update_load("d0", NO_SLOT, 0.0)
+    for number in range(4):
+        table.submit(job(f"long{number}", 30_000), 0.0, client="a")
+    table.submit(job("short", 200), 90.0, client="a")
+    begun = []
+
+    for number in range(3):
+        table.submit(job(f"b{number}", 200), 90.0, client="b")
+        table.table.update_load("d0", ONE_SLOT)
+        begun.append(begin_one(table, 90.0, "d0"))
+        table.update_load("d0", NO_SLOT, 90.0)
+
+    assert "short" in begun
 
 
 def test_a_prompt_that_waited_has_its_room_at_any_turn():

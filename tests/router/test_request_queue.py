@@ -8,6 +8,7 @@ from disagg.router.request_state import RequestState
 from disagg.transfer.messages import Job
 
 CLIENTS = "abc"
+LONGEST = 32  # tokens of a prompt that finds room
 # None: the first request begins; else a request of a client, with a prompt of a length
 EVENTS = st.lists(
     st.none() | st.tuples(st.sampled_from(CLIENTS), st.integers(1, 64)), max_size=40
@@ -45,16 +46,18 @@ def start_all(queue: RequestQueue) -> list[str]:
 
 
 def play(events: list[tuple[str, int] | None]) -> list[tuple[RequestState, set[str]]]:
-    """Each request that began, and the clients that waited then."""
+    """Each request that began, and the clients with one that could begin then."""
     queue = RequestQueue()
     begun = []
     for serial, event in enumerate(events):
         if event is not None:
             client, tokens = event
             queue.add(request(client, serial, tokens))
-        elif queue:
-            waiting = set(queue.waiting)
-            begun.append((start_first(queue), waiting))
+            continue
+        fitting = [each for each in queue if each.num_prompt_tokens <= LONGEST]
+        if fitting:
+            waiting = {each.client for each in fitting}
+            begun.append((start(queue, fitting[0]), waiting))
     return begun
 
 
@@ -73,10 +76,9 @@ def test_one_pass_takes_turns_as_single_starts_do():
     queue = queue_of(*requests)
     start(queue, requests[0])
 
-    in_one_pass = [each.rid for each in queue]
+    in_one_pass = [start(queue, each).rid for each in queue]
 
     assert in_one_pass == ["b4", "a1", "b5", "a2", "a3"]
-    assert in_one_pass == start_all(queue)
 
 
 @given(EVENTS)
@@ -129,9 +131,11 @@ def test_a_request_with_a_kept_worker_goes_by_rank():
 
 def start_where_one_fits(queue: RequestQueue) -> str:
     """All ask for room in order, and only the first gets any."""
-    first, *others = list(queue)
-    for each in (first, *others):
+    asked = []
+    for each in queue:
         queue.start(each)
+        asked.append(each)
+    first, *others = asked
     queue.end_turn(first)
     for each in others:
         queue.give_back(each)
@@ -147,6 +151,19 @@ def test_a_request_that_finds_no_room_costs_no_turn():
     assert begun == ["a0", "b5", "a1", "a2", "a3", "a4"]
 
 
+def test_requests_without_room_do_not_delay_a_short_one_of_their_client():
+    queue = queue_of(*[request("a", serial, tokens=64) for serial in range(9)])
+    queue.add(request("a", 9))
+    begun = []
+
+    for serial in range(10, 13):
+        queue.add(request("b", serial))
+        first = next(each for each in queue if each.num_prompt_tokens == 1)
+        begun.append(start(queue, first).rid)
+
+    assert "a9" in begun
+
+
 def test_who_could_not_begin_for_long_saves_no_turns_up():
     """Its requests did not fit while another client had many turns."""
     queue = queue_of(request("b", 0))
@@ -158,6 +175,27 @@ def test_who_could_not_begin_for_long_saves_no_turns_up():
         queue.add(request("b", serial))
 
     assert start_all(queue) == ["b0", "a6", "b9", "a7", "b10", "a8", "b11"]
+
+
+def test_late_refusals_bring_no_passed_turns_back():
+    """Requests of a wait long for an answer, while b has more turns than they took."""
+    queue = queue_of(*[request("a", serial) for serial in range(8)])
+    slow = list(queue)
+    for each in slow:
+        queue.start(each)
+    for serial in range(8, 18):
+        queue.add(request("b", serial))
+        start_first(queue)
+    for serial in range(18, 26):
+        queue.add(request("a", serial))
+        queue.add(request("b", serial))
+    begun = []
+
+    for each in slow:
+        begun.append(start_first(queue).client)
+        queue.give_back(each)
+
+    assert "".join(begun) == "abababab"
 
 
 def test_who_runs_alone_comes_before_all_turns():
