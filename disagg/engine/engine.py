@@ -367,7 +367,9 @@ class Engine:
         batch = build_batch(
             scheduled, allocation, self.arena, self._prompts.chunk, states
         )
-        logits = score_prompts(scheduled, self._runner.forward(batch))
+        logits = self._runner.forward(batch)
+        self._prompts.check_numbers(scheduled)
+        logits = score_prompts(scheduled, logits)
         ready = [entry.sequence for entry in scheduled if entry.completes]
         sampled = choose(ready, logits, self._runner.info.eos_ids)
         # once released, the pages that kernels read may be written

@@ -24,7 +24,7 @@ from disagg.engine.limits import check_range
 from disagg.engine.messages import as_disagg_error
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Handoff, Sequence
-from disagg.errors import CapacityError, PromptTooLongError
+from disagg.errors import CapacityError, PromptTooLongError, RequestError
 from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Pool
@@ -135,7 +135,6 @@ class Prompts:
         workspace = sequence.workspace
         assert workspace is not None
         units = self.prefixes.open(sequence, sequence.n + entry.count)
-        last_layer = self._runner.shape.num_layers - 1
 
         def on_layer(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
             self._on_layer()
@@ -145,8 +144,6 @@ class Prompts:
                 self._encode(sequence, layer, k, v, chunk)
                 self._error_probe.measure(sequence, layer, k, v, units.done)
                 self.prefixes.write(units, layer, k, v, chunk.tables.prefix_pages)
-                if units.done == sequence.prompt_len and layer == last_layer:
-                    check_range(sequence.plan, workspace.largest())
             except Exception as error:
                 sequence.error = as_disagg_error(error)
 
@@ -213,6 +210,22 @@ class Prompts:
                 sequence.handoff.offer([Item(Kind.SIDE, group_index, layer, 0)])
             except Exception as error:
                 sequence.error = as_disagg_error(error)
+
+    def check_numbers(self, scheduled: Iterable[ScheduledTokens]) -> None:
+        """After a step: note an error for each prompt whose K or V its pages cannot hold.
+
+        Not while layers run: it reads what the device computed.
+        """
+        for entry in scheduled:
+            sequence = entry.sequence
+            is_final = sequence.n + entry.count == sequence.prompt_len
+            workspace = sequence.workspace
+            if not is_final or workspace is None or sequence.error is not None:
+                continue
+            try:
+                check_range(sequence.plan, workspace.largest())
+            except RequestError as error:
+                sequence.error = error
 
     def close(self, whole: bool) -> None:
         """After a step: cache the units that it completed.

@@ -125,6 +125,7 @@ def test_hosts_and_the_network_are_lost_and_no_answer(
     assert len(result["rows"]) == 5
 
 
+@pytest.mark.slow  # doors and a killed router: tests/cli/test_doors.py as well
 @pytest.mark.timeout(600)
 def test_a_killed_router_costs_no_answer_and_a_door_its_own(
     monkeypatch: pytest.MonkeyPatch,

@@ -94,6 +94,7 @@ def pretend_all() -> None:
     on_device(exact_prefixes.ExactPrefixes, "_read")
     on_device(Upload, "__init__", "copied")
     Upload.fill = fill
+    Workspace.largest = lambda _: []  # no layer has numbers
     on_device(Runner, "_logits", "eager")
     attend = attention.BatchAttention.attend
 
