@@ -122,7 +122,8 @@ def load_options(info: ModelInfo, device: str) -> dict[str, Any]:
 
 
 def load_error(info: ModelInfo, error: Exception) -> ModelError:
-    return ModelError(f"cannot load {info.architecture} from {info.path}: {error}")
+    reason = " ".join(str(error).split())
+    return ModelError(f"cannot load {info.architecture} from {info.path}: {reason}")
 
 
 def check_report(report: Mapping[str, Any], info: ModelInfo) -> None:
