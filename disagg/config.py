@@ -97,7 +97,9 @@ class EngineConfig(Bounded):
     workspace_bytes:  limit for the exact KV of prompts during prefill; None: derived from
                       memory_share
     memory_share:     share of GPU memory for weights, arena and workspaces. On a CPU the arena has
-                      256 MiB, and workspaces get this share of one eighth of the host's memory
+                      256 MiB, and workspaces get this share of one eighth of the host's memory. For
+                      a hybrid model the arena has room for `max_sequences` states too, up to a
+                      quarter of the host's memory
     watermark:        share of the arena that is kept free for running sequences to grow
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     torch_threads:    threads per worker; None: the host's cores divided by its workers

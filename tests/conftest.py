@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.model.tiny import save_tiny  # imports transformers, which few runs need
 
     return save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64)
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Small random models whose layers keep states, by architecture; each is loaded once."""
+    from disagg.model.runner import Runner
+    from tests.model.tiny import save_tiny
+
+    @cache
+    def load(kind: str) -> Any:
+        return Runner.load(str(save_tiny(kind, tmp_path_factory.mktemp(kind))))
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -253,7 +253,9 @@ class Decoding:
         self._runner = runner
         self._n = tokens
         shape = runner.shape
-        slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
+        slab_bytes = slab_bytes_for(
+            shape.num_layers, shape.heads, shape.head_dim, shape.states
+        )
         slabs = slabs_for(
             self.plan, tokens + steps, slab_bytes, num_sequences, SPARE_RECORDS
         )

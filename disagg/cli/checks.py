@@ -119,6 +119,6 @@ def check_arena(config: Config, info: "ModelInfo") -> None:
     from disagg.engine.arena import check_slabs, slab_bytes_for
     from disagg.model.capacity import kv_shape
 
-    slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim)
+    slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim, info.states)
     plans = [parse_plan(spec, kv_shape(info)) for spec in config.listed]
     check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)

@@ -1,6 +1,7 @@
 """`disagg models`: whether a model can be served, and how large its KV is."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,14 +104,22 @@ def _draw(fit: "ModelFit") -> None:
         for codec in fit.codecs
     ]
     columns = ["codec", ">bytes a token"]
+    if fit.state_bytes:
+        columns.append(">tokens as large as the states")
+        _add_column(rows, fit, [codec.state_tokens for codec in fit.codecs])
     has_memory = any(codec.tokens is not None for codec in fit.codecs)
     if has_memory:
         columns.append(">tokens that fit")
-        for row, codec in zip(rows, fit.codecs, strict=True):
-            row.append(f"{codec.tokens or 0:,}" if not codec.refused else "")
+        _add_column(rows, fit, [codec.tokens or 0 for codec in fit.codecs])
     print_table(f"in prompts of {fit.context_length:,} tokens", columns, rows)
     if not has_memory:
         print("--memory 24GiB adds how many tokens fit on an accelerator")
+
+
+def _add_column(rows: list[list[str]], fit: "ModelFit", counts: Sequence[int]) -> None:
+    """A number for each codec, none for one that is refused."""
+    for row, codec, number in zip(rows, fit.codecs, counts, strict=True):
+        row.append("" if codec.refused else f"{number:,}")
 
 
 def _facts(fit: "ModelFit") -> list[str]:
@@ -124,10 +133,15 @@ def _facts(fit: "ModelFit") -> list[str]:
         context += f", with model.context up to {fit.max_context:,}"
     ends = ", ".join(map(str, fit.eos_ids)) or "none"
     exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
+    states = []
+    if fit.state_bytes:
+        megabytes = f"{fit.state_bytes / 1e6:,.1f} MB"
+        states = [f"states: {megabytes} a sequence in {fit.num_states} layers"]
     return [
         f"{fit.architecture}: served",
         f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}",
         f"{context} · weights {fit.weights_bytes / 1e6:,.0f} MB",
         f"tokens that end an answer: {ends}",
         f"{exact} · recommended: {fit.recommended}",
+        *states,
     ]

@@ -67,7 +67,8 @@ def _print_bytes(kv: Mapping[str, Any]) -> None:
     fp16 = kv["fp16_bytes"]
     wire = kv["wire_bytes"]
     resident = kv["resident_bytes"]
-    saves_nothing = not wire or min(wire, resident) >= fp16
+    states = kv.get("state_bytes", 0)
+    saves_nothing = not wire or min(wire, resident) - states >= fp16
     if kv["tokens"] < SHORT_TOKENS and saves_nothing:
         outcome = "too few to hand off; computed on the decode worker"
         if wire:
@@ -80,6 +81,7 @@ def _print_bytes(kv: Mapping[str, Any]) -> None:
         "on the wire": wire,
         "cached there before": kv.get("cached_bytes"),
         "resident in decode": resident,
+        "states, in these": states,
     }
     rows = [
         (

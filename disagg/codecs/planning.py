@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from disagg.codecs.contract import Codec
 from disagg.codecs.registry import get_codec
 from disagg.errors import ConfigError, quoted
-from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.page import Layout
+from disagg.kv.plan import LayerGroup, Plan, state_group
 
 
 @dataclass(frozen=True)
 class KVShape:
     """What a model's KV cache looks like, per layer.
 
-    num_layers: L · heads: KV heads · head_dim: D · dtype: that the model computes in, "float32"
+    num_layers: L, with K and V · heads: KV heads · head_dim: D
+    dtype:      that the model computes in, "float32"
     windows:    per layer, the tokens a query sees, itself included; None: all of them
+    states:     of each layer that keeps a state, its planes; they are numbered behind those of KV
     """
 
     num_layers: int
@@ -30,6 +33,12 @@ class KVShape:
     head_dim: int
     dtype: str
     windows: tuple[int | None, ...]
+    states: tuple[Layout, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence, whatever its length."""
+        return sum(layout.block_bytes for layout in self.states)
 
 
 def parse_plan(spec: str, shape: KVShape) -> Plan:
@@ -46,7 +55,7 @@ def parse_plan(spec: str, shape: KVShape) -> Plan:
 
 
 def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:
-    """Layers with the same codec and window form a group."""
+    """Layers with the same codec and window form a group, and each layer with a state."""
     kinds = list(zip(codecs, shape.windows, strict=True))
     distinct_kinds = list(dict.fromkeys(kinds))
     groups: list[LayerGroup] = []
@@ -56,7 +65,11 @@ def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:
             layers, shape.heads, shape.head_dim, shape.dtype, window
         )
         groups.append(group)
-    return Plan(tuple(groups), tuple(map(distinct_kinds.index, kinds)))
+    group_of = [distinct_kinds.index(kind) for kind in kinds]
+    for layer, layout in enumerate(shape.states, shape.num_layers):
+        group_of.append(len(groups))
+        groups.append(state_group(layer, layout))
+    return Plan(tuple(groups), tuple(group_of))
 
 
 def codec_of(group: LayerGroup) -> Codec:

@@ -1,5 +1,6 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,16 +12,20 @@ from torch import Tensor
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError
 from disagg.kv.arena import Copies, HostArena
-from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, align
+from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Layout, align
 from disagg.kv.plan import Plan
 from disagg.kv.pool import DEFAULT_SLAB_BYTES, Pool
 from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
+from disagg.model.states import scratch_bytes
 
-CPU_ARENA_BYTES = 256 << 20
+CPU_ARENA_BYTES = 256 << 20  # and room for states, up to one part in 4 of the memory
+STATES_PART = 4
 SPARE_PART = 20  # one part in this many of a GPU's memory is left to activations
 MAX_WRITES = 8  # in flight; each holds a frame in pinned memory
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
+
+log = logging.getLogger(__name__)
 
 
 class DeviceArena:
@@ -153,18 +158,24 @@ def wait_for_kernels(device: torch.device) -> None:
 
 
 def make_pool(
-    nbytes: int, slab_bytes: int, device: torch.device
+    nbytes: int, slab_bytes: int, device: torch.device, scratch: int = 0
 ) -> tuple[Pool, Tensor]:
     """A pool over `nbytes` of a device, and the same bytes as the tensor that kernels read.
+
+    Behind them the tensor has `scratch` more, which belong to no page: padded rows and steps
+    that are recorded write there.
 
     On a host numpy allocates it, which asks for huge pages: frames enter and leave them faster.
     """
     size = align(nbytes, ARENA_UNIT)
     if device.type == "cpu":
-        buffer = np.empty(size, np.uint8)
-        return Pool(HostArena(buffer.data), slab_bytes), torch.from_numpy(buffer)
-    tensor = torch.empty(size, dtype=torch.uint8, device=device)
-    return Pool(DeviceArena(tensor), slab_bytes), tensor
+        buffer = np.empty(size + scratch, np.uint8)
+        buffer[size:] = 0
+        pool = Pool(HostArena(buffer.data[:size]), slab_bytes)
+        return pool, torch.from_numpy(buffer)
+    tensor = torch.empty(size + scratch, dtype=torch.uint8, device=device)
+    tensor[size:] = 0
+    return Pool(DeviceArena(tensor[:size]), slab_bytes), tensor
 
 
 def check_slabs(
@@ -193,13 +204,35 @@ def measure_memory(config: EngineConfig, runner: Runner) -> tuple[int, int]:
         )
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        arena = CPU_ARENA_BYTES
+        states = config.max_sequences * runner.shape.state_bytes
+        arena = CPU_ARENA_BYTES + min(states, memory // STATES_PART)
         workspace = int(config.memory_share * memory) // 8
-    return config.arena_bytes or arena, config.workspace_bytes or workspace
+    arena = config.arena_bytes or arena
+    _warn_of_few_states(arena, config.max_sequences, runner.shape.state_bytes)
+    return arena, config.workspace_bytes or workspace
 
 
-def slab_bytes_for(layers: int, heads: int, head_dim: int) -> int:
-    """The size of slabs that hold a few records of any codec, of at most 16 exact fp32 tokens."""
+def _warn_of_few_states(arena: int, max_sequences: int, state_bytes: int) -> None:
+    """Log how many sequences of a hybrid model fit, if their states alone limit them."""
+    if max_sequences * state_bytes > arena:
+        log.warning(
+            "an arena of %d bytes holds the states of %d sequences, %d bytes each; "
+            "engine.max_sequences is %d",
+            arena,
+            arena // state_bytes,
+            state_bytes,
+            max_sequences,
+        )
+
+
+def slab_bytes_for(
+    layers: int, heads: int, head_dim: int, states: Sequence[Layout] = ()
+) -> int:
+    """The size of slabs that hold a few records of any codec, of at most 16 exact fp32 tokens.
+
+    states: of layers with a state, whose records are to fit too
+    """
     largest_record = layers * heads * RAW_TOKENS * head_dim * 2 * 4
+    largest_record = max(largest_record, scratch_bytes(states))
     slab_bytes = max(DEFAULT_SLAB_BYTES, RECORDS_PER_SLAB * largest_record)
     return align(slab_bytes, ARENA_UNIT)

@@ -51,7 +51,12 @@ from disagg.engine.prompts import Prompts
 from disagg.engine.sampler import Sampled, choose, score_prompts
 from disagg.engine.scheduler import ScheduledTokens, Scheduler
 from disagg.engine.sequence import Sequence, Status
-from disagg.engine.steps import StepAllocation, allocate_step, build_batch
+from disagg.engine.steps import (
+    StepAllocation,
+    allocate_step,
+    build_batch,
+    plan_states,
+)
 from disagg.errors import (
     CapacityError,
     DisaggError,
@@ -62,8 +67,10 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.kv.decode_slots import DecodeSlots
+from disagg.kv.page import ARENA_UNIT
 from disagg.kv.plan import Plan
 from disagg.model.runner import Runner
+from disagg.model.states import scratch_bytes
 
 WAIT_S = 0.05  # how often a sequence without room looks again
 
@@ -81,9 +88,15 @@ class Engine:
     ):
         """codecs: those that may be served; none: all · probed: those whose error is sampled"""
         shape = runner.shape
-        slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
+        slab_bytes = slab_bytes_for(
+            shape.num_layers, shape.heads, shape.head_dim, shape.states
+        )
         arena_bytes, workspace_bytes = measure_memory(config, runner)
-        self.pool, self.arena = make_pool(arena_bytes, slab_bytes, runner.device)
+        self.pool, self.arena = make_pool(
+            arena_bytes, slab_bytes, runner.device, scratch_bytes(shape.states)
+        )
+        # behind all pages of the pool
+        self._scratch_page = self.pool.arena.nbytes // ARENA_UNIT
         self.listed = {parse_plan(spec, shape): spec for spec in codecs}
         self.plan = lru_cache(maxsize=64)(lambda spec: self._listed_plan(spec, shape))
         self._runner = runner
@@ -350,7 +363,10 @@ class Engine:
         self, scheduled: Seq[ScheduledTokens], allocation: StepAllocation
     ) -> None:
         """One forward pass, and one more token for each sequence that has fed all its tokens."""
-        batch = build_batch(scheduled, allocation, self.arena, self._prompts.chunk)
+        states = plan_states(scheduled, self._scratch_page, self._prompts.on_state)
+        batch = build_batch(
+            scheduled, allocation, self.arena, self._prompts.chunk, states
+        )
         logits = score_prompts(scheduled, self._runner.forward(batch))
         ready = [entry.sequence for entry in scheduled if entry.completes]
         sampled = choose(ready, logits, self._runner.info.eos_ids)
@@ -449,7 +465,7 @@ class Engine:
         assert sequence.handoff is not None, "a sequence stops here only to move"
         try:
             for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
-                pages = group.dropped(sequence.n) // group.page.tokens
+                pages = group.dropped_pages(sequence.n)
                 self.pool.release(state.drop(pages))
             sequence.handoff.begin(sequence.plan, sequence.groups)
         except Exception as error:

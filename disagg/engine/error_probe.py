@@ -80,7 +80,7 @@ class CodecErrorProbe:
         if head is None:
             return
         error = _error(group, layer, sequence, k, v, head)
-        by_group = sequence.errors.setdefault(spec, [{} for _ in plan.groups])
+        by_group = sequence.errors.setdefault(spec, [{} for _ in plan.paged])
         by_group[index][str(layer)] = error
 
 

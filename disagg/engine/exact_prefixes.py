@@ -67,7 +67,7 @@ class ExactPrefixes:
     """
 
     def __init__(self, pool: Pool, arena: Tensor, shape: KVShape):
-        plan = parse_plan("raw", shape)
+        plan = parse_plan("raw", replace(shape, states=()))
         # without windows, so that no page is dropped while a prompt grows
         groups = tuple(replace(group, window=None) for group in plan.groups)
         self._plan = replace(plan, groups=groups)

@@ -103,7 +103,8 @@ class Prompts:
             if budget < sequence.prompt_len:
                 dtype = getattr(torch, self._runner.info.dtype)
                 sequence.workspace.reserve(dtype, self._runner.device)
-            if self._config.prefix_cache:
+            # a prefix of a hybrid model would need its states too, which are not cached
+            if self._config.prefix_cache and not sequence.plan.state_bytes:
                 self._restore(sequence)
         except (MemoryError, RuntimeError) as error:
             raise CapacityError(
@@ -119,7 +120,7 @@ class Prompts:
         """
         limit = 0
         if not sequence.scored:
-            queries = [codec_of(x).last_queries for x in sequence.plan.groups]
+            queries = [codec_of(x).last_queries for x in sequence.plan.paged]
             limit = max(0, sequence.prompt_len - max(1, *queries))
         sequence.begin(self.prefixes.restore(sequence, limit))
 
@@ -149,8 +150,9 @@ class Prompts:
             except Exception as error:
                 sequence.error = as_disagg_error(error)
 
+        paged = sequence.groups[: len(sequence.plan.paged)]
         tables = ChunkTables(
-            record_ids=tuple(RecordIds.of(state) for state in sequence.groups),
+            record_ids=tuple(map(RecordIds.of, paged)),
             prefix_pages=units.tables,
         )
         return Chunk(
@@ -193,6 +195,24 @@ class Prompts:
                     for i in written.indices
                 ]
             )
+
+    def on_state(self, entry: ScheduledTokens, index: int) -> None:
+        """A layer with a state is done with several tokens: offer the state, if it is final.
+
+        index: of the layer among those with a state
+        """
+        self._on_layer()
+        sequence = entry.sequence
+        is_final = sequence.n + entry.count == sequence.prompt_len
+        if entry.decodes or not is_final or sequence.handoff is None:
+            return
+        group_index = len(sequence.plan.paged) + index
+        (layer,) = sequence.plan.groups[group_index].layers
+        if sequence.error is None:
+            try:
+                sequence.handoff.offer([Item(Kind.SIDE, group_index, layer, 0)])
+            except Exception as error:
+                sequence.error = as_disagg_error(error)
 
     def close(self, whole: bool) -> None:
         """After a step: cache the units that it completed.

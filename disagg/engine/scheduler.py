@@ -138,7 +138,7 @@ class Scheduler:
         With the pool to itself, a sequence feeds a token that seals a page by itself: the tokens
         behind it use the room that sealing frees.
         """
-        n, groups = sequence.n, sequence.plan.groups
+        n, groups = sequence.n, sequence.plan.paged
         if sequence is self.exclusive:
             seals = any(group.sealed(n + 1) > group.sealed(n) for group in groups)
             if seals:

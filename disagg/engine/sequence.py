@@ -337,6 +337,12 @@ class Sequence:
         return len(self.request.tokens)
 
     @property
+    def state_pages(self) -> list[int]:
+        """The records of its layers with a state."""
+        states = self.groups[len(self.plan.paged) :]
+        return [state.side for state in states if state.side is not None]
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return self.prompt_len + len(self.emitted)
@@ -377,6 +383,7 @@ def handoff_stats(
         fp16_bytes=2 * numbers,
         fp8_bytes=numbers,
         resident_bytes=plan.nbytes(tokens),
+        state_bytes=plan.state_bytes,
         encode_ms=encode_ms,
     )
 

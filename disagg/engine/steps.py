@@ -6,6 +6,7 @@ before layer 0; layers only follow them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from disagg.errors import CapacityError
 from disagg.kv.plan import LayerGroup
 from disagg.kv.state import Allocator
 from disagg.model.attention import Batch, Chunk, Decode
+from disagg.model.states import NO_STATES, StatePart, StateRows, StateStep
 from disagg.paged.append import NewRecords, SequenceGrowth, take_records
 from disagg.paged.page_tables import plan_step
 
@@ -53,8 +55,7 @@ def allocate_step(
     for group, growths in buckets:
         unseen: list[int] = []
         for growth in growths:
-            pages = group.dropped(growth.n) // group.page.tokens
-            unseen += growth.state.drop(pages)
+            unseen += growth.state.drop(group.dropped_pages(growth.n))
         allocator.release(unseen)
     try:
         for group, growths in buckets:
@@ -75,10 +76,12 @@ def build_batch(
     allocation: StepAllocation,
     arena: Tensor,
     make_chunk: Callable[[ScheduledTokens, int], Chunk],
+    states: StateStep = NO_STATES,
 ) -> Batch:
     """One forward pass over the scheduled tokens, in their order.
 
     make_chunk: the chunk of a prompt, from its scheduled tokens and its first row
+    states:     what the pass does in layers with a state
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -96,7 +99,51 @@ def build_batch(
         codec = codec_of(group)
         step = plan_step(codec, group, growths, records, arena.device)
         decodes.append(Decode(codec, step, whole=len(step.rows) == len(tokens)))
-    return Batch(tokens, positions, outputs, arena, tuple(chunks), tuple(decodes))
+    return Batch(
+        tokens=tokens,
+        positions=positions,
+        outputs=outputs,
+        arena=arena,
+        chunks=tuple(chunks),
+        decodes=tuple(decodes),
+        states=states,
+    )
+
+
+def plan_states(
+    scheduled: Sequence[ScheduledTokens],
+    scratch: int,
+    on_layer: Callable[[ScheduledTokens, int], None],
+) -> StateStep:
+    """What one forward pass does in layers with a state; nothing where a model has none.
+
+    scratch:  page of a record that no sequence owns
+    on_layer: called with a part and the index of a layer that is done with it
+    """
+    parts: list[StatePart] = []
+    rows: list[int] = []
+    pages_of_rows: list[list[int]] = []
+    row = 0
+    for entry in scheduled:
+        pages = entry.sequence.state_pages
+        if not pages:
+            return NO_STATES
+        if entry.decodes and entry.count == 1:
+            rows.append(row)
+            pages_of_rows.append(pages)
+        else:
+            part = StatePart(
+                row=row,
+                count=entry.count,
+                pages=pages,
+                fresh=entry.sequence.n == 0,
+                on_layer=partial(on_layer, entry),
+            )
+            parts.append(part)
+        row += entry.count
+    if not rows:
+        return StateStep(tuple(parts), scratch=scratch)
+    return StateStep(tuple(parts), StateRows.of(rows, pages_of_rows), scratch)
 
 
 def _buckets(
@@ -108,7 +155,8 @@ def _buckets(
     for entry in scheduled:
         sequence = entry.sequence
         is_replay = entry.count > 1
-        for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
+        # states have no tails: they come behind these groups
+        for group, state in zip(sequence.plan.paged, sequence.groups, strict=False):
             _, growths = buckets.setdefault((group.fingerprint, is_replay), (group, []))
             growths.append(SequenceGrowth(state, sequence.n, entry.count, row))
         row += entry.count

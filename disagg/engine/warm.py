@@ -75,7 +75,7 @@ def _serve(engine: Engine, spec: str, prompt_len: int, rows: int) -> None:
 def _prompt_lengths(plan: Plan, context: int) -> list[int]:
     """Lengths of prompts whose answers soon seal a page of each layer group."""
     lengths = set()
-    for group in plan.groups:
+    for group in plan.paged:
         for pages in PROMPT_PAGES:
             tokens = (pages + 1) * group.page.tokens
             length = group.sink + group.residual + tokens - 2

@@ -17,7 +17,7 @@ from torch import Tensor
 from disagg.codecs.describe import FP16_BYTES, bits_per_element
 from disagg.codecs.planning import parse_plan
 from disagg.codecs.registry import holds
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, ModelError
 from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
 from disagg.eval.recall import Recall, greedy, same_tokens
 from disagg.eval.texts import PYTHON, cut_rows, read_text
@@ -123,6 +123,11 @@ class Judge:
         torch.set_num_threads(options.threads)
         self.options = options
         info = describe_model(options.model)
+        if info.states:
+            raise ModelError(
+                f"{info.architecture} keeps states; the quality of codecs is measured on "
+                "models whose layers all have K and V"
+            )
         self.codecs = options.codecs or tuple(
             codec for codec in CODECS if holds(codec, info.head_dim)
         )

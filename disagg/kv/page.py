@@ -25,6 +25,7 @@ FORMAT_VERSION = 1
 ARENA_UNIT = 128  # bytes; page ids count these, so int32 ids reach 256 GiB
 PLANE_ALIGN = 16  # bytes; one vector load of a GPU thread
 RAW_TOKENS = 16  # tokens of a raw page
+STATE = "state"  # stands for a codec spec where a layer keeps a state: no codec
 # tokens that share a segment in most codecs, counted from the first page
 SEGMENT_TOKENS = 2048
 
@@ -139,15 +140,16 @@ def make_layout(
     kind: Kind,
     tokens: int,
     planes: Iterable[tuple[str, str, tuple[int, ...]]],
+    plane_align: int = PLANE_ALIGN,
 ) -> Layout:
-    """Lay planes (name, dtype, shape) one after another, each on a 16-byte boundary."""
+    """Lay planes (name, dtype, shape) one after another, each on a boundary of `plane_align`."""
     laid_out: list[Plane] = []
     end = 0
     for name, dtype, shape in planes:
-        plane = Plane(name, dtype, shape, align(end, PLANE_ALIGN))
+        plane = Plane(name, dtype, shape, align(end, plane_align))
         laid_out.append(plane)
         end = plane.offset + plane.nbytes
-    block_bytes = align(end, PLANE_ALIGN)
+    block_bytes = align(end, plane_align)
     identity = (
         FORMAT_VERSION,
         spec,
@@ -171,6 +173,14 @@ def make_raw_layout(dtype: str, head_dim: int) -> Layout:
     shape = (RAW_TOKENS, head_dim)
     planes = [("k", dtype, shape), ("v", dtype, shape)]
     return make_layout(f"raw:dtype={dtype}", Kind.RAW, RAW_TOKENS, planes)
+
+
+def make_state_layout(planes: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
+    """The side record of a layer that keeps a state: its planes (name, dtype, shape).
+
+    Planes start on boundaries of the arena's unit, since a step gathers them unit by unit.
+    """
+    return make_layout(STATE, Kind.SIDE, 0, planes, plane_align=ARENA_UNIT)
 
 
 def fingerprint_of(identity: object) -> str:

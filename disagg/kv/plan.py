@@ -11,11 +11,14 @@ The raw pages are one list, with those of the sink in front: a token at position
 the sink, and in slot p - sealed(n) of the tail.
 
 Everywhere: append, then seal, then attend. Pure arithmetic over ids; page.py knows the bytes.
+
+A layer that keeps a state of fixed size, not K and V, is a layer group too: of one side record and
+no pages. So records of states are counted, allocated, sent, checked and freed as all others are.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from disagg.errors import LayoutError
@@ -23,6 +26,7 @@ from disagg.kv.page import (
     ARENA_UNIT,
     RAW_TOKENS,
     SEGMENT_TOKENS,
+    STATE,
     FinalAt,
     Kind,
     Layout,
@@ -149,6 +153,10 @@ class LayerGroup:
         unseen = max(0, min(droppable, n + 1 - window))
         return unseen // self.step * self.step
 
+    def dropped_pages(self, n: int) -> int:
+        """Leading pages of those tokens."""
+        return self.dropped(n) // self.page.tokens
+
     @property
     def reach(self) -> int | None:
         """How many of the last computed tokens a prefill may still need, to attend to or to seal;
@@ -204,8 +212,61 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
+class StateGroup(LayerGroup):
+    """A layer that keeps a state instead of K and V: one side record, whatever the length.
+
+    The record is final with the prompt. No query sees a token of it, and no token is in a page.
+    """
+
+    def layouts(self) -> Iterator[Layout]:
+        yield self.layout(Kind.SIDE)
+
+    def record(self, layout: Layout) -> RecordShape:
+        """Not zeroed: the first chunk of a prompt writes all of it, or a sender does."""
+        return replace(super().record(layout), zeroed=False)
+
+    def sealed(self, n: int) -> int:
+        return n
+
+    def dropped(self, n: int) -> int:
+        return n
+
+    def dropped_pages(self, n: int) -> int:
+        return 0
+
+    @property
+    def step(self) -> int:
+        return 1
+
+    def inventory(self, n: int) -> Counter[Kind]:
+        return Counter({Kind.SIDE: 1})
+
+    def is_side_sent(self, n: int) -> bool:
+        return True
+
+
+def state_group(layer: int, layout: Layout) -> StateGroup:
+    """The group of one layer with a state of this layout."""
+    return StateGroup(
+        layers=(layer,),
+        codec=STATE,
+        window=None,
+        heads=1,
+        head_dim=0,
+        residual=0,
+        final_at=FinalAt.PROMPT,
+        page=layout,
+        raw=layout,
+        side=layout,
+    )
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Which group every layer belongs to. Equal fingerprints: two workers agree on every byte."""
+    """Which group every layer belongs to. Equal fingerprints: two workers agree on every byte.
+
+    Groups of layers with K and V come first. Layers with a state are numbered behind all others.
+    """
 
     groups: tuple[LayerGroup, ...]
     group_of: tuple[int, ...]
@@ -215,25 +276,38 @@ class Plan:
         groups = [group.fingerprint for group in self.groups]
         return fingerprint_of((self.group_of, groups))
 
+    @cached_property
+    def paged(self) -> tuple[LayerGroup, ...]:
+        """The groups with K and V, which are the first ones."""
+        return tuple(x for x in self.groups if not isinstance(x, StateGroup))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence, whatever its length."""
+        states = self.groups[len(self.paged) :]
+        return sum(group.record(group.page).nbytes for group in states)
+
     @property
     def spec(self) -> str:
-        """The codec spec of the only group, or "layers:spec; ..." of all of them."""
-        if len(self.groups) == 1:
-            return self.groups[0].codec
+        """The codec spec of the only group with K and V, or "layers:spec; ..." of all of them."""
+        if len(self.paged) == 1:
+            return self.paged[0].codec
         specs = []
-        for group in self.groups:
+        for group in self.paged:
             layers = ",".join(map(str, group.layers))
             specs.append(f"{layers}:{group.codec}")
         return ";".join(specs)
 
     @property
     def reaches(self) -> tuple[int | None, ...]:
-        """`reach` of every layer's group."""
-        return tuple(self.groups[index].reach for index in self.group_of)
+        """`reach` of the group of every layer with K and V."""
+        num_layers = sum(len(group.layers) for group in self.paged)
+        groups = map(self.groups.__getitem__, self.group_of[:num_layers])
+        return tuple(group.reach for group in groups)
 
     def numbers(self, n: int) -> int:
         """Values of K and V of n tokens in all layers, as far as the next query sees them."""
-        return sum(group.numbers(n) for group in self.groups)
+        return sum(group.numbers(n) for group in self.paged)
 
     def records(self, n: int) -> Counter[RecordShape]:
         """Records of n tokens in all layers, by shape: pages, segments, side records and tail."""

@@ -118,18 +118,18 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
 
 def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupState:
     """A prompt of n tokens in these records, as many of each kind as the inventory says."""
-    sealed, dropped = group.sealed(n), group.dropped(n)
+    sealed = group.sealed(n)
     num_tail = -(-(n - sealed) // RAW_TOKENS)
     raws = ids.get(Kind.RAW, [])
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
     segments = ids.get(Kind.SEGMENT, [])
     return GroupState(
-        runs=_runs(group, dropped, ids.get(Kind.PAGE, []), segments),
+        runs=_runs(group, group.dropped(n), ids.get(Kind.PAGE, []), segments),
         tail=raws[:num_tail],
         side=side,
         kept_pages=raws[num_tail:],
         seals=1 if sealed else 0,
-        dropped=dropped // group.page.tokens,
+        dropped=group.dropped_pages(n),
     )
 
 

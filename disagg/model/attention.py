@@ -9,9 +9,10 @@ which of them are chunks of prompts and which decode:
 Registered with transformers as "disagg"; it has no mask function there, so models build no mask.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from disagg.errors import ModelError
 from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
 from disagg.model.cache import Workspace
+from disagg.model.states import NO_STATES, StateStep
 from disagg.paged.layer import StepLayers
 from disagg.paged.page_tables import GroupStep
 
@@ -76,6 +78,7 @@ class Batch:
     tokens, positions: one per row
     outputs: rows whose logits are returned
     arena:   [bytes] u8 - the memory that holds the pages of `decodes`
+    states:  the same rows as layers with a state see them; empty where there are no such layers
     """
 
     tokens: Sequence[int]
@@ -84,6 +87,7 @@ class Batch:
     arena: Tensor
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[Decode, ...] = ()
+    states: StateStep = NO_STATES
 
     @cached_property
     def by_layer(self) -> dict[int, list[tuple[Decode, StepLayers]]]:
@@ -98,13 +102,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchAttention:
-    """Answers every attention call of one forward pass.
+    """Answers every attention call of one forward pass, layer by layer.
 
     windows: per layer, the tokens a query sees, itself included; None: all
+    layers:  of the calls to come; not every module of a hybrid model knows its own
     """
 
     batch: Batch
     windows: Sequence[int | None]
+    layers: Iterator[int] = field(default_factory=count)
 
     def attend(
         self,
@@ -115,7 +121,7 @@ class BatchAttention:
         softmax: Softmax,
         options: dict,
     ) -> Tensor:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = next(self.layers)
         decodes = self.batch.by_layer.get(layer, [])
         if len(decodes) == 1 and decodes[0][0].whole:
             return decodes[0][1].run(layer, q, k, v, softmax)
@@ -131,9 +137,9 @@ class BatchAttention:
             out[rows] = attended.transpose(0, 1)
             chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
             chunk.on_layer(layer, exact_k, exact_v, chunk)
-        for decode, layers in decodes:
+        for decode, step_layers in decodes:
             row_ids = decode.step.rows
-            attended = layers.run(
+            attended = step_layers.run(
                 layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax
             )
             out.index_add_(0, row_ids, attended)

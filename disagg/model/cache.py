@@ -37,11 +37,15 @@ class PassThrough(Cache):
         return key_states, value_states
 
 
-def pass_through(model: PreTrainedModel) -> dict[str, object]:
-    """The arguments that give a model a `PassThrough`, by the names of its transformers version."""
+def cache_name(model: PreTrainedModel) -> str:
+    """The argument that gives a model a cache, in its version of transformers."""
     parameters = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in parameters else "past_key_values"
-    return {name: PassThrough(), "use_cache": True}
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def pass_through(model: PreTrainedModel) -> dict[str, object]:
+    """The arguments that give a model a `PassThrough`."""
+    return {cache_name(model): PassThrough(), "use_cache": True}
 
 
 class Workspace:

@@ -43,7 +43,8 @@ STORED = ("*.safetensors", "*.bin")
 class CodecFit:
     """One codec under a model, in prompts as long as the model's context.
 
-    bytes_per_token: mean of such a prompt
+    bytes_per_token: mean of such a prompt, without its states
+    state_tokens: how many tokens of KV take as many bytes as the states of one sequence
     tokens:  how many fit; None: the memory is not known
     refused: why the codec cannot hold this model's heads
     """
@@ -52,6 +53,7 @@ class CodecFit:
     bytes_per_token: float = 0.0
     tokens: int | None = None
     refused: str = ""
+    state_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class ModelFit:
     windows:       number of layers by the tokens that their queries see; None: all
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
+    num_states:    layers that keep a state; `num_layers` are those with K and V
+    state_bytes:   of these states of one sequence, whatever its length
     """
 
     model: str
@@ -80,13 +84,22 @@ class ModelFit:
     windows: Mapping[int | None, int] = field(default_factory=dict)
     weights_bytes: int = 0
     exact_bytes_per_token: int = 0
+    num_states: int = 0
+    state_bytes: int = 0
     recommended: str = ""
     codecs: tuple[CodecFit, ...] = ()
 
 
 def kv_shape(info: ModelInfo) -> KVShape:
     """The shape of a model's KV, for plans."""
-    return KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
+    return KVShape(
+        num_layers=info.num_layers,
+        heads=info.heads,
+        head_dim=info.head_dim,
+        dtype=info.dtype,
+        windows=info.windows,
+        states=info.states,
+    )
 
 
 def exact_bytes(shape: KVShape, tokens: int) -> int:
@@ -172,6 +185,8 @@ def check_model(
         windows=dict(Counter(info.windows)),
         weights_bytes=weights,
         exact_bytes_per_token=exact_bytes(shape, 1),
+        num_states=len(shape.states),
+        state_bytes=shape.state_bytes,
         recommended=next(x.spec for x in suggested if not x.refused),
         # without duplicates: the default spec may be that of a codec itself
         codecs=tuple(dict.fromkeys([suggested[0], *others])),
@@ -198,7 +213,11 @@ def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
         stored_itemsize = getattr(stored, "itemsize", 4)
         return others * getattr(torch, info.dtype).itemsize // stored_itemsize
     nbytes = check_storage(kind, transformers_config, storage, info)
-    return safetensors if stays_packed(quantization, "cuda") else nbytes
+    return (
+        safetensors
+        if stays_packed(quantization, "cuda", transformers_config)
+        else nbytes
+    )
 
 
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:
@@ -211,7 +230,13 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
     tokens = None
     if arena_bytes is not None:
         tokens = tokens_that_fit(plan, arena_bytes, context)
-    return CodecFit(plan.spec, plan.nbytes(context) / context, tokens)
+    bytes_per_token = (plan.nbytes(context) - plan.state_bytes) / context
+    return CodecFit(
+        spec=plan.spec,
+        bytes_per_token=bytes_per_token,
+        tokens=tokens,
+        state_tokens=round(plan.state_bytes / bytes_per_token),
+    )
 
 
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
@@ -223,7 +248,8 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     text = config.get_text_config()
     _check_sizes(text, info)
     model = _language_model(config)
-    if not model._supports_attention_backend:
+    # of many hybrid models the flag is wrong; the probe of their weights is right
+    if not model._supports_attention_backend and not info.states:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
@@ -240,10 +266,11 @@ def _check_sizes(config: Any, info: ModelInfo) -> None:
     silently takes its own defaults.
     """
     sizes = {
-        "num_hidden_layers": info.num_layers,
         "num_attention_heads": info.query_heads,
         "vocab_size": info.vocab_size,
     }
+    if not info.states:  # else some of its layers do not attend
+        sizes["num_hidden_layers"] = info.num_layers
     window = max(filter(None, info.windows), default=None)
     if window is not None:
         sizes["sliding_window"] = window

@@ -1,7 +1,8 @@
 """A model's sizes, from its config alone: enough to refuse a request before anything heavy starts.
 
 Reads JSON files only. Imports neither torch nor transformers, except for a config that leaves its
-sizes to the defaults of its architecture. Never touches the network.
+sizes to the defaults of its architecture, and for a hybrid model: its layers alone know what they
+keep of a sequence. Never touches the network.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, ModelError, UnknownNameError
+from disagg.kv.page import Layout
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
@@ -35,14 +37,23 @@ HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are
 WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-STATE_SPACES = (
-    "mamba_",
-    "ssm_",
-    "time_step_",
-)  # how the keys of state-space layers begin
+# how the keys of layers begin that keep a state: state spaces, linear attention, convolutions
+STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+# types of layers in hybrid models: those that attend, by their usual names, and those that do not
+HYBRID_ATTENTION = {
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+    "attention": "full_attention",
+    "hybrid": "full_attention",
+    "hybrid_sliding": "sliding_attention",
+}
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}
+# sizes that some configs of hybrid models compute, and do not store
+COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types")
+INDEXER = "indexer_"  # how the keys of sparse attention by an indexer begin
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # how the keys of tokens that stand for images, videos or sound begin and end
@@ -54,11 +65,13 @@ TOKEN_KEYS = ("_token_id", "_token_index")
 class ModelInfo:
     """The sizes of a decoder-only model.
 
+    num_layers:     those that attend, in the order in which the model calls them
     heads:          KV heads
     dtype:          the one it computes in, such as "float32"
     windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
     max_context:    the most that `model.context` may be
+    states:         what each layer keeps that has a state, in their order; empty: none has
     media_ids:      tokens that stand for images, videos or sound, each with its key in the config
     """
 
@@ -74,6 +87,7 @@ class ModelInfo:
     max_context: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    states: tuple[Layout, ...] = ()
     media_ids: tuple[tuple[int, str], ...] = ()
 
 
@@ -155,6 +169,7 @@ def describe_model(
         reach = rotary_reach(sizes)
         num_layers = sizes["num_hidden_layers"]
         query_heads = sizes["num_attention_heads"]
+        computed_dtype = _dtype(dtype, device, config, path)
         return ModelInfo(
             path=path,
             architecture=architecture_of(config),
@@ -162,12 +177,13 @@ def describe_model(
             query_heads=query_heads,
             heads=sizes.get("num_key_value_heads") or query_heads,
             head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
-            dtype=_dtype(dtype, device, config, path),
+            dtype=computed_dtype,
             windows=_windows(sizes, num_layers),
             context_length=_context_length(reach, context),
             max_context=reach.most,
             vocab_size=sizes["vocab_size"],
             eos_ids=end_tokens(path, config, sizes["vocab_size"]),
+            states=_states(path, sizes, computed_dtype),
             media_ids=_media_ids(config),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -278,9 +294,12 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
 def _unsupported_layers(text: dict[str, Any]) -> str:
     """Layers whose state is not K and V of their own; empty if there are none."""
     for key in text:
-        # Qwen3.5 names the dtype of a state that is no state space
-        if key.startswith(STATE_SPACES) and not key.endswith("_dtype"):
-            return f"has state-space layers ({key})"
+        if key.startswith(INDEXER):
+            return f"has attention by an indexer ({key})"
+    other_types = set(text.get("layer_types") or []) - WITHOUT_ATTENTION
+    other_types -= HYBRID_ATTENTION.keys()
+    if other_types:
+        return f"has layers of type {', '.join(sorted(other_types))}"
     if text.get("cross_attention_layers"):
         return "attends to images in layers of their own (cross_attention_layers)"
     if text.get("num_kv_shared_layers"):
@@ -289,14 +308,11 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
 
 
 def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes, or layers of other types; empty if there are none."""
+    """Heads of several sizes; empty if there are none."""
     for key in ("global_head_dim", "v_head_dim"):
         size = text.get(key)
         if size is not None and size != text.get("head_dim", size):
             return f"has heads of several sizes ({key})"
-    other_types = set(text.get("layer_types") or []) - SUPPORTED_LAYERS
-    if other_types:
-        return f"has layers of type {', '.join(sorted(other_types))}"
     return ""
 
 
@@ -318,6 +334,8 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if not _explicit(sizes):
         sizes = _complete_by_transformers(path)
         refuse_unsupported(sizes)
+    if _is_hybrid(sizes):
+        sizes |= _attending_layers(sizes, config)
     needed = [*SIZES, *(name for name in HEAD_SIZES if sizes.get(name) is not None)]
     missing = [name for name in needed if not _is_size(sizes.get(name))]
     if missing:
@@ -348,10 +366,56 @@ def _complete_by_transformers(path: Path) -> dict[str, Any]:
         ) from error
     text = config.get_text_config()
     sizes = _rename(text.to_dict())
+    if _is_hybrid(sizes | {"layer_types": getattr(text, "layer_types", None)}):
+        for name in COMPUTED:
+            if sizes.get(name) is None:
+                sizes[name] = getattr(text, name, None)
     if not hasattr(type(text), "sliding_window"):
         # a left-over key: the architecture has no windows
         sizes["sliding_window"] = None
     return sizes
+
+
+def _is_hybrid(sizes: dict[str, Any]) -> bool:
+    """Whether some layers may keep a state instead of K and V, or beside them."""
+    if any(key.startswith(STATE_KEYS) for key in sizes):
+        return True
+    return bool(set(sizes.get("layer_types") or []) - SUPPORTED_LAYERS)
+
+
+def _attending_layers(sizes: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The number and the types of the layers of a hybrid model that attend.
+
+    all_types: of all its layers
+    """
+    types = sizes.get("layer_types") or []
+    attending = [HYBRID_ATTENTION[x] for x in types if x in HYBRID_ATTENTION]
+    if types and not attending:
+        kind = config.get("model_type", "unknown")
+        raise ModelError(f"{kind} has no attention layer: not supported")
+    if not attending:
+        return {}
+    return {
+        "num_hidden_layers": len(attending),
+        "layer_types": attending,
+        "all_types": types,
+    }
+
+
+def _states(path: Path, sizes: dict[str, Any], dtype: str) -> tuple[Layout, ...]:
+    """What each layer with a state keeps, as the model itself says on the meta device."""
+    if "all_types" not in sizes:
+        return ()
+    # slow, seconds
+    from disagg.model.states import describe_states
+
+    states = describe_states(path, dtype)
+    other_types = set(sizes["all_types"]) - SUPPORTED_LAYERS
+    if other_types and not states:
+        kind = sizes.get("model_type", "unknown")
+        names = ", ".join(sorted(other_types))
+        raise ModelError(f"{kind} has layers of type {names}: not supported")
+    return states
 
 
 def _rename(config: dict[str, Any]) -> dict[str, Any]:
@@ -366,7 +430,7 @@ def _rename(config: dict[str, Any]) -> dict[str, Any]:
 
 def _explicit(sizes: dict[str, Any]) -> bool:
     """Whether nothing depends on defaults that only transformers knows."""
-    if any(name not in sizes for name in SIZES):
+    if any(name not in sizes for name in SIZES) or _is_hybrid(sizes):
         return False
     kind = sizes.get("model_type")
     if kind in WHOLE_ATTENTION:

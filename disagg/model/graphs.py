@@ -160,8 +160,8 @@ class DecodeGraphs:
         if key in self._recorded:
             return
         static = StaticStep(part, size)
-        # runs before a recording write to the same pages as the part itself
-        static.fill(part)
+        # runs before a recording write to the same pages as the part itself; no state advances
+        static.fill(part, dry=True)
         try:
             recording = self._recorder.record(lambda: self._run(static))
             self._recorded[key] = (static, recording)

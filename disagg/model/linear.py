@@ -9,6 +9,8 @@ import os
 import torch
 from torch import Tensor, nn
 
+# the weights of these are read from outside: Mamba 1 multiplies by them itself
+UNPACKED = ("dt_proj",)
 MEMORY_PART = (
     8  # weights larger than one part in this many of the host's memory stay as they are
 )
@@ -40,6 +42,7 @@ def pack_linears(model: nn.Module) -> None:
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and _is_packable(child.weight)
+        if name not in UNPACKED
     ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     nbytes = sum(getattr(parent, name).weight.nbytes for parent, name in linears)

@@ -18,13 +18,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
 from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttention
-from disagg.model.cache import Workspace, pass_through
+from disagg.model.cache import Workspace, cache_name
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.linear import pack_linears
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
+from disagg.model.states import StepCache, split_states
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, fingerprint_with, load_model
 from disagg.paged.page_tables import upload
@@ -96,7 +97,7 @@ class Runner:
         self.device = model.device
         self.shape = kv_shape(info)
         self._model = model
-        self._cache = pass_through(model)
+        self._cache_name = cache_name(model)
         if fix_rotary(model, info.context_length):
             # workers with other contexts would compute other keys
             fingerprint = fingerprint_with(fingerprint, info.context_length)
@@ -133,8 +134,9 @@ class Runner:
             torch.cuda.empty_cache()
         info = describe_model(ref, dtype, device, context)
         if dtype == "auto" and info.dtype == "bfloat16" and not has_bfloat16():
-            info = replace(info, dtype="float16")
+            info = describe_model(ref, "float16", device, context)
         model = load_model(info, device).eval().requires_grad_(False)
+        split_states(model, info.states)
         with torch.inference_mode():
             check_attention(model, info)
         pack_linears(model)
@@ -154,7 +156,8 @@ class Runner:
                 attn_implementation=IMPLEMENTATION,
                 trust_remote_code=False,
             )
-        pack_linears(model.eval().requires_grad_(False))
+        split_states(model.eval().requires_grad_(False), info.states)
+        pack_linears(model)
         return cls(model, info, "random")
 
     def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
@@ -184,8 +187,9 @@ class Runner:
             torch.tensor(batch.outputs, dtype=torch.int32),
             tuple(decode.step for decode in batch.decodes),
             tuple(chunk.tables for chunk in batch.chunks),
+            batch.states.tables,
         )
-        tokens, positions, outputs, steps, tables = upload(inputs, self.device)
+        tokens, positions, outputs, steps, tables, states = upload(inputs, self.device)
         decodes = [
             replace(decode, step=step)
             for decode, step in zip(batch.decodes, steps, strict=True)
@@ -194,7 +198,12 @@ class Runner:
             replace(chunk, tables=chunk_tables)
             for chunk, chunk_tables in zip(batch.chunks, tables, strict=True)
         ]
-        batch = replace(batch, decodes=tuple(decodes), chunks=tuple(chunks))
+        batch = replace(
+            batch,
+            decodes=tuple(decodes),
+            chunks=tuple(chunks),
+            states=batch.states.with_tables(states),
+        )
         if self._selects:
             selection = {"logits_to_keep": outputs.long()}
             return self._logits(tokens, positions, batch, **selection).float()
@@ -211,10 +220,12 @@ class Runner:
         attend: Attention = BatchAttention(batch, self.info.windows).attend
         if self.key_outliers is not None:
             attend = self.key_outliers.around(attend)
+        cache = StepCache(batch.states, batch.arena, tokens.shape[1])
         return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),
             disagg=attend,
-            **self._cache,
+            use_cache=True,
+            **{self._cache_name: cache},
             **selection,
         ).logits[0]

@@ -2,7 +2,8 @@
 
 A step is split by codec, and each part is padded to a shape that many steps share: its rows to a
 bucket, page tables and units of work to one of a few sizes, tails to their longest. Padding is
-inert: a padded row has token 0 at position 0, is not written to any page and sees no token.
+inert: a padded row has token 0 at position 0, is not written to any page and sees no token. Its
+states are in a scratch record, behind all pages.
 
     rows      │ a │ b │ c │ d │ e │
     codec 1   │ a │ c │ d │ - │        bucket of 4
@@ -53,7 +54,7 @@ def parts_of(batch: Batch) -> list[Batch]:
     outputs: of each row, the index of its logits among those of the batch; if it has none, the
     index behind the last
     """
-    if batch.chunks:
+    if batch.chunks or batch.states.parts:
         return []
     by_rows: dict[tuple[int, ...], list[Decode]] = {}
     for decode in batch.decodes:
@@ -80,6 +81,7 @@ def _part(
         outputs=[output_of.get(row, len(output_of)) for row in rows],
         arena=batch.arena,
         decodes=tuple(replace(decode, whole=True) for decode in decodes),
+        states=batch.states.select(rows),
     )
 
 
@@ -139,22 +141,35 @@ class StaticStep:
     def __init__(self, like: Batch, size: Size):
         self._size = size
         self._inputs = Upload(_padded(like, size), like.arena.device)
-        self.tokens, self.positions, self.outputs, steps = self._inputs.tree
+        self.tokens, self.positions, self.outputs, steps, states = self._inputs.tree
         decodes = [
             replace(decode, step=step)
             for decode, step in zip(like.decodes, steps, strict=True)
         ]
-        self.batch = Batch((), (), (), like.arena, decodes=tuple(decodes))
+        self.batch = Batch(
+            tokens=(),
+            positions=(),
+            outputs=(),
+            arena=like.arena,
+            decodes=tuple(decodes),
+            states=like.states.with_tables(states),
+        )
 
-    def fill(self, batch: Batch) -> None:
-        """Copy in the inputs of a batch with the same key."""
-        self._inputs.fill(_padded(batch, self._size))
+    def fill(self, batch: Batch, dry: bool = False) -> None:
+        """Copy in the inputs of a batch with the same key.
+
+        dry: the states of all rows are those of the scratch record, so that none advances
+        """
+        self._inputs.fill(_padded(batch, self._size, dry))
 
 
 def _padded(
-    batch: Batch, size: Size
-) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]]:
-    """Tokens, positions, outputs and steps of a batch on the host, padded to its key's shape."""
+    batch: Batch, size: Size, dry: bool = False
+) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...], tuple[Tensor, ...]]:
+    """The tensors of a batch on the host, padded to its key's shape.
+
+    Tokens, positions, outputs, steps of layer groups, tables of states.
+    """
     bucket = bucket_of(len(batch.tokens))
     device = batch.arena.device
 
@@ -166,6 +181,7 @@ def _padded(
         padded(batch.positions)[None],
         padded(batch.outputs),
         tuple(_padded_step(decode, device, size) for decode in batch.decodes),
+        batch.states.padded(bucket, dry).tables,
     )
 
 

@@ -57,7 +57,7 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
     """
     kind, config = class_of(info)
     storage = read_storage(info.path)
-    if storage is not None and not stays_packed(storage.quantization, device):
+    if storage is not None and not stays_packed(storage.quantization, device, config):
         tensors = _open(info, storage, device)
         model = build_model(kind, config, tensors, info, device)
         if device == "cuda":

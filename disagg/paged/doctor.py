@@ -97,7 +97,7 @@ def check_plans(plans: Sequence[Plan], query_heads: int, device: torch.device) -
 
     query_heads: of the model
     """
-    groups = [group for plan in plans for group in plan.groups]
+    groups = [group for plan in plans for group in plan.paged]
     cases = {(x.codec, x.heads, x.head_dim, exact_format(x.raw).dtype) for x in groups}
     for spec, heads, head_dim, dtype in sorted(cases):
         per_head = query_heads // heads

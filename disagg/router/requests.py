@@ -492,7 +492,8 @@ class RequestTable:
         stats = event.stats or {}
         tokens = stats.get("tokens")
         if tokens:
-            token_bytes = stats.get("resident_bytes", 0) / tokens
+            kv_bytes = stats.get("resident_bytes", 0) - stats.get("state_bytes", 0)
+            token_bytes = kv_bytes / tokens
             self._token_bytes = min(token_bytes, self._token_bytes or token_bytes)
         decode = request.decode if request is not None else None
         self.codec_policy.learn(stats, (worker, decode or ""))

@@ -130,7 +130,8 @@ class Router:
         self._calls = WeakValueDictionary[tuple[str, str], asyncio.Task[None]]()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
-        self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
+        # of all hand-offs; states of hybrid models are a part of what is sent
+        self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0, "state_bytes": 0})
         self._closing = False
         self._is_placing = False  # `_place` will run in the next turn of the loop
 

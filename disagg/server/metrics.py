@@ -23,7 +23,7 @@ SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 PHASES = ("encode", "queue", "wire", "verify", "admit")
-KINDS = ("fp16", "wire", "cached", "resident")
+KINDS = ("fp16", "wire", "cached", "resident", "state")
 ROUTER = "router"
 # a label lasts forever: long specs of clients, and more than these, are counted by family
 MAX_CLIENT_CODECS = 32

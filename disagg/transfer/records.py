@@ -169,6 +169,8 @@ class Manifest:
 def least_worth_sending(plan: Plan) -> int:
     """The length from which on prompts, up to LONGEST, are sent in fewer bytes than fp16 has.
 
+    States of a hybrid model are not counted: they have the same bytes at any length.
+
     0 if there is none: the plan does not compress, so that no length is better than another.
     """
     # a token takes the most bytes just before a page ends
@@ -176,7 +178,8 @@ def least_worth_sending(plan: Plan) -> int:
         manifest = Manifest(plan, end - 1)
         overhead = 2 * len(plan.group_of) * HEADER_BYTES
         overhead += 2 * ITEM_HEADER_BYTES * manifest.num_items
-        if manifest.total_bytes + overhead > 2 * plan.numbers(end - 1):
+        kv_bytes = manifest.total_bytes - plan.state_bytes
+        if kv_bytes + overhead > 2 * plan.numbers(end - 1):
             return end if end < LONGEST else 0
     return RAW_TOKENS
 

@@ -239,7 +239,7 @@ def _sealed_records(
     group: LayerGroup, state: GroupState, tokens: int
 ) -> dict[Kind, int]:
     """By kind, how many records keep their bytes and their numbers until `tokens` tokens."""
-    drops_pages = group.dropped(tokens) > state.dropped * group.page.tokens
+    drops_pages = group.dropped_pages(tokens) > state.dropped
     if drops_pages or group.flush_page or group.final_at is FinalAt.PROMPT:
         return {}
     ids = state.ids_by_kind()

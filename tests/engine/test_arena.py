@@ -15,6 +15,7 @@ from disagg.engine.arena import (
     measure_memory,
     slab_bytes_for,
 )
+from disagg.kv.page import make_state_layout
 from disagg.kv.plan import RecordShape
 from disagg.kv.pool import Pool
 from disagg.transfer.records import ArenaSource
@@ -112,3 +113,31 @@ def test_slabs_hold_several_records_of_large_models():
     assert slab_bytes_for(2, 2, 64) == 1 << 20
     llama_8b_raw_page = 32 * 8 * 16 * 128 * 2 * 4
     assert slab_bytes_for(32, 8, 128) >= 4 * llama_8b_raw_page
+
+
+def test_slabs_hold_several_states_of_hybrid_models():
+    state = make_state_layout([("recurrent0", "float32", (128, 64, 128))])
+
+    assert slab_bytes_for(2, 2, 64, [state]) == 4 * (4 << 20)
+
+
+STATE = make_state_layout([("recurrent0", "float32", (64, 128, 128))])  # 4 MiB
+
+
+def hybrid_on_a_cpu(layers: int) -> SimpleNamespace:
+    kv = KVShape(1, 1, 64, "float32", (None,), states=(STATE,) * layers)
+    return SimpleNamespace(device=torch.device("cpu"), shape=kv)
+
+
+def test_the_default_arena_of_a_host_has_room_for_states():
+    arena, _ = measure_memory(EngineConfig(max_sequences=4), hybrid_on_a_cpu(3))
+
+    assert arena == (256 << 20) + 4 * 3 * (4 << 20)
+
+
+def test_an_arena_for_few_states_says_how_many(caplog):
+    config = EngineConfig(max_sequences=64, arena_bytes=100 << 20)
+
+    measure_memory(config, hybrid_on_a_cpu(3))
+
+    assert "the states of 8 sequences, 12582912 bytes each" in caplog.text

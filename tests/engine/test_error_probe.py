@@ -158,3 +158,14 @@ def test_auto_takes_no_codec_that_outliers_ruin_in_a_few_layers(tmp_path, monkey
 
     assert chosen == ["int8", "fp8"]
     assert policy.errors["int8"].mean < 0.15, "the mean alone would allow it"
+
+
+def test_groups_of_states_have_no_error(hybrid):
+    """They are sent as they are; only the layer that attends is compressed."""
+    codecs = ["raw:dtype=fp16", "fp8"]
+
+    (one,) = computed(hybrid("qwen3_5_text"), codecs, random_prompt(300))
+
+    (raw,), (fp8,) = (one.errors[codec] for codec in codecs)
+    assert raw.keys() == fp8.keys() == {"0"}
+    assert raw["0"] < 1e-3 < fp8["0"]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from disagg.codecs.registry import codec_names
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, ModelError
 from disagg.eval.paged import EXACT
 from disagg.eval.quality import CODECS, EvalOptions, Judge
 from disagg.eval.summary import (
@@ -15,7 +15,7 @@ from disagg.eval.summary import (
     perplexity_by_factor,
     summarize,
 )
-from tests.model.tiny import save_tiny
+from tests.model.tiny import save_config, save_tiny
 
 SPECS = (EXACT, "kivi:bits=4,residual=64", "kivi:bits=2,residual=64")
 SHAPE = {"rows": 2, "prompt": 200, "score": 60, "free": 5}
@@ -48,6 +48,13 @@ def test_fewer_bits_are_farther_from_exact(judge, rows):
     assert exact["error"] < four["error"] < two["error"]
     assert four["handoff_pct"] > two["handoff_pct"] > two["answer_pct"]
     assert (four["bits"], two["bits"]) == (4.5, 2.5)
+
+
+def test_models_that_keep_states_are_refused_by_name(tmp_path):
+    folder = str(save_config("qwen3_5_text", tmp_path))
+
+    with pytest.raises(ModelError, match="Qwen3_5ForCausalLM keeps states"):
+        Judge(EvalOptions(folder, SPECS, **SHAPE))
 
 
 def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):

@@ -19,6 +19,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MADE_WITH = Version(PAGE.read_text().partition("with transformers ")[2].split(":")[0])
 TRIED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma2", "gemma3_text", "afmoe"]
 TRIED += ["gpt_oss", "vaultgemma"]
+# gated delta rule, Mamba 2 and 1, convolution, shared attention, state in attention
+TRIED_HYBRIDS = ["qwen3_next", "granitemoehybrid", "jamba", "lfm3", "zamba2", "zaya"]
 SEEING = ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"]  # the others with the page
 
 
@@ -29,7 +31,7 @@ def row_of(kind: str) -> str:
     return row
 
 
-@pytest.mark.parametrize("kind", [*TRIED, *SEEING])
+@pytest.mark.parametrize("kind", [*TRIED, *TRIED_HYBRIDS, *SEEING])
 def test_raw_pages_give_the_tokens_that_transformers_gives(kind, tmp_path):
     assert try_out(kind, tmp_path) == SERVED
 

@@ -13,7 +13,7 @@ from disagg.errors import ConfigError, ModelError
 from disagg.model.capacity import check_model, kv_shape, split_memory, tokens_that_fit
 from disagg.model.describe import describe_model
 from tests.model.test_describe import write
-from tests.model.tiny import save_tiny
+from tests.model.tiny import save_config, save_tiny
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B |= {
@@ -50,6 +50,28 @@ def test_every_codec_has_a_row_or_says_why_not(tmp_path: Path) -> None:
     assert fit.recommended == "kivi:bits=4,group=16,residual=64"
 
 
+def test_states_are_shown_beside_the_bytes_of_tokens(tmp_path: Path) -> None:
+    path = str(save_config("qwen3_5_text", tmp_path))
+    shape = kv_shape(describe_model(path))
+
+    fit = check_model(path)
+
+    assert (fit.num_layers, fit.num_states) == (1, 3)
+    assert fit.state_bytes == shape.state_bytes
+    raw = next(codec for codec in fit.codecs if codec.spec.startswith("raw"))
+    assert raw.bytes_per_token == fit.exact_bytes_per_token
+    assert raw.state_tokens == round(shape.state_bytes / raw.bytes_per_token)
+
+
+def test_the_command_says_how_large_states_are(tmp_path, disagg):
+    path = save_config("lfm2", tmp_path)
+
+    output = disagg("models check", path).out
+
+    assert "states: 0.0 MB a sequence in 3 layers" in output
+    assert "tokens as large as the states" in " ".join(output.split())
+
+
 def test_as_many_tokens_fit_as_plans_count_and_not_one_more(tmp_path: Path) -> None:
     info = describe_model(write(tmp_path))
     plan = parse_plan(DEFAULT_CODEC, kv_shape(info))
@@ -84,7 +106,7 @@ def test_the_command_prints_one_line_and_exits_as_a_model_error(tmp_path, disagg
     )
     (line,) = disagg("models check", path, code=ModelError.exit_code).out.splitlines()
 
-    assert "not served: qwen3_next has layers of type linear_attention" in line
+    assert line.endswith("not served: qwen3_next has no attention layer: not supported")
 
     output = disagg("models check --json", path, code=ModelError.exit_code).out
 

@@ -25,6 +25,7 @@ class Served:
     shape:   layers, KV heads, head dim
     ends:    end tokens that the config alone names
     windows: layers by the tokens that they see; None: all layers see all
+    states:  layers that keep a state, and their MiB of one sequence
     """
 
     shape: tuple[int, int, int]
@@ -32,6 +33,7 @@ class Served:
     context: int
     ends: tuple[int, ...]
     windows: dict[int | None, int] | None = None
+    states: tuple[int, float] = (0, 0.0)
 
 
 QWEN_END = (151645,)  # <|im_end|>
@@ -39,6 +41,21 @@ LLAMA_END = (128001,)  # <|end_of_text|>
 LLAMA_CHAT_ENDS = (128001, 128008, 128009)
 # a class default: the real one stands in generation_config.json
 CLASS_DEFAULT = (2,)
+QWEN_TEXT_END = (248044,)  # <|endoftext|>
+
+
+def qwen_hybrid(
+    shape: tuple[int, int, int], kv_bytes: int, states: tuple[int, float]
+) -> Served:
+    """Gated DeltaNet in 3 layers of 4."""
+    return Served(shape, kv_bytes, 262_144, QWEN_TEXT_END, states=states)
+
+
+def nemotron(layers: int, states: tuple[int, float], context: int = 262_144) -> Served:
+    """Mamba 2 and experts, and 2 KV heads of 128 in some layers."""
+    kv_bytes = layers * 1024
+    return Served((layers, 2, 128), kv_bytes, context, CLASS_DEFAULT, states=states)
+
 
 SERVED = {
     # full attention in every layer, in spite of the linear attention of MiniMax-01
@@ -75,23 +92,30 @@ SERVED = {
     "openai/gpt-oss-20b": Served(
         (24, 8, 64), 49_152, 131_072, (200002,), {128: 12, None: 12}
     ),
+    # hybrids: the bytes of their states follow from the sizes of heads alone
+    "Qwen/Qwen3.5-27B": qwen_hybrid((16, 4, 256), 65_536, (48, 147.75)),
+    "Qwen/Qwen3.5-122B-A10B": qwen_hybrid((12, 2, 256), 24_576, (36, 147.375)),
+    "Qwen/Qwen3.5-397B-A17B": qwen_hybrid((15, 2, 256), 30_720, (45, 184.21875)),
+    "nvidia/Qwen3.5-122B-A10B-NVFP4": qwen_hybrid((12, 2, 256), 24_576, (36, 147.375)),
+    "nvidia/Qwen3.6-27B-NVFP4": qwen_hybrid((16, 4, 256), 65_536, (48, 147.75)),
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": qwen_hybrid((10, 2, 256), 20_480, (30, 61.875)),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": nemotron(6, (23, 47.08)),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": nemotron(6, (23, 47.08)),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": nemotron(8, (40, 163.12)),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": nemotron(12, (48, 390.75)),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": nemotron(12, (48, 390.75)),
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": nemotron(
+        6, (23, 47.08), context=1_048_576
+    ),
 }
 
 LATENTS = "keeps latents, not K and V (MLA, kv_lora_rank)"
-DELTA_NET = "has layers of type linear_attention"  # 3 of 4, Gated DeltaNet
 COMPRESSED = (
     "has layers of type compressed_sparse_attention, heavily_compressed_attention"
 )
 CHUNKS = "attends in chunks"
-MAMBA = "has state-space layers (mamba_head_dim)"
 
 REFUSED = {
-    "Qwen/Qwen3.5-122B-A10B": DELTA_NET,
-    "Qwen/Qwen3.5-27B": DELTA_NET,
-    "Qwen/Qwen3.5-397B-A17B": DELTA_NET,
-    "nvidia/Qwen3.5-122B-A10B-NVFP4": DELTA_NET,
-    "nvidia/Qwen3.6-27B-NVFP4": DELTA_NET,
-    "nvidia/Qwen3.6-35B-A3B-NVFP4": DELTA_NET,
     # Qwen2 with a head for multi-token prediction, in code of its repository
     "XiaomiMiMo/MiMo-7B-Base": "no model type 'mimo'",
     "deepseek-ai/DeepSeek-R1": LATENTS,
@@ -119,12 +143,6 @@ REFUSED = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": CHUNKS,
     # 256 in layers with a window, 512 in the others
     "nvidia/Gemma-4-31B-IT-NVFP4": "has heads of several sizes (global_head_dim)",
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": MAMBA,
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": MAMBA,
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": MAMBA,
-    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": MAMBA,
-    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": MAMBA,
-    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": MAMBA,
     # the class in transformers wants a text_config, and would take its defaults
     "stepfun-ai/Step-3.7-Flash": "vocab_size 128896, but transformers takes 128815",
     "stepfun-ai/Step-3.7-Flash-FP8": "vocab_size 128896, but transformers takes 128815",
@@ -173,6 +191,9 @@ def test_a_real_model_is_served_as_it_is_meant(name, tmp_path):
     assert fit.context_length == fit.max_context == expected.context
     assert fit.windows == (expected.windows or {None: layers})
     assert fit.eos_ids == expected.ends
+    num_states, mebibytes = expected.states
+    assert fit.num_states == num_states
+    assert fit.state_bytes / 2**20 == pytest.approx(mebibytes, abs=0.01)
 
 
 @pytest.mark.parametrize("name", REFUSED)

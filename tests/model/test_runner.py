@@ -123,7 +123,11 @@ def test_only_wanted_rows_have_logits(tiny):
 
 def test_bfloat16_weights_are_loaded_as_float16_on_old_chips(tiny, monkeypatch):
     info = replace(describe_model(str(tiny)), dtype="bfloat16")  # as on a GPU
-    monkeypatch.setattr("disagg.model.runner.describe_model", lambda *_: info)
+
+    def described(ref, dtype, *_):
+        return info if dtype == "auto" else replace(info, dtype=dtype)
+
+    monkeypatch.setattr("disagg.model.runner.describe_model", described)
     for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr("disagg.model.runner.has_bfloat16", lambda has=has: has)
         runner = Runner.load(str(tiny))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedConfig
 
 from disagg.config import EngineConfig
 from disagg.errors import ModelError
@@ -329,6 +330,10 @@ def test_kernels_of_transformers_are_used_where_they_are(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     quantization = Quantization(method, {})
 
-    assert stays_packed(quantization, "cuda") is expected
-    assert not stays_packed(quantization, "cpu")
-    assert not stays_packed(None, "cuda")
+    config = PreTrainedConfig(quantization_config={"quant_method": method})
+
+    assert stays_packed(quantization, "cuda", config) is expected
+    assert not stays_packed(quantization, "cpu", config)
+    assert not stays_packed(None, "cuda", config)
+    # of a part that does not know how the whole is packed
+    assert not stays_packed(quantization, "cuda", PreTrainedConfig())

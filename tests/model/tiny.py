@@ -64,7 +64,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "granite_swa": {"sliding_window": 20},
     "helium": {"head_dim": 16},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5": {"use_bias": False},
     "glm4_moe": {
@@ -106,6 +105,87 @@ EXTRA: dict[str, dict[str, Any]] = {
     "vaultgemma": {"sliding_window": 20, "query_pre_attn_scalar": 32}
     | {"attn_logit_softcapping": 2.0},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 20},
+}
+LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+CONV = ["conv", "full_attention", "conv", "conv"]
+SHARED = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+DELTA: dict[str, Any] = {
+    "layer_types": LINEAR,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+# of hybrid models: some layers keep a state
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": DELTA | EXPERTS,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | EXPERTS,
+    "olmo_hybrid": {"layer_types": LINEAR, "linear_key_head_dim": 12}
+    | {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "lara_mini": DELTA,
+    "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA2 | {"mamba_d_ssm": 128, "head_dim": 16},
+    "granitemoehybrid": MAMBA2
+    | {"layer_types": LINEAR, "shared_intermediate_size": 48}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"]
+    }
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    | {"chunk_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
+    "zamba2": {"layers_block_type": SHARED, "num_key_value_heads": 4}
+    | {"mamba_d_state": 16, "n_mamba_heads": 8, "chunk_size": 16}
+    | {"use_shared_attention_adapter": True, "adapter_rank": 8},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 8}
+    | {"num_experts": 2, "num_experts_per_tok": 1, "mamba_dt_rank": 4},
+    "zamba": {"layers_block_type": SHARED, "num_key_value_heads": 4}
+    | {"mamba_d_state": 8, "n_mamba_heads": 2, "mamba_dt_rank": 4},
+    "lfm2": {"layer_types": CONV},
+    "lfm2_moe": {"layer_types": CONV, "num_dense_layers": 1}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}
+    | {"sliding_window": 20},
+    "zaya": {"head_dim": 16},
+    "kimi_linear": MLA
+    | {"layer_types": LINEAR, "linear_head_dim": 16, "linear_num_heads": 4}
+    | {"v_head_dim": 16, "num_key_value_heads": 4},
+    "bailing_hybrid": MLA | {"layer_types": LINEAR, "v_head_dim": 16, "head_dim": 16},
+    "qwen4_exp_text": EXPERTS,
+    "minimax": {"head_dim": 16},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+}
+EXTRA |= {kind: {"num_hidden_layers": 4} | sizes for kind, sizes in HYBRIDS.items()}
+# sizes that configs compute from others, and do not take
+COMPUTED = {
+    "nemotron_h": ("num_hidden_layers",),
+    "olmo_hybrid": ("head_dim",),
+    "bamba": ("head_dim",),
+    "granitemoehybrid": ("head_dim",),
+    "zamba2": ("head_dim",),
+    "zamba": ("head_dim",),
+    "jamba": ("head_dim",),
+    "lfm2": ("head_dim",),
+    "lfm2_moe": ("head_dim",),
+    "mamba2": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    "mamba": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    "falcon_mamba": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
 }
 # of models that see images too: changes of the text part, and of the vision part
 MROPE: dict[str, Any] = {
@@ -160,7 +240,10 @@ def tiny_config(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
     sizes = SIZES
     if kind in OWN_NAMES:
         sizes = {name: SIZES[name] for name in GENERAL} | OWN_NAMES[kind]
-    return transformers.CONFIG_MAPPING[kind](**(sizes | EXTRA.get(kind, {}) | changes))
+    sizes = sizes | EXTRA.get(kind, {}) | changes
+    absent = COMPUTED.get(kind, ())
+    named = {name: size for name, size in sizes.items() if name not in absent}
+    return transformers.CONFIG_MAPPING[kind](**named)
 
 
 def auto_class(kind: str) -> Any:

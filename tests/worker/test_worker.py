@@ -197,10 +197,10 @@ async def test_pages_of_a_device_go_by_way_of_the_host(runners, story, monkeypat
     """A CPU stands for the device: its arena is only reached by copies."""
 
     def on_device(
-        nbytes: int, slab_bytes: int, device: torch.device
+        nbytes: int, slab_bytes: int, device: torch.device, scratch: int
     ) -> tuple[Pool, Tensor]:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return Pool(DeviceArena(tensor), slab_bytes), tensor
+        tensor = torch.empty(nbytes + scratch, dtype=torch.uint8, device=device)
+        return Pool(DeviceArena(tensor[:nbytes]), slab_bytes), tensor
 
     figures = []
     for _ in range(2):

@@ -1,0 +1,98 @@
+"""Layers that keep a state: a group of one side record, beside those with K and V."""
+
+from dataclasses import replace
+
+import pytest
+
+from disagg.codecs.planning import KVShape, parse_plan
+from disagg.errors import CapacityError
+from disagg.kv.arena import HostArena
+from disagg.kv.page import ARENA_UNIT, Kind, make_state_layout
+from disagg.kv.plan import Plan
+from disagg.kv.pool import Pool
+from disagg.kv.state import allocate_group
+
+CONV = ("conv0", "bfloat16", (6, 3))
+RECURRENT = ("recurrent0", "float32", (2, 5, 7))
+LAYOUT = make_state_layout([CONV, RECURRENT])
+KV = KVShape(3, 2, 64, "float32", (None, 32, None))
+SHAPE = replace(KV, states=(LAYOUT, LAYOUT))
+
+
+def plan(spec: str = "kivi") -> Plan:
+    return parse_plan(spec, SHAPE)
+
+
+def test_planes_of_a_state_begin_at_units_of_the_arena():
+    conv, recurrent = LAYOUT.planes
+
+    assert (conv.offset, recurrent.offset) == (0, ARENA_UNIT)
+    assert LAYOUT.block_bytes == 4 * ARENA_UNIT
+
+
+def test_each_state_is_a_group_behind_those_with_k_and_v():
+    groups = plan().groups
+    layers = [group.layers for group in groups]
+
+    assert layers == [(0, 2), (1,), (3,), (4,)]
+    assert plan().group_of == (0, 1, 0, 2, 3)
+    assert plan().paged == groups[:2]
+
+
+@pytest.mark.parametrize("n", [1, 63, 500, 100_000])
+def test_a_state_is_one_record_whatever_the_length(n):
+    for group in plan().groups[2:]:
+        assert group.inventory(n) == {Kind.SIDE: 1}
+        assert group.is_side_sent(n)
+
+
+def test_bytes_of_a_plan_are_those_of_its_kv_and_of_its_states():
+    without = parse_plan("kivi", KV)
+
+    assert plan().state_bytes == 2 * LAYOUT.block_bytes
+    assert plan().nbytes(300) == without.nbytes(300) + plan().state_bytes
+    assert plan().numbers(300) == without.numbers(300)
+
+
+def test_codec_specs_name_layers_with_k_and_v_alone():
+    mixed = plan("0:raw;1-:kivi")
+
+    assert mixed.spec.startswith("0:raw")
+    assert plan(mixed.spec) == mixed
+    assert plan().reaches == parse_plan("kivi", KV).reaches
+
+
+def test_plans_with_other_states_have_other_fingerprints():
+    wider_layout = make_state_layout([CONV, ("recurrent0", "float32", (2, 5, 8))])
+    wider = replace(KV, states=(LAYOUT, wider_layout))
+    plans = [
+        plan(),
+        parse_plan("kivi", KV),
+        parse_plan("kivi", wider),
+    ]
+
+    assert len({x.fingerprint for x in plans}) == 3
+
+
+def test_the_record_of_a_state_is_handed_out_as_it_is():
+    """The first chunk of a prompt writes all of it: megabytes need not be zeroed."""
+    memory = bytearray(b"\xff" * 4096)
+    pool = Pool(HostArena(memory), 1024)
+
+    state = allocate_group(plan().groups[-1], 300, pool)
+
+    assert state.side is not None
+    assert state.ids() == [state.side]
+    assert set(memory) == {0xFF}
+
+
+def test_a_state_without_room_takes_nothing():
+    pool = Pool(HostArena(bytearray(1024)), 1024)
+    first, second = plan().groups[2:]
+    allocate_group(first, 5, pool)
+    allocate_group(second, 5, pool)
+
+    with pytest.raises(CapacityError):
+        allocate_group(first, 5, pool)
+
+    assert pool.referenced_pages == 2
