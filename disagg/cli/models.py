@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +11,7 @@ from typer import Argument, Option
 from disagg.cli import options
 from disagg.cli.output import print_json, print_table
 from disagg.config import EngineConfig
-from disagg.errors import ConfigError, ModelError
+from disagg.errors import ConfigError, DisaggError, ModelError
 
 if TYPE_CHECKING:
     from disagg.model.capacity import ModelFit
@@ -55,12 +55,33 @@ def check(
 
     room = None if memory is None else parse_bytes(memory)
     fit = check_model(ref, dtype, room, EngineConfig().memory_share, context)
+    reason = _wrong_file(ref, fit)
+    if reason:
+        fit = replace(fit, served=False, reason=reason)
     if as_json:
         print_json(asdict(fit))
     else:
         _draw(fit)
     if not fit.served:
         raise typer.Exit(ModelError.exit_code)
+
+
+def _wrong_file(ref: str | None, fit: "ModelFit") -> str:
+    """Why `disagg serve` refuses a file beside a model's weights; empty: it does not."""
+    from disagg.engine.sampling_defaults import read_sampling_defaults
+    from disagg.model.chat_files import read_template
+    from disagg.model.tokenizer import Tokenizer
+
+    if not fit.served:
+        return ""
+    try:
+        read_template(ref)
+        read_sampling_defaults(ref)
+        if fit.weights_bytes:
+            Tokenizer.load(ref)
+    except DisaggError as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def parse_bytes(text: str) -> int:

@@ -54,9 +54,10 @@ def check_range(plan: Plan, largest: Sequence[float]) -> None:
     for layer, size in enumerate(largest):
         group = plan.groups[plan.group_of[layer]]
         limit = largest_number(group)
-        if math.isinf(size):
+        if not math.isfinite(size):
+            number = "infinite" if math.isinf(size) else "no number"
             raise RequestError(
-                f"K or V of layer {layer} is infinite: it overflows the dtype of the model; "
+                f"K or V of layer {layer} is {number}: it overflows the dtype of the model; "
                 "--dtype float32 has more range"
             )
         if size > limit:

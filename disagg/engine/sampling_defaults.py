@@ -4,6 +4,7 @@
 without `do_sample` only the numbers count that the file names.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def describe_defaults(defaults: Mapping[str, Any]) -> str:
 def _file(model: str | None, source: str) -> Path:
     if source == AUTO:
         return locate_model(model) / GENERATION_CONFIG
-    path = Path(source).expanduser()
+    # Path.expanduser raises where no user has that name
+    path = Path(os.path.expanduser(source))
     file = path / GENERATION_CONFIG if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(

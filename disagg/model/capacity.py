@@ -22,6 +22,7 @@ from disagg.kv.plan import Plan
 from disagg.model.describe import (
     ModelInfo,
     architecture_of,
+    check_weights,
     describe_model,
     locate_model,
     read_config,
@@ -199,17 +200,24 @@ def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
     """
     kind, transformers_config = class_of(info)
     quantization = read_quantization(info.path)
+    if not any(file for pattern in STORED for file in info.path.glob(pattern)):
+        return 0
+    check_weights(info.path)
     safetensors, others = (
         sum(file.stat().st_size for file in info.path.glob(pattern))
         for pattern in STORED
     )
-    storage = read_storage(info.path) if safetensors or others else None
+    storage = read_storage(info.path)
     if storage is None:
         stored = getattr(torch, stored_dtype(config, info.path), None)
         stored_itemsize = getattr(stored, "itemsize", 4)
         return others * getattr(torch, info.dtype).itemsize // stored_itemsize
     nbytes = check_storage(kind, transformers_config, storage, info)
-    return safetensors if stays_packed(quantization, "cuda") else nbytes
+    return (
+        safetensors
+        if stays_packed(quantization, "cuda", transformers_config)
+        else nbytes
+    )
 
 
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:
@@ -284,8 +292,9 @@ def _transformers_config(path: Path) -> Any:
             path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # its checks of a config raise anything
+        reason = " ".join(str(error).split())
         raise ModelError(
-            f"transformers cannot read {path / 'config.json'}: {error}"
+            f"transformers cannot read {path / 'config.json'}: {reason}"
         ) from error
 
 

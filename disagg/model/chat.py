@@ -3,15 +3,17 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from threading import Thread
 from typing import Any
 
-from disagg.errors import RequestError
+from disagg.errors import ModelError, RequestError
 from disagg.model.chat_files import TemplateSource, read_template
 from disagg.model.chat_forms import MessageForms, Turn
 
 # as a template names the role; the word alone may stand in its text
 DEVELOPER = re.compile("""["']developer["']""")
 BETWEEN_INSTRUCTIONS = "\n\n"
+TRIAL_S = 30.0  # templates take milliseconds; one that never ends would hang the start
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +27,17 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, words: Mapping[str, str]):
-        """words: the special tokens that the template may name, such as "bos_token"."""
+        """words: the special tokens that the template may name, such as "bos_token".
+
+        ModelError for a template that does not end.
+        """
         # slow, seconds: only chats need it
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render = render_jinja_template
         self._source = source
         self._words = words
-        self._forms = MessageForms.of(self._try)
+        self._forms = self._try_forms()
         names_developer = DEVELOPER.search(source) is not None
         self._knows_developer = names_developer and self._forms.developer
 
@@ -58,6 +63,20 @@ class ChatTemplate:
         if not self._knows_developer:
             messages = with_developer_as_system(messages)
         return self._write([self._forms.turn(each) for each in messages], options)
+
+    def _try_forms(self) -> MessageForms:
+        """The forms that the template takes. The thread of an endless one ends with the process."""
+        forms: list[MessageForms] = []
+        trial = Thread(
+            target=lambda: forms.append(MessageForms.of(self._try)), daemon=True
+        )
+        trial.start()
+        trial.join(TRIAL_S)
+        if not forms:
+            raise ModelError(
+                f"the chat template does not write short conversations within {TRIAL_S:g} s"
+            )
+        return forms[0]
 
     def _try(self, turns: list[Turn]) -> str:
         return self._write(turns, {"add_generation_prompt": True})

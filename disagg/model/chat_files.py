@@ -84,6 +84,8 @@ def read_template(
 def _checked(text: str, words: Mapping[str, str], place: str | Path) -> TemplateSource:
     try:
         parse(text)
+    except RecursionError as error:
+        raise ModelError(f"the chat template of {place} is nested too deep") from error
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(
             f"the chat template of {place} is not Jinja, line {error.lineno}: {error.message}"

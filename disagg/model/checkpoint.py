@@ -9,6 +9,13 @@ from disagg.errors import ModelError
 
 LENGTH_BYTES = 8  # a file begins with the length of its header
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+HEADER_ERRORS = (
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 METADATA = "__metadata__"  # the one entry of a header that is no tensor
 
 
@@ -30,11 +37,17 @@ class TensorHeader:
 def read_headers(folder: Path, files: list[str]) -> dict[str, TensorHeader]:
     """The tensors in some safetensors files of a folder, by name.
 
-    ModelError for a file that is missing or that is no safetensors file.
+    ModelError for a file that is missing or that is no safetensors file, and for a tensor that two
+    files have: which one counts, nothing says.
     """
     headers: dict[str, TensorHeader] = {}
-    for name in files:
-        headers |= _read_header(folder / name)
+    for file in files:
+        of_file = _read_header(folder / file)
+        for name in headers.keys() & of_file.keys():
+            raise ModelError(
+                f"{folder}: {name} is stored twice: in {headers[name].file} and in {file}"
+            )
+        headers |= of_file
     return headers
 
 
@@ -55,7 +68,7 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
         }
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error}") from error
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except HEADER_ERRORS as error:
         raise ModelError(f"{file} is no safetensors file: {error}") from error
 
 
@@ -69,9 +82,12 @@ def _data_bytes(entries: Mapping[str, Mapping[str, list[int]]]) -> int:
 
 def _tensor_header(entry: Mapping[str, list[int]], file: str) -> TensorHeader:
     start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"a tensor of the shape {[*shape]}")
     return TensorHeader(
         dtype=str(entry["dtype"]),
-        shape=tuple(entry["shape"]),
+        shape=shape,
         nbytes=end - start,
         file=file,
     )

@@ -22,6 +22,7 @@ DEFAULT_MODEL = Path(__file__).parent / "default"
 FETCHED_NAMES = ("smollm2",)  # the models of `disagg fetch`
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+OTHER_WEIGHTS = "pytorch_model*.bin"
 
 # other names that config.json files use for one size
 ALIASES = {
@@ -31,6 +32,7 @@ ALIASES = {
     "max_position_embeddings": ("n_positions", "n_ctx"),
 }
 SIZES = (*ALIASES, "vocab_size")
+HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
 # no windows; KV heads and head dim follow from the other sizes
 WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
@@ -38,6 +40,7 @@ CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # how the keys of layers begin that keep a state: state spaces, linear attention, convolutions
 STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
+LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 # types of layers in hybrid models: those that attend, by their usual names, and those that do not
 HYBRID_ATTENTION = {
@@ -190,7 +193,9 @@ def describe_model(
 def architecture_of(config: dict[str, Any]) -> Any:
     """The name of a config's architecture, or that of its model type."""
     names = config.get("architectures")
-    return names[0] if names else config.get("model_type", "unknown")
+    if isinstance(names, list) and names:
+        return names[0]
+    return config.get("model_type", "unknown")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -206,20 +211,25 @@ def named_weights(path: Path) -> list[str]:
     if (path / SINGLE).is_file():
         return [SINGLE]
     weight_map = read_object(path / INDEX).get("weight_map", {})
-    return sorted(set(weight_map.values()))
+    try:
+        names = sorted({Path(name).name for name in weight_map.values()})
+    except (AttributeError, TypeError) as error:
+        raise ModelError(
+            f"{path / INDEX}: weight_map is no object of file names: {error}"
+        ) from error
+    return names
 
 
 def check_weights(path: Path) -> None:
     """ModelError for a model folder without weights, or without some files that its index names."""
-    files = {
-        file.name
-        for file in path.iterdir()
-        if file.suffix in (".safetensors", ".bin") and file.is_file()
-    }
-    missing = [name for name in named_weights(path) if name not in files]
-    if missing or not files:
-        names = ", ".join(missing[:3]) or "*.safetensors, *.bin"
-        raise ModelError(f"{path} lacks weights of its model: there is no {names}")
+    names = named_weights(path)
+    missing = [name for name in names if not (path / name).is_file()]
+    has_others = any(path.glob(OTHER_WEIGHTS))
+    if missing or not (names or has_others):
+        names = missing[:3] or [SINGLE, INDEX, OTHER_WEIGHTS]
+        raise ModelError(
+            f"{path} lacks weights of its model: there is no {', '.join(names)}"
+        )
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -253,6 +263,8 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
     text = _text_config(config)
     kind = config.get("model_type", "unknown")
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(f"architectures is {names!r}; expected a list")
     if names and not any(name.endswith(CAUSAL_HEADS) for name in names):
         raise ModelError(f"{names[0]} is no language model that continues text")
     if config.get("is_encoder_decoder") or text.get("add_cross_attention"):
@@ -324,12 +336,15 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
         refuse_unsupported(sizes)
     if _is_hybrid(sizes):
         sizes |= _attending_layers(sizes, config)
-    missing = [
-        name for name in SIZES if type(sizes.get(name)) is not int or sizes[name] <= 0
-    ]
+    needed = [*SIZES, *(name for name in HEAD_SIZES if sizes.get(name) is not None)]
+    missing = [name for name in needed if not _is_size(sizes.get(name))]
     if missing:
         raise ModelError(f"{path / 'config.json'} says no usable {', '.join(missing)}")
     return sizes
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _complete_by_transformers(path: Path) -> dict[str, Any]:
@@ -345,8 +360,9 @@ def _complete_by_transformers(path: Path) -> dict[str, Any]:
             path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # its checks of a config raise anything
+        reason = " ".join(str(error).split())
         raise ModelError(
-            f"transformers cannot read {path / 'config.json'}: {error}"
+            f"transformers cannot read {path / 'config.json'}: {reason}"
         ) from error
     text = config.get_text_config()
     sizes = _rename(text.to_dict())
@@ -433,6 +449,8 @@ def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     is_off = sizes.get("use_sliding_window") is False
     if is_off or sizes.get("model_type") in WHOLE_ATTENTION:
         window = None
+    if window is not None and not _is_size(window):
+        raise ValueError(f"sliding_window is {window!r}; expected a number of tokens")
     types = sizes.get("layer_types") or ["sliding_attention"] * num_layers
     return tuple(
         window if kind == "sliding_attention" else None for kind in types[:num_layers]
@@ -442,6 +460,11 @@ def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
 def _context_length(reach: Reach, context: int | None) -> int:
     if context is None:
         return reach.default
+    if type(context) is not int or context < LEAST_CONTEXT:
+        raise ConfigError(
+            f"config key model.context is {context!r}; "
+            f"expected a number of tokens, at least {LEAST_CONTEXT}"
+        )
     if context > reach.most:
         raise ConfigError(
             f"config key model.context is {context}; "

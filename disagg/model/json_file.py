@@ -13,7 +13,9 @@ def read_object(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} holds a {type(content).__name__}; expected an object")

@@ -100,9 +100,16 @@ def check_storage(
     return sum(weights.values())
 
 
-def stays_packed(quantization: Quantization | None, device: str) -> bool:
-    """Whether transformers has a kernel here for packed weights, so that they are not unpacked."""
+def stays_packed(
+    quantization: Quantization | None, device: str, config: PreTrainedConfig
+) -> bool:
+    """Whether transformers has a kernel here for packed weights, so that they are not unpacked.
+
+    config: of the model's class, which may be of a part of what config.json describes
+    """
     if quantization is None or device != "cuda" or not torch.cuda.is_available():
+        return False
+    if not hasattr(config, "quantization_config"):
         return False
     package, capability = KERNELS.get(quantization.method, ("", (0, 0)))
     if not package or importlib.util.find_spec(package) is None:
@@ -122,7 +129,8 @@ def load_options(info: ModelInfo, device: str) -> dict[str, Any]:
 
 
 def load_error(info: ModelInfo, error: Exception) -> ModelError:
-    return ModelError(f"cannot load {info.architecture} from {info.path}: {error}")
+    reason = " ".join(str(error).split())
+    return ModelError(f"cannot load {info.architecture} from {info.path}: {reason}")
 
 
 def check_report(report: Mapping[str, Any], info: ModelInfo) -> None:

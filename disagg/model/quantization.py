@@ -47,6 +47,15 @@ PART = re.compile(
     r"|(^|[._])weight_(scale|packed|shape|global_scale|zero_point|g_idx)"
     r"|\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map))$"
 )
+# what reading the settings of a format raises where they are nonsense
+SETTINGS_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    re.error,
+)
 PACKED_DTYPES = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 
 
@@ -76,10 +85,8 @@ def read_quantization(path: Path) -> Quantization | None:
         raise _refusal(path, f"weights in the format {method!r}")
     try:
         reason = check(options)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{path}: settings of {method} make no sense: {error}"
-        ) from error
+    except SETTINGS_ERRORS as error:
+        raise ModelError(f"{path}: {nonsense(method, error)}") from error
     if reason:
         raise _refusal(path, f"{method} weights with {reason}")
     return Quantization(method, options)
@@ -96,6 +103,11 @@ def is_packed(name: str, header: TensorHeader) -> bool:
     if PART.search(name) or header.dtype.startswith("F8"):
         return True
     return header.dtype in PACKED_DTYPES and name.endswith("weight")
+
+
+def nonsense(method: str, error: Exception) -> str:
+    """What is wrong with settings that cannot be read."""
+    return f"settings of {method} make no sense: {type(error).__name__}: {error}"
 
 
 def _refusal(path: Path, what: str) -> ModelError:
@@ -119,6 +131,10 @@ def _marker(path: Path) -> Mapping[str, Any]:
             if options:
                 return options
     options = read_object(path / MODELOPT_FILE).get("quantization")
+    if options and not isinstance(options, dict):
+        raise ModelError(
+            f"{path / MODELOPT_FILE}: quantization is {options!r}; expected an object"
+        )
     return {"quant_method": MODELOPT, **options} if options else {}
 
 

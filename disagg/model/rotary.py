@@ -13,6 +13,7 @@ A config has `rope_scaling` (older) or `rope_parameters`, for all layers or for 
 and names the scaling `rope_type` or `type`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,9 @@ def _factor(rope: Mapping[str, Any]) -> float:
     factor = rope.get("factor")
     if factor is None:
         return 1.0
-    if type(factor) not in (int, float):
-        raise ValueError(f"the factor of rope scaling is {factor!r}; expected a number")
+    is_number = type(factor) in (int, float)
+    if not is_number or not 0 < factor < math.inf:
+        raise ValueError(
+            f"the factor of rope scaling is {factor!r}; expected a number above 0"
+        )
     return float(factor)

@@ -22,8 +22,10 @@ from disagg.model.quantization import (
     COMPRESSED,
     MODELOPT,
     MODELOPT_FILE,
+    SETTINGS_ERRORS,
     Quantization,
     is_packed,
+    nonsense,
     read_quantization,
 )
 
@@ -88,7 +90,7 @@ def read_storage(path: Path) -> Storage | None:
     try:
         if quantization is not None:
             reader = READERS[quantization.method]
-            packed = [*reader(table, quantization.options)]
+            packed = _read_packed(reader, table, quantization)
             table.taken.update(filter(_is_unneeded_scale, table.headers))
         plain = [name for name in table.headers if name not in table.taken]
         for name in plain:
@@ -101,6 +103,15 @@ def read_storage(path: Path) -> Storage | None:
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     return storage
+
+
+def _read_packed(
+    reader: Reader, table: TensorTable, quantization: Quantization
+) -> list[PackedWeight]:
+    try:
+        return [*reader(table, quantization.options)]
+    except SETTINGS_ERRORS as error:
+        raise ModelError(nonsense(quantization.method, error)) from error
 
 
 def _is_unneeded_scale(name: str) -> bool:

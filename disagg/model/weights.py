@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
 from disagg.errors import ModelError
@@ -57,15 +57,15 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
     """
     kind, config = class_of(info)
     storage = read_storage(info.path)
-    if storage is not None and not stays_packed(storage.quantization, device):
+    if storage is not None and not stays_packed(storage.quantization, device, config):
         tensors = _open(info, storage, device)
         model = build_model(kind, config, tensors, info, device)
         if device == "cuda":
             torch.cuda.empty_cache()  # memory for unpacking counts against the arena
         return model
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            info.path, trust_remote_code=False, **load_options(info, device)
+        model, report = kind.from_pretrained(
+            info.path, config=config, **load_options(info, device)
         )
     except LOAD_ERRORS as error:
         raise load_error(info, error) from error

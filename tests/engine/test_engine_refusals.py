@@ -1,9 +1,13 @@
 """What an engine refuses, by name, and that the rest goes on."""
 
+import math
+
 import pytest
 
 from disagg import errors
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
+from disagg.engine.limits import check_range
 from disagg.engine.messages import Drain, Prefill, StepOutput
 from disagg.model.capacity import exact_bytes
 from disagg.model.outliers import KeyOutliers
@@ -150,3 +154,13 @@ def test_such_keys_are_noticed_behind_a_cached_prefix_too(runner, monkeypatch):
         output = run_until_idle(engine)
 
     assert "goes up to" in str(output.failed[0].error)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_keys_that_are_no_numbers_are_refused(codec):
+    plan = parse_plan(codec, KVShape(2, 1, 64, "bfloat16", (None, None)))
+
+    check_range(plan, [1.0, 2.0])
+
+    with pytest.raises(errors.RequestError, match="layer 1 is no number"):
+        check_range(plan, [1.0, math.nan])

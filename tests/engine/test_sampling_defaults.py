@@ -51,6 +51,8 @@ def test_none_turns_them_off_and_a_path_replaces_them(tmp_path):
     assert read_sampling_defaults(model, file) == {"temperature": 0.3}
     with pytest.raises(ConfigError, match=r"expected auto, none, or the path"):
         read_sampling_defaults(model, str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"expected auto, none, or the path"):
+        read_sampling_defaults(model, "~nobody-of-that-name/file.json")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ HEAD = f"""# Models
 
 `disagg models check NAME` shows whether a model can be served and, with `--memory 24GiB`, how many
 tokens fit. It reads the config and, if there are weights, the headers of their files: each tensor
-has to be one of the model. A few properties can be probed only when the weights load, so a model
+has to be one of the model. Chat template, tokenizer and `generation_config.json` are read as
+`disagg serve` reads them. A few properties can be probed only when the weights load, so a model
 that passes may still be refused then. Code of a model's repository is never run: where transformers
 knows the type of the model, its own class is used.
 
@@ -168,6 +169,7 @@ Each format was tested as a small model: the weights, and the greedy tokens, are
 unpacked by other means. On a GPU, transformers has kernels that multiply some formats as they are.
 They are used where their package is installed, which was not tested: `kernels` for `mxfp4` (compute
 capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5).
+`kernels` downloads its code from the Hugging Face Hub when such a model loads first.
 
 ## Notes
 

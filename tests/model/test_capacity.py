@@ -13,7 +13,7 @@ from disagg.errors import ConfigError, ModelError
 from disagg.model.capacity import check_model, kv_shape, split_memory, tokens_that_fit
 from disagg.model.describe import describe_model
 from tests.model.test_describe import write
-from tests.model.tiny import save_config
+from tests.model.tiny import save_config, save_tiny
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B |= {
@@ -128,6 +128,26 @@ def test_the_command_needs_no_weights(tmp_path, disagg):
     assert text.count("banded:bits=3") == 2
     assert "tokens that fit" not in text
     assert "--memory 24GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot'"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "is no text"),
+        ("tokenizer.json", "{}", "is no tokenizer"),
+    ],
+)
+def test_files_that_serve_refuses_are_refused(file, content, reason, tmp_path, disagg):
+    folder = save_tiny("llama", tmp_path / "model", num_hidden_layers=1)
+
+    assert "served" in disagg("models check", str(folder)).out
+
+    (folder / file).write_text(content)
+    (line,) = disagg("models check", str(folder), code=3).out.splitlines()
+
+    assert "not served: " in line
+    assert reason in line
 
 
 def test_sizes_are_written_with_units() -> None:

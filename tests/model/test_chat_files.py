@@ -129,6 +129,7 @@ def test_the_map_fills_tokens_that_the_config_leaves_out(tmp_path):
     ("files", "problem"),
     [
         ({"chat_template.jinja": "a\n{% if %}"}, "is not Jinja, line 2: Expected an"),
+        ({"chat_template.jinja": "{% if a %}" * 2000}, "is nested too deep"),
         ({"tokenizer_config.json": {"chat_template": 5}}, "is no text"),
         ({"tokenizer_config.json": {"chat_template": [{"name": "a"}]}}, "is no text"),
         ({"tokenizer_config.json": {"chat_template": {"default": 5}}}, "is no text"),
@@ -137,7 +138,7 @@ def test_the_map_fills_tokens_that_the_config_leaves_out(tmp_path):
             "has the chat templates rag, tools, and none is named default",
         ),
     ],
-    ids=["syntax", "number", "nameless", "no-text", "no-default"],
+    ids=["syntax", "deep", "number", "nameless", "no-text", "no-default"],
 )
 def test_a_template_that_cannot_be_used_is_refused(files, problem, tmp_path):
     folder = save(tmp_path, files)

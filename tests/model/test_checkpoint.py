@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from disagg.errors import ModelError
 from disagg.model.checkpoint import TensorHeader, read_headers
 
+ODD_SHAPE = b'{"a": {"dtype": "F32", "data_offsets": [0, 0], "shape": ["x"]}}'
+
 
 def test_header_names_each_tensor(tmp_path: Path) -> None:
     tensors = {
@@ -27,7 +29,14 @@ def test_header_names_each_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff" * 16, (2).to_bytes(8, "little") + b"[]", b"\x05\0\0\0\0\0\0\0{"],
+    [
+        b"",
+        b"\xff" * 16,
+        (2).to_bytes(8, "little") + b"[]",
+        b"\x05\0\0\0\0\0\0\0{",
+        (99_999).to_bytes(8, "little") + b"[" * 99_999,
+        len(ODD_SHAPE).to_bytes(8, "little") + ODD_SHAPE,
+    ],
 )
 def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -39,3 +48,11 @@ def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors"):
         read_headers(tmp_path, ["model.safetensors"])
+
+
+def test_a_tensor_of_two_files_is_refused_by_name(tmp_path: Path) -> None:
+    for number, file in enumerate(["a.safetensors", "b.safetensors"]):
+        save_file({"a.weight": torch.full((2,), float(number))}, tmp_path / file)
+
+    with pytest.raises(ModelError, match=r"a\.weight is stored twice: in a\..* in b\."):
+        read_headers(tmp_path, ["a.safetensors", "b.safetensors"])

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from disagg.errors import ModelError
+from disagg.errors import ConfigError, ModelError
 from disagg.model.capacity import check_model
-from disagg.model.describe import describe_model, locate_model
+from disagg.model.describe import check_weights, describe_model, locate_model
 from tests.model.tiny import CONTEXT, VOCAB, save_config, save_tiny
 
 PLAIN: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -207,6 +207,41 @@ def test_what_pages_cannot_serve_is_refused_by_its_config(changes, reason, tmp_p
         describe_model(write(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_key_value_heads": -2}, "no usable num_key_value_heads"),
+        ({"head_dim": "64"}, "no usable head_dim"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+        ({"architectures": "LlamaForCausalLM"}, "expected a list"),
+        ({"architectures": {"a": 1}}, "expected a list"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused_by_name(changes, reason, tmp_path):
+    folder = write(tmp_path, **changes)
+
+    with pytest.raises(ModelError, match=reason):
+        describe_model(folder)
+
+    assert reason in check_model(folder).reason
+
+
+@pytest.mark.parametrize("context", [0, -5, 1, True, 2.5, "x"])
+def test_a_context_is_a_number_of_tokens_from_two(context, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.context is .* at least 2"):
+        describe_model(write(tmp_path), context=context)
+
+
+@pytest.mark.parametrize("weight_map", [[1], None, "x", {"a": 1}, {"a": ["x"]}])
+def test_an_index_that_names_no_files_is_refused(weight_map, tmp_path):
+    folder = write(tmp_path)
+    index = {"weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with pytest.raises(ModelError, match="weight_map is no object of file names"):
+        check_weights(Path(folder))
+
+
 def test_a_missing_model_is_named_with_the_way_to_get_it():
     with pytest.raises(ModelError, match="hf download nobody/nothing"):
         describe_model("nobody/nothing")
@@ -237,6 +272,11 @@ def test_folders_without_a_readable_config_are_refused(tmp_path):
         describe_model(str(tmp_path))
 
     (tmp_path / "config.json").write_text("{")
+
+    with pytest.raises(ModelError, match="no JSON"):
+        describe_model(str(tmp_path))
+
+    (tmp_path / "config.json").write_text("[" * 99_999)
 
     with pytest.raises(ModelError, match="no JSON"):
         describe_model(str(tmp_path))

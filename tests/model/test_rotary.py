@@ -1,6 +1,7 @@
 """How long texts may be, in old and new forms of rope scaling; and that they are computed right."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def test_a_length_that_is_stretched_already_is_not_stretched_again():
         ({"type": "linear"}, "'linear' lacks factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "lacks low_freq_factor, high_freq"),
         ({"rope_type": "yarn", "factor": "4"}, "factor of rope scaling is '4'"),
+        ({"rope_type": "yarn", "factor": math.inf}, "factor of rope scaling is inf"),
+        ({"rope_type": "linear", "factor": -4}, "factor of rope scaling is -4"),
     ],
     ids=str,
 )

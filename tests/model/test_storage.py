@@ -1,5 +1,6 @@
 """Every tensor of a checkpoint is used, or known not to be needed; others are refused by name."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedConfig
 
 from disagg.config import EngineConfig
 from disagg.errors import ModelError
@@ -121,6 +123,85 @@ def refusal(folder: Path) -> str:
         load_model(describe_model(str(folder)), "cpu")
     assert str(error.value) == fit.reason
     return fit.reason
+
+
+def test_files_that_nothing_reads_are_no_weights(llama):
+    """Mistral's consolidated.safetensors alone was said to be served, and never loaded."""
+    (llama / "model.safetensors").rename(llama / "consolidated.safetensors")
+
+    fit = check_model(str(llama))
+
+    assert not fit.served
+    assert "lacks weights of its model: there is no model.safetensors" in fit.reason
+
+
+def test_a_model_of_images_loads_from_other_files_too(tmp_path):
+    """As it does where a kernel keeps its weights packed: by transformers."""
+    plain = save_tiny("qwen3_vl", tmp_path / "plain")
+    folder = Path(shutil.copytree(plain, tmp_path / "bin"))
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+    model = load_model(describe_model(str(folder)), "cpu")
+
+    expected = load_model(describe_model(str(plain)), "cpu").state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ct-int4", {"weights": {"type": "int"}}),
+        ("ct-int4", {"targets": None}),
+        ("ct-int4", {"targets": ["re:("]}),
+        ("ct-int4", {"targets": [3]}),
+        ("ct-int8", {"weights": {"strategy": "group"}}),
+        ("ct-int8", {"weights": {"strategy": "block", "block_structure": [0, 1]}}),
+        ("gptq", {"group_size": "32"}),
+        ("fp8-block", {"weight_block_size": [0, 0]}),
+    ],
+)
+def test_settings_of_packed_weights_that_make_no_sense(name, changes, llama, tmp_path):
+    packed = save_packed(llama, tmp_path / "packed", PACKERS[name])
+    settings = json.loads((packed / "config.json").read_text())["quantization_config"]
+    for group in settings.get("config_groups", {"": settings}).values():
+        group.update(changes)
+    add_to_config(packed, quantization_config=settings)
+
+    with pytest.raises(ModelError, match=r"settings of .* make no sense"):
+        read_storage(packed)
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        {"quantization": "FP8"},
+        {"quantization": [1]},
+        {
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {}},
+            }
+        },
+    ],
+)
+def test_a_marker_that_makes_no_sense_is_refused(marker, llama):
+    (llama / "hf_quant_config.json").write_text(json.dumps(marker))
+
+    with pytest.raises(ModelError, match=r"make no sense|expected an object"):
+        read_quantization(llama)
+
+
+def test_a_negative_group_is_no_group(llama, tmp_path):
+    packed = save_packed(llama, tmp_path / "packed", PACKERS["gptq-order"])
+    stored = load_file(packed / "model.safetensors")
+    name = next(name for name in stored if name.endswith("g_idx"))
+    save(stored | {name: stored[name] - 1}, packed)
+
+    with pytest.raises(ModelError, match="g_idx has a negative group"):
+        load_model(describe_model(str(packed)), "cpu")
 
 
 def test_a_gap_between_experts_is_refused(tmp_path):
@@ -249,6 +330,10 @@ def test_kernels_of_transformers_are_used_where_they_are(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     quantization = Quantization(method, {})
 
-    assert stays_packed(quantization, "cuda") is expected
-    assert not stays_packed(quantization, "cpu")
-    assert not stays_packed(None, "cuda")
+    config = PreTrainedConfig(quantization_config={"quant_method": method})
+
+    assert stays_packed(quantization, "cuda", config) is expected
+    assert not stays_packed(quantization, "cpu", config)
+    assert not stays_packed(None, "cuda", config)
+    # of a part that does not know how the whole is packed
+    assert not stays_packed(quantization, "cuda", PreTrainedConfig())

@@ -8,7 +8,8 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from disagg.errors import RequestError
+from disagg.errors import ModelError, RequestError
+from disagg.model import chat
 from disagg.model.chat import ChatTemplate
 from disagg.server.schema import ChatRequest
 from tests.model.templates import STYLES, Style
@@ -266,3 +267,11 @@ def test_a_template_that_refuses_instructions_refuses_those_of_a_developer():
 
     with pytest.raises(RequestError, match="System role not supported"):
         template.render([DEVELOPER, USER])
+
+
+def test_a_template_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr(chat, "TRIAL_S", 0.01)
+    loops = "{% for a in range(999) %}{% for b in range(500) %}{% endfor %}{% endfor %}"
+
+    with pytest.raises(ModelError, match=r"short conversations within 0\.01 s"):
+        ChatTemplate(loops, WORDS)

@@ -159,5 +159,7 @@ def _scale_grid(
     """Of scales and zeros [out, groups]; the inputs of a group are neighbours, or it is said."""
     outputs = torch.arange(len(scale), device=scale.device)
     order = None if groups is None else groups.long()
+    if order is not None and int(order.min()) < 0:
+        raise ValueError("g_idx has a negative group")
     width = inputs // scale.shape[1]
     return ScaleGrid(scale.float(), outputs, width, order, zeros.float())
