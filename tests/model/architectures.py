@@ -87,8 +87,8 @@ HEAD = f"""# Models
 `disagg models check NAME` shows whether a model can be served and, with `--memory 24GiB`, how many
 tokens fit. It reads the config and, if there are weights, the headers of their files: each tensor
 has to be one of the model. A few properties can be probed only when the weights load, so a model
-that passes may still be refused then. Code of a model's repository is never run: where transformers
-knows the type of the model, its own class is used.
+that passes may still be refused then. Code in a model's repository is never run: if transformers
+knows the type of the model, its own class is used, otherwise the model is refused.
 
 Each architecture below was tested as a small random model with transformers {VERSION}: greedy
 tokens on exact pages (codec `raw`) against transformers' own `generate`, for prompts of {PROMPTS}
@@ -122,9 +122,9 @@ the order in which the model calls them: layer 0 is the first that attends.
 VISION = """
 ## Served for text only
 
-These see images too. They are served whole, with the weights of their vision part, and answer
-text as `generate` does. A prompt with one of their tokens for images, videos or sound is refused
-by name.
+These models also see images. They are loaded whole, with the weights of their vision part, and
+their answers to text are those of `generate`. A prompt with one of their tokens for images, videos
+or sound is refused by name.
 
 | family | architectures (`model_type`) |
 |---|---|
@@ -145,54 +145,56 @@ HYBRID_NOTES = """
 FOOT = """
 ## Quantized weights
 
-These are unpacked to the model's dtype while they load, one weight at a time, on any device. They
-then take the memory of that dtype, which `disagg models check` shows. Activations are not
-quantized.
+Quantized weights are unpacked to the model's dtype while they load, one weight at a time, on any
+device. They then take the memory of that dtype, which `disagg models check` shows. Activations are
+not quantized.
 
 | written by | formats |
 |---|---|
 | DeepSeek, Qwen and others (`fp8`) | FP8 with a scale per tensor, channel or square |
 | FBGEMM (`fbgemm_fp8`) | FP8 with a scale per channel |
 | NVIDIA's ModelOpt (`modelopt`, `hf_quant_config.json`) | FP8, as above; NVFP4; both mixed |
-| `compressed-tensors` | FP8, int8, int2, int4, NVFP4, MXFP4 |
+| `compressed-tensors` | FP8, int2, int4, int8, NVFP4, MXFP4 |
 | AutoAWQ (`awq`) | int4, layout `gemm` |
 | GPTQ (`gptq`) | 2, 4 and 8 bits, also with `desc_act`; layouts `gptq` and `gptq_v2` |
 | gpt-oss (`mxfp4`) | experts in MXFP4 |
 
-Other formats (bitsandbytes, HQQ, AQLM, Marlin, sparse ones and others) are refused by name before
-workers start, and so are weights of which a part is missing, unknown or of another shape. Tensors
+Other formats, such as bitsandbytes, HQQ, AQLM, Marlin and sparse ones, are refused by name before
+workers start. So are weights with a part that is missing, unknown or of another shape. Tensors
 that serving does not need are left out: scales of activations and of KV caches, layers that draft
-tokens, towers for images and sound.
+tokens, and parts for images or sound that the served class does not have.
 
-Each format was tested as a small model: the weights, and the greedy tokens, are those of the model
-unpacked by other means. On a GPU, transformers has kernels that multiply some formats as they are.
-They are used where their package is installed, which was not tested: `kernels` for `mxfp4` (compute
-capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5).
+Each format was tested with a small model: its weights and greedy tokens are those of the same model
+unpacked independently. On a GPU, transformers has kernels that multiply some formats without
+unpacking them. They are used if their package is installed, which was not tested: `kernels` for
+`mxfp4` (compute capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5).
 
 ## Notes
 
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
-- `gpt_oss` was tested in fp32, also with experts in MXFP4 as its real checkpoints have them.
+- `gpt_oss` was tested in fp32, also with experts in MXFP4, as in its real checkpoints.
 
 ## Context, dtype, end tokens and sampling
 
-- `model.context` sets how many tokens a prompt and its answer may have. Less saves memory. More is
-  possible as far as the model's own rope scaling reaches. With YaRN the context is `factor` times
-  the original length anyway; llama3 and linear scaling allow that where the config says less.
-  `disagg models check` prints both lengths.
+- `model.context` sets how many tokens a prompt and its answer may have together, as vLLM's
+  `--max-model-len` does. A shorter context saves memory. A longer one is possible as far as the
+  model's rope scaling reaches: with llama3 and linear scaling, up to `factor` times the original
+  length. With YaRN that length is already the default. `disagg models check` prints the default
+  and the limit.
 - LongRoPE (Phi-3, Phi-4-mini) and dynamic scaling change their frequencies with the length of a
-  text. By default the context ends before they do. With a longer `model.context` every text gets
-  the frequencies of that length, which may cost short texts some quality.
-- `dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, else that of
-  most bytes of the weights. On a CPU it is float32.
-- An answer ends with any end token of `generation_config.json`, `config.json` and the tokenizer.
-  Ordinary words that only `config.json` names are ignored: some tools write an architecture's
-  defaults there.
-- `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and, for chats, `max_new_tokens` of
-  `generation_config.json` apply where a request does not set them. `do_sample: false` means
-  temperature 0, as in transformers; vLLM ignores that key. `disagg serve` prints these defaults and
-  `/v1/models` lists them. `model.generation_config: none` ignores them; a path names another file.
+  text. By default the context ends before they change. With a longer `model.context`, every text
+  gets the frequencies of that length, which may cost short texts some quality.
+- `model.dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, or else
+  the dtype of most of the weights. On a CPU it is float32.
+- An answer ends at any end token of `generation_config.json`, `config.json` and the tokenizer. Some
+  tools write an architecture's default ids into `config.json`. So an id that only this file names
+  is ignored if it is an ordinary word of the vocabulary.
+- `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and, for chats, `max_new_tokens` in
+  `generation_config.json` are the defaults for requests that do not set them. `do_sample: false`
+  means temperature 0, as in transformers; vLLM ignores that key. `disagg serve` prints these
+  defaults and `/v1/models` lists them. `model.generation_config: none` ignores the file; a path
+  names another one.
 """
 
 
