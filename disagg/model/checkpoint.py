@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, from the headers of its safetensors files: no weights are read."""
+"""The tensors of a checkpoint, from the headers of its safetensors files. Reads no weights."""
 
 import json
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from disagg.errors import ModelError
 
 LENGTH_BYTES = 8  # a file begins with the length of its header
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-METADATA = "__metadata__"  # the one entry of a header that is no tensor
+METADATA = "__metadata__"  # the one entry of a header that is not a tensor
 
 
 @dataclass(frozen=True)
 class TensorHeader:
     """One tensor of a checkpoint.
 
-    dtype:  as safetensors names it, such as "BF16", "F8_E4M3" or "I32"
+    dtype:  safetensors' name, such as "BF16", "F8_E4M3" or "I32"
     nbytes: as stored
     file:   the name of its file
     """
@@ -30,7 +30,7 @@ class TensorHeader:
 def read_headers(folder: Path, files: list[str]) -> dict[str, TensorHeader]:
     """The tensors in some safetensors files of a folder, by name.
 
-    ModelError for a file that is missing or that is no safetensors file.
+    ModelError for a file that is missing or is not a safetensors file.
     """
     headers: dict[str, TensorHeader] = {}
     for name in files:
@@ -56,7 +56,7 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error}") from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ModelError(f"{file} is no safetensors file: {error}") from error
+        raise ModelError(f"{file} is not a safetensors file: {error}") from error
 
 
 def _data_bytes(entries: Mapping[str, Mapping[str, list[int]]]) -> int:

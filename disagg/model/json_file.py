@@ -14,7 +14,7 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text("utf-8"))
     except ValueError as error:
-        raise ModelError(f"{file} is no JSON: {error}") from error
+        raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} holds a {type(content).__name__}; expected an object")
     return content
