@@ -98,8 +98,8 @@ class EngineConfig(Bounded):
                       memory_share
     memory_share:     share of GPU memory for weights, arena and workspaces. On a CPU the arena has
                       256 MiB, and workspaces get this share of one eighth of the host's memory. For
-                      a hybrid model the arena has room for `max_sequences` states too, up to a
-                      quarter of the host's memory
+                      a hybrid model the arena also has room for the states of max_sequences
+                      sequences, up to a quarter of the host's memory
     watermark:        share of the arena that is kept free for running sequences to grow
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     torch_threads:    threads per worker; None: the host's cores divided by its workers

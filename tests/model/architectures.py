@@ -111,10 +111,10 @@ These give exactly the tokens of `generate`, including mixtures of experts and s
 HYBRID = """
 ## Hybrids
 
-Some layers of these keep a state of fixed size instead of K and V: state spaces, linear attention,
-short convolutions. They need transformers 5.24 or later. The state goes through the same hand-off,
-as one record of each layer. Codecs apply to the layers with K and V, which a codec spec counts in
-the order in which the model calls them: layer 0 is the first that attends.
+In hybrid models some layers keep a state of fixed size instead of K and V: state spaces, linear
+attention, short convolutions. They need transformers 5.24 or later. The hand-off sends the state
+too, as one record per layer. Codecs apply only to layers with K and V. A codec plan numbers these
+in the order in which the model calls them: layer 0 is the first layer that attends.
 
 | family | architectures (`model_type`) |
 |---|---|
@@ -130,17 +130,17 @@ or sound is refused by name.
 |---|---|
 """
 HYBRID_NOTES = """
-- A state is large: `disagg models check` shows its bytes for one sequence, and how many tokens of
-  KV are as large. It is sent as it is, in fp32 where the model keeps it so.
-- A prefill worker computes every prompt of a hybrid in full, even if it computed the same prefix
-  before. A decode worker keeps pages of prefixes as ever and is not sent them again; the state is
-  always sent.
-- Mamba 1 (`jamba`, `zamba`): transformers cannot go on from a state with several tokens at once.
-  Chunks of a prompt but the first, and replays, are computed token by token in these layers. With
-  `engine.max_batch_tokens` above the length of prompts there is one chunk.
+- States are large. `disagg models check` shows their bytes for one sequence, and how many tokens of
+  KV take as much. They are sent uncompressed, in the model's dtype (often fp32).
+- A prefill worker computes every prompt of a hybrid in full, even if it has seen the prefix
+  before. A decode worker caches pages of prefixes as usual and does not receive them again, but it
+  always receives the state.
+- Mamba 1 (`jamba`, `zamba`): transformers cannot continue from a state with several tokens at once.
+  So these layers compute replays, and all chunks of a prompt after the first, token by token. Set
+  `engine.max_batch_tokens` above the length of your prompts to compute them in one chunk.
 - Without the packages `flash-linear-attention`, `causal-conv1d` and `mamba-ssm`, transformers
-  computes these layers with plain torch, which is right and slow for long prompts. Hybrids were
-  not tried on a GPU yet.
+  computes these layers with plain torch, which is correct, but slow for long prompts. Hybrids have
+  not been tried on a GPU.
 """
 FOOT = """
 ## Quantized weights
