@@ -1,4 +1,4 @@
-"""When a real service gets over a worker that hangs.
+"""How soon a real service recovers from a worker that hangs.
 
     python -m benchmarks.hung_workers --json --out FILE
     python -m benchmarks.hung_workers --fault stop --role decode
@@ -10,8 +10,8 @@ to both prefill workers. Two faults, at a worker of each role:
     hang  a step of its engine never ends, while the worker answers every call
     stop  SIGSTOP, and never SIGCONT
 
-Held up is an answer that began less than ten seconds after the fault and stood still for more than
-two. Later answers began after all of these went on.
+An answer is held up if it began less than ten seconds after the fault and paused for more than two.
+Later answers began after all of these had continued.
 """
 
 import os
@@ -313,7 +313,7 @@ def _measure_fault(
 
 
 def held_up(answers: Sequence[TimedAnswer], hit_at: float) -> list[tuple[float, float]]:
-    """The pauses that a fault made: over HELD_UP_S, of answers that began before PLACED_S."""
+    """Pauses longer than HELD_UP_S, in answers that began before PLACED_S."""
     return [
         (before, after)
         for answer in answers
@@ -324,7 +324,7 @@ def held_up(answers: Sequence[TimedAnswer], hit_at: float) -> list[tuple[float, 
 
 
 def went_on_at(answers: Sequence[TimedAnswer], hit_at: float) -> float:
-    """When the last answer went on that a fault had held up."""
+    """When the last answer that a fault held up continued."""
     return max((after for _, after in held_up(answers, hit_at)), default=hit_at)
 
 
@@ -374,7 +374,7 @@ def hung_workers(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """When a service gets over workers that hang."""
+    """Measure how soon a service recovers from workers that hang."""
     fields: dict[str, Any] = without_none(faults=fault, roles=role)
     options = HungWorkersOptions(clients=clients, **fields)
     show(measure_hung_workers(options), out, as_json)

@@ -71,12 +71,12 @@ class ModelConfig(Bounded):
     name:   a folder or a Hugging Face name; None: the model that ships in the package
     dtype:  "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
     device: "auto" (one GPU per worker if the host has GPUs), "cpu" or "cuda"
-    context: maximum tokens of a prompt with its answer. Less saves memory; more only as far as the
-            model's own rope scaling reaches, which `disagg models check` shows. None: what the
-            model takes as it is
-    generation_config: where sampling defaults come from that apply when a request does not set
-            them: "auto" (generation_config.json of the model), "none", or the path of such a file
-            or of a folder with one
+    context: maximum tokens of a prompt with its answer. A shorter context saves memory; a longer
+            one is possible up to the limit that `disagg models check` shows. None: the default of
+            the model
+    generation_config: source of the sampling defaults for requests that do not set them: "auto"
+            (generation_config.json of the model), "none", or the path of such a file or of a
+            folder with one
     """
 
     name: str | None = None
@@ -98,14 +98,14 @@ class EngineConfig(Bounded):
                       memory_share
     memory_share:     share of GPU memory for weights, arena and workspaces. On a CPU the arena has
                       256 MiB, and workspaces get this share of one eighth of the host's memory. For
-                      a hybrid model the arena has room for `max_sequences` states too, up to a
-                      quarter of the host's memory
+                      a hybrid model the arena also has room for the states of max_sequences
+                      sequences, up to a quarter of the host's memory
     watermark:        share of the arena that is kept free for running sequences to grow
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below
-                      cluster.replace_s, so that the worker is not killed before
+                      cluster.replace_s, which kills the worker without these stacks
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
@@ -159,8 +159,8 @@ class RouterConfig(Bounded):
     silence_s:    a worker that does not answer for this long counts as dead
     stuck_s:      so does a worker whose engine has work and makes no progress for this long, unless
                   it has been slow before
-    max_queue:    maximum requests waiting for a worker; more are refused with 429, unless they are
-                  of an API key that has less than its share of them
+    max_queue:    maximum answers waiting for a worker; more are refused with 429, except from an
+                  API key with less than its share
     error_budget: for codec auto: acceptable relative error of the attention output
     first_decode_s: for codec auto: target time to the second token, the first one decoded
     """
@@ -188,7 +188,7 @@ class ClusterConfig(Bounded):
              start one
     gpus:    GPUs per worker, may be a fraction; None: the GPUs that Ray has at start, divided
              equally
-    ports:   port range of the workers on every host, and of the router of Ray Serve,
+    ports:   port range of the workers on every host, and of the router in Ray Serve,
              [first, last]; None: any free ports
     runtime_env: runtime environment of the workers, in Ray's format: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit this long after the last router left
@@ -253,8 +253,8 @@ class ServerConfig(Bounded):
     state_file:        file in which other commands find the service; None: one in a folder of this
                        user
     served_model_name: model name in the API; None: the model's name, or that of its folder
-    chat_template:     file with a chat template in place of the model's: Jinja, or JSON with the
-                       key chat_template
+    chat_template:     file with a chat template that replaces the model's: Jinja, or JSON with
+                       the key chat_template
     max_body_bytes:    larger request bodies are refused while they arrive
     silence_s:         a connection is closed if the header of a request takes longer than this, or
                        if the client pauses for this long in a body; it stays open while the client

@@ -4,7 +4,7 @@ DisaggError
 ├── ConfigError                 an option, spec or file that cannot be used
 │   ├── UnknownNameError        an unknown codec, option or key; lists the known ones
 │   ├── AuthError               a key that is missing or wrong
-│   ├── OccupiedError           workers of other settings or another service, which will end
+│   ├── OccupiedError           workers still run with other settings, or for another service
 │   └── ModelError              a model that is missing or cannot be served
 ├── RequestError                a request that can never succeed as written
 │   ├── TooLargeError           a body longer than the limit

@@ -67,7 +67,7 @@ class LLM:
         """Load a model, by name or path; without one, the packaged model.
 
         codec:   a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
-        context: maximum tokens of a prompt with its answer; None: what the model takes as it is
+        context: maximum tokens of a prompt with its answer; None: the default of the model
         generation_config: where `default_params` come from: "auto" (the model), "none", or a path
         Raises ModelError, UnknownNameError and ConfigError for arguments that cannot be used.
         """
@@ -108,7 +108,7 @@ class LLM:
         """Answer prompts, all in one batch; `n` completions for each, in order.
 
         prompts: a text, several texts, or sequences of token ids
-        params:  None: `default_params`, what the model's authors recommend, otherwise greedy
+        params:  None: `default_params`, which the model brings, or else greedy
         codec:   replaces the codec of this object for this call
         n:       completions with the seed of `params` and with those that follow, as over HTTP
         Calls of several threads take turns: one call with all prompts is faster.

@@ -7,12 +7,12 @@
 
 Two deployments, which Ray Serve starts, checks, replaces and ends:
 
-    clients ──► disagg, a door ─┐ gRPC, as the plane
-    clients ──► disagg, a door ─┴──────────────────► router, one replica ──► workers
+    clients ──► disagg, a door ─┐ gRPC, as secure as between workers
+    clients ──► disagg, a door ─┴──────────────────────────────────► router, one replica ──► workers
 
-Replicas of `disagg` keep nothing that outlives their clients' requests, so there may be many, and
-fewer at any time. The router is a deployment too, not an actor of its own: it belongs to the
-application, so that Ray Serve starts another one when it dies, and ends it with the application.
+Replicas of `disagg` keep nothing that outlives their clients' requests, so their number may change
+at any time. The router is a deployment too, not a separate actor, so that Ray Serve starts another
+one when it dies and ends it with the application.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ MAX_REQUESTS = 1 << 16
 DOOR_GRACE_S = 20.0  # for the requests of a door that leaves; Ray Serve's default
 STOP_S = 15.0  # for the end of the workers, beyond their grace
 RETRY_S = 2.0  # between two tries to take workers over
-CHECK_S = 1.0  # between two looks at the router: it is missed for about so long
+CHECK_S = 1.0  # between two checks of the router; its death is noticed as late as that
 FAILED_CHECKS = 3  # in a row, after which Ray Serve replaces a replica
 
 log = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ def build_app(args: Mapping[str, Any]) -> "Application":
 
 
 def config_of(args: Mapping[str, Any]) -> Config:
-    """Settings as in a config file; beside them "prefill", "decode" and "doors", how many.
+    """Settings as in a config file, and the numbers "prefill", "decode" and "doors".
 
-    ConfigError for settings that Ray Serve leaves no room for.
+    ConfigError for settings that do not work with Ray Serve.
     """
     short = {name: args[name] for name in (*ROLES, "doors") if name in args}
     settings = {name: value for name, value in args.items() if name not in short}
@@ -93,7 +93,7 @@ def config_of(args: Mapping[str, Any]) -> Config:
         )
     if config.server.pd_ports is not None:
         raise ConfigError(
-            "server.pd_ports is set; Ray Serve passes requests on from a single port"
+            "server.pd_ports is set; Ray Serve has a single port, so leave it out"
         )
     # Ray Serve listens, at an address of its own
     server = {"host": "127.0.0.1", "port": 0, "tls_certificate": None, "tls_key": None}
@@ -125,12 +125,12 @@ def router_options(config: Config) -> dict[str, Any]:
 
 
 def door_grace_s(config: Config) -> float:
-    """How long the requests of a door may take that leaves."""
+    """How long a door that leaves waits for its requests."""
     return max(DOOR_GRACE_S, config.cluster.grace_s)
 
 
 class RouterReplica:
-    """The router and its workers, which have loaded when it is there."""
+    """The router and its workers. It is ready once the workers have loaded."""
 
     def __init__(self, config: Config):
         self._stack = ExitStack()
@@ -146,7 +146,7 @@ class RouterReplica:
         self._process = process
 
     def locate(self) -> dict[str, Any]:
-        """Where doors reach it, and the model that they have to have, as plain data."""
+        """Its address for doors, and the model that they must have, as plain data."""
         return {"address": self._process.address, "model": asdict(self._config.model)}
 
     async def check_health(self) -> None:
@@ -163,7 +163,7 @@ class RouterReplica:
         await answered.wait()
 
     def __del__(self) -> None:
-        """Called by Ray Serve at its end, which is that of the doors too: they go first."""
+        """Called by Ray Serve when the application ends: waits for the doors, which end first."""
         with self._stack:
             if hasattr(self, "_process"):
                 self._process.wait_for_doors(door_grace_s(self._config))
@@ -174,7 +174,7 @@ def entered(
 ) -> RouterProcess:
     """A router that runs until the stack ends; it waits for workers of earlier settings to end.
 
-    Ray Serve would give up a new version that fails three times.
+    Without waiting, Ray Serve would give up a new version after three failures.
     """
     until = time.monotonic() + config.cluster.orphan_s + STOP_S
     while True:
@@ -188,7 +188,7 @@ def entered(
 
 
 class DoorReplica:
-    """A door, which Ray Serve hands the requests of its clients. Made on a running event loop."""
+    """A door that gets its requests from Ray Serve. Needs a running event loop."""
 
     def __init__(self, config: Config, router: Any):
         from ray import serve
@@ -205,11 +205,11 @@ class DoorReplica:
         self._stack.enter_context(settled_collector())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Ray Serve hands requests to."""
+        """The application that Ray Serve calls with requests."""
         return Mounted(self._door.app)
 
     async def check_health(self) -> None:
-        """Called by Ray Serve, on the loop of the requests: another door starts if that hangs."""
+        """Called by Ray Serve on the loop of the requests; if it hangs, another door starts."""
         if self._following.done():
             raise PeerLostError("the door follows no router any more")
 
@@ -222,7 +222,7 @@ class DoorReplica:
 
 
 class RouterDial:
-    """Links to the router of an application, whichever replica it is at the time.
+    """Links to the current router of an application.
 
     router: handle of its deployment
     """
@@ -236,7 +236,7 @@ class RouterDial:
     async def __call__(self) -> Link:
         """Waits for a router. See `Dial` for the errors.
 
-        A stream that began with another model cannot go on, so a door of older settings ends it.
+        A door with an older model ends its streams, because the new one cannot continue them.
         """
         router = await self._locate()
         if router["model"] != self._model:
@@ -259,7 +259,7 @@ class RouterDial:
 
 
 class Mounted:
-    """An application behind Ray Serve: it sees its own paths alone, without the route prefix.
+    """An application behind Ray Serve; its paths come without the route prefix.
 
     Ray Serve gives every response the X-Request-Id of its request, so the application's is dropped.
     """
@@ -282,14 +282,14 @@ class Mounted:
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """Start and end are those of the replica."""
+    """Answer the lifespan messages; the replica starts and ends the application itself."""
     for phase in ("startup", "shutdown"):
         await receive()
         await send({"type": f"lifespan.{phase}.complete"})
 
 
 def below_prefix(scope: Scope) -> Scope:
-    """A request as if its route prefix, `root_path`, were not there."""
+    """The scope of a request without its route prefix, `root_path`."""
     prefix = scope.get("root_path", "")
     path = scope["path"].removeprefix(prefix)
     raw_path = (scope.get("raw_path") or b"").removeprefix(prefix.encode())

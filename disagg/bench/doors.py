@@ -31,7 +31,7 @@ class NoWorkerPool:
         """Counts of doors are not shown."""
 
     def leave(self, door: str) -> None:
-        """They are not kept either."""
+        """Counts of doors are not kept."""
 
     async def scrape(self) -> bytes:
         """No series."""

@@ -63,7 +63,7 @@ def make_requests(options: WorkloadOptions, tokenizer: Tokenizer) -> list[LoadRe
         requests = list(islice(dataset, options.num_prompts))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(
-            f"{options.path} is no file of {options.dataset}: "
+            f"{options.path} is not a {options.dataset} file: "
             f"{type(error).__name__} {error}"
         ) from error
     if not requests:

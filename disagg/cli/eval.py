@@ -43,7 +43,7 @@ def evaluate(
     ),
     stress: str | None = Option(
         None,
-        help=f'"{OUTLIERS}": again with channels of K times 8, 64 and 256, and q to match.',
+        help=f'"{OUTLIERS}": measure again with channels of K scaled by 8, 64 and 256.',
     ),
     streaming: bool = Option(
         False, "--streaming", help="Compress the scored tokens too, as a service does."
@@ -96,7 +96,7 @@ def evaluate(
 
 
 def _check_stress(stress: str | None, **others: object) -> None:
-    """ConfigError for an unknown stress test, and for options that it has no figures for."""
+    """ConfigError for an unknown stress test, and for options that do not work with one."""
     if stress is None:
         return
     if stress != OUTLIERS:
@@ -252,7 +252,7 @@ def _show(result: Row) -> None:
 def _show_stress(result: Row, by_factor: dict[str, dict[str, float]]) -> None:
     from disagg.eval.summary import stress_rows
 
-    title = "KL in nats a token (error of attention in the worst layer), by the factor of outliers"
+    title = "KL in nats per token (error of attention in the worst layer), by factor of outliers"
     _print(f"{_title(result)}; {title}", stress_rows(result["summary"]))
     for factor, perplexity in by_factor.items():
         print(f"exact perplexity, x {factor}: {_texts(perplexity)}")

@@ -38,7 +38,7 @@ Dtype = Annotated[
 
 Context = Annotated[
     int | None,
-    Option(min=2, help="Tokens of a prompt with its answer, as model.context."),
+    Option(min=2, help="Maximum tokens of a prompt with its answer, as model.context."),
 ]
 
 

@@ -23,7 +23,7 @@ Model = Annotated[
 ]
 ChatTemplate = Annotated[
     str | None,
-    Option(help="File with a chat template, in place of the model's."),
+    Option(help="File with a chat template that replaces the model's."),
 ]
 Codec = Annotated[
     str | None, Option(help=f'Codec spec or plan, such as "{DEFAULT_CODEC}".')

@@ -245,7 +245,7 @@ def print_start(service: "Service | Supervisor", config: Config, as_json: bool) 
 
 
 def sampling_notes(config: Config) -> list[str]:
-    """The sampling defaults of the model's authors, if there are any, and the setting for them."""
+    """The sampling defaults that the model brings, if any, and the setting for them."""
     from disagg.engine.sampling_defaults import (
         describe_defaults,
         read_sampling_defaults,
@@ -257,7 +257,7 @@ def sampling_notes(config: Config) -> list[str]:
         return []
     values = describe_defaults(defaults)
     return [
-        f"unless a request sets them: {values} (model.generation_config: "
+        f"sampling defaults of the model: {values} (model.generation_config: "
         f"{model.generation_config})"
     ]
 

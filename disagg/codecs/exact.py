@@ -35,7 +35,7 @@ def exact_format(layout: Layout, side: Layout | None = None) -> ExactFormat:
 
 
 def largest_number(group: LayerGroup) -> float:
-    """How large K and V may be: pages saturate beyond it. Scales and zeros of codes are fp16."""
+    """The largest |K| or |V|; pages saturate beyond it. Scales and zeros of codes are fp16."""
     if group.page == group.raw:
         return torch.finfo(getattr(torch, exact_format(group.raw).dtype)).max
     return LARGEST

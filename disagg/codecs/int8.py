@@ -10,8 +10,8 @@ from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 class Int8(SinkCodec):
     """Symmetric round-to-nearest to -127 .. 127, one scale for each token and KV head.
 
-    8.12 bits a number at head dim 128. Channels of K that are far larger than others, as Qwen2 and
-    2.5 have them, leave the others few codes: see docs/codecs.md.
+    8.12 bits a number at head dim 128. Channels of K that are far larger than others, as in Qwen2
+    and 2.5, leave the others few codes: see docs/codecs.md.
 
     error:  |x' - x| <= s/2 + 2**-11 max|x| + 2**-17, where s = fp16(max|x| / 127) of the token
     cost:   8.25 bits, +0.1 %, KL 0.0001

@@ -11,7 +11,7 @@ from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 class PerToken(SinkCodec):
     """Asymmetric round-to-nearest of each token by itself.
 
-    Channels of K that are far larger than others leave these few codes: see docs/codecs.md.
+    Channels of K that are far larger than others leave the others few codes: see docs/codecs.md.
 
     bits:   2, 4 or 8; half a bit more with scales and zeros of groups of 64
     group:  channels that share a scale; it divides the head dim

@@ -115,7 +115,7 @@ def _parse_layers(text: str, num_layers: int, spec: str) -> list[int]:
         match = re.fullmatch("([0-9]{1,9})(-?)([0-9]{0,9})", item.strip())
         if match is None:
             raise ConfigError(
-                f"{quoted(item)} in {quoted(spec)} is no layer or range; "
+                f"{quoted(item)} in {quoted(spec)} is not a layer or range; "
                 f"write 0, 0-3 or 4-"
             )
         first_text, dash, last_text = match.groups()

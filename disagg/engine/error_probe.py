@@ -6,8 +6,8 @@ and on exact K and V. It runs on the host, so that nothing is compiled for it on
 it fails no request.
 
 The first sample takes the first and the last layer of a group, where models have their outlier
-channels, the next one their neighbours, and so on to the middle; then it starts again with the next
-head.
+channels. Later samples take their neighbours, and so on to the middle. Then the first and the last
+layer follow again, with the next head.
 """
 
 import logging
@@ -73,7 +73,7 @@ class CodecErrorProbe:
         k: Tensor,
         v: Tensor,
     ) -> None:
-        """Note the error under one plan, if the sample takes this layer."""
+        """Record the error under one plan, if the sample takes this layer."""
         index = plan.group_of[layer]
         group = plan.groups[index]
         head = head_of_sample(group, layer, sample)

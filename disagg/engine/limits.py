@@ -1,6 +1,6 @@
-"""What a model, a pool and a codec can serve at all; errors that say so.
+"""Requests that a model, a pool or a codec can never serve, and their errors.
 
-All but `check_range` are known before a request waits for room.
+All but `check_range` run before a request waits for room.
 """
 
 import math
@@ -44,10 +44,10 @@ def check_pool(plan: Plan, num_tokens: int, pool_bytes: int) -> None:
 
 
 def check_range(plan: Plan, largest: Sequence[float]) -> None:
-    """RequestError for a prompt whose numbers its pages cannot hold.
+    """RequestError for a prompt with K or V that its pages cannot hold.
 
-    Pages saturate, so none is infinite; but answers would be wrong without a word. Tokens of an
-    answer have keys like those of the prompt, and are not checked.
+    Pages saturate, so none is infinite, but answers would be silently wrong. The keys of generated
+    tokens are like those of the prompt, and are not checked.
 
     largest: |K| or |V| of each layer
     """

@@ -22,7 +22,7 @@ from disagg.errors import RequestError
 # how many of the largest logits are sorted at first; a full sort is slow and rarely needed
 TRUNCATION_WIDTHS = (256, 4096)
 LEAST_TEMPERATURE = 1e-30  # smaller ones would be 0 in fp32
-LEAST_LOGPROB = -9999.0  # of a token that the model excludes, as OpenAI has it
+LEAST_LOGPROB = -9999.0  # of a token that the model excludes, as in OpenAI's API
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def logprobs_of(
 ) -> list[Logprobs]:
     """The model's own log-probabilities of tokens, before any edit by sampling parameters.
 
-    Models that mask a padded vocabulary give some tokens minus infinity, which JSON does not have:
-    it becomes `LEAST_LOGPROB`.
+    Models that mask the padding of a vocabulary give it minus infinity, which JSON does not have.
+    That becomes `LEAST_LOGPROB`.
 
     logits: [B, V]
     tokens: [B]

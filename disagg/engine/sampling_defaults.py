@@ -1,7 +1,7 @@
-"""Sampling defaults that a model's authors ship: what applies where a request says nothing.
+"""Sampling defaults that a model brings, for requests that do not set them.
 
-`do_sample: false` in generation_config.json means the most likely token, as transformers reads it;
-without `do_sample` only the numbers count that the file names.
+`do_sample: false` in generation_config.json means the most likely token, as in transformers.
+Without `do_sample`, the numbers in the file count.
 """
 
 import os
@@ -31,7 +31,7 @@ NAMES = {
 def read_sampling_defaults(
     model: str | None = None, source: str = AUTO
 ) -> dict[str, Any]:
-    """The sampling defaults of a model, by the names of SamplingParams; empty: there are none.
+    """The sampling defaults of a model, by the names of SamplingParams; empty if it has none.
 
     source: "auto": generation_config.json of the model; "none": no defaults; else the path of such
             a file, or of a folder with one
@@ -48,7 +48,7 @@ def read_sampling_defaults(
     }
     if content.get("do_sample") is False:
         defaults["temperature"] = 0.0
-    if defaults.get("top_k") == -1:  # all of them, as 0
+    if defaults.get("top_k") == -1:  # all tokens, as 0 does
         defaults["top_k"] = 0
     try:
         SamplingParams(**defaults)

@@ -67,7 +67,7 @@ class EvalOptions:
     score:   tokens fed after the prompt
     free:    greedy tokens to compare with exact KV, after the prompt and one more token
     passkeys, keys: lengths of prompts with a pass key in them, and keys of each length
-    factors: of outlier channels in the keys, see `model/outliers.py`; 1: as the model is
+    factors: of outlier channels in the keys, see `model/outliers.py`; 1: unchanged
     streaming: tails are sealed while tokens are fed, as in the service; else fed tokens stay exact
     threads: of torch; on a busy machine several threads wait for each other
     """

@@ -40,7 +40,7 @@ def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
 
 
 def _factor_of(row: Row) -> int:
-    """Of the outlier channels in the keys of a row or line."""
+    """The factor of the outlier channels in a row or line."""
     return int(row.get("factor", 1))
 
 
@@ -88,7 +88,7 @@ def costs(summary: Sequence[Row]) -> dict[str, Row]:
 
 
 def perplexity_by_factor(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """`exact_perplexity` for each factor of outliers: the same, if these change no score."""
+    """`exact_perplexity` for each factor of outliers. All are equal if no score changes."""
     by_factor: dict[str, list[Row]] = {}
     for row in rows:
         factor = str(_factor_of(row))
@@ -139,9 +139,9 @@ def _table_row(line: Row, has_free: bool) -> list[tuple[str, str]]:
 
 
 def stress_rows(summary: Sequence[Row]) -> list[list[tuple[str, str]]]:
-    """A table of a run with outliers: column headers and the cells of each codec.
+    """The table of a run with outliers: column headers and cells for each codec.
 
-    Of each factor KL in nats a token, and the error of attention in the worst layer.
+    A cell has KL in nats per token, and the error of attention in the worst layer.
     """
     by_codec: dict[str, list[tuple[str, str]]] = {}
     for line in summary:

@@ -186,7 +186,7 @@ def measure_links(actors: Sequence[Actor]) -> list[str]:
 
 
 def cause_of_death(actor: Actor) -> tuple[str, str]:
-    """How the process of a worker that has ended ended, for the log, and its id.
+    """How the process of a worker ended, for the log, and its id.
 
     Both are "" if it left by itself. Ray knows no exit code or signal: a kill, a crash and the
     kernel's out-of-memory killer look alike to it.

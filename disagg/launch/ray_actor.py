@@ -71,7 +71,7 @@ class WorkerActor:
         return success(address, self._worker.info)
 
     def _check_settings(self, settings: Message) -> None:
-        """OccupiedError unless it has the settings that it would get from this front end."""
+        """OccupiedError unless the worker has the settings that this front end would give it."""
         self._config = config_of(self._settings)
         own = worker_settings(self._config)
         changed = changed_keys(own, worker_settings(config_of(settings)))

@@ -17,9 +17,7 @@ LOCAL = "local"
 AUTO = "auto"
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray requires at least 75 MB
 KNOCK_S = 1.0
-LAST_CHARS = (
-    16_000  # of what a worker that broke wrote to stderr: the stacks of its threads
-)
+LAST_CHARS = 16_000  # of the stderr of a worker that died: the stacks of its threads
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray adds
 
 
@@ -85,9 +83,9 @@ class RayConnection:
         return not all(knock(host, port) for host, port in self._listening)
 
     def last_words(self, pid: str) -> str:
-        """The end of what a worker of a private Ray has written to stderr; "" if nothing.
+        """The end of the stderr of a worker of a private Ray; "" if it wrote nothing.
 
-        Also "" on a cluster, where Ray keeps the logs of workers at each host.
+        Also "" on a cluster, where each host keeps the logs of its workers.
         """
         if self._session is None or not pid:
             return ""
@@ -141,7 +139,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """The parts of "host:port" or "ray://host:port"; PeerLostError for anything else."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():
-        raise PeerLostError(f"no Ray at {address!r}: it is no host:port")
+        raise PeerLostError(f"no Ray at {address!r}; expected host:port")
     return host, int(port)
 
 

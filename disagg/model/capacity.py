@@ -61,7 +61,7 @@ class ModelFit:
     """Whether a model can be served, and the size of its KV.
 
     reason:        why it is not served, in one line
-    max_context:   the most that `model.context` may be
+    max_context:   the limit of `model.context`
     eos_ids:       the tokens that end an answer
     windows:       number of layers by the tokens that their queries see; None: all
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
@@ -196,7 +196,7 @@ def check_model(
 def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
     """Bytes of a folder's weights on a GPU; 0: it has none.
 
-    ModelError for weights that are packed in a format that we do not unpack, or not its model's.
+    ModelError for packed weights that we cannot unpack, and for weights of another model.
     """
     kind, transformers_config = class_of(info)
     quantization = read_quantization(info.path)
@@ -240,7 +240,7 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
 
 
 def class_of(info: ModelInfo) -> tuple[Any, Any]:
-    """The class and the config of a model in transformers. One that sees images too is whole.
+    """The class and the config of a model in transformers; with its vision part if it sees images.
 
     ModelError for an architecture that takes no attention function from outside.
     """
@@ -260,10 +260,10 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
 
 
 def _check_sizes(config: Any, info: ModelInfo) -> None:
-    """ModelError where transformers reads other sizes out of config.json than we do.
+    """ModelError if transformers reads other sizes from config.json than we do.
 
-    A class of several models reads its language model from `text_config` alone; without that key it
-    silently takes its own defaults.
+    The class of a model with several parts reads its language model only from `text_config`;
+    without that key it silently takes its own defaults.
     """
     sizes = {
         "num_attention_heads": info.query_heads,
@@ -299,7 +299,7 @@ def _transformers_config(path: Path) -> Any:
 
 
 def _language_model(config: Any) -> Any:
-    """The class of transformers that continues text for a config."""
+    """The class of transformers that generates text for a config."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,

@@ -10,7 +10,7 @@ from disagg.errors import ModelError, RequestError
 from disagg.model.chat_files import TemplateSource, read_template
 from disagg.model.chat_forms import MessageForms, Turn
 
-# as a template names the role; the word alone may stand in its text
+# how a template names the role; without quotes the word may be part of its text
 DEVELOPER = re.compile("""["']developer["']""")
 BETWEEN_INSTRUCTIONS = "\n\n"
 TRIAL_S = 30.0  # templates take milliseconds; one that never ends would hang the start
@@ -22,8 +22,8 @@ class ChatTemplate:
     """Turns messages into the text of a prompt, special tokens included.
 
     A message reaches the template as the client sent it, or in the form that the template takes
-    (`MessageForms`). To a template that does not know the role, a `developer` message is a part of
-    the first system message.
+    (`MessageForms`). If the template does not know the role, `developer` messages are joined to the
+    first system message.
     """
 
     def __init__(self, source: str, words: Mapping[str, str]):
@@ -47,7 +47,7 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """The template of a model, or of a file, as `read_template` finds it; None if it has none.
 
-        Warns of words that the template writes and that nothing defines.
+        Warns of variables that the template uses but nothing defines.
         """
         source = read_template(ref, file)
         if source is None:
@@ -121,6 +121,6 @@ def _warn_undefined(source: TemplateSource) -> None:
     words = ", ".join(source.undefined_words)
     if words:
         log.warning(
-            "the chat template writes words that nothing defines, and that are empty: %s",
+            "the chat template uses undefined variables, which are empty: %s",
             words,
         )

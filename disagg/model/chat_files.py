@@ -1,4 +1,4 @@
-"""The chat template of a model's folder, found as AutoTokenizer of transformers finds it.
+"""The chat template of a model's folder, found as transformers' AutoTokenizer finds it.
 
 Reads files only and does not import transformers, so that a template can be checked before a
 service starts.
@@ -19,10 +19,10 @@ from disagg.errors import ConfigError, ModelError
 from disagg.model.describe import locate_model
 from disagg.model.json_file import read_object
 
-DEFAULT = "default"  # the name of the one to use, of several templates
+DEFAULT = "default"  # of several templates, the name of the one to use
 # what transformers passes to every template
 PASSED = {"messages", "tools", "documents", "add_generation_prompt"}
-# of Jinja in loops and macros, and functions of transformers
+# variables of Jinja's loops and macros, and functions of transformers
 PREDEFINED = {
     "loop",
     "caller",
@@ -44,10 +44,10 @@ class TemplateSource:
 
     @property
     def undefined_words(self) -> list[str]:
-        """Words that the template writes although nothing defines them.
+        """Variables that the template uses although nothing defines them.
 
-        They are empty, unless a request sets them in `chat_template_kwargs`. Words that the
-        template asks for first (`{% if tools %}`, `is defined`, `default`) are not among them.
+        They are empty, unless a request sets them in `chat_template_kwargs`. Variables that the
+        template tests first (`{% if tools %}`, `is defined`, `default`) are not among them.
         """
         tree = parse(self.text)
         names = list(tree.find_all(nodes.Name))
@@ -94,7 +94,7 @@ def _checked(text: str, words: Mapping[str, str], place: str | Path) -> Template
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. Files of their own go first; without a default, the config may have one."""
+    """By name. Separate files go first; if none is the default, the config may have one."""
     templates = _jinja_files(folder)
     if DEFAULT not in templates:
         file = folder / "tokenizer_config.json"
@@ -115,7 +115,7 @@ def _jinja_files(folder: Path) -> dict[str, str]:
 
 
 def _from_processor(folder: Path) -> dict[str, str]:
-    """Those of a model that reads images too: AutoProcessor finds them."""
+    """Templates of a model that also reads images, where AutoProcessor finds them."""
     for name in ("chat_template.json", "processor_config.json"):
         file = folder / name
         templates = _named(read_object(file).get("chat_template"), file)
@@ -135,9 +135,9 @@ def _named(value: Any, file: Path) -> dict[str, str]:
             value = {each["name"]: each["template"] for each in value}
         texts = list(value.values())
     except (TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"the chat template in {file} is no text") from error
+        raise ModelError(f"the chat template in {file} is not text") from error
     if not all(isinstance(text, str) for text in texts):
-        raise ModelError(f"a chat template in {file} is no text")
+        raise ModelError(f"a chat template in {file} is not text")
     return {name: text for name, text in value.items() if text}
 
 
@@ -157,7 +157,7 @@ def _default(templates: Mapping[str, str], folder: Path) -> str:
 def _special_words(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens by their names in the tokenizer's files, each a text or an object."""
     mapped = read_object(folder / "special_tokens_map.json")
-    # as in transformers: the map has the last word where tokens are not listed in the config
+    # as in transformers: the map wins if the config does not list added tokens
     is_old = "added_tokens_decoder" not in config
     sources = [config, mapped] if is_old else [mapped, config]
     words = {}
@@ -185,7 +185,7 @@ def _read_file(file: Path) -> str:
     try:
         templates = _named(json.loads(text).get("chat_template"), file)
     except (ValueError, AttributeError) as error:
-        raise ModelError(f"{file} is no JSON object: {error}") from error
+        raise ModelError(f"{file} is not a JSON object: {error}") from error
     if not templates:
         raise ModelError(f"{file} has no key chat_template")
     return _default(templates, file)
@@ -197,7 +197,7 @@ def _read_text(file: Path) -> str:
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{file} is no text: {error}") from error
+        raise ModelError(f"{file} is not text: {error}") from error
 
 
 class _GenerationTag(Extension):
@@ -220,7 +220,7 @@ def parse(text: str) -> nodes.Template:
 
 
 def _optional(tree: nodes.Template) -> set[str]:
-    """Words that a template asks for before it uses them."""
+    """Variables that a template tests before it uses them."""
     asking: list[nodes.Node] = []
     for test in tree.find_all(nodes.Test):
         if test.name in ("defined", "undefined"):

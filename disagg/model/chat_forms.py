@@ -1,7 +1,7 @@
-"""In which form a chat template takes a message. Templates differ, and none says what it takes.
+"""The form in which a chat template takes a message. Templates differ, and none declares its form.
 
-So each is tried once, when it is loaded, with short conversations. Of the forms of a message the
-first one counts that the template writes whole: what the client sent, then what comes closest.
+So each template is tried with short conversations when it is loaded. The forms are tried in order,
+the client's own first, then those closest to it; the first that the template writes whole is used.
 """
 
 import json
@@ -22,7 +22,7 @@ RESULT: Turn = {
     "content": "rain",
 }
 CITY = "Trondheim"
-# some templates know the role, and take one of the two
+# some templates know both roles, but write only one of the two messages
 INSTRUCTIONS: list[Turn] = [
     {"role": "system", "content": "Be kind."},
     {"role": "developer", "content": "Be brief."},
@@ -36,7 +36,7 @@ REFUSED, WITH_NONE, PARTLY, WHOLE = range(4)
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template takes a message that calls tools and says nothing.
+    """How a template takes a message that calls tools and has no text.
 
     content: null or ""
     as_text: arguments as JSON text; otherwise as an object
@@ -64,7 +64,8 @@ class MessageForms:
     developer:  whether it writes a message with the role `developer` beside a system message
     as_parts:   content as a list of text parts; otherwise as a text
     calls:      by the content that the client sent, null or ""
-    wraps_text: arguments that are no object go into one, since the template refuses or loses them
+    wraps_text: arguments that are not an object are put into one, because the template refuses or
+                drops them
     """
 
     developer: bool
@@ -151,7 +152,7 @@ def _grade_arguments(render: Render, form: CallForm, arguments: Any) -> int:
 
 
 def _wraps_text(render: Render, form: CallForm) -> bool:
-    broken = f'{{"city": "{CITY}'  # as a limit of tokens leaves it
+    broken = f'{{"city": "{CITY}'  # cut off by max_tokens
     text_grade = _grade_arguments(render, form, broken)
     object_grade = _grade_arguments(render, form, {"arguments": broken})
     return not form.as_text and text_grade < object_grade

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, from the headers of its safetensors files: no weights are read."""
+"""The tensors of a checkpoint, from the headers of its safetensors files. Reads no weights."""
 
 import json
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ HEADER_ERRORS = (
     TypeError,
     ValueError,
 )
-METADATA = "__metadata__"  # the one entry of a header that is no tensor
+METADATA = "__metadata__"  # the one entry of a header that is not a tensor
 
 
 @dataclass(frozen=True)
 class TensorHeader:
     """One tensor of a checkpoint.
 
-    dtype:  as safetensors names it, such as "BF16", "F8_E4M3" or "I32"
+    dtype:  safetensors' name, such as "BF16", "F8_E4M3" or "I32"
     nbytes: as stored
     file:   the name of its file
     """
@@ -37,8 +37,8 @@ class TensorHeader:
 def read_headers(folder: Path, files: list[str]) -> dict[str, TensorHeader]:
     """The tensors in some safetensors files of a folder, by name.
 
-    ModelError for a file that is missing or that is no safetensors file, and for a tensor that two
-    files have: which one counts, nothing says.
+    ModelError for a file that is missing or is not a safetensors file, and for a tensor in two
+    files: nothing says which one counts.
     """
     headers: dict[str, TensorHeader] = {}
     for file in files:
@@ -69,7 +69,7 @@ def _read_header(file: Path) -> dict[str, TensorHeader]:
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error}") from error
     except HEADER_ERRORS as error:
-        raise ModelError(f"{file} is no safetensors file: {error}") from error
+        raise ModelError(f"{file} is not a safetensors file: {error}") from error
 
 
 def _data_bytes(entries: Mapping[str, Mapping[str, list[int]]]) -> int:

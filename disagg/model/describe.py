@@ -37,12 +37,12 @@ HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are
 WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# how the keys of layers begin that keep a state: state spaces, linear attention, convolutions
+# beginnings of the keys of layers with a state: state spaces, linear attention, convolutions
 STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-# types of layers in hybrid models: those that attend, by their usual names, and those that do not
+# types of layers in hybrid models that attend, with their usual names; then those that do not
 HYBRID_ATTENTION = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
@@ -51,12 +51,12 @@ HYBRID_ATTENTION = {
     "hybrid_sliding": "sliding_attention",
 }
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}
-# sizes that some configs of hybrid models compute, and do not store
+# sizes that some configs of hybrid models compute instead of storing them
 COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types")
-INDEXER = "indexer_"  # how the keys of sparse attention by an indexer begin
+INDEXER = "indexer_"  # beginning of the keys of sparse attention by an indexer
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# how the keys of tokens that stand for images, videos or sound begin and end
+# beginnings and ends of the keys of tokens that stand for images, videos or sound
 MEDIA = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
 TOKEN_KEYS = ("_token_id", "_token_index")
 
@@ -70,8 +70,8 @@ class ModelInfo:
     dtype:          the one it computes in, such as "float32"
     windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
-    max_context:    the most that `model.context` may be
-    states:         what each layer keeps that has a state, in their order; empty: none has
+    max_context:    the limit of `model.context`
+    states:         what each layer with a state keeps, in their order; empty: no layer has one
     media_ids:      tokens that stand for images, videos or sound, each with its key in the config
     """
 
@@ -156,7 +156,7 @@ def describe_model(
     """The sizes of a model, by name or path.
 
     dtype:   "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
-    context: tokens of prompt and answer; None: as many as the model takes as it is
+    context: maximum tokens of a prompt with its answer; None: the default of the model
     ModelError if there is none, or if its config says that we cannot serve it. ConfigError for a
     context that is too long for it.
     """
@@ -202,7 +202,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model folder; ModelError where it is missing or no JSON object."""
     file = path / "config.json"
     if not file.is_file():
-        raise ModelError(f"{path} has no config.json, so it is no Hugging Face model")
+        raise ModelError(
+            f"{path} has no config.json, so it is not a Hugging Face model"
+        )
     return read_object(file)
 
 
@@ -241,7 +243,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_code(config: dict[str, Any]) -> None:
-    """Raise ModelError for a model whose class is code of its repository: we never run that.
+    """Raise ModelError for a model whose class is code in its repository, which we never run.
 
     Where transformers knows the type of the model, its own class is used.
     """
@@ -253,7 +255,7 @@ def refuse_own_code(config: dict[str, Any]) -> None:
     kind = config.get("model_type", "unknown")
     if kind not in CONFIG_MAPPING_NAMES:
         raise ModelError(
-            f"{kind} is code of its own repository (auto_map), which is never run, and "
+            f"{kind} needs code from its own repository (auto_map), which is never run, and "
             f"transformers has no model type {kind!r}: not supported"
         )
 
@@ -266,7 +268,7 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
     if not isinstance(names, list):
         raise ModelError(f"architectures is {names!r}; expected a list")
     if names and not any(name.endswith(CAUSAL_HEADS) for name in names):
-        raise ModelError(f"{names[0]} is no language model that continues text")
+        raise ModelError(f"{names[0]} is not a language model that continues text")
     if config.get("is_encoder_decoder") or text.get("add_cross_attention"):
         raise ModelError(
             f"{kind} is an encoder-decoder model; decoder-only ones can be served"
@@ -301,7 +303,7 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
     if other_types:
         return f"has layers of type {', '.join(sorted(other_types))}"
     if text.get("cross_attention_layers"):
-        return "attends to images in layers of their own (cross_attention_layers)"
+        return "attends to images in separate layers (cross_attention_layers)"
     if text.get("num_kv_shared_layers"):
         return "shares KV between layers (num_kv_shared_layers)"
     return ""
@@ -468,7 +470,7 @@ def _context_length(reach: Reach, context: int | None) -> int:
     if context > reach.most:
         raise ConfigError(
             f"config key model.context is {context}; "
-            f"the positions of this model reach {reach.most} tokens"
+            f"at most {reach.most} tokens, the reach of this model's positions"
         )
     return context
 
@@ -476,7 +478,7 @@ def _context_length(reach: Reach, context: int | None) -> int:
 def stored_dtype(config: dict[str, Any], path: Path) -> str:
     """The dtype of a checkpoint's numbers, or of those that it keeps unquantized.
 
-    That of the config, else that of its language model, else that of most bytes of the weights.
+    It is named by the config or its `text_config`, or else the dtype of most bytes of the weights.
     """
     for part in (config, _text_config(config)):
         name = str(part.get("dtype") or part.get("torch_dtype"))
@@ -498,7 +500,7 @@ def _most_common_dtype(path: Path) -> str | None:
 
 
 def _assumed_dtype(config: dict[str, Any]) -> str:
-    """Without weights that could tell: what is not quantized in a quantized model is bfloat16."""
+    """For a folder without weights: the unquantized part of a quantized model is bfloat16."""
     parts = (config, _text_config(config))
     is_quantized = any("quantization_config" in part for part in parts)
     return "bfloat16" if is_quantized else "float32"
@@ -514,7 +516,7 @@ def _dtype(dtype: str, device: str, config: dict[str, Any], path: Path) -> str:
 
 
 def _media_ids(config: dict[str, Any]) -> tuple[tuple[int, str], ...]:
-    """The tokens that a config names for other inputs than text."""
+    """The tokens that a config names for inputs other than text."""
     return tuple(
         (value, key)
         for key, value in config.items()

@@ -1,11 +1,11 @@
-"""The tokens that end an answer. Authors name them in three places, and often not in all of them.
+"""The tokens that end an answer. Authors name them in up to three places.
 
 generation_config.json, config.json   eos_token_id: an id, or a list of ids
 the tokenizer                         eos_token: a text, whose id is in its vocabulary
 
-Fine-tuned models tend to change only one of these, so every end token counts. One exception: some
-tools write an architecture's defaults into config.json, where they name ordinary words of another
-tokenizer. A token that only config.json names must be one that was added to the vocabulary.
+Fine-tuned models often change only one of these, so all of them count. One exception: some tools
+write an architecture's default ids into config.json, and these may be ordinary words of this
+tokenizer. So a token that only config.json names counts only if it was added to the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ KEY = "eos_token_id"
 def end_tokens(
     folder: Path, config: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
-    """The ids of a model folder's end tokens, each once; ids outside the vocabulary stand for none.
+    """The ids of a model folder's end tokens, each once. Ids outside the vocabulary are ignored.
 
     ModelError for an `eos_token_id` that is neither an id nor a list of ids.
     """
@@ -51,7 +51,7 @@ def _ids(file: Path, content: Mapping[str, Any]) -> list[int]:
 
 
 class TokenizerVocabulary:
-    """Which text is which token, by the files of a tokenizer. Large files are read when needed."""
+    """Token ids by text, from the files of a tokenizer. Large files are read only when needed."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -70,7 +70,7 @@ class TokenizerVocabulary:
         return [] if token is None else [token]
 
     def may_be_special(self, token: int) -> bool:
-        """Whether a token was added to the vocabulary, or none is known to be."""
+        """Whether a token was added to the vocabulary; true if no added tokens are known."""
         return not self._added or token in self._added.values()
 
     @cached_property
@@ -83,7 +83,7 @@ class TokenizerVocabulary:
 
     @cached_property
     def _added(self) -> Mapping[str, int]:
-        """Added tokens, special ones among them, from the small file if it has them."""
+        """Added tokens, including special ones; from the small file if it has them."""
         by_id = self._config.get("added_tokens_decoder")
         try:
             if by_id:

@@ -16,7 +16,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is no JSON: {error}") from error
+        raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} holds a {type(content).__name__}; expected an object")
     return content

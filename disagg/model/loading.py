@@ -1,6 +1,6 @@
-"""A model of transformers from named tensors, each of which it uses or is known not to need.
+"""Builds a transformers model from named tensors. Each must be a weight, or known not to be needed.
 
-On the device "meta" a model has shapes but no numbers: that tells within a second whether a
+On the device "meta" a model has shapes but no numbers. That shows within a second whether a
 checkpoint has the weights of its model.
 """
 
@@ -32,7 +32,7 @@ LOAD_ERRORS = (
     SafetensorError,
 )
 META = "meta"
-# formats that transformers multiplies as they are stored: by which package, on which GPUs
+# formats that transformers multiplies without unpacking: the package, and the least GPU
 KERNELS = {
     "awq": ("gptqmodel", (7, 5)),
     "fp8": ("kernels", (8, 9)),
@@ -71,7 +71,7 @@ def build_model(
 ) -> PreTrainedModel:
     """A model with these tensors, or slices of files, as its weights.
 
-    ModelError if some are missing, of another shape, or not needed for a reason that we know.
+    ModelError if weights are missing or of another shape, or for tensors that are unknown.
     """
     with _quiet():
         try:
@@ -103,7 +103,7 @@ def check_storage(
 def stays_packed(
     quantization: Quantization | None, device: str, config: PreTrainedConfig
 ) -> bool:
-    """Whether transformers has a kernel here for packed weights, so that they are not unpacked.
+    """Whether a kernel of transformers multiplies packed weights on this machine.
 
     config: of the model's class, which may be of a part of what config.json describes
     """
@@ -163,10 +163,10 @@ def _examples(names: list[str]) -> str:
 
 
 def is_unused(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether serving text does not need a tensor that the model has no place for.
+    """Whether a tensor that is not a weight of the model is not needed to serve text.
 
-    Tables that rotary embeddings and old masks compute, layers that draft tokens, and the other
-    parts of models of images or sound. transformers itself leaves out more, by architecture.
+    These are computed tables of rotary embeddings and old masks, layers that draft tokens, and
+    parts for images or sound. transformers itself leaves out more for some architectures.
     """
     text = config.get("text_config") or config
     has_other_parts = any(OTHER_CONFIG.fullmatch(key) for key in config)
@@ -182,7 +182,7 @@ def is_unused(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config for weights that are plain when transformers gets them."""
+    """A copy of a config that does not tell transformers to unpack the weights again."""
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -192,7 +192,7 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, and its report, which we read ourselves."""
+    """Silence transformers' progress bars and its report, which `check_report` reads."""
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

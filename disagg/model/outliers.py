@@ -1,11 +1,11 @@
-"""Outlier channels in the keys of a model that answers as before: a test of codecs.
+"""Adds outlier channels to the keys of a model without changing its answers, to test codecs.
 
 Some channels of K are multiplied by a factor, and the same channels of q are divided by it, so that
-no score changes. The trained models that have such channels, Qwen2 and 2.5 among them, have them
-from the biases of their key projections.
+no score changes. In trained models such channels, as in Qwen2 and 2.5, come from the biases of the
+key projections.
 
-It is done to q and k as attention gets them. Multiplying rows c and c + D/2 of a key projection and
-dividing those of its query heads does the same, as RoPE turns these two together; but every
+This happens where attention receives q and k. Scaling rows c and c + D/2 of a key projection, and
+of its query heads, would do the same, because RoPE rotates these two together. But each
 architecture has its projections, biases and norms in other places.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from disagg.kernels.view import Softmax
 from disagg.model.attention import Attention
 
-# of each pair of channels the lower one, in 16ths of a head: one turns fast, one slowly
+# the lower channel of each pair, in 16ths of a head; they rotate at different speeds
 PAIRS = (1, 4, 7)
 EVERY_HEAD = 2  # KV heads 0, 2, 4 ... have outliers
 
@@ -32,7 +32,7 @@ class KeyOutliers:
     factor: float
 
     def around(self, attend: Attention) -> Attention:
-        """Attention that sees K with outlier channels, and q with as much less in them."""
+        """Attention that gets K with outlier channels, and q scaled down in them."""
 
         def attend_changed(
             module: nn.Module,

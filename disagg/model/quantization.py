@@ -1,11 +1,11 @@
-"""How a checkpoint says that its weights are packed: markers in its JSON files. Imports no torch.
+"""Markers of packed weights in the JSON files of a checkpoint. Does not import torch.
 
 writer               marker
 NVIDIA's ModelOpt    hf_quant_config.json, or quantization_config with quant_method "modelopt"
 all others           quantization_config in config.json, or in its text_config
 
 Weights are unpacked to the model's dtype while they load, see `disagg.model.packed`. Activations
-are not quantized, so scales of activations are not needed; nor are those of a KV cache.
+are not quantized, so scales of activations or of a KV cache are not needed.
 """
 
 import re
@@ -30,7 +30,7 @@ MODELOPT_ALGORITHMS = (
     "NVFP4",
     "W4A16_NVFP4",
 )
-MIXED = "MIXED_PRECISION"  # of ModelOpt: each layer has an algorithm of its own
+MIXED = "MIXED_PRECISION"  # of ModelOpt: each layer names its algorithm
 COMPRESSED_FORMATS = (
     "dense",
     "naive-quantized",
@@ -41,7 +41,7 @@ COMPRESSED_FORMATS = (
     "mxfp4-pack-quantized",
     "mixed-precision",
 )
-WORD_BITS = (2, 4, 8)  # widths of numbers that never straddle two bytes
+WORD_BITS = (2, 4, 8)  # widths that divide a byte
 PART = re.compile(
     r"(_scale_inv|weight_scale_2|pre_quant_scale|_blocks|_scales"
     r"|(^|[._])weight_(scale|packed|shape|global_scale|zero_point|g_idx)"
@@ -63,7 +63,7 @@ PACKED_DTYPES = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 class Quantization:
     """The format of a checkpoint's packed weights.
 
-    method:  as its writer names it, a key of METHODS
+    method:  the writer's name for it, a key of METHODS
     options: the writer's settings
     """
 
@@ -93,7 +93,7 @@ def read_quantization(path: Path) -> Quantization | None:
 
 
 def has_packed_tensors(path: Path) -> bool:
-    """Whether the headers of a folder's files show packed weights, or parts of some."""
+    """Whether the headers of a folder's files show packed weights or parts of them."""
     headers = read_headers(path, named_weights(path))
     return any(is_packed(name, header) for name, header in headers.items())
 
@@ -113,7 +113,7 @@ def nonsense(method: str, error: Exception) -> str:
 def _refusal(path: Path, what: str) -> ModelError:
     return ModelError(
         f"{path.name or path} has {what}: not supported; "
-        f"unpacked are {', '.join(sorted(METHODS))}"
+        f"supported: {', '.join(sorted(METHODS))}"
     )
 
 

@@ -1,6 +1,6 @@
-"""How far the rotary positions of a model reach, by its config alone.
+"""How many positions the rotary embedding of a model has, by its config alone.
 
-scaling     positions that the model takes as they are     at most, with `model.context`
+scaling     default                                        limit of `model.context`
 none        max_position_embeddings                        the same
 yarn        factor x original length, or                   the same
             max_position_embeddings if that is more
@@ -9,8 +9,8 @@ linear
 dynamic,    up to where frequencies begin to depend on     factor x original length, or
 longrope    the length of the text                         max_position_embeddings if that is more
 
-A config has `rope_scaling` (older) or `rope_parameters`, for all layers or for each type of layer,
-and names the scaling `rope_type` or `type`.
+A config has `rope_scaling` (older) or `rope_parameters`, for all layers or for each type of layer.
+The key of the scaling is `rope_type` or `type`.
 """
 
 import math
@@ -22,7 +22,7 @@ MAX_LENGTH = "max_position_embeddings"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 WINDOWED = "sliding_attention"  # positions farther apart than the window never meet
 STRETCHING = ("linear", "dynamic", "llama3")
-# what transformers computes, by the keys that it then needs
+# the scalings that transformers computes, with the keys that each needs
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "proportional": (),
@@ -32,7 +32,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-# max_position_embeddings is the stretched length already, or scaling depends on each text's length
+# max_position_embeddings is already the stretched length, or scaling depends on each text's length
 NEVER_LONGER = ("gemma3", "gemma3_text", "phimoe")
 
 
@@ -40,8 +40,8 @@ NEVER_LONGER = ("gemma3", "gemma3_text", "phimoe")
 class Reach:
     """Lengths in tokens, of prompt and answer.
 
-    default: that the model takes as it is
-    most:    that `model.context` may ask for
+    default: without `model.context`
+    most:    the limit of `model.context`
     """
 
     default: int
@@ -49,8 +49,9 @@ class Reach:
 
 
 def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
-    """How long a text of a model may be; sizes: of its config, under their usual names.
+    """How long a text of a model may be.
 
+    sizes: the sizes of its config, under their usual names
     ValueError for a scaling that transformers does not compute.
     """
     length = sizes[MAX_LENGTH]
@@ -79,7 +80,7 @@ def _reach(rope: Mapping[str, Any], sizes: Mapping[str, Any]) -> Reach:
     if kind == "yarn":
         return Reach(stretched, stretched)
     if kind == "longrope":
-        # which key counts differs by architecture
+        # architectures differ in which key counts
         keys = (rope.get(ORIGINAL_LENGTH), sizes.get(ORIGINAL_LENGTH), length)
         return Reach(min(key for key in keys if key), stretched)
     return Reach(length, stretched if kind in STRETCHING else length)

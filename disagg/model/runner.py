@@ -57,7 +57,7 @@ def fix_rotary(model: nn.Module, context: int) -> bool:
     """Make rotary embeddings independent of the last position: reading it stalls a GPU every step.
 
     Frequencies that depend on the length of the text become those of a text as long as the context.
-    Returns whether they differ from those of short texts.
+    True if they then differ from those of short texts.
     """
     is_changed = False
     for module in model.modules():
@@ -76,7 +76,7 @@ def fix_rotary(model: nn.Module, context: int) -> bool:
 def _fix_frequencies(
     module: Any, rope_type: str, context: int, layer_type: str | None = None
 ) -> bool:
-    """Set frequencies that depend on the length of the text; whether that changed them."""
+    """Set the frequencies that depend on the length of the text; True if that changed them."""
     if "dynamic" not in rope_type and rope_type != "longrope":
         return False
     name = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
@@ -123,7 +123,7 @@ class Runner:
 
         dtype:   "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
                  bfloat16), "float32", "bfloat16", "float16"
-        context: tokens of prompt and answer; None: as many as the model takes as it is
+        context: maximum tokens of a prompt with its answer; None: the default of the model
         ModelError if there is none, or if its attention is not plain softmax attention; ConfigError
         for a device that `pick_device` refuses, and for a context that is too long.
         """

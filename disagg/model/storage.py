@@ -1,6 +1,6 @@
 """How the tensors of a checkpoint become the weights of a model, by the headers of its files.
 
-Every tensor is a plain weight, a part of a packed weight, or known to be unused.
+Every tensor is a plain weight, a part of a packed weight, or known not to be needed.
 """
 
 import re
@@ -40,7 +40,7 @@ READERS: dict[str, Reader] = {
     MODELOPT: modelopt_weights,
     "mxfp4": expert_weights,
 }
-# beside packed weights, of what we do not quantize, or by codecs of our own
+# scales of activations, which we do not quantize, and of KV caches, which our codecs compress
 ACTIVATION_SCALE = re.compile(
     r"(^|[._])(input_scale|input_scale_ub|activation_scale|input_global_scale|input_zero_point)$"
 )
@@ -56,8 +56,8 @@ class Storage:
     """The tensors of a checkpoint.
 
     headers: of all tensors, by name
-    plain:   names of tensors that are weights as they are
-    packed:  weights that several tensors make up
+    plain:   names of tensors that are weights without unpacking
+    packed:  weights that are made of several tensors
     """
 
     quantization: Quantization | None
@@ -73,9 +73,9 @@ class Storage:
 
 
 def read_storage(path: Path) -> Storage | None:
-    """How the weights of a model folder are stored; None: in no safetensors files.
+    """How the weights of a model folder are stored; None: it has no safetensors files.
 
-    ModelError for packed weights that are incomplete, or that nothing says how to unpack.
+    ModelError for packed weights that are incomplete, or whose format is not named.
     """
     quantization = read_quantization(path)
     files = named_weights(path)
@@ -127,18 +127,18 @@ def _refuse_packed(
         return
     if quantization is None:
         raise ModelError(
-            f"{name} is stored as {header.dtype}, and nothing says how to read it; expected "
+            f"{name} is stored as {header.dtype}, and no file says how to read it; expected "
             f"quantization_config in config.json, or {MODELOPT_FILE}"
         )
     raise ModelError(
-        f"{name}, stored as {header.dtype}, belongs to no weight in {quantization.method}"
+        f"{name}, stored as {header.dtype}, is not part of any weight in {quantization.method}"
     )
 
 
 def _check_experts(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """ModelError unless experts are numbered from 0 on, and have the same weights.
+    """ModelError unless experts are numbered from 0 without a gap, and have the same weights.
 
-    They are put into one weight in the order of their numbers: a gap would shift them.
+    They are put into one weight in the order of their numbers, so a gap would shift them.
     """
     experts: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     counts: dict[str, int] = {}

@@ -34,7 +34,7 @@ class Tokenizer:
         folder = locate_model(None if ref is None else str(ref))
         file = folder / "tokenizer.json"
         backend = _from_file(file) if file.is_file() else _from_transformers(folder)
-        # settings of a training: a prompt is neither cut nor filled up
+        # settings left from training; a prompt is neither cut nor padded
         backend.no_truncation()
         backend.no_padding()
         return cls(backend)
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> set[int]:
-        """Ids of the special tokens, which are no text."""
+        """Ids of the special tokens, which are not text."""
         return {*self.special_tokens.values()}
 
     @property
@@ -66,8 +66,8 @@ class Tokenizer:
         """Token ids of a prompt. Other threads go on meanwhile.
 
         special: with the special tokens that the model expects in front of it, unless it begins
-                 with them. An end of text that a tokenizer also adds is not part of a prompt: the
-                 answer to it would be empty
+                 with them. An end-of-text token that the tokenizer would append is left out: the
+                 answer would be empty
 
         RequestError for text that is no UTF-8: lone surrogates, or bytes of another encoding.
         """
@@ -189,7 +189,7 @@ def _from_file(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception, nothing narrower
-        raise ModelError(f"{file} is no tokenizer: {error}") from error
+        raise ModelError(f"{file} is not a tokenizer file: {error}") from error
 
 
 def _from_transformers(folder: Path) -> tokenizers.Tokenizer:

@@ -2,7 +2,7 @@
 
 stored as it is computed, on a CPU     the mapped files are the weights
 anything else                          tensor by tensor: read, converted, uploaded, let go
-packed, in few bits a number           unpacked to the model's dtype, one by one
+packed, in few bits a number           unpacked to the model's dtype, one at a time
 """
 
 import json
@@ -52,8 +52,8 @@ VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
     """The model of a folder on a device; ModelError if weights are missing or cannot be read.
 
-    Packed weights are unpacked, unless transformers has a kernel here that multiplies them as they
-    are. Other files than safetensors are read by transformers.
+    Packed weights are unpacked, unless a kernel of transformers multiplies them on this machine.
+    Files other than safetensors are read by transformers.
     """
     kind, config = class_of(info)
     storage = read_storage(info.path)
@@ -99,7 +99,7 @@ def _open(info: ModelInfo, storage: Storage, device: str) -> dict[str, Any]:
 class PackedSlice:
     """A packed weight, unpacked when transformers reads it as a slice of a file.
 
-    One at a time, so that only the packed numbers of one are in memory beside the model.
+    One weight at a time, so that the packed numbers of only one are in memory besides the model.
     """
 
     def __init__(
@@ -143,7 +143,8 @@ def fingerprint_model(path: Path) -> str:
     packing = read_object(path / MODELOPT_FILE)
     settings = {**config, MODELOPT_FILE: packing} if packing else config
     config_bytes = json.dumps(settings, sort_keys=True).encode()
-    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+    files = [path / name for name in named_weights(path)]
+    files = files or sorted(path.glob("*.bin"))
     stats = _stat_all(files)
     note_name = xxh3_128(config_bytes + repr(stats).encode()).hexdigest()
     note = user_cache() / "fingerprints" / note_name

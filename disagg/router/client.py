@@ -46,8 +46,8 @@ COUNTS_S = 1.0  # between two messages with the door's own series
 CALL_S = 10.0  # every call but Generate
 MAX_HANDLE = 1 << 32
 
-# The link to the router as it is now. PeerLostError while there is none; StoppingError if none will
-# come, which ends the requests that wait for one
+# Returns a link to the current router. PeerLostError while there is none; StoppingError if none
+# will come, which ends the requests that wait for one
 Dial = Callable[[], Awaitable[Link]]
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class DoorPrompt:
 
 
 class RouterClient:
-    """The router of a service. `run` follows it, whichever process it is at the time.
+    """The router of a service. `run` follows it from one process to the next.
 
     dial:   called before each attempt; `run` closes its links, the last one when it is cancelled
     name:   of this door, for the series of its counts
@@ -171,7 +171,7 @@ class RouterClient:
         return handle
 
     def _check_room(self, client: str) -> None:
-        """QueueFullError if too many requests wait for a router that is not there."""
+        """QueueFullError if too many requests wait for a router while there is none."""
         limit = self._config.max_queue
         if self._has_router or self.running < limit:
             return
@@ -287,7 +287,7 @@ class RouterClient:
                 await self._link.close()
 
     async def _follow(self) -> None:
-        """Follow the router of this moment, if one is to come."""
+        """Follow the current router; end all requests if none will come."""
         try:
             link = await self._dial()
         except StoppingError as error:

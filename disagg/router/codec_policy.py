@@ -20,9 +20,9 @@ from typing import Any
 TIME_SHARE = 0.8
 # the error of a layer is the mean of this many samples of it; after that, older ones fade
 MEMORY = 4
-# one layer may be off by this many times what all may be on average; 1 would be noise. Codecs that
-# serve a model well differ by up to 3.4 between their worst layer and the mean, but stay below 0.25
-# in it; where outlier channels ruin a codec, its worst layer is off by 0.4 and more
+# the error of one layer may be this many times the budget for the mean; with 1, noise would decide.
+# For codecs that serve a model well, the worst layer has up to 3.4 times the mean error, but stays
+# below 0.25; where outlier channels ruin a codec, its worst layer has 0.4 or more
 WORST_LAYER = 2.0
 
 
@@ -92,7 +92,7 @@ class MeanError:
 class CodecError:
     """Errors of attention outputs under one codec, layer by layer.
 
-    A few ruined layers ruin the answers, and hardly change a mean of many: so both count.
+    A few ruined layers ruin the answers but hardly change the mean of many, so both count.
     """
 
     def __init__(self) -> None:
@@ -107,18 +107,18 @@ class CodecError:
 
     @property
     def mean(self) -> float:
-        """Over the layers of the worst layer group."""
+        """The mean error over the layers of the worst layer group."""
         means = [fmean(group) for group in self._by_group()]
         return max(means, default=0.0)
 
     @property
     def worst(self) -> float:
-        """Of the worst layer."""
+        """The error of the worst layer."""
         return max(map(max, self._by_group()), default=0.0)
 
     @property
     def value(self) -> float:
-        """What the budget limits: the mean, and the worst layer as far as `WORST_LAYER` allows."""
+        """What the budget limits: the mean, or the worst layer / `WORST_LAYER` if that is more."""
         return max(self.mean, self.worst / WORST_LAYER)
 
     def _by_group(self) -> list[list[float]]:

@@ -19,7 +19,7 @@ class Submission:
     emitted:  tokens that its client already has
     waited_s: since it arrived
     resumed:  an earlier router had accepted it, so no limit of the queue refuses it
-    client:   a name that stands for the key of its client; "": any client without a key
+    client:   a name that stands for its client's API key; "": it has none
     """
 
     prompt: Sequence[int]

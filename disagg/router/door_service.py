@@ -52,7 +52,7 @@ class DoorHost(Protocol):
         """The series of a door, as `ScrapeRequest` has them, in place of its last ones."""
 
     def leave(self, door: str) -> None:
-        """No door of this name has a stream any more."""
+        """The last stream of a door of this name has ended."""
 
     async def scrape(self) -> bytes:
         """The series of all doors, the router and the workers, in Prometheus's text format."""
@@ -191,7 +191,7 @@ class DoorStream:
             submission = _submission_of(begin)
             request.rid = self._router.submit(submission, request.deliver)
         except Exception as failure:
-            # or the stream of all requests would break, and again when they are resubmitted
+            # or the stream of all requests would break, and again whenever they are resubmitted
             error = as_error(failure, f"request {begin.handle} of a door")
             self.turn().rare.ends.append(_end_of(begin.handle, error))
         else:
@@ -284,7 +284,7 @@ class DoorRequest:
 
 
 def _submission_of(begin: pb.Begin) -> Submission:
-    """RequestError for sampling that is no JSON object."""
+    """RequestError for sampling that is not a JSON object."""
     return Submission(
         prompt=token_array(begin.prompt),
         params=parse_json("sampling", begin.sampling, dict),

@@ -1,10 +1,10 @@
-"""Which client may have one more of the waiting places.
+"""Whether a client may add a request to the queue.
 
-While places are free, every client may have any number of them. Once all are taken, a client that
-has less than its share still gets one more: its share is all places divided by the number of
-clients that wait. Nothing that waits is given up for it, so more may wait than there are places.
+While places are free, any client may take any number of them. Once all are taken, a client with
+less than its share still gets one more. The share is the number of places divided by the number of
+clients that wait. Waiting requests are never dropped, so more may wait than there are places.
 
-For every i, at most i - 1 clients ever have more than places / i. So with n clients at most
+For every i, at most i - 1 clients have more than places / i. So with n clients, at most
 places * (1 + 1/2 + ... + 1/n) requests wait, and with one client no more than there are places.
 """
 
@@ -18,7 +18,7 @@ def may_wait(
 ) -> bool:
     """Whether another request of a client may wait.
 
-    waiting: by client, how many of its requests wait
+    waiting: number of waiting requests by client
     """
     num_waiting = sum(waiting.values())
     if num_waiting < places:

@@ -1,4 +1,4 @@
-"""The outputs of one request, from where they are delivered to where they are awaited."""
+"""Passes the outputs of one request from the router to the coroutine that awaits them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -17,7 +17,7 @@ async def outputs_of(
     """The tokens of a request, then its end; an error that is delivered is raised.
 
     begin: begins the request when the first output is awaited, and returns its name
-    leave: called with this name when the iteration ends, for whatever reason
+    leave: called with this name when the iteration ends, whatever the reason
     """
     inbox: asyncio.Queue[TokenOutput | DisaggError] = asyncio.Queue()
     name = begin(inbox.put_nowait)

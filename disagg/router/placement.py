@@ -31,7 +31,7 @@ KEPT_OF = 8
 class Placement:
     """The load of every worker while requests are placed, the most urgent first.
 
-    At first it knows no request: `count` those that workers have.
+    It begins without requests: call `count` for those that workers already have.
 
     mismatches:  pairs that cannot hand over
     token_bytes: the least that a token of KV takes
@@ -75,7 +75,7 @@ class Placement:
         self._requests: list[RequestState] = []
 
     def count(self, request: RequestState) -> None:
-        """Add a request that its workers have already; before anything is chosen."""
+        """Add a request that its workers already have. Call it before anything is chosen."""
         self._requests.append(request)
         for name in request.occupied_workers:
             self._num_requests[name] += 1

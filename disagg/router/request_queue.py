@@ -2,10 +2,10 @@
 
     client a   a0 a1 a2 a3    its next turn is number 6
     client b   b0 b1          its next turn is number 5
-    placed     b0 | a0 b1 | a1 | a2 | a3      a bar ends the requests of one turn
+    placed     b0 | a0 b1 | a1 | a2 | a3      a bar ends a turn
 
-Of one turn the lowest rank goes first. So while a client has a request that can begin, every other
-client begins at most two before it. A request that finds no room gives its turn back.
+Within a turn the lowest rank goes first. So the next request of a client, if it can begin, waits
+for at most two of each other client. A request that finds no room gives its turn back.
 """
 
 from bisect import bisect_left, insort
@@ -21,10 +21,10 @@ Turn = tuple[bool, int, float, int, RequestState]
 
 
 class RequestQueue:
-    """Exclusive requests come first, then one of each client, then another one of each.
+    """Exclusive requests come first, then one request of each client, then another one of each.
 
-    Of one client, the lowest rank comes first. A request that a worker is kept for comes no later
-    than by its rank among all.
+    Within a client, the lowest rank comes first. A request for which a worker is kept free comes no
+    later than its rank among all requests says.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class RequestQueue:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """By client, how many of its requests are queued; only clients that have any."""
+        """The number of queued requests by client; only clients that have any."""
         return {client: len(entries) for client, entries in self._entries.items()}
 
     def add(self, request: RequestState) -> None:
@@ -68,7 +68,7 @@ class RequestQueue:
             del self._entries[request.client]
 
     def start(self, request: RequestState) -> None:
-        """Remove a request that asks for room: it takes its client's next turn."""
+        """Remove a request that asks for room; it takes its client's next turn."""
         self.discard(request)
         request.turn = self._next_turn(request.client)
         self._turns[request.client] = request.turn + 1
@@ -80,7 +80,7 @@ class RequestQueue:
             self._turns[request.client] -= 1
 
     def end_turn(self, request: RequestState) -> None:
-        """A request that started has room. Nobody saves up earlier turns."""
+        """A request that started has room. Clients cannot save up earlier turns."""
         self._turn = max(self._turn, request.turn)
         self._turns = {
             client: next_turn
@@ -110,9 +110,9 @@ class RequestQueue:
                 yield request
 
     def _turns_of(self, entries: list[Entry]) -> Iterator[Turn]:
-        """The requests of one client, each with its turn: that of the last one if it did not start.
+        """The requests of one client with their turns. One that does not start uses up no turn.
 
-        So what finds no room delays nothing of its client that would.
+        So a request without room does not delay others of its client that have some.
         """
         for is_shared, rank, serial, request in entries:
             turn = self._next_turn(request.client)

@@ -20,7 +20,7 @@ ANY_WORKERS = ("", "")
 def token_array(tokens: Sequence[int] = ()) -> "array[int]":
     """Token ids with 4 bytes each; `tokens` itself if it is an array already.
 
-    RequestError for a number that is no token id.
+    RequestError for a number that is not a token id.
     """
     if isinstance(tokens, array):
         return tokens
@@ -49,10 +49,10 @@ class RequestState:
     blamed_workers:  names of the workers that it has counted a failure for
     emitted:         tokens that were delivered to the client
     deaths:          number of workers that died while they computed this request alone
-    client:          a name that stands for the key of its client; "": any client without a key
+    client:          a name that stands for its client's API key; "": it has none
     rank:            the lowest goes first: a short prompt, or one that came early
-    turn:            of its client, in which it asked for room last
-    has_kept_worker: a worker was kept for it while it waited for room
+    turn:            the turn of its client in which it last asked for room
+    has_kept_worker: a worker was kept free for it while it waited for room
     max_tokens:      of the whole answer
     exclusive:       it shares its workers with no other request, as one more death ends it
     codec_reason:    why the service chose its codec, if it did
@@ -94,13 +94,13 @@ class RequestState:
         self.rank = self.arrived + AGEING_S * math.log2(self.num_prompt_tokens)
 
     def _check(self) -> None:
-        """RequestError for what other requests could not be placed beside."""
+        """RequestError for a request that would stop the placing of others."""
         if not self.num_prompt_tokens:
             raise RequestError("the prompt is empty; expected at least one token")
         if not isinstance(self.max_tokens, int | float):
             raise RequestError(f"max_tokens is {self.max_tokens!r:.40}, not a number")
         if not math.isfinite(self.arrived):
-            raise RequestError(f"it arrived at {self.arrived}, which is no time")
+            raise RequestError(f"it arrived at {self.arrived}; expected a finite time")
 
     @property
     def rid(self) -> str:

@@ -15,12 +15,12 @@ files of their own: `placement` (which workers), `starts`, `moves`, `failures`, 
 
 This is the only queue: workers keep none. A request leaves it when a prefill worker P can start it
 and a decode worker D grants room. A full worker holds up only the requests that need it. Clients
-take turns; of one client short prompts go first, and the longer a request waits, the shorter it
-counts. A token is identified by (rid,
-attempt, index) and delivered once. The table keeps the delivered tokens, so that the next attempt
-can replay them. A move does not end the attempt, so both of its workers may report a token.
+take turns. Within a client, short prompts go first, and a prompt counts as shorter the longer it
+waits. A token is identified by (rid, attempt, index) and delivered once. The table keeps the
+delivered tokens, so that the next attempt can replay them. A move does not end the attempt, so both
+of its workers may report a token.
 
-Steps that concern one request are taken by `_alone`: what breaks there fails that request only.
+`_alone` takes each step for a request: an exception in it fails this request only.
 """
 
 import math
@@ -164,7 +164,7 @@ class RequestTable:
             return True  # placing it says what is wrong
 
     def fail(self, rid: str, error: DisaggError, now: float) -> list[Action]:
-        """The router cannot go on with a request."""
+        """Fail a request that the router cannot continue."""
         request = self.requests.get(rid)
         return [] if request is None else self._fail(request, error, now)
 
@@ -339,7 +339,7 @@ class RequestTable:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """By client, how many of its requests are queued; only clients that have any."""
+        """The number of queued requests by client; only clients that have any."""
         return self._queue.waiting
 
     def ready(self, now: float) -> bool:
@@ -401,7 +401,7 @@ class RequestTable:
     def _move(
         self, request: RequestState, placement: Placement, now: float
     ) -> list[Action]:
-        """Ask another worker for room, if it has to move and one may have some."""
+        """Ask another worker for room for a sequence that has to move, if one may have some."""
         if request.decode is None or not has_to_move(request, self.workers, now):
             return []
         source = self.workers[request.decode]

@@ -430,7 +430,7 @@ class Router:
             if late_s > TICK_S:
                 for peer in self.peers.values():
                     peer.pulse.delay(late_s)
-            # requests end in time though workers cannot be checked
+            # deadlines of requests are kept even if checking workers fails
             for part in (self._check_peers, self._tick_table):
                 try:
                     part(now)
@@ -477,7 +477,7 @@ class Router:
     # -- performing actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Perform actions; a request whose action breaks fails, and the others go on."""
+        """Perform actions; a request whose action raises fails, and the others go on."""
         for action in actions:
             try:
                 self._perform_one(action)
@@ -502,13 +502,13 @@ class Router:
                     self._deliver_error(self._streams[rid], error)
 
     def _fail(self, rid: str, failure: Exception) -> None:
-        """End a request that something broke for, whether or not its answer is complete."""
+        """End a request after an exception, whether or not its answer is complete."""
         error = as_error(failure, f"request {rid}")
         actions = self.table.fail(rid, error, self._clock())
         self._perform(actions or [FailRequest(rid, error)])
 
     def _deliver_error(self, stream: PendingStream, error: DisaggError) -> None:
-        """Tell a client the error that ends its request; this never raises."""
+        """Deliver the error that ends a request; never raises."""
         try:
             stream.deliver(error)
         except Exception:

@@ -47,7 +47,7 @@ class KeyRing:
         return has_key(authorization, self._api_keys)
 
     def client_of(self, authorization: bytes) -> str:
-        """A name that stands for the key of an allowed request; "" where none is needed.
+        """A name that stands for the API key of an allowed request; "" if no keys are set.
 
         It is the same in every process, also after a restart, and does not disclose the key.
         """

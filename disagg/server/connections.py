@@ -34,9 +34,7 @@ from disagg.server.responses import error_body
 
 GRACE_S = 2  # for responses in progress when the service stops
 BACKLOG = 128  # connections that the system accepts for us
-ACCEPTS_A_TURN = (
-    16  # of the event loop: the requests of all of them begin in the next ones
-)
+ACCEPTS_A_TURN = 16  # of the event loop; their requests begin in the following turns
 MAX_HEADER_BYTES = 16 << 10
 BODY_RATE = 8 << 10  # bytes per second that a client has to send of a long request
 MAX_REFUSALS = 100  # connections that are told at once that there are too many
@@ -126,10 +124,10 @@ def busy_response() -> bytes:
 
 
 def without_upgrade(data: bytes) -> bytes:
-    """A header whose offer to change the protocol, if it has one, goes by another name.
+    """Rename the Upgrade header of a request, if it has one.
 
-    Java's clients offer HTTP/2 with their first request (h2c). The parser would stop behind the
-    header and lose the body; a server may ignore the offer.
+    Java's clients offer HTTP/2 with their first request (h2c). A server may ignore the offer, but
+    the parser would stop after the header and lose the body.
     """
     header, end, body = data.partition(b"\r\n\r\n")
     return UPGRADE.sub(b"ignored:", header) + end + body
@@ -295,7 +293,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections.
 
-        asyncio has one number for the connections that wait and for those that it accepts at once.
+        asyncio uses one number both for connections that wait and for those accepted in a turn.
         """
         await super().startup(sockets)
         for listening in sockets or ():

@@ -67,7 +67,7 @@ class RemoteWorkers:
 
 @dataclass(frozen=True)
 class DoorApp:
-    """What a door serves, over HTTP of its own or of Ray Serve; `client.run` has to run."""
+    """What a door serves, over its own HTTP server or Ray Serve's; `client.run` must be running."""
 
     app: ASGIApp
     client: RouterClient
@@ -87,7 +87,7 @@ class DoorApp:
         """Load the tokenizer. Needs a running event loop.
 
         name:   of the door, for the series of its counts
-        secret: of the service's owner; None: nobody stops or scales it over HTTP
+        secret: of the service's owner; None: it cannot be stopped or scaled over HTTP
         """
         client = RouterClient(
             dial, name, config.router, counts=lambda: exported(metrics.registry)

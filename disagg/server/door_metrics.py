@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 DOOR = "door"
-KEEP_S = 300.0  # series of a door that is gone; Prometheus forgets what is not scraped for so long
+# how long the series of a door that left are kept; Prometheus looks back as far
+KEEP_S = 300.0
 
 
 class DoorSeries:
-    """The series of each door, also of one that left a short time ago.
+    """The series of each door, including those that left a short time ago.
 
-    A replica of Ray Serve never comes back under its name, so its series have to go.
+    A replica of Ray Serve never comes back under its name, so its series must end.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):

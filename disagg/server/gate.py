@@ -21,7 +21,7 @@ Headers = dict[bytes, bytes]
 class Gate:
     """Refuses requests that no route should see; gives every response an X-Request-Id.
 
-    For the routes, `request.state.client` is a name that stands for the key of the request.
+    Routes find a name that stands for the API key of a request in `request.state.client`.
 
     origins: web origins whose pages may use a service without keys; "*": all. A browser sends the
              cookies and the network position of its user, so that other pages would get access

@@ -77,10 +77,10 @@ def check_prompt(tokens: int, context_length: int, field: str = "prompt") -> Non
 def check_answer_length(
     limit: int | None, least: int, prompt_tokens: int, context_length: int
 ) -> None:
-    """RequestError for a number of tokens to generate that makes no sense.
+    """RequestError for an impossible number of tokens to generate.
 
-    limit: what the client asks for; -1: as many as fit; None: it does not say
-    least: the least number that it may ask for
+    limit: max_tokens of the request; -1: as many as fit; None: not set
+    least: the least number that is allowed
     """
     if limit is None or limit == AS_MANY_AS_FIT or limit >= least:
         return

@@ -1,4 +1,4 @@
-"""The messages of a chat: checked, and as the model's chat template takes them."""
+"""The messages of a chat: checks them, and prepares them for the chat template."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -16,7 +16,7 @@ from pydantic import (
 from disagg.errors import RequestError
 from disagg.server import limits
 
-# parts of a content that are text, and the field that has it
+# types of parts that are text, and the field with the text
 TEXT_FIELDS = {
     "text": "text",
     "input_text": "text",
@@ -48,13 +48,13 @@ def _part_text(part: Any) -> str:
 
 
 class Part(BaseModel):
-    """Part of a conversation; templates may know more fields."""
+    """Part of a conversation; templates may use more fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class ToolCall(Part):
-    """A call of an assistant. Its arguments may be anything: models break off in them."""
+    """A tool call of an assistant. Its arguments may be anything: models may stop inside them."""
 
     function: Part
 
@@ -78,12 +78,12 @@ class ChatMessage(Part):
     def turn(self, place: str) -> dict[str, Any]:
         """The message for the template: the fields that were sent, in their order.
 
-        Fields that are null, and `tool_calls` without any, count as not sent. The content is a
-        text; only of a message that calls tools it may be null.
+        Fields that are null, and empty `tool_calls`, count as not sent. The content is text; it may
+        be null only in a message that calls tools.
 
-        place: of the message in the body
+        place: of the message in the body, for errors
 
-        RequestError for a message without content, and for fields that would be lost.
+        RequestError for a message without content, and for fields that are not supported.
         """
         self._check(place)
         turn = {

@@ -1,4 +1,4 @@
-"""How much may begin and end in one turn of the event loop.
+"""Limits how much begins and ends in one turn of the event loop.
 
 The requests of a burst become readable in the same turn. If all of them began in the next one, or
 ended there when their clients leave, every stream would stand still meanwhile.
@@ -15,7 +15,7 @@ CALLS_A_TURN = 16  # each takes some 0.2 ms, and as much again in the turns that
 
 
 class Pace:
-    """Makes at most so many calls in a turn of the loop, in the order in which they came."""
+    """Makes a limited number of calls in each turn of the loop, in the order in which they came."""
 
     def __init__(self, calls_a_turn: int = CALLS_A_TURN):
         self._calls_a_turn = calls_a_turn
@@ -59,7 +59,7 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 class PacedRequests:
-    """Lets a few POST requests begin in a turn of the loop; others are short, and begin at once."""
+    """Lets a few POST requests begin in each turn of the loop. Others begin at once."""
 
     def __init__(self, app: ASGIApp, pace: Pace):
         self._app = app

@@ -63,7 +63,7 @@ class Generation:
     """What one request generates: `request.n` answers to each prompt.
 
     workers: the prefill and the decode worker that must serve it; "": any
-    client:  a name that stands for the key of the request; "": it has none
+    client:  a name that stands for the API key of the request; "": it has none
     """
 
     request: GenerationRequest
@@ -82,7 +82,7 @@ class RequestReader:
         self._served = served
         self._tokenizer = tokenizer
         self._chat = chat
-        # those that the model can answer with
+        # those that the model can generate
         self.special_tokens = {
             text: token
             for text, token in tokenizer.special_tokens.items()

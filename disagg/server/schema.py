@@ -92,7 +92,7 @@ SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
-NO_DEFAULTS: Mapping[str, Any] = {}  # of a model whose authors name none
+NO_DEFAULTS: Mapping[str, Any] = {}  # of a model that brings none
 
 
 def prompt_list(value: Any) -> list[Any]:
@@ -128,7 +128,7 @@ Stops = Annotated[
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-# negative ones are refused where the prompt is known, with its length
+# negative ones are refused later, with the length of the prompt
 Count = Annotated[int, Field(ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)]
 NumLogprobs = Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)]
 Name = Annotated[str, Field(max_length=limits.MAX_NAME_CHARS)]
@@ -233,7 +233,7 @@ class GenerationRequest(Body, ABC):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """How many tokens to generate; -1: as many as fit; None: the request does not say."""
+        """How many tokens to generate; -1: as many as fit; None: the request does not set it."""
         return self.max_tokens
 
     @property
@@ -253,8 +253,8 @@ class GenerationRequest(Body, ABC):
     def with_stop_tokens(self, special_tokens: Mapping[str, int]) -> Self:
         """The request with stop strings that are a special token in `stop_token_ids` instead.
 
-        Special tokens have no text, so as strings they would never be seen; and the same letters
-        in plain tokens are not what the client means.
+        Special tokens have no text, so as strings they would never match. The same characters in
+        ordinary tokens are not what the client means.
         """
         ids = [special_tokens[stop] for stop in self.stop if stop in special_tokens]
         if not ids:
@@ -276,7 +276,7 @@ class GenerationRequest(Body, ABC):
         """The engine's sampling parameters, except the seed.
 
         room:     tokens of an answer that the context has room for
-        defaults: of the model, for what the request does not say
+        defaults: of the model, for fields that the request does not set
         """
         params = {name: self._choose(name, defaults) for name in SAMPLING_FIELDS}
         params["max_tokens"] = self._answer_tokens(room, defaults)
@@ -349,7 +349,7 @@ class Conversation(Body):
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages for the template; RequestError for one that it cannot be given."""
+        """The messages for the template; RequestError for one that cannot be used."""
         return [
             message.turn(f"messages[{index}]")
             for index, message in enumerate(self.messages)

@@ -546,7 +546,7 @@ def parse_json(name: str, text: str, expected: type[Json]) -> Json:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"{name} is no JSON: {error}") from error
+        raise RequestError(f"{name} is not JSON: {error}") from error
     if not isinstance(value, expected):
         raise RequestError(
             f"{name} is a {type(value).__name__}; expected a {expected.__name__}"

@@ -133,7 +133,7 @@ def _load_authority(context: ssl.SSLContext, ca: bytes) -> None:
         context.load_verify_locations(cadata=ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
-            f"the authority of TLS is no PEM of certificates: {error}"
+            f"the authority of TLS is not a PEM file of certificates: {error}"
         ) from error
 
 

@@ -42,7 +42,7 @@ def test_a_missing_scale_is_refused(packed):
 def test_packed_weights_without_a_marker_are_refused(packed):
     (packed / "hf_quant_config.json").unlink()
 
-    with pytest.raises(ModelError, match="nothing says how to read it"):
+    with pytest.raises(ModelError, match="no file says how to read it"):
         check_model(config_of(packed))
 
 

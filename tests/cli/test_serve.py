@@ -489,9 +489,9 @@ def break_the_template(model: Path) -> None:
         (lose_weights, "no *.safetensors, *.bin"),
         (lose_a_part, "no model-00002-of-00002.safetensors"),
         (lose_the_tokenizer, "no tokenizer that can be read"),
-        (spoil_the_template, "jinja is no text"),
+        (spoil_the_template, "jinja is not text"),
         (break_the_template, "is not Jinja, line 1"),
-        (spoil_the_template_in_the_config, "tokenizer_config.json is no text"),
+        (spoil_the_template_in_the_config, "tokenizer_config.json is not text"),
     ],
 )
 def test_a_model_with_a_bad_file_is_refused_before_a_start(
@@ -521,7 +521,7 @@ def test_serve_tells_the_sampling_of_the_models_authors(
     file.write_text('{"temperature": "hot"}')
     refusal = disagg(*command, code=3).err
 
-    words = "unless a request sets them: temperature 0.6, top_k 20"
+    words = "sampling defaults of the model: temperature 0.6, top_k 20"
     assert words in by_default
     assert "unless a request" not in turned_off
     assert "temperature is 'hot'" in refusal

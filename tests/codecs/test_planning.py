@@ -72,11 +72,11 @@ WRONG = [
     ("0-3:raw", r"layers \[4, 5\] have no codec"),
     ("0-3:raw;3-:kivi", "layer 3 has two codecs"),
     ("0-9:raw", "outside the model's layers 0-5"),
-    ("0-x:raw", "no layer or range"),
+    ("0-x:raw", "not a layer or range"),
     ("0.5", "'0.5' in '0.5' names no codec"),
-    ("²-:raw", "no layer or range"),
-    ("0-²:raw", "no layer or range"),
-    ("٣-:raw", "no layer or range"),
+    ("²-:raw", "not a layer or range"),
+    ("0-²:raw", "not a layer or range"),
+    ("٣-:raw", "not a layer or range"),
     ("3-1:raw", "outside the model's layers"),
 ]
 

@@ -88,8 +88,8 @@ HEAD = f"""# Models
 tokens fit. It reads the config and, if there are weights, the headers of their files: each tensor
 has to be one of the model. Chat template, tokenizer and `generation_config.json` are read as
 `disagg serve` reads them. A few properties can be probed only when the weights load, so a model
-that passes may still be refused then. Code of a model's repository is never run: where transformers
-knows the type of the model, its own class is used.
+that passes may still be refused then. Code in a model's repository is never run: if transformers
+knows the type of the model, its own class is used, otherwise the model is refused.
 
 Each architecture below was tested as a small random model with transformers {VERSION}: greedy
 tokens on exact pages (codec `raw`) against transformers' own `generate`, for prompts of {PROMPTS}
@@ -112,10 +112,10 @@ These give exactly the tokens of `generate`, including mixtures of experts and s
 HYBRID = """
 ## Hybrids
 
-Some layers of these keep a state of fixed size instead of K and V: state spaces, linear attention,
-short convolutions. They need transformers 5.24 or later. The state goes through the same hand-off,
-as one record of each layer. Codecs apply to the layers with K and V, which a codec spec counts in
-the order in which the model calls them: layer 0 is the first that attends.
+In hybrid models some layers keep a state of fixed size instead of K and V: state spaces, linear
+attention, short convolutions. They need transformers 5.24 or later. The hand-off sends the state
+too, as one record per layer. Codecs apply only to layers with K and V. A codec plan numbers these
+in the order in which the model calls them: layer 0 is the first layer that attends.
 
 | family | architectures (`model_type`) |
 |---|---|
@@ -123,78 +123,80 @@ the order in which the model calls them: layer 0 is the first that attends.
 VISION = """
 ## Served for text only
 
-These see images too. They are served whole, with the weights of their vision part, and answer
-text as `generate` does. A prompt with one of their tokens for images, videos or sound is refused
-by name.
+These models also see images. They are loaded whole, with the weights of their vision part, and
+their answers to text are those of `generate`. A prompt with one of their tokens for images, videos
+or sound is refused by name.
 
 | family | architectures (`model_type`) |
 |---|---|
 """
 HYBRID_NOTES = """
-- A state is large: `disagg models check` shows its bytes for one sequence, and how many tokens of
-  KV are as large. It is sent as it is, in fp32 where the model keeps it so.
-- A prefill worker computes every prompt of a hybrid in full, even if it computed the same prefix
-  before. A decode worker keeps pages of prefixes as ever and is not sent them again; the state is
-  always sent.
-- Mamba 1 (`jamba`, `zamba`): transformers cannot go on from a state with several tokens at once.
-  Chunks of a prompt but the first, and replays, are computed token by token in these layers. With
-  `engine.max_batch_tokens` above the length of prompts there is one chunk.
+- States are large. `disagg models check` shows their bytes for one sequence, and how many tokens of
+  KV take as much. They are sent uncompressed, in the model's dtype (often fp32).
+- A prefill worker computes every prompt of a hybrid in full, even if it has seen the prefix
+  before. A decode worker caches pages of prefixes as usual and does not receive them again, but it
+  always receives the state.
+- Mamba 1 (`jamba`, `zamba`): transformers cannot continue from a state with several tokens at once.
+  So these layers compute replays, and all chunks of a prompt after the first, token by token. Set
+  `engine.max_batch_tokens` above the length of your prompts to compute them in one chunk.
 - Without the packages `flash-linear-attention`, `causal-conv1d` and `mamba-ssm`, transformers
-  computes these layers with plain torch, which is right and slow for long prompts. Hybrids were
-  not tried on a GPU yet.
+  computes these layers with plain torch, which is correct, but slow for long prompts. Hybrids have
+  not been tried on a GPU.
 """
 FOOT = """
 ## Quantized weights
 
-These are unpacked to the model's dtype while they load, one weight at a time, on any device. They
-then take the memory of that dtype, which `disagg models check` shows. Activations are not
-quantized.
+Quantized weights are unpacked to the model's dtype while they load, one weight at a time, on any
+device. They then take the memory of that dtype, which `disagg models check` shows. Activations are
+not quantized.
 
 | written by | formats |
 |---|---|
 | DeepSeek, Qwen and others (`fp8`) | FP8 with a scale per tensor, channel or square |
 | FBGEMM (`fbgemm_fp8`) | FP8 with a scale per channel |
 | NVIDIA's ModelOpt (`modelopt`, `hf_quant_config.json`) | FP8, as above; NVFP4; both mixed |
-| `compressed-tensors` | FP8, int8, int2, int4, NVFP4, MXFP4 |
+| `compressed-tensors` | FP8, int2, int4, int8, NVFP4, MXFP4 |
 | AutoAWQ (`awq`) | int4, layout `gemm` |
 | GPTQ (`gptq`) | 2, 4 and 8 bits, also with `desc_act`; layouts `gptq` and `gptq_v2` |
 | gpt-oss (`mxfp4`) | experts in MXFP4 |
 
-Other formats (bitsandbytes, HQQ, AQLM, Marlin, sparse ones and others) are refused by name before
-workers start, and so are weights of which a part is missing, unknown or of another shape. Tensors
+Other formats, such as bitsandbytes, HQQ, AQLM, Marlin and sparse ones, are refused by name before
+workers start. So are weights with a part that is missing, unknown or of another shape. Tensors
 that serving does not need are left out: scales of activations and of KV caches, layers that draft
-tokens, towers for images and sound.
+tokens, and parts for images or sound that the served class does not have.
 
-Each format was tested as a small model: the weights, and the greedy tokens, are those of the model
-unpacked by other means. On a GPU, transformers has kernels that multiply some formats as they are.
-They are used where their package is installed, which was not tested: `kernels` for `mxfp4` (compute
-capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5).
-`kernels` downloads its code from the Hugging Face Hub when such a model loads first.
+Each format was tested with a small model: its weights and greedy tokens are those of the same model
+unpacked independently. On a GPU, transformers has kernels that multiply some formats without
+unpacking them. They are used if their package is installed, which was not tested: `kernels` for
+`mxfp4` (compute capability 7.5 or higher) and `fp8` (8.9), `gptqmodel` for `awq` and `gptq` (7.5).
+`kernels` downloads its code from the Hugging Face Hub when such a model is first loaded.
 
 ## Notes
 
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
-- `gpt_oss` was tested in fp32, also with experts in MXFP4 as its real checkpoints have them.
+- `gpt_oss` was tested in fp32, also with experts in MXFP4, as in its real checkpoints.
 
 ## Context, dtype, end tokens and sampling
 
-- `model.context` sets how many tokens a prompt and its answer may have. Less saves memory. More is
-  possible as far as the model's own rope scaling reaches. With YaRN the context is `factor` times
-  the original length anyway; llama3 and linear scaling allow that where the config says less.
-  `disagg models check` prints both lengths.
+- `model.context` sets how many tokens a prompt and its answer may have together, as vLLM's
+  `--max-model-len` does. A shorter context saves memory. A longer one is possible as far as the
+  model's rope scaling reaches: with llama3 and linear scaling, up to `factor` times the original
+  length. With YaRN that length is already the default. `disagg models check` prints the default
+  and the limit.
 - LongRoPE (Phi-3, Phi-4-mini) and dynamic scaling change their frequencies with the length of a
-  text. By default the context ends before they do. With a longer `model.context` every text gets
-  the frequencies of that length, which may cost short texts some quality.
-- `dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, else that of
-  most bytes of the weights. On a CPU it is float32.
-- An answer ends with any end token of `generation_config.json`, `config.json` and the tokenizer.
-  Ordinary words that only `config.json` names are ignored: some tools write an architecture's
-  defaults there.
-- `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and, for chats, `max_new_tokens` of
-  `generation_config.json` apply where a request does not set them. `do_sample: false` means
-  temperature 0, as in transformers; vLLM ignores that key. `disagg serve` prints these defaults and
-  `/v1/models` lists them. `model.generation_config: none` ignores them; a path names another file.
+  text. By default the context ends before they change. With a longer `model.context`, every text
+  gets the frequencies of that length, which may cost short texts some quality.
+- `model.dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, or else
+  the dtype of most of the weights. On a CPU it is float32.
+- An answer ends at any end token of `generation_config.json`, `config.json` and the tokenizer. Some
+  tools write an architecture's default ids into `config.json`. So an id that only this file names
+  is ignored if it is an ordinary word of the vocabulary.
+- `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and, for chats, `max_new_tokens` in
+  `generation_config.json` are the defaults for requests that do not set them. `do_sample: false`
+  means temperature 0, as in transformers; vLLM ignores that key. `disagg serve` prints these
+  defaults and `/v1/models` lists them. `model.generation_config: none` ignores the file; a path
+  names another one.
 """
 
 

@@ -134,7 +134,7 @@ def test_the_command_needs_no_weights(tmp_path, disagg):
     ("file", "content", "reason"),
     [
         ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot'"),
-        ("tokenizer_config.json", '{"chat_template": 5}', "is no text"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "is not text"),
         ("tokenizer.json", "{}", "is no tokenizer"),
     ],
 )

@@ -130,9 +130,9 @@ def test_the_map_fills_tokens_that_the_config_leaves_out(tmp_path):
     [
         ({"chat_template.jinja": "a\n{% if %}"}, "is not Jinja, line 2: Expected an"),
         ({"chat_template.jinja": "{% if a %}" * 2000}, "is nested too deep"),
-        ({"tokenizer_config.json": {"chat_template": 5}}, "is no text"),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "a"}]}}, "is no text"),
-        ({"tokenizer_config.json": {"chat_template": {"default": 5}}}, "is no text"),
+        ({"tokenizer_config.json": {"chat_template": 5}}, "is not text"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "a"}]}}, "is not text"),
+        ({"tokenizer_config.json": {"chat_template": {"default": 5}}}, "is not text"),
         (
             {"tokenizer_config.json": {"chat_template": {"rag": "a", "tools": "b"}}},
             "has the chat templates rag, tools, and none is named default",
@@ -165,7 +165,7 @@ def test_a_file_takes_the_place_of_the_template(name, content, tmp_path):
     [
         ("missing.jinja", None, "cannot read .*: No such file"),
         ("own.jinja", "{{", "is not Jinja"),
-        ("own.json", "[]", "is no JSON object"),
+        ("own.json", "[]", "is not a JSON object"),
         ("own.json", "{}", "has no key chat_template"),
     ],
 )
@@ -186,7 +186,7 @@ def test_the_start_warns_of_words_that_nothing_defines(tmp_path, caplog):
     ChatTemplate.load(folder)
 
     (message,) = caplog.messages
-    assert message.endswith("that are empty: bos_token, datetime, functions")
+    assert message.endswith("which are empty: bos_token, datetime, functions")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_header_names_each_tensor(tmp_path: Path) -> None:
 def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
 
-    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors is not a safetensors file"
+    ):
         read_headers(tmp_path, ["model.safetensors"])
 
 

@@ -51,7 +51,7 @@ def test_a_models_own_code_is_never_run(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("a question"))
     path = write(tmp_path, model_type="x", auto_map=OWN_CODE, vocab_size="absent")
 
-    with pytest.raises(ModelError, match=r"^x is code of its own repository"):
+    with pytest.raises(ModelError, match=r"^x needs code from its own repository"):
         describe_model(path)
 
 
@@ -190,7 +190,7 @@ def test_contexts_end_where_rotary_frequencies_change(
         ({"architectures": ["BertModel"]}, "BertModel"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"num_kv_shared_layers": 2}, "shares KV"),
-        ({"cross_attention_layers": [1]}, "attends to images in layers of their own"),
+        ({"cross_attention_layers": [1]}, "attends to images in separate layers"),
         ({"head_dim": 16, "global_head_dim": 32}, r"several sizes \(global_head_dim\)"),
         ({"layer_types": ["linear_attention"] * 3}, "no attention layer"),
         (
@@ -273,7 +273,7 @@ def test_folders_without_a_readable_config_are_refused(tmp_path):
 
     (tmp_path / "config.json").write_text("{")
 
-    with pytest.raises(ModelError, match="no JSON"):
+    with pytest.raises(ModelError, match="not JSON"):
         describe_model(str(tmp_path))
 
     (tmp_path / "config.json").write_text("[" * 99_999)

@@ -57,7 +57,9 @@ def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
 
     file.write_bytes(file.read_bytes()[:1000])
 
-    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors is not a safetensors file"
+    ):
         Runner.load(str(copy))
 
 

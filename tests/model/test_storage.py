@@ -70,7 +70,7 @@ def test_a_packed_model_says_what_the_model_says(is_file, tmp_path):
 def test_packed_weights_that_nothing_describes_are_refused(name, dtype, llama):
     change(llama, **{name: torch.ones(96, 64).to(dtype)})
 
-    with pytest.raises(ModelError, match=rf"{name} is stored as .* nothing says how"):
+    with pytest.raises(ModelError, match=rf"{name} is stored as .* no file says how"):
         load_model(describe_model(str(llama)), "cpu")
 
     fit = check_model(str(llama))

@@ -141,7 +141,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 
     (tmp_path / "tokenizer.json").write_text("{}")
 
-    with pytest.raises(ModelError, match="is no tokenizer"):
+    with pytest.raises(ModelError, match="is not a tokenizer file"):
         Tokenizer.load(tmp_path)
 
 

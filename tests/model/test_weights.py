@@ -84,6 +84,14 @@ def test_weights_are_read_once_for_all_their_fingerprints(path, opened):
     assert len(set(fingerprints)) == 1
 
 
+def test_a_file_that_is_not_read_leaves_the_fingerprint(path):
+    before = fingerprint_model(path)
+
+    (path / "consolidated.safetensors").write_bytes(b"of another loader")
+
+    assert fingerprint_model(path) == before
+
+
 def test_changed_weights_of_equal_size_change_the_fingerprint(path, opened):
     file, before = path / "model.safetensors", fingerprint_model(path)
     data, times = bytearray(file.read_bytes()), file.stat()

@@ -1,4 +1,4 @@
-"""Weights of compressed-tensors: each group of its config says how its modules are packed."""
+"""Weights of compressed-tensors. Each group of the config says how its modules are packed."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from disagg.model.packed.tables import PackedWeight, TensorTable
 from disagg.model.packed.words import WordFormat, word_weight
 
 PACKED = "_packed"
-PATTERN = "re:"  # how a target begins that is a regular expression
+PATTERN = "re:"  # the beginning of a target that is a regular expression
 
 
 def compressed_weights(
@@ -54,7 +54,7 @@ def _packed_weight(
 
 
 def _settings(groups: list[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """How a weight is packed: by a group that names its module, or else one that names a class."""
+    """The settings of a weight: those of a group that names its module, or else a class."""
     module = name.removesuffix(".weight")
     by_class = None
     for group in groups:
@@ -64,7 +64,7 @@ def _settings(groups: list[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
             if target[:1].isupper() and by_class is None:
                 by_class = group
     if by_class is None:
-        raise ModelError(f"{name} is packed, and no group of the config targets it")
+        raise ModelError(f"{name} is packed, but no group of the config targets it")
     return _weights_of(by_class, name)
 
 
@@ -78,13 +78,13 @@ def _weights_of(group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     settings = group.get("weights")
     if not settings:
         raise ModelError(
-            f"{name} is packed, and its group of the config does not say how"
+            f"{name} is packed, but its group of the config does not say how"
         )
     return {"type": "int", **settings}
 
 
 def _block(name: str, settings: Mapping[str, Any]) -> Block:
-    """The size of the blocks of a weight that have a scale."""
+    """The size of the blocks of a weight that share a scale."""
     strategy = settings.get("strategy")
     if strategy == "tensor":
         return PER_TENSOR

@@ -1,4 +1,4 @@
-"""Unpacking: numbers of one byte, times the scale of the block that they are in."""
+"""Unpacking: numbers of one byte times the scale of their block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # numbers that are floats of 32 bits at the same time
+CHUNK = 1 << 18  # numbers that are converted to fp32 at a time
 BYTE_BITS = 8
 
 
 @dataclass(frozen=True)
 class ScaleGrid:
-    """Scales of a matrix [R, C]: each holds for a block of it.
+    """Scales of a matrix [R, C], one for each block.
 
     scale: [r, c] fp32
     rows:  [R] int64, the row of `scale` for each row
@@ -35,7 +35,7 @@ class ScaleGrid:
         block: tuple[int, int],
         zeros: Tensor | None = None,
     ) -> "ScaleGrid":
-        """Blocks of one height and width beside each other; those at the ends may be cut short."""
+        """Blocks of one height and width side by side; those at the ends may be cut short."""
         height, width = block
         places = torch.arange(rows, device=scale.device) // height
         return cls(scale, places, width, zeros=zeros)
@@ -58,7 +58,7 @@ class ScaleGrid:
             out[chunk] = numbers.mul_(self._spread(self.scale[rows], codes.shape[1]))
 
     def _spread(self, values: Tensor, columns: int) -> Tensor:
-        """Those of each block [n, c] for each column: [n, C]."""
+        """The values of blocks [n, c], repeated for each column: [n, C]."""
         if self.order is not None:
             return values[:, self.order]
         wide = values[..., None].expand(*values.shape, self.width)
@@ -66,7 +66,7 @@ class ScaleGrid:
 
 
 def split_bytes(data: Tensor, bits: int) -> Tensor:
-    """The numbers of some bits in bytes, lowest bits first: [..., n] to [..., n * 8 / bits] u8."""
+    """Numbers of 2, 4 or 8 bits from bytes, lowest first: [..., n] to [..., n * 8 / bits] u8."""
     per_byte = BYTE_BITS // bits
     numbers = data.new_empty(*data.shape[:-1], data.shape[-1] * per_byte)
     for i in range(per_byte):
@@ -75,12 +75,12 @@ def split_bytes(data: Tensor, bits: int) -> Tensor:
 
 
 def split_words(words: Tensor, bits: int) -> Tensor:
-    """The numbers of some bits in words: [R, n] i32 to [R, n * 32 / bits] u8."""
+    """Numbers of 2, 4 or 8 bits from words: [R, n] i32 to [R, n * 32 / bits] u8."""
     return split_bytes(words.contiguous().view(torch.uint8), bits)
 
 
 def as_scale(stored: Tensor) -> Tensor:
-    """A scale in fp32; one of unsigned bytes is an exponent of 2 (e8m0)."""
+    """A scale in fp32. Unsigned bytes are exponents of 2 (e8m0)."""
     if stored.dtype == torch.uint8:
         return stored.view(torch.float8_e8m0fnu).float()
     return stored.float()

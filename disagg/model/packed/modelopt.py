@@ -1,4 +1,4 @@
-"""Weights of NVIDIA's ModelOpt: FP8 and NVFP4, which the dtype of each weight tells apart."""
+"""Weights of NVIDIA's ModelOpt: FP8 or NVFP4, by the dtype of each weight."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -52,7 +52,7 @@ def fbgemm_weights(
 def float_weights(
     table: TensorTable, blocks: Sequence[Block]
 ) -> Iterator[PackedWeight]:
-    """All weights that are FP8; a block of one of these sizes has a scale."""
+    """All FP8 weights; each block of one of these sizes has a scale."""
     for name in [*table.ending("", *FLOATS)]:
         is_scale = name.endswith(SCALE_ENDINGS)
         if not is_scale and name not in table.taken:
@@ -80,8 +80,10 @@ def _scale_name(table: TensorTable, weight: str) -> str:
     names = [weight + ending for ending in SCALE_ENDINGS]
     stored = [name for name in names if name in table.headers]
     if len(stored) != 1:
-        how = "have both" if stored else "is missing"
-        raise ModelError(f"{weight} is packed, and its {' or '.join(names)} {how}")
+        number = "both are" if stored else "none is"
+        raise ModelError(
+            f"{weight} is packed; expected one of {', '.join(names)}, but {number} stored"
+        )
     return stored[0]
 
 

@@ -1,4 +1,4 @@
-"""Which stored tensors make up a packed weight. Errors name the tensor that is missing or wrong."""
+"""Which stored tensors make up a packed weight. Errors name the missing or wrong tensor."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight of the model that several stored tensors make up.
+    """A weight of the model that is made of several stored tensors.
 
     name:   of the model's weight
     shape:  of the model's weight
@@ -36,7 +36,7 @@ class TensorTable:
     taken: set[str] = field(default_factory=set)
 
     def ending(self, suffix: str, *dtypes: str) -> Iterator[str]:
-        """The names of tensors that end so, of these dtypes, that nothing has taken yet."""
+        """The names with a suffix, and of one of these dtypes, that nothing has taken yet."""
         for name, header in self.headers.items():
             is_free = name not in self.taken and name.endswith(suffix)
             if is_free and (not dtypes or header.dtype in dtypes):
@@ -46,7 +46,7 @@ class TensorTable:
         """The shape of a tensor that a weight needs, which nothing else may take."""
         header = self.headers.get(name)
         if header is None:
-            raise ModelError(f"{weight} is packed, and its {name} is missing")
+            raise ModelError(f"{weight} is packed, but {name} is missing")
         if header.dtype not in dtypes:
             raise ModelError(
                 f"{name} is stored as {header.dtype}; expected {' or '.join(dtypes)}"
@@ -70,7 +70,7 @@ def wrong_shape(name: str, shape: Shape, *shapes: Shape) -> ModelError:
 
 
 def matrix_shape(name: str, shape: Shape) -> tuple[int, int]:
-    """Rows and columns; ModelError for a tensor that is no matrix."""
+    """Rows and columns; ModelError for a tensor that is not a matrix."""
     if len(shape) != 2:
         raise ModelError(f"{name} has the shape {[*shape]}; expected a matrix")
     rows, columns = shape
@@ -78,8 +78,10 @@ def matrix_shape(name: str, shape: Shape) -> tuple[int, int]:
 
 
 def group_count(name: str, size: int, group: int) -> int:
-    """The number of groups of a size, -1 for one that holds all; ModelError if they do not fit."""
+    """The number of groups of a size; -1: one group of all. ModelError if they do not divide it."""
     length = size if group == -1 else group
     if length <= 0 or size % length:
-        raise ModelError(f"{name} has {size} inputs, which are no groups of {group}")
+        raise ModelError(
+            f"{name} has {size} inputs, which do not divide into groups of {group}"
+        )
     return size // length

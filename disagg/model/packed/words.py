@@ -5,8 +5,8 @@ GPTQ                inputs           qzeros             [groups, out]
 AWQ                 outputs          qzeros             [groups, out]
 compressed-tensors  inputs           weight_zero_point  [out, groups]
 
-Inputs of a group are neighbours, unless g_idx says the group of each. GPTQ's first layout stores
-zero points less 1. AWQ stores each eight neighbours in the order 0, 2, 4, 6, 1, 3, 5, 7.
+Inputs of a group are neighbours, unless g_idx has the group of each input. GPTQ's first layout
+stores zero points minus 1. AWQ stores eight neighbours in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from collections.abc import Iterator, Mapping
@@ -83,7 +83,7 @@ class WordFormat:
 
     group: inputs of a scale; -1: all
     is_symmetric: without zero points
-    has_order: whether g_idx says the group of each input
+    has_order: whether g_idx has the group of each input
     """
 
     bits: int
@@ -115,7 +115,7 @@ def word_weight(table: TensorTable, name: str, form: WordFormat) -> PackedWeight
 
 def _unpack_gptq(bits: int, is_less_one: bool, parts: Parts, out: Tensor) -> None:
     zeros = parts["qzeros"]
-    if is_less_one:  # as one addition, which undoes borrows between numbers too
+    if is_less_one:  # a single addition, which also undoes borrows between numbers
         ones = sum(1 << place for place in range(0, WORD_BITS, bits))
         zeros = zeros + ones
     grid = _scale_grid(parts["scales"].T, split_words(zeros, bits).T, parts["g_idx"])
@@ -156,7 +156,10 @@ def _unpack_words(form: WordFormat, name: str, parts: Parts, out: Tensor) -> Non
 def _scale_grid(
     scale: Tensor, zeros: Tensor, groups: Tensor | None = None, inputs: int = 0
 ) -> ScaleGrid:
-    """Of scales and zeros [out, groups]; the inputs of a group are neighbours, or it is said."""
+    """The grid of scales and zeros [out, groups].
+
+    groups: the group of each input; None: the inputs of a group are neighbours
+    """
     outputs = torch.arange(len(scale), device=scale.device)
     order = None if groups is None else groups.long()
     if order is not None and int(order.min()) < 0:
