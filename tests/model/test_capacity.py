@@ -135,7 +135,7 @@ def test_the_command_needs_no_weights(tmp_path, disagg):
     [
         ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot'"),
         ("tokenizer_config.json", '{"chat_template": 5}', "is not text"),
-        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("tokenizer.json", "{}", "is not a tokenizer"),
     ],
 )
 def test_files_that_serve_refuses_are_refused(file, content, reason, tmp_path, disagg):
