@@ -179,6 +179,8 @@ unpacking them. They are used if their package is installed, which was not teste
 
 ## Context, dtype, end tokens and sampling
 
+- `gpt_oss` writes its thoughts and its answer in channels. Chat completions do not separate them yet:
+  `content` has both, without the special tokens between them.
 - `model.context` sets how many tokens a prompt and its answer may have together, as vLLM's
   `--max-model-len` does. A shorter context saves memory. A longer one is possible as far as the
   model's rope scaling reaches: with llama3 and linear scaling, up to `factor` times the original
