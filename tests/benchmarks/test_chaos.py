@@ -101,6 +101,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, script: object) -> Row:
     return measure_chaos(ChaosOptions(streams=6, tokens=60))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     result = measure(monkeypatch, lose_four_workers)
@@ -112,6 +113,7 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
     assert "cut_off" in draw_chaos(result)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hosts_and_the_network_are_lost_and_no_answer(
     monkeypatch: pytest.MonkeyPatch,
@@ -125,7 +127,7 @@ def test_hosts_and_the_network_are_lost_and_no_answer(
     assert len(result["rows"]) == 5
 
 
-@pytest.mark.slow  # doors and a killed router: tests/cli/test_doors.py as well
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_router_costs_no_answer_and_a_door_its_own(
     monkeypatch: pytest.MonkeyPatch,

@@ -1,5 +1,7 @@
 """The smallest hand-off, at sizes that say nothing of speed."""
 
+import pytest
+
 from benchmarks.latency import LatencyOptions, draw_latency, measure_latency
 from disagg.bench.result import Row
 
@@ -7,6 +9,7 @@ from disagg.bench.result import Row
 EXACT_TAIL_BYTES = 2 * 2 * 6 * 2 * 64 * 37
 
 
+@pytest.mark.slow
 def test_every_round_is_a_hand_off_and_an_answer_decodes_along():
     options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=1.0)
 

@@ -1,5 +1,7 @@
 """Prompts that wait for each other, at sizes that say nothing of speed."""
 
+import pytest
+
 from benchmarks import load
 
 LONG, SHORT, LAST = (1,) * 400, (2,) * 100, (3,) * 300
@@ -27,6 +29,7 @@ def test_a_prompt_that_waits_for_longer_ones_is_passed_over():
     assert load.passed_over(CAME, steps) == [0, 400, 100]
 
 
+@pytest.mark.slow
 def test_every_prompt_of_a_load_says_what_it_waited_for(monkeypatch):
     monkeypatch.setattr(load, "LONG_TOKENS", 30)
 

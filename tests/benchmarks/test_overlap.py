@@ -17,6 +17,7 @@ def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Answer]:
     return answers
 
 
+@pytest.mark.slow
 def test_prompts_go_through_a_router_and_are_decoded_elsewhere(monkeypatch):
     monkeypatch.setattr(overlap, "CODECS", ("raw", "int8"))
     monkeypatch.setattr(overlap, "PROMPT_TOKENS", 140)

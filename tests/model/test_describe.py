@@ -278,7 +278,7 @@ def test_folders_without_a_readable_config_are_refused(tmp_path):
 
     (tmp_path / "config.json").write_text("[" * 99_999)
 
-    with pytest.raises(ModelError, match="no JSON"):
+    with pytest.raises(ModelError, match="not JSON"):
         describe_model(str(tmp_path))
     with pytest.raises(ModelError, match="is a file"):
         describe_model(str(tmp_path / "config.json"))
