@@ -176,11 +176,11 @@ unpacking them. They are used if their package is installed, which was not teste
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
 - `gpt_oss` was tested in fp32, also with experts in MXFP4, as in its real checkpoints.
+- `gpt_oss` writes its thoughts and its answer in channels. Chat completions do not separate them
+  yet: `content` has both, without the special tokens between them.
 
 ## Context, dtype, end tokens and sampling
 
-- `gpt_oss` writes its thoughts and its answer in channels. Chat completions do not separate them yet:
-  `content` has both, without the special tokens between them.
 - `model.context` sets how many tokens a prompt and its answer may have together, as vLLM's
   `--max-model-len` does. A shorter context saves memory. A longer one is possible as far as the
   model's rope scaling reaches: with llama3 and linear scaling, up to `factor` times the original
