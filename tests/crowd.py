@@ -98,6 +98,16 @@ def crowd_of(
     return Crowd(state, expected, pool, size)
 
 
+def count_cut(crowd: Crowd, streams: list[Stream]) -> tuple[int, int]:
+    """How many streams were cut and how many are whole: some of each, the whole ones exact."""
+    cut = [stream for stream in streams if stream.error]
+    whole = [stream for stream in streams if not stream.error]
+    assert all(crowd.is_exact(stream) for stream in whole)
+    assert cut
+    assert whole
+    return len(cut), len(whole)
+
+
 def longest_pause_s(streams: list[Stream]) -> float:
     """How long the stream stood still that stood still for longest."""
     return max(stream.longest_pause_s for stream in streams)

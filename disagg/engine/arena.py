@@ -17,7 +17,7 @@ from disagg.kv.plan import Plan
 from disagg.kv.pool import DEFAULT_SLAB_BYTES, Pool
 from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
-from disagg.model.states import scratch_bytes
+from disagg.model.states.records import scratch_bytes
 
 CPU_ARENA_BYTES = 256 << 20  # and room for states, up to one part in 4 of the memory
 STATES_PART = 4

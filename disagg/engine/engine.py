@@ -70,7 +70,7 @@ from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import ARENA_UNIT
 from disagg.kv.plan import Plan
 from disagg.model.runner import Runner
-from disagg.model.states import scratch_bytes
+from disagg.model.states.records import scratch_bytes
 
 WAIT_S = 0.05  # how often a sequence without room looks again
 

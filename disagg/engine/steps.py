@@ -16,7 +16,7 @@ from disagg.errors import CapacityError
 from disagg.kv.plan import LayerGroup
 from disagg.kv.state import Allocator
 from disagg.model.attention import Batch, Chunk, Decode
-from disagg.model.states import NO_STATES, StatePart, StateRows, StateStep
+from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
 from disagg.paged.append import NewRecords, SequenceGrowth, take_records
 from disagg.paged.page_tables import plan_step
 

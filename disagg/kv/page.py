@@ -47,6 +47,11 @@ def align(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
+def units_for(nbytes: int) -> int:
+    """How many units of an arena hold so many bytes."""
+    return -(-nbytes // ARENA_UNIT)
+
+
 class Kind(StrEnum):
     """The kinds of records."""
 
@@ -105,6 +110,15 @@ class Plane:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def span(self, page: int) -> slice:
+        """Its bytes in an arena, in the first block of the record at a page."""
+        start = page * ARENA_UNIT + self.offset
+        return slice(start, start + self.nbytes)
+
+    def units(self) -> range:
+        """The units of the arena that it lies in, counted from its record."""
+        return range(self.offset // ARENA_UNIT, units_for(self.offset + self.nbytes))
 
 
 @dataclass(frozen=True)

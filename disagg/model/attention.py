@@ -27,7 +27,7 @@ from disagg.errors import ModelError
 from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
 from disagg.model.cache import Workspace
-from disagg.model.states import NO_STATES, StateStep
+from disagg.model.states.step import NO_STATES, StateStep
 from disagg.paged.layer import StepLayers
 from disagg.paged.page_tables import GroupStep
 

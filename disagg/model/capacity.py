@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
 from disagg.kv.page import RAW_TOKENS
 from disagg.kv.plan import Plan
+from disagg.model.architecture import language_model, read_architecture
 from disagg.model.describe import (
     ModelInfo,
     architecture_of,
@@ -244,19 +244,15 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
 
     ModelError for an architecture that takes no attention function from outside.
     """
-    config = _transformers_config(info.path)
-    text = config.get_text_config()
-    _check_sizes(text, info)
-    model = _language_model(config)
+    whole = read_architecture(info.path)
+    _check_sizes(whole.get_text_config(), info)
+    model, config = language_model(whole)
     # of many hybrid models the flag is wrong; the probe of their weights is right
     if not model._supports_attention_backend and not info.states:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
-    if isinstance(config, model.config_class):
-        return model, config
-    # the class is of the language model, a part of a larger one
-    return model, text
+    return model, config
 
 
 def _check_sizes(config: Any, info: ModelInfo) -> None:
@@ -281,35 +277,3 @@ def _check_sizes(config: Any, info: ModelInfo) -> None:
                 f"config.json says {name} {size}, but transformers takes {other} for "
                 f"{info.architecture}: it does not read this form of config"
             )
-
-
-def _transformers_config(path: Path) -> Any:
-    # slow, seconds: only transformers knows its classes
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # its checks of a config raise anything
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"transformers cannot read {path / 'config.json'}: {reason}"
-        ) from error
-
-
-def _language_model(config: Any) -> Any:
-    """The class of transformers that generates text for a config."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        __version__,
-    )
-
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        model = auto._model_mapping.get(type(config), None)
-        if model is not None:
-            return model
-    raise ModelError(
-        f"transformers {__version__} has no language model for {config.model_type!r}"
-    )

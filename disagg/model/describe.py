@@ -13,6 +13,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, ModelError, UnknownNameError
 from disagg.kv.page import Layout
+from disagg.model.architecture import read_architecture
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
@@ -351,22 +352,7 @@ def _is_size(value: Any) -> bool:
 
 def _complete_by_transformers(path: Path) -> dict[str, Any]:
     """The sizes of a model with the defaults that only transformers knows."""
-    # slow, seconds
-    from transformers import CONFIG_MAPPING, AutoConfig, __version__
-
-    kind = read_config(path).get("model_type")
-    if kind is not None and kind not in CONFIG_MAPPING:
-        raise ModelError(f"transformers {__version__} has no model type {kind!r}")
-    try:
-        config = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # its checks of a config raise anything
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"transformers cannot read {path / 'config.json'}: {reason}"
-        ) from error
-    text = config.get_text_config()
+    text = read_architecture(path).get_text_config()
     sizes = _rename(text.to_dict())
     if _is_hybrid(sizes | {"layer_types": getattr(text, "layer_types", None)}):
         for name in COMPUTED:
@@ -409,7 +395,7 @@ def _states(path: Path, sizes: dict[str, Any], dtype: str) -> tuple[Layout, ...]
     if "all_types" not in sizes:
         return ()
     # slow, seconds
-    from disagg.model.states import describe_states
+    from disagg.model.states.layouts import describe_states
 
     states = describe_states(path, dtype)
     other_types = set(sizes["all_types"]) - SUPPORTED_LAYERS

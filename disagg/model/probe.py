@@ -20,14 +20,9 @@ from disagg.kv.page import ARENA_UNIT, Layout
 from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
 from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
-from disagg.model.states import (
-    NO_STATES,
-    StatePart,
-    StateRows,
-    StateStep,
-    StepCache,
-    record_pages,
-)
+from disagg.model.states.cache import StepCache
+from disagg.model.states.records import record_pages
+from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
 
 MASKED = "disagg-masked"  # our attention, with masks that only carry the window's size
 # two prompts packed into one row: positions must come from position_ids

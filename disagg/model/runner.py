@@ -12,20 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
 from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttention
 from disagg.model.cache import Workspace, cache_name
-from disagg.model.capacity import kv_shape
+from disagg.model.capacity import class_of, kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.linear import pack_linears
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
-from disagg.model.states import StepCache, split_states
+from disagg.model.states.cache import StepCache
+from disagg.model.states.layers import split_states
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, fingerprint_with, load_model
 from disagg.paged.page_tables import upload
@@ -146,15 +147,12 @@ class Runner:
     def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
         """A model with random weights, of the sizes in a folder's config.json: for timing."""
         info = describe_model(folder, dtype, device)
-        config = AutoConfig.from_pretrained(
-            info.path, local_files_only=True, trust_remote_code=False
-        )
+        kind, config = class_of(info)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
+            model = kind._from_config(
                 config,
                 dtype=getattr(torch, info.dtype),
                 attn_implementation=IMPLEMENTATION,
-                trust_remote_code=False,
             )
         split_states(model.eval().requires_grad_(False), info.states)
         pack_linears(model)

@@ -11,7 +11,7 @@ from disagg.engine.sequence import handoff_stats
 from disagg.kv.page import ARENA_UNIT, Kind
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
-from disagg.model.states import StateStep
+from disagg.model.states.step import StateStep
 from tests.engine.forced import collect, forced_logits, make_forced
 from tests.engine.serving import Nowhere, make_engine, request, run_until_idle, serve
 from tests.model.test_graphs import EagerRecorder

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError, ModelError
 from disagg.model.attention import Batch, Chunk
+from disagg.model.capacity import class_of
 from disagg.model.describe import describe_model
 from disagg.model.probe import check_attention
 from disagg.model.runner import Runner, pick_device
@@ -16,7 +17,17 @@ from disagg.model.weights import fingerprint_model
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
-from tests.model.tiny import random_prompt, save_tiny
+from tests.model.tiny import random_prompt, save_config, save_tiny
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "qwen3_5_text"])
+def test_random_weights_fit_the_class_that_is_served(kind, tmp_path):
+    folder = save_config(kind, tmp_path)
+
+    runner = Runner.random(str(folder))
+
+    expected, _ = class_of(runner.info)
+    assert type(runner._model) is expected
 
 
 def test_a_fingerprint_covers_config_and_weights_not_the_path(tiny, tmp_path):

@@ -9,7 +9,9 @@ from disagg.errors import ModelError
 from disagg.kv.page import ARENA_UNIT, make_state_layout
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
-from disagg.model.states import StateRecords, split_states, stateful_layers
+from disagg.model.states.layers import split_states
+from disagg.model.states.layouts import stateful_layers
+from disagg.model.states.records import StateRecords
 from tests.engine.forced import forced_logits
 from tests.engine.serving import make_engine, serve
 from tests.model.tiny import random_prompt, save_config, save_tiny, tiny_config
@@ -59,7 +61,7 @@ def test_states_that_a_config_does_not_show_are_refused(hybrid):
 def test_a_layer_that_forgets_its_state_is_refused_by_the_probe(tmp_path, monkeypatch):
     """A chunk that does not go on gives other logits than the whole prompt."""
     folder = save_tiny("jamba", tmp_path)
-    monkeypatch.setattr("disagg.model.states.continues_chunks", lambda *_: True)
+    monkeypatch.setattr("disagg.model.states.layers.continues_chunks", lambda *_: True)
 
     with pytest.raises(ModelError, match="gives other logits"):
         Runner.load(str(folder))

@@ -17,8 +17,8 @@ from disagg.llm import LLM, SamplingParams
 from disagg.model.capacity import check_model
 from disagg.model.describe import DEFAULT_MODEL, describe_model
 from disagg.model.loading import is_unused, stays_packed
-from disagg.model.quantization import Quantization, read_quantization
-from disagg.model.storage import read_storage
+from disagg.model.quantization import METHODS, Quantization, read_quantization
+from disagg.model.storage import READERS, read_storage
 from disagg.model.weights import load_model
 from tests.model.packers import PACKERS, add_to_config, save, save_packed
 from tests.model.tiny import save_tiny
@@ -40,6 +40,10 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
         if tensor is not None:
             stored[name.replace("__", ".")] = tensor
     save(stored, folder)
+
+
+def test_every_format_that_passes_its_check_has_a_reader():
+    assert READERS.keys() == METHODS.keys()
 
 
 @pytest.mark.parametrize("is_file", [True, False], ids=["file", "config"])

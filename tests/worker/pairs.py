@@ -60,6 +60,15 @@ class House:
         await until(lambda: worker.wait(0.0))
         self.router.died(name)
 
+    async def relieve(self, runner: Runner) -> Worker:
+        """A decode worker "d2" comes and "d" leaves; "d", once all its sequences are elsewhere."""
+        self.add("d2", Role.DECODE, runner)
+        leaving = self.workers.pop("d")
+        leaving.stop(30.0)
+        await until(lambda: leaving.wait(0.0))
+        self.router.died("d")
+        return leaving
+
     async def complete(
         self, prompt: Prompt, codec: str, **params: int | float | bool
     ) -> tuple[list[int], TokenOutput]:

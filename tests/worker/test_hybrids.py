@@ -5,7 +5,6 @@ import pytest
 from disagg.model.runner import Runner
 from disagg.transfer.messages import Role
 from tests.model.tiny import random_prompt, save_tiny
-from tests.transfer.peer import until
 from tests.worker.pairs import paired
 
 ANSWER, HEARD = 120, 20  # tokens of an answer that moves, and of them before it does
@@ -25,11 +24,7 @@ async def test_a_running_sequence_moves_with_its_states(hybrids):
     async with paired(hybrids) as home:
         expected, _ = await home.complete(prompt, codec, max_tokens=ANSWER)
         asking = await home.begin(prompt, codec, HEARD, ANSWER)
-        home.add("d2", Role.DECODE, hybrids[2])
-        leaving = home.workers.pop("d")
-        leaving.stop(30.0)
-        await until(lambda: leaving.wait(0.0))
-        home.router.died("d")
+        leaving = await home.relieve(hybrids[2])
 
         tokens, _ = await asking
 

@@ -68,11 +68,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
         async with paired(runners) as home:
             expected, _ = await home.complete(story, codec, max_tokens=LONG)
             asking = await home.begin(story, codec, HEARD, LONG)
-            home.add("d2", Role.DECODE, runners[2])
-            leaving = home.workers.pop("d")
-            leaving.stop(30.0)
-            await until(lambda: leaving.wait(0.0))
-            home.router.died("d")
+            leaving = await home.relieve(runners[2])
             assert (await asking)[0] == expected
             assert leaving.service.decode.counts["moved"] == 1
             assert home.router.table.retries == home.router.table.unequal_tokens == 0
@@ -95,11 +91,7 @@ async def test_the_text_of_a_model_that_sees_images_is_handed_off_and_moves(
 
     async with paired(runners, config) as home:
         asking = await home.begin(prompt, "raw", 8, 60)
-        home.add("d2", Role.DECODE, runners[2])
-        leaving = home.workers.pop("d")
-        leaving.stop(30.0)
-        await until(lambda: leaving.wait(0.0))
-        home.router.died("d")
+        leaving = await home.relieve(runners[2])
         tokens, _ = await asking
 
     assert leaving.service.decode.counts["moved"] == 1
