@@ -43,11 +43,6 @@ def cache_name(model: PreTrainedModel) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
-def pass_through(model: PreTrainedModel) -> dict[str, object]:
-    """The arguments that give a model a `PassThrough`."""
-    return {cache_name(model): PassThrough(), "use_cache": True}
-
-
 class Workspace:
     """Exact K and V of one prompt in all layers, after RoPE, as the model computed them.
 
@@ -126,7 +121,7 @@ class Workspace:
         self._largest[layer] = sizes
 
     def largest(self) -> list[float]:
-        """The largest |K| or |V| of each layer, which all have some. Waits for the device."""
+        """The largest |K| or |V| of each layer, after the last chunk. Waits for the device."""
         sizes = [size for size in self._largest if size is not None]
         numbers: list[float] = torch.stack(sizes).float().tolist()
         return numbers
