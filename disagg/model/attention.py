@@ -105,13 +105,17 @@ class Batch:
 class BatchAttention:
     """Answers every attention call of one forward pass, layer by layer.
 
-    shapes: of the model's layers
-    layers: of the calls to come; not every module of a hybrid model knows its own
+    shapes:  of the layers with K and V
+    sources: of each call, the layer whose K and V it attends to; the first one brings them
+    calls:   those to come; not every module of a hybrid model knows its own
+    exact:   K and V so far of chunks, by chunk and layer, for calls that bring none
     """
 
     batch: Batch
     shapes: Sequence[LayerShape]
-    layers: Iterator[int] = field(default_factory=count)
+    sources: Sequence[int]
+    calls: Iterator[int] = field(default_factory=count)
+    exact: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(
         self,
@@ -122,26 +126,33 @@ class BatchAttention:
         softmax: Softmax,
         options: dict,
     ) -> Tensor:
-        layer = next(self.layers)
+        call = next(self.calls)
+        layer = self.sources[call]
+        is_new = layer not in self.sources[:call]
         decodes = self.batch.by_layer.get(layer, [])
         if len(decodes) == 1 and decodes[0][0].whole:
-            return decodes[0][1].run(layer, q, k, v, softmax)
+            return decodes[0][1].run(layer, q, k, v, softmax, is_new)
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
-        window = self.shapes[layer].window
-        for chunk in self.batch.chunks:
+        for index, chunk in enumerate(self.batch.chunks):
             rows = slice(chunk.row, chunk.row + chunk.count)
+            if is_new:
+                new_k, new_v = k[:, rows], v[:, rows]
+                exact = chunk.workspace.extend(layer, new_k, new_v, chunk.before)
+            else:
+                exact = self.exact[index, layer]
+            if layer in self.sources[call + 1 :]:
+                self.exact[index, layer] = exact
             chunk_q = q[:, rows]
-            exact_k, exact_v = chunk.workspace.extend(
-                layer, k[:, rows], v[:, rows], chunk.before
-            )
-            attended = attend_exact(chunk_q, exact_k, exact_v, softmax, window)
+            window = self.shapes[layer].window
+            attended = attend_exact(chunk_q, *exact, softmax, window)
             out[rows] = attended.transpose(0, 1)
-            chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
-            chunk.on_layer(layer, exact_k, exact_v, chunk)
+            if is_new:
+                chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
+                chunk.on_layer(layer, *exact, chunk)
         for decode, step_layers in decodes:
             row_ids = decode.step.rows
             attended = step_layers.run(
-                layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax
+                layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax, is_new
             )
             out.index_add_(0, row_ids, attended)
         return out

@@ -18,6 +18,13 @@ from disagg.model.architecture import read_architecture
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
+from disagg.model.layer_shapes import (
+    VARYING,
+    WHOLE_ATTENTION,
+    kv_sources,
+    layer_shapes,
+    read_layers,
+)
 from disagg.model.rotary import Reach, rotary_reach
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
@@ -35,8 +42,6 @@ ALIASES = {
 }
 SIZES = (*ALIASES, "vocab_size")
 HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
-# no windows; KV heads and head dim follow from the other sizes
-WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # beginnings of the keys of layers with a state: state spaces, linear attention, convolutions
@@ -67,7 +72,8 @@ TOKEN_KEYS = ("_token_id", "_token_index")
 class ModelInfo:
     """The sizes of a decoder-only model.
 
-    layers:         those that attend, in the order in which the model calls them
+    layers:         those with K and V, in the order in which the model calls them
+    sources:        of each attention of the model, which of these layers it attends to
     dtype:          the one it computes in, such as "float32"
     context_length: tokens of prompt and answer
     max_context:    the limit of `model.context`
@@ -78,6 +84,7 @@ class ModelInfo:
     path: Path
     architecture: str
     layers: tuple[LayerShape, ...]
+    sources: tuple[int, ...]
     query_heads: int
     dtype: str
     context_length: int
@@ -168,7 +175,8 @@ def describe_model(
         return ModelInfo(
             path=path,
             architecture=architecture_of(config),
-            layers=_layers(sizes),
+            layers=layer_shapes(sizes),
+            sources=kv_sources(sizes),
             query_heads=sizes["num_attention_heads"],
             dtype=computed_dtype,
             context_length=_context_length(reach, context),
@@ -265,11 +273,7 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(
             f"{kind} is an encoder-decoder model; decoder-only ones can be served"
         )
-    reason = (
-        _unsupported_attention(text, kind)
-        or _unsupported_layers(text)
-        or _unsupported_heads(text)
-    )
+    reason = _unsupported_attention(text, kind) or _unsupported_layers(text)
     if reason:
         raise ModelError(f"{kind} {reason}: not supported")
 
@@ -296,17 +300,6 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
         return f"has layers of type {', '.join(sorted(other_types))}"
     if text.get("cross_attention_layers"):
         return "attends to images in separate layers (cross_attention_layers)"
-    if text.get("num_kv_shared_layers"):
-        return "shares KV between layers (num_kv_shared_layers)"
-    return ""
-
-
-def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes; empty if there are none."""
-    for key in ("global_head_dim", "v_head_dim"):
-        size = text.get(key)
-        if size is not None and size != text.get("head_dim", size):
-            return f"has heads of several sizes ({key})"
     return ""
 
 
@@ -344,7 +337,7 @@ def _is_size(value: Any) -> bool:
 def _complete_by_transformers(path: Path) -> dict[str, Any]:
     """The sizes of a model with the defaults that only transformers knows."""
     text = read_architecture(path).get_text_config()
-    sizes = _rename(text.to_dict())
+    sizes = _rename(text.to_dict()) | read_layers(text)
     if _is_hybrid(sizes | {"layer_types": getattr(text, "layer_types", None)}):
         for name in COMPUTED:
             if sizes.get(name) is None:
@@ -411,6 +404,8 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     """Whether nothing depends on defaults that only transformers knows."""
     if any(name not in sizes for name in SIZES) or _is_hybrid(sizes):
         return False
+    if any(sizes.get(name) for name in VARYING):
+        return False
     kind = sizes.get("model_type")
     if kind in WHOLE_ATTENTION:
         return True
@@ -421,28 +416,6 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     if "sliding_window" not in sizes:
         return False
     return sizes["sliding_window"] is None or kind in SAME_WINDOW
-
-
-def _layers(sizes: dict[str, Any]) -> tuple[LayerShape, ...]:
-    """The shape of the K and V of each layer."""
-    query_heads = sizes["num_attention_heads"]
-    heads = sizes.get("num_key_value_heads") or query_heads
-    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // query_heads
-    windows = _windows(sizes, sizes["num_hidden_layers"])
-    return tuple(LayerShape(heads, head_dim, window) for window in windows)
-
-
-def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = sizes.get("sliding_window")
-    is_off = sizes.get("use_sliding_window") is False
-    if is_off or sizes.get("model_type") in WHOLE_ATTENTION:
-        window = None
-    if window is not None and not _is_size(window):
-        raise ValueError(f"sliding_window is {window!r}; expected a number of tokens")
-    types = sizes.get("layer_types") or ["sliding_attention"] * num_layers
-    return tuple(
-        window if kind == "sliding_attention" else None for kind in types[:num_layers]
-    )
 
 
 def _context_length(reach: Reach, context: int | None) -> int:

@@ -43,6 +43,7 @@ class Probe:
     """
 
     layers: Sequence[LayerShape]
+    sources: Sequence[int]
     counts: Sequence[int] = LENGTHS
     calls: list[tuple[int, int, int, int]] = field(default_factory=list)
     objections: list[str] = field(default_factory=list)
@@ -63,11 +64,10 @@ class Probe:
         softmax: Softmax,
         options: dict,
     ) -> Tensor:
-        layer = len(self.calls)
-        if layer >= len(self.layers):
-            raise ModelError(
-                f"{type(module).__name__} calls attention as layer {layer}"
-            )
+        call = len(self.calls)
+        if call >= len(self.sources):
+            raise ModelError(f"{type(module).__name__} calls attention as layer {call}")
+        layer = self.sources[call]
         if v.shape != k.shape:
             self.objections.append(
                 f"values of {v.shape[-1]} and keys of {k.shape[-1]} channels"
@@ -76,7 +76,7 @@ class Probe:
             self.objections.append("a position bias")
         window = self.layers[layer].window
         self._check_window(window, options)
-        self.calls.append((layer, q.shape[0], k.shape[0], k.shape[2]))
+        self.calls.append((call, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(
             q.split(self.counts, dim=1),
             k.split(self.counts, dim=1),
@@ -85,22 +85,21 @@ class Probe:
         )
         outputs = []
         for index, (prompt_q, new_k, new_v) in enumerate(prompts):
-            prompt_k, prompt_v = self._extended((layer, index), new_k, new_v)
+            if layer not in self.sources[:call]:
+                self._extend((layer, index), new_k, new_v)
+            prompt_k, prompt_v = self._exact[layer, index]
             output = attend_exact(prompt_q, prompt_k, prompt_v, softmax, window)
             outputs.append(output)
         # contiguous, since some models take a view of it
         return torch.cat(outputs, dim=1).transpose(0, 1).contiguous()
 
-    def _extended(
-        self, key: tuple[int, int], new_k: Tensor, new_v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """All K and V so far of a prompt in a layer."""
+    def _extend(self, key: tuple[int, int], new_k: Tensor, new_v: Tensor) -> None:
+        """Append to the K and V of a prompt in a layer."""
         if key in self._exact:
             k, v = self._exact[key]
             new_k = torch.cat([k, new_k], 1)
             new_v = torch.cat([v, new_v], 1)
         self._exact[key] = (new_k, new_v)
-        return new_k, new_v
 
     def _check_window(self, window: int | None, options: dict) -> None:
         """Object to a window other than the config's, as an argument or in the mask alone."""
@@ -176,7 +175,7 @@ def _packed_logits(
     passes: of each row the tokens of each prompt
     ModelError for attention that pages cannot serve.
     """
-    probe = Probe(info.layers)
+    probe = Probe(info.layers, info.sources)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     starts = [0] * len(prompts)
     pages, arena = _records(info.states, len(prompts), model.device)
@@ -253,8 +252,8 @@ def _check_calls(probe: Probe, info: ModelInfo) -> None:
     """ModelError unless the calls of a pass are those that the config describes."""
     name = info.architecture
     expected = [
-        (index, info.query_heads, layer.heads, layer.head_dim)
-        for index, layer in enumerate(info.layers)
+        (call, info.query_heads, info.layers[layer].heads, info.layers[layer].head_dim)
+        for call, layer in enumerate(info.sources)
     ]
     if probe.objections:
         objections = ", ".join(dict.fromkeys(probe.objections))
