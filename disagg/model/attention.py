@@ -143,8 +143,9 @@ class BatchAttention:
             if layer in self.sources[call + 1 :]:
                 self.exact[index, layer] = exact
             chunk_q = q[:, rows]
-            window = self.shapes[layer].window
-            attended = attend_exact(chunk_q, *exact, softmax, window)
+            end = chunk.before + chunk.count
+            shape = self.shapes[layer]
+            attended = attend_visible(chunk_q, *exact, softmax, shape, end)
             out[rows] = attended.transpose(0, 1)
             if is_new:
                 chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
@@ -156,6 +157,28 @@ class BatchAttention:
             )
             out.index_add_(0, row_ids, attended)
         return out
+
+
+def attend_visible(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, shape: LayerShape, end: int
+) -> Tensor:
+    """Attention of the last c of n tokens, as the window of a layer lets them see.
+
+    q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D]
+    end: the position behind the last token
+    """
+    size = shape.window
+    if size is None or not shape.chunked:
+        return attend_exact(q, k, v, softmax, size)
+    first = end - k.shape[1]
+    before = end - q.shape[1]
+    outputs = []
+    for start in range(before - before % size, end, size):
+        query = slice(max(start, before) - before, start + size - before)
+        visible = slice(max(start - first, 0), start + size - first)
+        part = attend_exact(q[:, query], k[:, visible], v[:, visible], softmax, None)
+        outputs.append(part)
+    return torch.cat(outputs, 1)
 
 
 def attend_exact(

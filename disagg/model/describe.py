@@ -48,11 +48,12 @@ CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # types of layers in hybrid models that attend, with their usual names; then those that do not
 HYBRID_ATTENTION = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
+    "chunked_attention": "chunked_attention",
     "attention": "full_attention",
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
@@ -282,8 +283,6 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
     """A way in which the model attends that pages cannot serve; empty if there is none."""
     if text.get("kv_lora_rank"):
         return "keeps latents, not K and V (MLA, kv_lora_rank)"
-    if text.get("attention_chunk_size"):
-        return "attends in chunks (attention_chunk_size)"
     if text.get("alibi") or kind in ALIBI:
         return "adds to scores by distance (ALiBi)"
     return ""

@@ -25,6 +25,8 @@ REUSE = "reuse"  # such a layer attends to the last layer of its type that has K
 BY_LAYER = {HEADS: HEADS_BY_LAYER, HEAD_DIM: HEAD_DIMS_BY_LAYER}
 # keys of configs whose layers may differ in heads, or may have no K and V of their own
 VARYING = ("per_layer_config", "global_head_dim", "num_kv_shared_layers")
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 # no windows; KV heads and head dim follow from the other sizes
 WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 
@@ -52,7 +54,8 @@ def layer_shapes(sizes: Mapping[str, Any]) -> tuple[LayerShape, ...]:
     num_layers = sizes["num_hidden_layers"]
     heads = sizes.get(HEADS) or query_heads
     head_dim = sizes.get(HEAD_DIM) or sizes["hidden_size"] // query_heads
-    windows = _windows(sizes, num_layers)
+    windows = _windows(sizes)
+    types = _layer_types(sizes)
     heads_by_layer = sizes.get(HEADS_BY_LAYER) or [None] * num_layers
     head_dims = sizes.get(HEAD_DIMS_BY_LAYER) or [None] * num_layers
     shapes = [
@@ -60,6 +63,7 @@ def layer_shapes(sizes: Mapping[str, Any]) -> tuple[LayerShape, ...]:
             heads=heads_by_layer[index] or heads,
             head_dim=head_dims[index] or head_dim,
             window=windows[index],
+            chunked=types[index] == CHUNKED,
         )
         for index in range(num_layers)
     ]
@@ -69,8 +73,8 @@ def layer_shapes(sizes: Mapping[str, Any]) -> tuple[LayerShape, ...]:
 def kv_sources(sizes: Mapping[str, Any]) -> tuple[int, ...]:
     """Of each attention of the model, which layer with K and V it attends to."""
     owners = _owners(sizes)
-    types = sizes.get("layer_types") or [None] * sizes["num_hidden_layers"]
-    last_of_type: dict[str | None, int] = {}
+    types = _layer_types(sizes)
+    last_of_type: dict[str, int] = {}
     sources = []
     for index in range(sizes["num_hidden_layers"]):
         if index in owners:
@@ -86,15 +90,23 @@ def _owners(sizes: Mapping[str, Any]) -> list[int]:
     return [index for index, mode in enumerate(modes[:num_layers]) if mode != REUSE]
 
 
-def _windows(sizes: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    window = sizes.get("sliding_window")
+def _windows(sizes: Mapping[str, Any]) -> list[int | None]:
+    sliding = sizes.get("sliding_window")
     is_off = sizes.get("use_sliding_window") is False
     if is_off or sizes.get("model_type") in WHOLE_ATTENTION:
-        window = None
-    if window is not None and not _is_size(window):
-        raise ValueError(f"sliding_window is {window!r}; expected a number of tokens")
-    types = sizes.get("layer_types") or ["sliding_attention"] * num_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+        sliding = None
+    windows = {SLIDING: sliding, CHUNKED: sizes.get("attention_chunk_size")}
+    for size in windows.values():
+        if size is not None and not _is_size(size):
+            raise ValueError(f"a window of {size!r}; expected a number of tokens")
+    return [windows.get(kind) for kind in _layer_types(sizes)]
+
+
+def _layer_types(sizes: Mapping[str, Any]) -> list[str]:
+    """The type of each layer; layers of one type that is not named may have a window."""
+    num_layers = sizes["num_hidden_layers"]
+    types: list[str] = sizes.get("layer_types") or [SLIDING] * num_layers
+    return types[:num_layers]
 
 
 def _is_size(value: Any) -> bool:

@@ -18,7 +18,7 @@ from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
 from disagg.kv.page import ARENA_UNIT, Layout
 from disagg.kv.plan import LayerShape
-from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
+from disagg.model.attention import IMPLEMENTATION, attend_visible, disagg_attention
 from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
 from disagg.model.states.cache import StepCache
@@ -74,8 +74,8 @@ class Probe:
             )
         if options.get("position_bias") is not None:
             self.objections.append("a position bias")
-        window = self.layers[layer].window
-        self._check_window(window, options)
+        shape = self.layers[layer]
+        self._check_window(shape.window, options)
         self.calls.append((call, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(
             q.split(self.counts, dim=1),
@@ -88,7 +88,9 @@ class Probe:
             if layer not in self.sources[:call]:
                 self._extend((layer, index), new_k, new_v)
             prompt_k, prompt_v = self._exact[layer, index]
-            output = attend_exact(prompt_q, prompt_k, prompt_v, softmax, window)
+            output = attend_visible(
+                prompt_q, prompt_k, prompt_v, softmax, shape, prompt_k.shape[1]
+            )
             outputs.append(output)
         # contiguous, since some models take a view of it
         return torch.cat(outputs, dim=1).transpose(0, 1).contiguous()
@@ -183,7 +185,8 @@ def _packed_logits(
         ends = [start + n for start, n in zip(starts, counts, strict=True)]
         spans = list(map(slice, starts, ends))
         tokens = [x[span] for x, span in zip(prompts, spans, strict=True)]
-        positions = [torch.arange(x.start, x.stop) for x in spans]
+        positions = torch.cat([torch.arange(x.start, x.stop) for x in spans])
+        position_ids = positions.to(model.device)[None]
         probe.begin(counts)
         step = (
             _state_step(counts, starts, pages, model.device)
@@ -194,10 +197,10 @@ def _packed_logits(
             model,
             info.architecture,
             input_ids=torch.cat(tokens)[None],
-            position_ids=torch.cat(positions).to(model.device)[None],
+            position_ids=position_ids,
             disagg=probe.attend,
             use_cache=True,
-            **{cache_name(model): StepCache(step, arena, sum(counts))},
+            **{cache_name(model): StepCache(step, arena, position_ids)},
         )
         for rows, part in zip(logits, row.split(list(counts)), strict=True):
             rows.append(part)

@@ -119,6 +119,9 @@ EXTRA |= {
     | {"intermediate_size": [96] * 5, "laurel_rank": 8, "altup_num_inputs": 2}
     | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
 }
+EXTRA["llama4_text"] = {"num_hidden_layers": 4, "attention_chunk_size": 20}
+EXTRA["llama4_text"] |= {"floor_scale": 8, "attn_scale": 0.5, "num_local_experts": 2}
+EXTRA["llama4_text"] |= {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2}
 LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 CONV = ["conv", "full_attention", "conv", "conv"]
 SHARED = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
