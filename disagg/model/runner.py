@@ -96,7 +96,8 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, info: ModelInfo, fingerprint: str):
         self.info = info
-        self.device = model.device
+        # packed weights, which may be the model's first ones, are on no device
+        self.device = model.get_input_embeddings().weight.device
         self.shape = kv_shape(info)
         self._model = model
         self._cache_name = cache_name(model)
@@ -111,7 +112,7 @@ class Runner:
         self.key_outliers: KeyOutliers | None = None  # for evaluation
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
-        if model.device.type == "cuda":
+        if self.device.type == "cuda":
             # cuDNN plans anew for each length of prompts
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.record_steps(CudaRecorder())
