@@ -19,6 +19,7 @@ from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
 from disagg.model.layer_shapes import (
+    HEADS,
     VARYING,
     WHOLE_ATTENTION,
     kv_sources,
@@ -35,10 +36,16 @@ OTHER_WEIGHTS = "pytorch_model*.bin"
 
 # other names that config.json files use for one size
 ALIASES = {
-    "num_hidden_layers": ("n_layer", "num_layers"),
-    "num_attention_heads": ("n_head",),
-    "hidden_size": ("n_embd",),
-    "max_position_embeddings": ("n_positions", "n_ctx"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "num_attention_heads": (
+        "n_head",
+        "num_heads",
+        "n_heads",
+        "attention_heads",
+        "decoder_attention_heads",
+    ),
+    "hidden_size": ("n_embd", "d_model", "emb_dim"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
 }
 SIZES = (*ALIASES, "vocab_size")
 HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
@@ -46,6 +53,10 @@ SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # beginnings of the keys of layers with a state: state spaces, linear attention, convolutions
 STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
+STATES_ALONE = (
+    "rwkv",
+    "xlstm",
+)  # models without attention whose config does not say it
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -61,7 +72,8 @@ HYBRID_ATTENTION = {
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 # sizes that some configs of hybrid models compute instead of storing them
 COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types")
-INDEXER = "indexer_"  # beginning of the keys of sparse attention by an indexer
+# beginnings of the keys of sparse attention by an indexer
+INDEXER = ("indexer_", "index_topk")
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # beginnings and ends of the keys of tokens that stand for images, videos or sound
@@ -286,6 +298,8 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
     """A way in which the model attends that pages cannot serve; empty if there is none."""
     if text.get("kv_lora_rank"):
         return "keeps latents, not K and V (MLA, kv_lora_rank)"
+    if kind in STATES_ALONE:
+        return "has no attention layer"
     if text.get("alibi") or kind in ALIBI:
         return "adds to scores by distance (ALiBi)"
     return ""
@@ -294,8 +308,11 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
 def _unsupported_layers(text: dict[str, Any]) -> str:
     """Layers whose state is not K and V of their own; empty if there are none."""
     for key in text:
-        if key.startswith(INDEXER):
-            return f"has attention by an indexer ({key})"
+        if key.startswith(INDEXER) and text[key]:
+            return (
+                "attends only to tokens that an indexer picks, by keys of its own for each "
+                f"token ({key}), which pages do not hold"
+            )
     other_types = set(text.get("layer_types") or []) - WITHOUT_ATTENTION
     other_types -= HYBRID_ATTENTION.keys()
     if other_types:
@@ -399,6 +416,9 @@ def _rename(config: dict[str, Any]) -> dict[str, Any]:
         for alias in reversed(aliases):
             if alias in config:
                 sizes[name] = config[alias]
+    attention = config.get("attn_config")
+    if isinstance(attention, dict) and attention.get("kv_n_heads"):
+        sizes[HEADS] = attention["kv_n_heads"]  # DBRX
     return {**sizes, **config}
 
 
