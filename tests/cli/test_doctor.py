@@ -59,7 +59,9 @@ def test_the_group_of_a_codec_fits_the_head_dim(disagg):
 
 def test_codecs_that_the_head_dim_does_not_fit_are_left_out(disagg, monkeypatch):
     specs = []
-    monkeypatch.setattr(room, "examine", lambda spec, *_: specs.append(spec) or [])
+    monkeypatch.setattr(
+        room, "examine", lambda spec, *_, **options: specs.append(spec) or []
+    )
 
     disagg("doctor --device cpu --head-dim 96")
 
