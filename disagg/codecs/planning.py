@@ -87,7 +87,9 @@ def _group_of(
     codec: Codec, layers: tuple[int, ...], shape: LayerShape, dtype: str
 ) -> LayerGroup:
     """The group of layers of one shape; ConfigError where the codec cannot hold them."""
-    group = codec.layer_group(layers, shape.heads, shape.head_dim, dtype, shape.window)
+    group = codec.layer_group(
+        layers, shape.heads, shape.head_dim, dtype, shape.window, shape.latent
+    )
     return replace(group, chunked=shape.chunked)
 
 

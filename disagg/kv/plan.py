@@ -123,9 +123,16 @@ class LayerGroup:
     @cached_property
     def fingerprint(self) -> str:
         layouts = [layout.fingerprint for layout in self.layouts()]
-        window = (self.window, self.chunked)
+        window: object = self.window
+        if self.chunked:
+            window = (self.window, "chunked")
         identity = (self.layers, window, self.heads, self.head_dim, layouts)
         return fingerprint_of(identity)
+
+    @property
+    def latent(self) -> int | None:
+        """Channels of K that are V too, which is not stored then; None: it is."""
+        return self.raw.latent
 
     @property
     def segment_tokens(self) -> int:
@@ -216,11 +223,15 @@ class LayerGroup:
         return self.page.tokens
 
     def numbers(self, n: int) -> int:
-        """Values of K and V of n tokens, as far as the last one sees them."""
+        """Values of K and V of n tokens, as far as the last one sees them.
+
+        Those of latents count once.
+        """
         tokens = n
         if self.window is not None:
             tokens -= max(0, window_start(n - 1, self.window, self.chunked))
-        return 2 * tokens * len(self.layers) * self.heads * self.head_dim
+        sides = 2 if self.latent is None else 1
+        return sides * tokens * len(self.layers) * self.heads * self.head_dim
 
     def inventory(self, n: int) -> Counter[Kind]:
         """How many records of each kind a prompt of n tokens fills; kinds without any left out."""

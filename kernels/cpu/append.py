@@ -27,12 +27,13 @@ from disagg.kernels.sealing import NewRows, Sealing
 def append(
     arena: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     rows: NewRows,
     sealing: Sealing | None = None,
 ) -> None:
     """As the reference, to the byte."""
-    if backend() == TORCH or k.dtype not in TYPES or rows.fmt.head_dim % 16:
+    is_served = k.dtype in TYPES and rows.fmt.head_dim % 16 == 0
+    if backend() == TORCH or not is_served:
         reference.append(arena, k, v, rows, sealing)
         return
     _append_raw(arena, k, v, rows)
@@ -48,9 +49,9 @@ def append(
             store_blocks(target, blocks)
 
 
-def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
+def _append_raw(arena: Tensor, k: Tensor, v: Tensor | None, rows: NewRows) -> None:
     k = readable(k, k.dtype)
-    v = readable(v, k.dtype)
+    v = k if v is None else readable(v, k.dtype)  # latents have none to read
     pages = rows.pages.contiguous()
     slots = rows.slots.contiguous()
     job = AppendC(

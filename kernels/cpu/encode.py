@@ -33,16 +33,18 @@ def is_encoded(fmt: PageFormat, k: Tensor) -> bool:
 
 def seal_pages(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     target: Target,
     fmt: PageFormat,
     cut: Segmentation,
 ) -> Tensor | None:
     """Write the pages of k, v [H, n, D] to where they belong; no token is absent.
 
+    v is None where pages hold a latent.
+
     returns: segments [S, H, segment_bytes] u8, or None where there are none
     """
-    k, v = _readable(k, v)
+    k, v = _readable(k, k if v is None else v)
     heads, n, _ = k.shape
     segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
     if not n:
@@ -106,9 +108,11 @@ def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _is_supported(fmt: PageFormat) -> bool:
     if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
         return False
-    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.shared:
+    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
         return False
-    return all(_is_supported_side(side) for side in (*fmt.k_sides, fmt.v))
+    if fmt.v is not None and fmt.v.scale.shared:
+        return False
+    return all(map(_is_supported_side, fmt.sides))
 
 
 def _is_supported_side(side: Side) -> bool:
