@@ -13,7 +13,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, ModelError, UnknownNameError
 from disagg.kv.page import Layout
-from disagg.model.architecture import read_architecture
+from disagg.model.architecture import SAME_AS, read_architecture
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
@@ -54,11 +54,14 @@ HYBRID_ATTENTION = {
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 # sizes that some configs of hybrid models compute instead of storing them
 COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types")
-INDEXER = "indexer_"  # beginning of the keys of sparse attention by an indexer
+# beginnings of the keys of sparse attention by an indexer
+INDEXER = ("indexer_", "index_topk", "index_n_heads")
+LATENT = "kv_lora_rank"  # channels of the latent of a token (MLA)
+ROTATED = "qk_rope_head_dim"  # channels of the rotated key beside it
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # beginnings and ends of the keys of tokens that stand for images, videos or sound
-MEDIA = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
+MEDIA = ("media_", "image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
 TOKEN_KEYS = ("_token_id", "_token_index")
 
 
@@ -254,7 +257,7 @@ def refuse_own_code(config: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = config.get("model_type", "unknown")
-    if kind not in CONFIG_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING_NAMES and kind not in SAME_AS:
         raise ModelError(
             f"{kind} needs code from its own repository (auto_map), which is never run, and "
             f"transformers has no model type {kind!r}: not supported"
@@ -285,8 +288,6 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
 
 def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
     """A way in which the model attends that pages cannot serve; empty if there is none."""
-    if text.get("kv_lora_rank"):
-        return "keeps latents, not K and V (MLA, kv_lora_rank)"
     if text.get("attention_chunk_size"):
         return "attends in chunks (attention_chunk_size)"
     if text.get("alibi") or kind in ALIBI:
@@ -297,8 +298,11 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
 def _unsupported_layers(text: dict[str, Any]) -> str:
     """Layers whose state is not K and V of their own; empty if there are none."""
     for key in text:
-        if key.startswith(INDEXER):
-            return f"has attention by an indexer ({key})"
+        if key.startswith(INDEXER) and text[key]:
+            return (
+                "attends only to tokens that an indexer picks, by keys of its own for each "
+                f"token ({key}), which pages do not hold"
+            )
     other_types = set(text.get("layer_types") or []) - WITHOUT_ATTENTION
     other_types -= HYBRID_ATTENTION.keys()
     if other_types:
@@ -312,6 +316,8 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
 
 def _unsupported_heads(text: dict[str, Any]) -> str:
     """Heads of several sizes; empty if there are none."""
+    if text.get(LATENT):
+        return ""  # K and V of its heads are in no page
     for key in ("global_head_dim", "v_head_dim"):
         size = text.get(key)
         if size is not None and size != text.get("head_dim", size):
