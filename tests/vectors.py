@@ -52,7 +52,7 @@ VECTORS = (
 
 def make_vector(vector: Vector) -> dict[str, Any]:
     heads, n, dim = vector.heads, vector.tokens, vector.head_dim
-    shape = KVShape(vector.layers, heads, dim, vector.dtype, (None,) * vector.layers)
+    shape = KVShape.uniform(vector.layers, heads, dim, vector.dtype)
     plan = parse_plan(vector.codec, shape)
     (group,) = plan.groups
     codec, pool = codec_of(group), make_pool(1 << 21, 1 << 18)

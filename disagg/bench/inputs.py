@@ -53,7 +53,7 @@ LAYER = 2  # of the model: some codecs treat the first two as others
 
 def shape_of(layers: int = 32, heads: int = 8, head_dim: int = 128) -> KVShape:
     """The KV shape of a model without windows, in fp16; by default Llama 3.1 8B."""
-    return KVShape(layers, heads, head_dim, "float16", (None,) * layers)
+    return KVShape.uniform(layers, heads, head_dim, "float16")
 
 
 def check_device(device: str, otherwise: str) -> None:

@@ -49,8 +49,30 @@ class RecordShape:
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """The K and V of one layer.
+
+    heads:    KV heads
+    head_dim: D, channels of a key
+    window:   tokens a query sees, itself included; None: all
+    latent:   channels of a key that are its value too; None: values are stored
+    """
+
+    heads: int
+    head_dim: int
+    window: int | None = None
+    latent: int | None = None
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers of the K and V of a token."""
+        planes = 2 if self.latent is None else 1
+        return planes * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class LayerGroup:
-    """Layers that share codec, attention window, KV heads and head dim, with their layouts.
+    """Layers that share a codec and a shape, with their layouts.
 
     layers:   model layer indices, ascending
     window:   tokens a query sees, itself included; None: all

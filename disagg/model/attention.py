@@ -26,6 +26,7 @@ from disagg.codecs.contract import Codec
 from disagg.errors import ModelError
 from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
+from disagg.kv.plan import LayerShape
 from disagg.model.cache import Workspace
 from disagg.model.states.step import NO_STATES, StateStep
 from disagg.paged.layer import StepLayers
@@ -104,12 +105,12 @@ class Batch:
 class BatchAttention:
     """Answers every attention call of one forward pass, layer by layer.
 
-    windows: per layer, the tokens a query sees, itself included; None: all
-    layers:  of the calls to come; not every module of a hybrid model knows its own
+    shapes: of the model's layers
+    layers: of the calls to come; not every module of a hybrid model knows its own
     """
 
     batch: Batch
-    windows: Sequence[int | None]
+    shapes: Sequence[LayerShape]
     layers: Iterator[int] = field(default_factory=count)
 
     def attend(
@@ -126,7 +127,7 @@ class BatchAttention:
         if len(decodes) == 1 and decodes[0][0].whole:
             return decodes[0][1].run(layer, q, k, v, softmax)
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
-        window = self.windows[layer]
+        window = self.shapes[layer].window
         for chunk in self.batch.chunks:
             rows = slice(chunk.row, chunk.row + chunk.count)
             chunk_q = q[:, rows]

@@ -13,6 +13,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, ModelError, UnknownNameError
 from disagg.kv.page import Layout
+from disagg.kv.plan import LayerShape
 from disagg.model.architecture import SAME_AS, read_architecture
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
@@ -69,10 +70,8 @@ TOKEN_KEYS = ("_token_id", "_token_index")
 class ModelInfo:
     """The sizes of a decoder-only model.
 
-    num_layers:     those that attend, in the order in which the model calls them
-    heads:          KV heads
+    layers:         those that attend, in the order in which the model calls them
     dtype:          the one it computes in, such as "float32"
-    windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
     max_context:    the limit of `model.context`
     states:         what each layer with a state keeps, in their order; empty: no layer has one
@@ -81,12 +80,9 @@ class ModelInfo:
 
     path: Path
     architecture: str
-    num_layers: int
+    layers: tuple[LayerShape, ...]
     query_heads: int
-    heads: int
-    head_dim: int
     dtype: str
-    windows: tuple[int | None, ...]
     context_length: int
     max_context: int
     vocab_size: int
@@ -171,18 +167,13 @@ def describe_model(
         refuse_own_code(config)
         sizes = _complete(config, path)
         reach = rotary_reach(sizes)
-        num_layers = sizes["num_hidden_layers"]
-        query_heads = sizes["num_attention_heads"]
         computed_dtype = _dtype(dtype, device, config, path)
         return ModelInfo(
             path=path,
             architecture=architecture_of(config),
-            num_layers=num_layers,
-            query_heads=query_heads,
-            heads=sizes.get("num_key_value_heads") or query_heads,
-            head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
+            layers=_layers(sizes),
+            query_heads=sizes["num_attention_heads"],
             dtype=computed_dtype,
-            windows=_windows(sizes, num_layers),
             context_length=_context_length(reach, context),
             max_context=reach.most,
             vocab_size=sizes["vocab_size"],
@@ -436,6 +427,15 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     if "sliding_window" not in sizes:
         return False
     return sizes["sliding_window"] is None or kind in SAME_WINDOW
+
+
+def _layers(sizes: dict[str, Any]) -> tuple[LayerShape, ...]:
+    """The shape of the K and V of each layer."""
+    query_heads = sizes["num_attention_heads"]
+    heads = sizes.get("num_key_value_heads") or query_heads
+    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // query_heads
+    windows = _windows(sizes, sizes["num_hidden_layers"])
+    return tuple(LayerShape(heads, head_dim, window) for window in windows)
 
 
 def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
 from disagg.kv.page import ARENA_UNIT, Layout
+from disagg.kv.plan import LayerShape
 from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
 from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
@@ -41,7 +42,7 @@ class Probe:
     objections: what pages cannot serve
     """
 
-    windows: tuple[int | None, ...]
+    layers: Sequence[LayerShape]
     counts: Sequence[int] = LENGTHS
     calls: list[tuple[int, int, int, int]] = field(default_factory=list)
     objections: list[str] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Probe:
         options: dict,
     ) -> Tensor:
         layer = len(self.calls)
-        if layer >= len(self.windows):
+        if layer >= len(self.layers):
             raise ModelError(
                 f"{type(module).__name__} calls attention as layer {layer}"
             )
@@ -73,7 +74,7 @@ class Probe:
             )
         if options.get("position_bias") is not None:
             self.objections.append("a position bias")
-        window = self.windows[layer]
+        window = self.layers[layer].window
         self._check_window(window, options)
         self.calls.append((layer, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(
@@ -175,7 +176,7 @@ def _packed_logits(
     passes: of each row the tokens of each prompt
     ModelError for attention that pages cannot serve.
     """
-    probe = Probe(info.windows)
+    probe = Probe(info.layers)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     starts = [0] * len(prompts)
     pages, arena = _records(info.states, len(prompts), model.device)
@@ -252,8 +253,8 @@ def _check_calls(probe: Probe, info: ModelInfo) -> None:
     """ModelError unless the calls of a pass are those that the config describes."""
     name = info.architecture
     expected = [
-        (layer, info.query_heads, info.heads, info.head_dim)
-        for layer in range(info.num_layers)
+        (index, info.query_heads, layer.heads, layer.head_dim)
+        for index, layer in enumerate(info.layers)
     ]
     if probe.objections:
         objections = ", ".join(dict.fromkeys(probe.objections))

@@ -165,9 +165,7 @@ class Runner:
 
     def workspace(self, total: int, rooms: Sequence[int] = ()) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
-        return Workspace(
-            self.info.num_layers, self.info.heads, total, self.info.head_dim, rooms
-        )
+        return Workspace(self.info.layers, total, rooms)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -215,7 +213,7 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
     ) -> Tensor:
         """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
-        attend: Attention = BatchAttention(batch, self.info.windows).attend
+        attend: Attention = BatchAttention(batch, self.info.layers).attend
         if self.key_outliers is not None:
             attend = self.key_outliers.around(attend)
         cache = StepCache(batch.states, batch.arena, tokens.shape[1])

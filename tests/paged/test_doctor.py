@@ -16,7 +16,7 @@ from disagg.paged.doctor import Finding, check_plans, examine
 
 CPU = torch.device("cpu")
 KIVI = "kivi:bits=2,group=64,residual=16"
-PLAN = parse_plan(f"0:raw;1:{KIVI}", KVShape(2, 2, 64, "float32", (None, None)))
+PLAN = parse_plan(f"0:raw;1:{KIVI}", KVShape.uniform(2, 2, 64, "float32"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_plans_that_are_sound_pass():
 def test_plans_are_checked_with_tails_and_queries_of_their_model(monkeypatch):
     examined = Mock(wraps=examine)
     monkeypatch.setattr(doctor_module, "examine", examined)
-    shape = KVShape(2, 2, 64, "bfloat16", (None, None))
+    shape = KVShape.uniform(2, 2, 64, "bfloat16")
 
     check_plans([parse_plan(f"0:raw;1:{KIVI}", shape)], 14, CPU)
     assert {call.args[4:] for call in examined.call_args_list} == {("bfloat16", 7)}
