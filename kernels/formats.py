@@ -4,11 +4,14 @@
     ExactFormat     K and V in slots           raw pages and tails; outliers, heavy hitters
     AlignedFormat   fp16 cut into bit planes   AlignedKV
 
+A block may hold a latent instead of K and V: V is then the first `latent` channels of K, has no
+planes, and attention reads the same bytes twice: as rows for scores, as columns for values.
+
 Offsets are bytes from the start of a block: the part of a page that one layer and one KV head own.
 The block of (page, head) lies at `page * 128 + base + head * block_bytes` in the arena.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ARENA_UNIT = 128  # bytes; a page id counts these from the start of the arena
 RAW_SLOTS = 16  # tokens of a raw page
@@ -139,6 +142,13 @@ class Side:
         return fields
 
     @property
+    def lying(self) -> "Side":
+        """K read as V: the same codes and scales, with rows and columns swapped."""
+        by = {"column": "row", "row": "column"}.get(self.scale.by, self.scale.by)
+        scale = replace(self.scale, by=by)
+        return replace(self, rows=self.columns, columns=self.rows, scale=scale)
+
+    @property
     def halves(self) -> int:
         """Parts of the columns that share a code word."""
         _, halves = self._parts
@@ -199,6 +209,8 @@ class PageFormat:
                    behind the other, so one row of each serves all bands. By column, in groups of
                    all rows
     hadamard:      how K's channels are ordered and V's rotated; None: neither is
+    latent:        V is the first so many channels of K, and `v` None; None: V is stored. K is codes
+                   and scales alone then
     """
 
     tokens: int
@@ -206,10 +218,14 @@ class PageFormat:
     block_bytes: int
     segment_bytes: int
     k: Side
-    v: Side
+    v: Side | None
     valid: int | None = None
     bands: tuple[Side, ...] = ()
     hadamard: HadamardRotation | None = None
+    latent: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_latent(self.latent, self.v, self.head_dim)
 
     @property
     def k_sides(self) -> tuple[Side, ...]:
@@ -217,9 +233,21 @@ class PageFormat:
         return self.k, *self.bands
 
     @property
+    def values(self) -> Side:
+        """V, where it is stored."""
+        if self.v is None:
+            raise ValueError("pages of a latent store no V")
+        return self.v
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """All sides that are stored: the bands of K, then V."""
+        return self.k_sides if self.v is None else (*self.k_sides, self.v)
+
+    @property
     def has_own_basis(self) -> bool:
         """Whether a page holds both factors of its low-rank product, as if it were a segment."""
-        products = (self.k.low_rank, self.v.low_rank)
+        products = [side.low_rank for side in self.sides]
         return any(low is not None and not low.shared for low in products)
 
     @property
@@ -228,7 +256,7 @@ class PageFormat:
         if self.k.scale.shared and self.k.sparse:
             return False
         k_low = self.k.low_rank
-        v_low = self.v.low_rank
+        v_low = self.v.low_rank if self.v else None
         is_one_tile = bool(k_low or v_low or self.valid is not None)
         if is_one_tile and self.tokens & (self.tokens - 1):
             return False
@@ -281,19 +309,22 @@ class ExactFormat:
     k, v:      offsets in the block
     positions: offset in the block
     side:      the format of the side record
+    latent:    V is the first so many channels of K, and `v` None; None: V is stored
     """
 
     dtype: str
     head_dim: int
     block_bytes: int
     k: int
-    v: int
+    v: int | None
     slots: int = RAW_SLOTS
     tokens: int = RAW_SLOTS
     positions: int | None = None
     side: SlotsFormat | None = None
+    latent: int | None = None
 
     def __post_init__(self) -> None:
+        _check_latent(self.latent, self.v, self.head_dim)
         if self.counted and self.slots != self.tokens:
             raise ValueError(
                 f"{self.slots} slots for {self.tokens} tokens, without positions"
@@ -345,3 +376,22 @@ class AlignedFormat:
 
 
 Format = PageFormat | ExactFormat | AlignedFormat
+
+
+def latent_of(fmt: Format) -> int | None:
+    """Channels of K that are V too; None: V is stored."""
+    return None if isinstance(fmt, AlignedFormat) else fmt.latent
+
+
+def value_dim(fmt: Format) -> int:
+    """Channels of V, and of what attention gives."""
+    return latent_of(fmt) or fmt.head_dim
+
+
+def _check_latent(latent: int | None, v: object, head_dim: int) -> None:
+    if (latent is None) != (v is not None):
+        raise ValueError(
+            f"a latent of {latent} channels beside V at {v}; expected one of them"
+        )
+    if latent is not None and not 0 < latent <= head_dim:
+        raise ValueError(f"a latent of {latent} channels; K has {head_dim}")

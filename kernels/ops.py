@@ -28,6 +28,7 @@ from disagg.kernels.formats import (
     ExactFormat,
     Format,
     PageFormat,
+    latent_of,
 )
 from disagg.kernels.reference import aligned, codes, exact, kept, pages
 from disagg.kernels.reference import encode as encoders
@@ -47,6 +48,8 @@ def attend(
     units: WorkPlan | None = None,
 ) -> Tensor:
     """Attention over all views, which hold disjoint tokens: [B, M, Hq, D] of the dtype of q.
+
+    Over latents it is [B, M, Hq, latent]: V is these channels of K.
 
     q:     [B, M, Hq, D] of any float dtype - query head i reads KV head i // (Hq / heads). Dtypes
            of fewer bits than fp32 are computed in fp32, fp64 only on a CPU. A query that sees
@@ -110,6 +113,8 @@ def bits_read(q: Tensor, view: View, scale: float) -> Bits:
 
 def serves_gpu(fmt: Format) -> bool:
     """Whether a GPU attends to such pages by kernels, which a CUDA graph can hold."""
+    if latent_of(fmt) is not None:
+        return False
     if not isinstance(fmt, PageFormat):
         return True
     return bool(_gpu("plan").is_supported(fmt))
@@ -129,8 +134,12 @@ def encodes_by(fmt: Format, k: Tensor) -> str:
     if not isinstance(fmt, PageFormat):
         return TORCH
     if on_gpu(k):
-        return TRITON if fmt.is_encodable else TORCH
+        return TRITON if _seals_on_gpu(fmt, k) else TORCH
     return backend() if cpu_encode.is_encoded(fmt, k) else TORCH
+
+
+def _seals_on_gpu(fmt: PageFormat, k: Tensor) -> bool:
+    return on_gpu(k) and fmt.v is not None and fmt.is_encodable
 
 
 def appends_by(device: torch.device) -> str:
@@ -140,7 +149,7 @@ def appends_by(device: torch.device) -> str:
 
 def encode(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     fmt: PageFormat | AlignedFormat,
     cut: Segmentation | None = None,
     absent: Tensor | None = None,
@@ -151,6 +160,7 @@ def encode(
     See reference/encode.py. A GPU writes the same bytes, except where sums in another order tip a
     rounding, and A B^T is off by 2**-9 of it.
 
+    v:      None where the pages hold a latent
     target: where the blocks belong; the blocks returned are empty then
     """
     cut = cut or Segmentation()
@@ -161,8 +171,9 @@ def encode(
         _check_ids(target.pages, (num_pages,), "pages", k)
     segments: Tensor | None = None
     if isinstance(fmt, AlignedFormat):
+        assert v is not None
         blocks = aligned.encode(k, v, fmt)
-    elif on_gpu(k) and fmt.is_encodable:
+    elif _seals_on_gpu(fmt, k):
         blocks, segments = _gpu("encode").encode(k, v, fmt, cut, absent, target)
         return blocks, segments
     elif absent is None and cpu_encode.is_encoded(fmt, k):
@@ -185,7 +196,10 @@ def decode(
     fmt: PageFormat,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """k', v' [..., tokens, D] of blocks [..., block_bytes] u8, and a segment for each."""
+    """k', v' [..., tokens, D] of blocks [..., block_bytes] u8, and a segment for each.
+
+    Of latents, v' is their channels of k'.
+    """
     _check_bytes(blocks, "blocks")
     if blocks.shape[-1] != fmt.block_bytes:
         raise ValueError(
@@ -197,7 +211,7 @@ def decode(
 def append(
     arena: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     rows: NewRows,
     sealing: Sealing | None = None,
 ) -> None:
@@ -205,21 +219,25 @@ def append(
 
     One launch on a GPU. What the raw dtype cannot hold saturates. See reference/encode.py.
 
-    k, v: [N, H, D]
+    k, v: [N, H, D]; v is None where the pages hold a latent
     """
     _check_rows(arena, rows, k.shape[0])
     if sealing is not None:
         _check_sealing(arena, rows, sealing, k.shape[0])
-    if not k.is_floating_point() or k.dtype != v.dtype:
+    _check_values(v, rows.fmt)
+    like = k if v is None else v
+    if not k.is_floating_point() or k.dtype != like.dtype:
         raise TypeError(
-            f"k and v are {k.dtype} and {v.dtype}; expected one float dtype"
+            f"k and v are {k.dtype} and {like.dtype}; expected one float dtype"
         )
-    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != rows.fmt.head_dim:
+    if k.shape != like.shape or k.dim() != 3 or k.shape[2] != rows.fmt.head_dim:
         raise ValueError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; "
+            f"k is {tuple(k.shape)} and v {tuple(like.shape)}; "
             f"expected [N, H, {rows.fmt.head_dim}]"
         )
-    if on_gpu(arena):
+    if on_gpu(arena) and v is None:
+        encoders.append(arena, k, v, rows, sealing)
+    elif on_gpu(arena):
         _gpu("append").append(arena, k, v, rows, sealing)
     else:
         cpu_append.append(arena, k, v, rows, sealing)
@@ -256,7 +274,7 @@ def keep_outliers(
 def gather_raw(
     arena: Tensor, ids: Tensor, fmt: ExactFormat, base: int, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """k, v [B, heads, P * T, D] of raw pages [B, P]."""
+    """k, v [B, heads, P * T, D] of raw pages [B, P]; of latents, v is their channels of k."""
     _check_bytes(arena, "arena")
     _check_ids(ids, tuple(ids.shape), "pages", arena)
     return pages.gather_raw(arena, ids, fmt, base, heads)
@@ -373,22 +391,35 @@ def _check_rows(arena: Tensor, rows: NewRows, count: int) -> None:
 
 def _check_encode(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     fmt: PageFormat | AlignedFormat,
     absent: Tensor | None,
 ) -> None:
-    if not (k.is_floating_point() and v.is_floating_point()):
-        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; expected a float dtype")
-    are_alike = k.shape == v.shape and k.device == v.device
+    _check_values(v, fmt)
+    like = k if v is None else v
+    if not (k.is_floating_point() and like.is_floating_point()):
+        raise TypeError(
+            f"k and v are {k.dtype} and {like.dtype}; expected a float dtype"
+        )
+    are_alike = k.shape == like.shape and k.device == like.device
     if not are_alike or k.dim() != 3 or k.shape[2] != fmt.head_dim:
         raise ValueError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; "
+            f"k is {tuple(k.shape)} and v {tuple(like.shape)}; "
             f"expected [H, n, {fmt.head_dim}]"
         )
     if k.shape[1] % fmt.tokens:
         raise ValueError(f"{k.shape[1]} tokens; expected a multiple of {fmt.tokens}")
     if absent is not None:
         _check_absent(absent, k, fmt)
+
+
+def _check_values(v: Tensor | None, fmt: Format) -> None:
+    latent = latent_of(fmt)
+    if (v is None) == (latent is None):
+        held = "hold no V" if v is not None else "hold V"
+        raise ValueError(
+            f"these pages {held}; expected v to be a tensor only if they do"
+        )
 
 
 def _check_absent(

@@ -11,6 +11,9 @@ It is stateless over one layer:
 
 The bytes of `encode` are sent, stored in the pool and read by attention. Serving never calls
 `decode`.
+
+Some models keep a latent instead of K and V: V is the first channels of K. Their pages have no
+planes of V, and wherever K and V go together here, V is a view of those channels.
 """
 
 from abc import ABC, abstractmethod
@@ -29,12 +32,19 @@ from disagg.kernels.formats import Format, PageFormat
 from disagg.kernels.ops import sum_squares
 from disagg.kernels.sealing import STRETCH_TOKENS, Target
 from disagg.kernels.view import Softmax
-from disagg.kv.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
+from disagg.kv.page import (
+    RAW_TOKENS,
+    FinalAt,
+    Layout,
+    make_latent_layout,
+    make_raw_layout,
+)
 from disagg.kv.plan import LayerGroup
 
 PAGE_TOKENS = 64  # of a page, unless a codec says otherwise
 LEAD_FIRST, LEAD_END = 64, 576
 LEAD_UNITS = LEAD_END // RAW_TOKENS
+LATENT_CODECS = ("fp8", "int8", "kcvt", "kivi", "pertoken", "raw")  # can hold latents
 
 
 @dataclass(frozen=True)
@@ -228,9 +238,22 @@ class Codec(ABC):
         head_dim: int,
         model_dtype: str,
         window: int | None = None,
+        latent: int | None = None,
     ) -> LayerGroup:
-        """The layouts of this codec for layers of `heads` KV heads."""
+        """The layouts of this codec for layers of `heads` KV heads.
+
+        latent: first channels of K that are V too, which is not stored then; None: it is.
+                ConfigError where the codec cannot hold such pages
+        """
         kept_per_seal, kept_limit = self.kept_tokens
+        page = self.page_layout(head_dim)
+        flush_page = self.flush_page_layout(head_dim)
+        raw = make_raw_layout(self.raw_dtype(model_dtype), head_dim)
+        if latent is not None:
+            self._check_latent(latent, head_dim)
+            page = make_latent_layout(page, latent)
+            flush_page = flush_page and make_latent_layout(flush_page, latent)
+            raw = make_latent_layout(raw, latent)
         return LayerGroup(
             layers=layers,
             codec=self.spec,
@@ -239,16 +262,23 @@ class Codec(ABC):
             head_dim=head_dim,
             residual=self.tail_tokens,
             final_at=self.final_at,
-            page=self.page_layout(head_dim),
-            raw=make_raw_layout(self.raw_dtype(model_dtype), head_dim),
+            page=page,
+            raw=raw,
             segment=self.segment_layout(head_dim),
             side=self.side_layout(head_dim),
-            flush_page=self.flush_page_layout(head_dim),
+            flush_page=flush_page,
             kept_per_seal=kept_per_seal,
             kept_limit=kept_limit,
             sink=self.sink_tokens if window is None else 0,
             lead=self.lead,
         )
+
+    def _check_latent(self, latent: int, head_dim: int) -> None:
+        names = ", ".join(LATENT_CODECS)
+        message = f"{self.name} cannot hold latents, which have no V of their own; {names} can"
+        require(self.name in LATENT_CODECS, message)
+        message = f"a latent of {latent} channels; K has {head_dim}, with the rotated key behind it"
+        require(0 < latent < head_dim, message)
 
     @abstractmethod
     def encode(
@@ -262,7 +292,8 @@ class Codec(ABC):
     ) -> Encoded:
         """The pages of tokens first .. first+n-1 of a prompt, in one layer.
 
-        k, v:   [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of T
+        k, v:   [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of
+                T. Of latents, v is their channels of k: [H, n, latent]
         first:  position of the first token; the start of a segment, or of a page
         layer:  of the model
         prompt: for codecs whose choices depend on more than these tokens
@@ -274,7 +305,7 @@ class Codec(ABC):
         """The side record [H, bytes] u8 of a prompt without a page, where the codec needs one."""
         return None
 
-    def seal_format(self, head_dim: int) -> PageFormat | None:
+    def seal_format(self, group: LayerGroup) -> PageFormat | None:
         """The page that the append of a decode step seals by itself; None: it calls `flush`."""
         return None
 
@@ -301,7 +332,10 @@ class Codec(ABC):
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """k' and v' [H, n, D] of dtype, as attention sees them; for tests and reports."""
+        """k' and v' [H, n, D] of dtype, as attention sees them; for tests and reports.
+
+        Of latents, v' is their channels of k'.
+        """
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
         """Tokens that attention sees: [H, n] bool. All of them, unless the codec drops tokens."""
@@ -313,6 +347,12 @@ class Codec(ABC):
 def seed_of(layer: int, first: int) -> int:
     """The seed of a segment, from its layer and the position of its first token."""
     return (layer << 20) + first // STRETCH_TOKENS
+
+
+def latent_of(k: Tensor, v: Tensor) -> int | None:
+    """How many channels of k [H, n, D] v is, where it is a part of k; None: it is not."""
+    channels = v.shape[2]
+    return channels if channels < k.shape[2] else None
 
 
 def require(condition: bool, message: str) -> None:

@@ -26,11 +26,12 @@ def exact_format(layout: Layout, side: Layout | None = None) -> ExactFormat:
         head_dim=k.shape[1],
         block_bytes=layout.block_bytes,
         k=k.offset,
-        v=planes["v"].offset,
+        v=planes["v"].offset if "v" in planes else None,
         slots=k.shape[0],
         tokens=layout.tokens,
         positions=positions.offset if positions else None,
         side=slots_format(side) if side else None,
+        latent=layout.latent,
     )
 
 
@@ -50,11 +51,12 @@ def slots_format(side: Layout) -> SlotsFormat:
 def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
     """Raw pages of n tokens: [ceil(n / 16), H, block_bytes] u8, the rest of the last page zero.
 
-    k, v: [H, n, D] in the raw dtype
+    k, v: [H, n, D] in the raw dtype; of latents, v is their channels of k
     """
     n = k.shape[1]
     num_pages = -(-n // RAW_TOKENS)
-    kv = torch.stack([k, v], 1)  # [H, 2, n, D]
+    sides = [k, v] if v.shape == k.shape else [k]
+    kv = torch.stack(sides, 1)  # [H, 1 or 2, n, D]
     kv = torch.nn.functional.pad(kv, (0, 0, 0, -n % RAW_TOKENS))
-    pages = kv.unflatten(2, (num_pages, RAW_TOKENS))  # [H, 2, P, T, D]
+    pages = kv.unflatten(2, (num_pages, RAW_TOKENS))  # [H, 1 or 2, P, T, D]
     return pages.permute(2, 0, 1, 3, 4).flatten(2).view(torch.uint8)

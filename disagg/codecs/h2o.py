@@ -94,6 +94,7 @@ class H2O(Codec):
         for x, offset in ((k, fmt.k), (v, fmt.v)):
             index = tokens.unsqueeze(2).expand(-1, -1, head_dim)
             pages = _by_page(to_fp16(x).gather(1, index), count)
+            assert offset is not None
             planes.plane(torch.float16, offset, (fmt.slots, head_dim)).copy_(pages)
         assert fmt.positions is not None
         positions = _by_page(tokens.int().unsqueeze(2), count)

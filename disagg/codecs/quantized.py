@@ -18,7 +18,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Codec, Encoded, Prompt, one_of, require, seed_of
+from disagg.codecs.contract import (
+    Codec,
+    Encoded,
+    Prompt,
+    latent_of,
+    one_of,
+    require,
+    seed_of,
+)
 from disagg.kernels import ops
 from disagg.kernels.formats import (
     BlockRotation,
@@ -30,7 +38,14 @@ from disagg.kernels.formats import (
     parts_of_word,
 )
 from disagg.kernels.sealing import Segmentation, Target
-from disagg.kv.page import SEGMENT_TOKENS, Kind, Layout, Plane, make_layout
+from disagg.kv.page import (
+    SEGMENT_TOKENS,
+    Kind,
+    Layout,
+    Plane,
+    make_latent_layout,
+    make_layout,
+)
 from disagg.kv.plan import LayerGroup
 
 Planes = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
@@ -90,22 +105,24 @@ class QuantizedCodec(Codec):
         prompt: Prompt,
         target: Target | None,
     ) -> Encoded:
-        fmt = prompt_format(self, k.shape[2])
+        fmt = prompt_format(self, k.shape[2], latent_of(k, v))
         cut = Segmentation(self.segment_tokens, seed_of(layer, first))
-        blocks, segments = ops.encode(k, v, fmt, cut, target=target)
+        stored_v = v if fmt.v else None
+        blocks, segments = ops.encode(k, stored_v, fmt, cut, target=target)
         return Encoded(blocks, segments)
 
-    def seal_format(self, head_dim: int) -> PageFormat | None:
-        fmt = flush_format(self, head_dim)
+    def seal_format(self, group: LayerGroup) -> PageFormat | None:
+        fmt = flush_format(self, group.head_dim, group.latent)
         return fmt if fmt.is_sealable else None
 
     def flush(
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
     ) -> Encoded:
-        fmt = flush_format(self, k.shape[2])
+        fmt = flush_format(self, k.shape[2], latent_of(k, v))
         frozen = None if before.segments is None else before.segments[0]
         cut = Segmentation(self.segment_tokens, seed_of(layer, first), frozen)
-        blocks, segments = ops.encode(k, v, fmt, cut)
+        stored_v = v if fmt.v else None
+        blocks, segments = ops.encode(k, stored_v, fmt, cut)
         return Encoded(blocks, segments, flush=True)
 
     def decode(
@@ -139,18 +156,26 @@ class SinkCodec(QuantizedCodec):
 
 
 @lru_cache
-def prompt_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
+def prompt_format(
+    codec: QuantizedCodec, head_dim: int, latent: int | None = None
+) -> PageFormat:
     """The format of pages of a prompt."""
     page, segment = codec.page_layout(head_dim), codec.segment_layout(head_dim)
+    if latent is not None:
+        page = make_latent_layout(page, latent)
     return codec.format_of(page, segment, head_dim)
 
 
 @lru_cache
-def flush_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
+def flush_format(
+    codec: QuantizedCodec, head_dim: int, latent: int | None = None
+) -> PageFormat:
     """The format of a page sealed while decoding."""
     page = codec.flush_page_layout(head_dim)
     if page is None:
-        return prompt_format(codec, head_dim)
+        return prompt_format(codec, head_dim, latent)
+    if latent is not None:
+        page = make_latent_layout(page, latent)
     return codec.format_of(page, None, head_dim)
 
 
@@ -174,14 +199,18 @@ def page_format(
 ) -> PageFormat:
     """The format in which kernels read pages with these planes."""
     valid = [plane.offset for plane in page.planes if plane.name == "valid"]
+    has_values = page.latent is None
     return PageFormat(
         tokens=page.tokens,
         head_dim=head_dim,
         block_bytes=page.block_bytes,
         segment_bytes=segment.block_bytes if segment else 0,
         k=_side(page, segment, "k", page.tokens, head_dim, k_by),
-        v=_side(page, segment, "v", head_dim, page.tokens, v_by),
+        v=_side(page, segment, "v", head_dim, page.tokens, v_by)
+        if has_values
+        else None,
         valid=valid[0] if valid else None,
+        latent=page.latent,
     )
 
 

@@ -50,12 +50,13 @@ class Raw(Codec):
         head_dim: int,
         model_dtype: str,
         window: int | None = None,
+        latent: int | None = None,
     ) -> LayerGroup:
         raw_dtype = self.raw_dtype(model_dtype)
         (option,) = (name for name, dtype in DTYPES.items() if dtype == raw_dtype)
         codec = Raw(option)
         return super(Raw, codec).layer_group(
-            layers, heads, head_dim, model_dtype, window
+            layers, heads, head_dim, model_dtype, window, latent
         )
 
     def encode(

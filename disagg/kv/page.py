@@ -129,6 +129,7 @@ class Layout:
     tokens:      tokens that one record covers; 0 for a side record
     block_bytes: size of a block, a multiple of 16
     fingerprint: 16 hex digits; two layouts with equal fingerprints mean the same bytes
+    latent:      where V is not stored, since it is the first so many channels of K; None: it is
     """
 
     spec: str
@@ -137,6 +138,7 @@ class Layout:
     planes: tuple[Plane, ...]
     block_bytes: int
     fingerprint: str
+    latent: int | None = None
 
     def plane(self, name: str) -> Plane:
         """The plane called `name`; LayoutError lists the known ones."""
@@ -155,6 +157,7 @@ def make_layout(
     tokens: int,
     planes: Iterable[tuple[str, str, tuple[int, ...]]],
     plane_align: int = PLANE_ALIGN,
+    latent: int | None = None,
 ) -> Layout:
     """Lay planes (name, dtype, shape) one after another, each on a boundary of `plane_align`."""
     laid_out: list[Plane] = []
@@ -164,7 +167,7 @@ def make_layout(
         laid_out.append(plane)
         end = plane.offset + plane.nbytes
     block_bytes = align(end, plane_align)
-    identity = (
+    identity: tuple[object, ...] = (
         FORMAT_VERSION,
         spec,
         kind.value,
@@ -172,6 +175,8 @@ def make_layout(
         block_bytes,
         tuple(map(str, laid_out)),
     )
+    if latent is not None:
+        identity += (latent,)
     return Layout(
         spec=spec,
         kind=kind,
@@ -179,6 +184,7 @@ def make_layout(
         planes=tuple(laid_out),
         block_bytes=block_bytes,
         fingerprint=fingerprint_of(identity),
+        latent=latent,
     )
 
 
@@ -187,6 +193,16 @@ def make_raw_layout(dtype: str, head_dim: int) -> Layout:
     shape = (RAW_TOKENS, head_dim)
     planes = [("k", dtype, shape), ("v", dtype, shape)]
     return make_layout(f"raw:dtype={dtype}", Kind.RAW, RAW_TOKENS, planes)
+
+
+def make_latent_layout(layout: Layout, latent: int) -> Layout:
+    """A layout without its planes of V, which is the first `latent` channels of K instead."""
+    planes = [
+        (plane.name, plane.dtype, plane.shape)
+        for plane in layout.planes
+        if plane.name != "v" and not plane.name.startswith("v_")
+    ]
+    return make_layout(layout.spec, layout.kind, layout.tokens, planes, latent=latent)
 
 
 def make_state_layout(planes: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:

@@ -108,6 +108,11 @@ class LayerGroup:
         return fingerprint_of(identity)
 
     @property
+    def latent(self) -> int | None:
+        """Channels of K that are V too, which is not stored then; None: it is."""
+        return self.raw.latent
+
+    @property
     def segment_tokens(self) -> int:
         """Tokens that share a segment, or would if the codec had segments."""
         return self.segment.tokens if self.segment else SEGMENT_TOKENS
@@ -196,9 +201,13 @@ class LayerGroup:
         return self.page.tokens
 
     def numbers(self, n: int) -> int:
-        """Values of K and V of n tokens, as far as the next query sees them."""
+        """Values of K and V of n tokens, as far as the next query sees them.
+
+        Those of latents count once.
+        """
         tokens = n if self.window is None else min(n, self.window)
-        return 2 * tokens * len(self.layers) * self.heads * self.head_dim
+        sides = 2 if self.latent is None else 1
+        return sides * tokens * len(self.layers) * self.heads * self.head_dim
 
     def inventory(self, n: int) -> Counter[Kind]:
         """How many records of each kind a prompt of n tokens fills; kinds without any left out."""

@@ -192,7 +192,7 @@ def _seals(decode: Decode) -> bool:
     """
     if any(seal.begins_segment for seal in decode.step.seals):
         return False
-    return decode.codec.seal_format(decode.step.group.head_dim) is not None
+    return decode.codec.seal_format(decode.step.group) is not None
 
 
 def _is_tail(table: PageTable, group: LayerGroup) -> bool:

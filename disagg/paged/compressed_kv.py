@@ -91,8 +91,11 @@ class CompressedKV:
         self._arena = arena
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Decode m more tokens: k, v [H, m, D]. Seals pages as the codec's rule says."""
-        _check_pair(k, v)
+        """Decode m more tokens: k, v [H, m, D]. Seals pages as the codec's rule says.
+
+        Of latents, v is their channels of k: [H, m, latent].
+        """
+        _check_pair(k, v, self.group.latent)
         heads, head_dim = self.group.heads, self.group.head_dim
         if k.shape[::2] != (heads, head_dim):
             raise RequestError(f"k is {[*k.shape]}; expected [{heads}, m, {head_dim}]")
@@ -116,7 +119,7 @@ class CompressedKV:
         q:       [Hq, D], a query that sees all tokens, or [Hq, W, D], those of the last W tokens;
                  Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H)
         softmax: by default a scale of D**-0.5 and nothing else
-        returns: the shape of q, fp32; fp64 where q is that on a CPU
+        returns: the shape of q, with the channels of V; fp32, or fp64 where q is that on a CPU
         """
         rows, views, units = self._view(q)
         softmax = softmax or Softmax(self.group.head_dim**-0.5)
@@ -246,6 +249,7 @@ def compress(
     v: Tensor,
     layer: int = 0,
     q: Tensor | Queries | None = None,
+    latent: int | None = None,
 ) -> CompressedKV:
     """Compress one layer of one sequence, as prefill does, without a service around it.
 
@@ -253,11 +257,12 @@ def compress(
     k, v:  [H, n, D], any float dtype - keys after RoPE
     layer: index in the model; some codecs treat the first layers differently
     q:     [Hq, W, D] - the last W queries, for codecs that choose by them
+    latent: first channels of k that are v too, which is not stored then: v is [H, n, latent]
     raises RequestError for shapes that do not fit together
     """
     if isinstance(codec, str):
         codec = get_codec(codec)
-    _check_pair(k, v)
+    _check_pair(k, v, latent)
     heads, n, head_dim = k.shape
     if isinstance(q, Tensor):
         if q.shape[0] % heads or q.shape[1] > n:
@@ -267,7 +272,7 @@ def compress(
             )
         q = Queries.of(q, heads, n)
     dtype = str(k.dtype).removeprefix("torch.")
-    group = codec.layer_group((layer,), heads, head_dim, dtype)
+    group = codec.layer_group((layer,), heads, head_dim, dtype, latent=latent)
     arena = GrowingArena(k.device)
     state = allocate_group(group, n, arena)
     at = upload(RecordIds.of(state), k.device)
@@ -276,10 +281,12 @@ def compress(
     return CompressedKV(codec, group, state, arena, num_tokens=n)
 
 
-def _check_pair(k: Tensor, v: Tensor) -> None:
-    if k.ndim != 3 or k.shape != v.shape:
+def _check_pair(k: Tensor, v: Tensor, latent: int | None) -> None:
+    if k.ndim != 3 or v.shape != (*k.shape[:2], latent or k.shape[2]):
+        channels = "D" if latent is None else latent
         raise RequestError(
-            f"k is {[*k.shape]} and v is {[*v.shape]}; expected both to be [H, n, D]"
+            f"k is {[*k.shape]} and v is {[*v.shape]}; "
+            f"expected [H, n, D] and [H, n, {channels}]"
         )
     if k.dtype != v.dtype or not k.is_floating_point():
         raise RequestError(

@@ -82,7 +82,8 @@ class LayerRecords:
 class PromptChunk:
     """Exact K and V of a prompt in one layer, after a chunk of prefill.
 
-    k, v:       [H, n, D] - of all tokens so far from `first` on, after RoPE
+    k, v:       [H, n, D] - of all tokens so far from `first` on, after RoPE; where pages hold a
+                latent, v is its channels of k: [H, n, latent]
     total:      tokens of the whole prompt
     before:     tokens that earlier calls for this layer had
     first:      position of the first token; 0 unless the group's `reach` lets older ones go
@@ -203,10 +204,11 @@ def write_step(
 ) -> None:
     """Append the step's new tokens of one layer to the tails, and seal the full ones.
 
-    k, v: [N, H, D] - one row for each row of `step.rows`
+    k, v: [N, H, D] - one row for each row of `step.rows`; of latents, v is their channels of k
     """
     sealing = _sealing(codec, step, layer)
-    append(arena, k, v, _new_rows(step, layer), sealing)
+    stored_v = v if step.group.latent is None else None
+    append(arena, k, stored_v, _new_rows(step, layer), sealing)
     if sealing is not None:
         return
     for seal in step.seals:
@@ -248,7 +250,10 @@ class StepLayers:
     def run(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
     ) -> Tensor:
-        """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype."""
+        """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype.
+
+        Of latents, v is their channels of k, and what comes is [N, Hq, latent].
+        """
         codec, step, arena = self._codec, self.step, self._arena
         new_q = q.transpose(0, 1)
         if self._try_calls:
@@ -313,7 +318,7 @@ def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
     group, rows = step.group, step.completed
     if rows is None or any(seal.begins_segment for seal in step.seals):
         return None
-    fmt = codec.seal_format(group.head_dim)
+    fmt = codec.seal_format(group)
     if fmt is None:
         return None
     page = group.decode_page

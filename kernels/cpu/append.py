@@ -27,12 +27,13 @@ from disagg.kernels.sealing import NewRows, Sealing
 def append(
     arena: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     rows: NewRows,
     sealing: Sealing | None = None,
 ) -> None:
     """As the reference, to the byte."""
-    if backend() == TORCH or k.dtype not in TYPES or rows.fmt.head_dim % 16:
+    is_served = k.dtype in TYPES and rows.fmt.head_dim % 16 == 0
+    if backend() == TORCH or not is_served or v is None:
         reference.append(arena, k, v, rows, sealing)
         return
     _append_raw(arena, k, v, rows)
@@ -41,7 +42,7 @@ def append(
     fmt = sealing.fmt
     completed = reference.completed_pages(arena, k.shape[1], rows, sealing)
     for page_k, page_v, cut, target in completed:
-        if is_encoded(fmt, page_k):
+        if page_v is not None and is_encoded(fmt, page_k):
             seal_pages(page_k, page_v, target, fmt, cut)
         else:
             blocks, _ = reference.encode(page_k, page_v, fmt, cut)

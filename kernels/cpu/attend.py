@@ -22,7 +22,14 @@ from disagg.kernels.cpu.library import (
     call,
     format_of,
 )
-from disagg.kernels.formats import RAW_SLOTS, ExactFormat, Format, PageFormat, Side
+from disagg.kernels.formats import (
+    RAW_SLOTS,
+    ExactFormat,
+    Format,
+    PageFormat,
+    Side,
+    latent_of,
+)
 from disagg.kernels.view import Partial, View
 
 MAX_DIM = 512
@@ -125,15 +132,19 @@ def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _is_supported(fmt: Format) -> bool:
+    if latent_of(fmt) is not None:
+        return False
     if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
         return False
     if isinstance(fmt, ExactFormat):
         return fmt.counted and fmt.tokens == RAW_SLOTS
     if not isinstance(fmt, PageFormat) or len(fmt.k_sides) > MAX_BANDS:
         return False
-    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.by == "row":
+    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
         return False
-    return all(_is_supported_side(side) for side in (*fmt.k_sides, fmt.v))
+    if fmt.v is not None and fmt.v.scale.by == "row":
+        return False
+    return all(map(_is_supported_side, fmt.sides))
 
 
 def _is_supported_side(side: Side) -> bool:

@@ -33,7 +33,7 @@ def is_encoded(fmt: PageFormat, k: Tensor) -> bool:
 
 def seal_pages(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     target: Target,
     fmt: PageFormat,
     cut: Segmentation,
@@ -42,6 +42,7 @@ def seal_pages(
 
     returns: segments [S, H, segment_bytes] u8, or None where there are none
     """
+    assert v is not None
     k, v = _readable(k, v)
     heads, n, _ = k.shape
     segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
@@ -104,11 +105,11 @@ def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _is_supported(fmt: PageFormat) -> bool:
-    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
+    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM or fmt.v is None:
         return False
     if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.shared:
         return False
-    return all(_is_supported_side(side) for side in (*fmt.k_sides, fmt.v))
+    return all(map(_is_supported_side, fmt.sides))
 
 
 def _is_supported_side(side: Side) -> bool:

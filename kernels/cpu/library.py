@@ -174,7 +174,7 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
         order=fmt.hadamard.order if fmt.hadamard else -1,
         signs=fmt.hadamard.signs if fmt.hadamard else -1,
         bands=len(fmt.k_sides),
-        v=_side_of(fmt.v),
+        v=_side_of(fmt.v) if fmt.v else SideC(),
         k=k_sides,
     )
 

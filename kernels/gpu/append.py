@@ -214,4 +214,4 @@ def append_warps(fmt: PageFormat | None) -> int:
         return 1
     if fmt.k.low_rank is not None:
         return LOW_RANK_WARPS
-    return max(encode_warps(fmt.k), encode_warps(fmt.v))
+    return max(encode_warps(fmt.k), encode_warps(fmt.values))

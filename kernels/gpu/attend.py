@@ -276,7 +276,7 @@ def loops_of(
         if isinstance(fmt, PageFormat):
             if chip.codes == PTX:
                 check_slots(fmt)
-            is_floating = fmt.k.floating or fmt.v.floating
+            is_floating = fmt.k.floating or fmt.values.floating
             mode = chip.float8 if is_floating else chip.codes
             loops.append(replace(loop, unpack_mode=mode))
         else:

@@ -128,8 +128,8 @@ def _encode(
     k_missing = k if missing is None else missing[0]
     for band in range(len(fmt.k_sides)):
         _encode_side(k, False, band, fmt, target, segments, k_missing, mask, cut.tokens)
-    if fmt.v.rotation:
-        v = _rotate(v, fmt.v.rotation, segments, cut)
+    if fmt.values.rotation:
+        v = _rotate(v, fmt.values.rotation, segments, cut)
     v_missing = v if missing is None else missing[1]
     _encode_side(v, True, 0, fmt, target, segments, v_missing, mask, cut.tokens)
     if missing is not None:
@@ -148,7 +148,7 @@ def _encode_side(
     segment_tokens: int,
 ) -> None:
     """A band of K [H, n, D] of all pages, or V."""
-    side = fmt.v if is_v else fmt.k_sides[band]
+    side = fmt.values if is_v else fmt.k_sides[band]
     heads, n, head_dim = x.shape
     stride_head, stride_token, stride_channel = x.stride()
     if side.scale.shared:

@@ -77,8 +77,10 @@ def shape_of(fmt: Format, queries: int, group: int, columns: int) -> Shape:
     """
     if not isinstance(fmt, PageFormat):
         return Shape(group, columns)
-    groups = fmt.head_dim // fmt.v.scale.group if fmt.v.scale.by == "column" else 1
-    pairs = groups % 2 == 0 and fmt.v.fields % groups == 0
+    groups = (
+        fmt.head_dim // fmt.values.scale.group if fmt.values.scale.by == "column" else 1
+    )
+    pairs = groups % 2 == 0 and fmt.values.fields % groups == 0
     wide = columns == NVIDIA_COLUMNS and fmt.head_dim > NARROW
     if pairs and (wide or queries * group <= columns // 2):
         return Shape(group, columns // 2, 2, 2)
@@ -122,6 +124,8 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
 
 def is_supported(fmt: PageFormat) -> bool:
     """Whether the kernel attends to such pages; the reference does to any."""
+    if fmt.v is None:
+        return False
     k = fmt.k
     v = fmt.v
     if not _has_supported_values(v):
@@ -334,7 +338,7 @@ def _fits_tiles(side: Side, head_dim: int) -> bool:
 def check_slots(fmt: PageFormat) -> None:
     """Refuse sparse slots whose loop over pages does not fit the registers of an NVIDIA GPU."""
     slots = 0
-    for side in (fmt.k, fmt.v):
+    for side in (fmt.k, fmt.values):
         if side.sparse:
             slots = max(slots, side.sparse.slots)
     if slots > MAX_SLOTS:

@@ -15,6 +15,11 @@ Rotations, orders, segment scales and low-rank bases are applied once, to querie
     output   p -> codes @ (p * scale), A^T p, + sparse           for each page, summed by segment
              T_S^T (...), + B (A^T p), or rotated back           once for each query and segment
 
+Of a latent, V is the first channels of K: its codes are contracted again, lying, where a scale for
+each column is one for each row:
+
+    out[c]   = sum_t p[t] k[t,c] = sum_groups ks[c] (sum_t p[t] code[t,c] + kz[c] sum_t p[t])
+
 K in bands of columns is one contraction per band, each with its part of q. A band without bits adds
 the same to every token of a page: sum_c q[c] mean[c].
 """
@@ -67,7 +72,10 @@ def attend(
         visible = visible & is_valid.flatten(2).unsqueeze(3)
     p, lse = masked_softmax(scores, visible, cap)
     p = p.unflatten(2, (last - first, fmt.tokens))  # [B, H, P, T, N]
-    o = _output(p, pages, fmt, shared)  # [B, H, D, N]
+    if fmt.v is None:
+        o = _latent_output(p, pages, fmt, shared)  # [B, H, latent, N]
+    else:
+        o = _output(p, pages, fmt, fmt.v, shared)  # [B, H, D, N]
     return partial_of(o, lse, q.shape[1])
 
 
@@ -79,12 +87,16 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """k' and v' [..., tokens, D] of dtype, as attention sees blocks [..., block_bytes] u8.
 
+    Of latents, v' is their channels of k'.
+
     segments: [..., segment_bytes] u8 - the segment of each block, if the format has any
     """
     pages = DenseBlocks(blocks)
     shared = pages if segments is None or fmt.has_own_basis else DenseBlocks(segments)
     bands = [_dequantize(side, pages, shared, dtype) for side in fmt.k_sides]
     k = torch.cat(bands, -1)  # [..., T, D]
+    if fmt.v is None:
+        return k, k[..., : fmt.latent]
     v = _dequantize(fmt.v, pages, shared, dtype).transpose(-1, -2)  # [..., T, D]
     if fmt.hadamard:
         order = hadamard.read_order(shared, fmt.hadamard, fmt.head_dim)
@@ -253,10 +265,10 @@ def _output(
     p: Tensor,
     pages: ArenaBlocks,
     fmt: PageFormat,
+    side: Side,
     shared: Shared,
 ) -> Tensor:
-    """Weights p [B, H, P, tokens, N] -> the weighted sum of values [B, H, D, N]."""
-    side = fmt.v
+    """Weights p [B, H, P, tokens, N] -> the weighted sum of values, a side: [B, H, D, N]."""
     low = side.low_rank
     batch, heads, _, _, width = p.shape
     segments = shared.blocks.ids.shape[1]
@@ -288,6 +300,31 @@ def _output(
         by_query = hadamard.unrotate(sums.transpose(-1, -2), signs.unsqueeze(-2))
         sums = by_query.transpose(-1, -2)
     return sums.sum(2)
+
+
+def _latent_output(
+    p: Tensor,
+    pages: ArenaBlocks,
+    fmt: PageFormat,
+    shared: Shared,
+) -> Tensor:
+    """Weights p [B, H, P, tokens, N] -> the weighted sum of latents [B, H, latent, N]."""
+    batch, heads, _, _, width = p.shape
+    lying = fmt.k.lying
+    sums = p.new_zeros(batch, heads, fmt.head_dim, width)
+    of_segments = None
+    if lying.scale.shared:
+        of_segments = shared.blocks.scales(fmt.k, p.dtype)  # [B, H, S, 1, D] twice
+    for columns in page_chunks(pages.ids, heads * fmt.tokens * fmt.head_dim):
+        chunk = pages.select(columns)
+        codes = chunk.codes(fmt.k, p.dtype).transpose(-1, -2)  # [B, H, P, D, T]
+        if of_segments is None:
+            scales, zeros = chunk.scales(fmt.k, p.dtype)
+        else:
+            scales, zeros = (shared.spread(x, columns) for x in of_segments)
+        products = contract(codes, scales, zeros, lying.scale, p[:, :, columns])
+        sums += products.sum(2)
+    return sums[:, :, : fmt.latent]
 
 
 def _in_order(x: Tensor, order: Tensor) -> Tensor:

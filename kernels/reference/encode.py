@@ -40,7 +40,7 @@ CHUNK_ELEMENTS = 1 << 17
 
 def encode(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     fmt: PageFormat,
     cut: Segmentation,
     absent: Tensor | None = None,
@@ -48,7 +48,7 @@ def encode(
     """Seal the pages of consecutive segments, of one layer.
 
     k, v:    [H, n, D] of any float dtype - n is a multiple of fmt.tokens; NaN becomes 0, numbers
-             beyond fp16 saturate
+             beyond fp16 saturate. v is None where pages hold a latent
     absent:  [H, n] bool - tokens that the mask of their page leaves out; the mean of their group of
              K's scales takes their place, in K and in V. None: all are present
     returns: blocks [n / tokens, H, block_bytes] u8, segments [S, H, segment_bytes] u8 if any
@@ -56,13 +56,13 @@ def encode(
     if absent is not None:
         group = fmt.k.scale.group
         k = quantize.with_group_means(finite(k), absent, group)
-        v = quantize.with_group_means(finite(v), absent, group)
+        v = v if v is None else quantize.with_group_means(finite(v), absent, group)
     heads, n, _ = k.shape
     shape = (n // fmt.tokens, heads, fmt.block_bytes)
     blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
     segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
 
-    if fmt.hadamard and segments is not None:
+    if fmt.hadamard and v is not None and segments is not None:
         k, v = _rotated(k, v, fmt.hadamard, DenseBlocks(segments[0]))
         _encode_pages(k, v, fmt, blocks)
     elif fmt.has_own_basis:
@@ -79,13 +79,13 @@ def encode(
 def append(
     arena: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     rows: NewRows,
     sealing: Sealing | None = None,
 ) -> None:
     """Write one token per row into raw pages, then the pages that they complete.
 
-    k, v:    [N, H, D]
+    k, v:    [N, H, D]; v is None where pages hold a latent
     sealing: the rows that complete a page, see sealing.py; None: there are none
     """
     fmt = rows.fmt
@@ -95,6 +95,8 @@ def append(
     slots = rows.slots[is_written].long()
     blocks = ArenaBlocks(arena, rows.pages, rows.base, heads, fmt.block_bytes)
     for offset, x in ((fmt.k, k), (fmt.v, v)):
+        if offset is None or x is None:
+            continue
         exact = rounded(x[is_written], fmt)
         plane = plane_view(blocks, exact.dtype, offset, (fmt.slots, fmt.head_dim))
         plane[pages, :, slots] = exact
@@ -110,8 +112,11 @@ def completed_pages(
     heads: int,
     rows: NewRows,
     sealing: Sealing,
-) -> Iterator[tuple[Tensor, Tensor, Segmentation, Target]]:
-    """Each page that a row completes: k and v [H, T, D], the segment it joins, and its address."""
+) -> Iterator[tuple[Tensor, Tensor | None, Segmentation, Target]]:
+    """Each page that a row completes: k and v [H, T, D], the segment it joins, and its address.
+
+    v is None where pages hold a latent.
+    """
     tables = sealing.rows
     fmt = sealing.fmt
     for row, page in enumerate(tables.pages.tolist()):
@@ -132,7 +137,7 @@ def completed_pages(
         seed = sealing.seed + int(tables.stretches[row])
         cut = Segmentation(fmt.tokens, seed, frozen)
         target = Target(arena, tables.pages[this_row], sealing.base)
-        yield k[0], v[0], cut, target
+        yield k[0], v[0] if fmt.v else None, cut, target
 
 
 def sum_squares(
@@ -177,7 +182,7 @@ def _rotated(
 
 def _encode_pages(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     fmt: PageFormat,
     blocks: Tensor,
 ) -> None:
@@ -191,12 +196,13 @@ def _encode_pages(
         pages = DenseBlocks(blocks[start : start + step])
         for x, side in zip(bands, fmt.k_sides, strict=True):
             _encode_side(x[:, tokens], side, fmt, pages, pages)
-        _encode_side(v[:, tokens], fmt.v, fmt, pages, pages)
+        if v is not None and fmt.v is not None:
+            _encode_side(v[:, tokens], fmt.v, fmt, pages, pages)
 
 
 def _encode_segments(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     fmt: PageFormat,
     cut: Segmentation,
     blocks: Tensor,
@@ -220,6 +226,8 @@ def _encode_segments(
             shared = DenseBlocks(segments[i, one])
             seed = 2 * (segment_seed * HEAD_STRIDE + head)
             _encode_side(k[one, tokens], fmt.k, fmt, pages, shared, seed, is_new)
+            if v is None or fmt.v is None:
+                continue
             _encode_side(v[one, tokens], fmt.v, fmt, pages, shared, seed + 1, is_new)
 
 

@@ -33,7 +33,7 @@ def attend(
     queries = columns_of(q * scale, view.heads)  # [B, H, D, N]
     scores = k.to(q.dtype) @ queries  # [B, H, n, N]
     p, lse = masked_softmax(scores, visible, cap)
-    o = v.to(q.dtype).transpose(2, 3) @ p  # [B, H, D, N]
+    o = v.to(q.dtype).transpose(2, 3) @ p  # [B, H, D or latent, N]
     return partial_of(o, lse, q.shape[1])
 
 

@@ -66,12 +66,13 @@ class Blocks(ABC):
         return index.long(), delta.to(dtype)
 
     def exact(self, fmt: ExactFormat) -> tuple[Tensor, Tensor]:
-        """K and V as they are stored: both [..., slots, head_dim]."""
+        """K and V as they are stored: both [..., slots, head_dim]; V of latents is part of K."""
         dtype = getattr(torch, fmt.dtype)
         shape = (fmt.slots, fmt.head_dim)
         k = self.plane(dtype, fmt.k, shape)
-        v = self.plane(dtype, fmt.v, shape)
-        return k, v
+        if fmt.v is None:
+            return k, k[..., : fmt.latent]
+        return k, self.plane(dtype, fmt.v, shape)
 
     def bits(self, offset: int, count: int) -> Tensor:
         """A bit for each token or channel: [..., count] bool."""
@@ -191,14 +192,20 @@ def gather_raw(
     base: int,
     heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of pages [B, P] i32 in order: k, v [B, heads, P * slots, D] of the raw dtype."""
+    """The tokens of pages [B, P] i32 in order: k, v [B, heads, P * slots, D] of the raw dtype.
+
+    Of latents, v is their channels of k.
+    """
     blocks = ArenaBlocks(arena, pages, base, heads, fmt.block_bytes)
     k, v = blocks.exact(fmt)  # [B, H, P, slots, D]
     return k.flatten(2, 3), v.flatten(2, 3)
 
 
 def exact_tokens(blocks: Tensor, fmt: ExactFormat) -> tuple[Tensor, Tensor]:
-    """The tokens in the slots of blocks [P, H, block_bytes] u8: k, v [H, P * slots, D]."""
+    """The tokens in the slots of blocks [P, H, block_bytes] u8: k, v [H, P * slots, D].
+
+    Of latents, v is their channels of k.
+    """
     k, v = DenseBlocks(blocks).exact(fmt)  # [P, H, slots, D]
     return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
