@@ -85,7 +85,9 @@ def _group_of(
     codec: Codec, layers: tuple[int, ...], shape: LayerShape, dtype: str
 ) -> LayerGroup:
     """The group of layers of one shape; ConfigError where the codec cannot hold them."""
-    return codec.layer_group(layers, shape.heads, shape.head_dim, dtype, shape.window)
+    return codec.layer_group(
+        layers, shape.heads, shape.head_dim, dtype, shape.window, shape.latent
+    )
 
 
 def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:

@@ -28,6 +28,7 @@ from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
 from disagg.kv.plan import LayerShape
 from disagg.model.cache import Workspace
+from disagg.model.latents import heads_of
 from disagg.model.states.step import NO_STATES, StateStep
 from disagg.paged.layer import StepLayers
 from disagg.paged.page_tables import GroupStep
@@ -40,7 +41,8 @@ BLOCK_SCORES = 1 << 24  # fp32 scores in memory at a time, where no fused kernel
 OnLayer = Callable[[int, Tensor, Tensor, "Chunk"], None]
 
 # answers an attention call of a model. Called with the module; q [Hq, N, D], k and v [H, N, D] of a
-# packed row of N tokens; the softmax; and the other arguments of the call. Returns [N, Hq, D]
+# packed row of N tokens; the softmax; and the other arguments of the call. Returns [N, Hq, D].
+# Of latents, k is the latents and rotated keys, v a part of them: see latents.py
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Softmax, dict], Tensor]
 
 
@@ -123,10 +125,13 @@ class BatchAttention:
         options: dict,
     ) -> Tensor:
         layer = next(self.layers)
+        heads = heads_of(module)
         decodes = self.batch.by_layer.get(layer, [])
         if len(decodes) == 1 and decodes[0][0].whole:
-            return decodes[0][1].run(layer, q, k, v, softmax)
-        out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
+            attended = decodes[0][1].run(layer, heads.ask(q), k, v, softmax)
+            return heads.answer(attended)
+        channels = heads.value_dim or v.shape[2]
+        out = q.new_zeros(q.shape[1], q.shape[0], channels)
         window = self.shapes[layer].window
         for chunk in self.batch.chunks:
             rows = slice(chunk.row, chunk.row + chunk.count)
@@ -134,16 +139,17 @@ class BatchAttention:
             exact_k, exact_v = chunk.workspace.extend(
                 layer, k[:, rows], v[:, rows], chunk.before
             )
-            attended = attend_exact(chunk_q, exact_k, exact_v, softmax, window)
-            out[rows] = attended.transpose(0, 1)
-            chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
+            all_k, all_v = heads.expand(exact_k, exact_v)
+            attended = attend_exact(chunk_q, all_k, all_v, softmax, window)
+            out[rows] = attended[..., :channels].transpose(0, 1)
+            chunk.workspace.observe(layer, heads.ask(chunk_q), chunk.before, softmax)
             chunk.on_layer(layer, exact_k, exact_v, chunk)
         for decode, step_layers in decodes:
             row_ids = decode.step.rows
             attended = step_layers.run(
-                layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax
+                layer, heads.ask(q[:, row_ids]), k[:, row_ids], v[:, row_ids], softmax
             )
-            out.index_add_(0, row_ids, attended)
+            out.index_add_(0, row_ids, heads.answer(attended))
         return out
 
 

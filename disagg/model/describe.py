@@ -31,7 +31,7 @@ ALIASES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "num_attention_heads": ("n_head",),
     "hidden_size": ("n_embd",),
-    "max_position_embeddings": ("n_positions", "n_ctx"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "model_max_length"),
 }
 SIZES = (*ALIASES, "vocab_size")
 HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
@@ -337,6 +337,7 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if _is_hybrid(sizes):
         sizes |= _attending_layers(sizes, config)
     needed = [*SIZES, *(name for name in HEAD_SIZES if sizes.get(name) is not None)]
+    needed += [LATENT, ROTATED] if sizes.get(LATENT) else []
     missing = [name for name in needed if not _is_size(sizes.get(name))]
     if missing:
         raise ModelError(f"{path / 'config.json'} says no usable {', '.join(missing)}")
@@ -351,6 +352,8 @@ def _complete_by_transformers(path: Path) -> dict[str, Any]:
     """The sizes of a model with the defaults that only transformers knows."""
     text = read_architecture(path).get_text_config()
     sizes = _rename(text.to_dict())
+    # LongCat counts its attentions in a property, two for each of `num_layers`
+    sizes["num_hidden_layers"] = getattr(text, "num_hidden_layers", None)
     if _is_hybrid(sizes | {"layer_types": getattr(text, "layer_types", None)}):
         for name in COMPUTED:
             if sizes.get(name) is None:
@@ -417,6 +420,8 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     """Whether nothing depends on defaults that only transformers knows."""
     if any(name not in sizes for name in SIZES) or _is_hybrid(sizes):
         return False
+    if sizes.get(LATENT):
+        return False
     kind = sizes.get("model_type")
     if kind in WHOLE_ATTENTION:
         return True
@@ -434,8 +439,14 @@ def _layers(sizes: dict[str, Any]) -> tuple[LayerShape, ...]:
     query_heads = sizes["num_attention_heads"]
     heads = sizes.get("num_key_value_heads") or query_heads
     head_dim = sizes.get("head_dim") or sizes["hidden_size"] // query_heads
+    latent = sizes.get(LATENT)
+    if latent:
+        heads = 1
+        head_dim = latent + sizes[ROTATED]
     windows = _windows(sizes, sizes["num_hidden_layers"])
-    return tuple(LayerShape(heads, head_dim, window) for window in windows)
+    return tuple(
+        LayerShape(heads, head_dim, window, latent or None) for window in windows
+    )
 
 
 def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:

@@ -10,7 +10,7 @@ Attention modules of transformers expand latents with a method. `keep_latents` r
 our attention function gets latents, and expands them only for prompts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from disagg.errors import ModelError
+from disagg.kv.plan import LayerShape
 
 EXPANSION = "expand_kv"  # the method: of latents and rotated keys, K and V of all heads
 LEAST_TRANSFORMERS = "5.24"  # the first whose modules have it
@@ -99,18 +100,18 @@ class LatentHeads:
 PLAIN = PlainHeads()
 
 
-def keep_latents(model: PreTrainedModel, count: int) -> None:
+def keep_latents(model: PreTrainedModel, layers: Sequence[LayerShape]) -> None:
     """Let the attention modules of a model give their latents to our attention.
 
-    count: of these modules by its config; ModelError where the model has others
+    ModelError unless the layers with latents are as many as the modules that expand some.
     """
     modules = _latent_modules(model)
+    count = sum(layer.latent is not None for layer in layers)
     if len(modules) != count:
-        name = type(model).__name__
         raise ModelError(
-            f"{name} expands latents in {len(modules)} modules, in {count} by its config: "
-            f"not supported; latents need transformers {LEAST_TRANSFORMERS} or later, "
-            f"this is {transformers.__version__}"
+            f"{type(model).__name__} expands latents in {len(modules)} modules, in {count} by "
+            f"its config: not supported; latents need transformers {LEAST_TRANSFORMERS} or "
+            f"later, this is {transformers.__version__}"
         )
     for module in modules:
         setattr(module, EXPANSION, LatentHeads(module, model.dtype))

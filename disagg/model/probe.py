@@ -2,7 +2,8 @@
 
 A config does not say everything. A short forward pass through our attention shows which layers call
 it, and with which arguments. Comparing its logits with those of the model's own eager attention
-shows that the model does nothing else to attention. Where layers keep a state, two more passes go
+shows that the model does nothing else to attention. Latents are attended in both ways: expanded,
+and asked by the queries themselves. Where layers keep a state, two more passes go
 on from it: a chunk of one prompt beside a single token of the other, then a token of each.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from disagg.errors import ModelError
@@ -21,6 +23,7 @@ from disagg.kv.plan import LayerShape
 from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
 from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
+from disagg.model.latents import heads_of, own_expansion
 from disagg.model.states.cache import StepCache
 from disagg.model.states.records import record_pages
 from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
@@ -68,7 +71,8 @@ class Probe:
             raise ModelError(
                 f"{type(module).__name__} calls attention as layer {layer}"
             )
-        if v.shape != k.shape:
+        latent = self.layers[layer].latent
+        if v.shape[-1] != (latent or k.shape[-1]):
             self.objections.append(
                 f"values of {v.shape[-1]} and keys of {k.shape[-1]} channels"
             )
@@ -86,7 +90,10 @@ class Probe:
         outputs = []
         for index, (prompt_q, new_k, new_v) in enumerate(prompts):
             prompt_k, prompt_v = self._extended((layer, index), new_k, new_v)
-            output = attend_exact(prompt_q, prompt_k, prompt_v, softmax, window)
+            if latent is None:
+                output = attend_exact(prompt_q, prompt_k, prompt_v, softmax, window)
+            else:
+                output = attend_latents(module, prompt_q, prompt_k, prompt_v, softmax)
             outputs.append(output)
         # contiguous, since some models take a view of it
         return torch.cat(outputs, dim=1).transpose(0, 1).contiguous()
@@ -113,6 +120,24 @@ class Probe:
             )
 
 
+def attend_latents(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+) -> Tensor:
+    """Causal attention of the last c tokens to latents: [Hq, c, D].
+
+    The first half of them attends as prompts do, the others as new tokens do.
+    """
+    heads = heads_of(module)
+    expanded = attend_exact(q, *heads.expand(k, v), softmax, None)
+    padded_v = pad(v, (0, k.shape[2] - v.shape[2]))
+    asked = attend_exact(heads.ask(q), k, padded_v, softmax, None)
+    asked = asked[..., : v.shape[2]].transpose(0, 1)
+    answers = heads.answer(asked).transpose(0, 1)
+    expanded = expanded[..., : answers.shape[2]]
+    half = q.shape[1] // 2
+    return torch.cat([expanded[:, :half], answers[:, half:]], 1)
+
+
 def window_as_mask(
     local_size: int | None = None, device: Any = None, **_: object
 ) -> Tensor:
@@ -134,7 +159,8 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
     model.set_attn_implementation(MASKED)
     logits = _packed_logits(model, info, prompts, passes)
     model.set_attn_implementation("eager")
-    exact = torch.cat([_logits(model, name, input_ids=x[None]) for x in prompts])
+    with own_expansion(model):
+        exact = torch.cat([_logits(model, name, input_ids=x[None]) for x in prompts])
     model.set_attn_implementation(IMPLEMENTATION)
     errors = (logits - exact).abs().amax(1) / exact.abs().max()
     error = float(errors.max())

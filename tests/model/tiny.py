@@ -197,11 +197,11 @@ LATENTS: dict[str, dict[str, Any]] = {
     "sarvam_mla": LATENT | ROUTED,
     "glm4_moe_lite": LATENT | ROUTED | {"v_head_dim": 64},
     "mistral4": LATENT | ROUTED | {"v_head_dim": 64},
-    "minicpm3": LATENT,
+    "minicpm3": LATENT | {"scale_emb": 1, "dim_model_base": 64},
     "youtu": LATENT,
     "axk1": LATENT | ROUTED,
     "longcat_flash": LATENT
-    | {"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48}
+    | {"num_layers": 2, "head_dim": 16, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48}
     | {"n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1},
 }
 EXTRA |= LATENTS
@@ -216,7 +216,7 @@ COMPUTED = {
     "jamba": ("head_dim",),
     "lfm2": ("head_dim",),
     "lfm2_moe": ("head_dim",),
-    "longcat_flash": ("num_hidden_layers", "intermediate_size", "head_dim"),
+    "longcat_flash": ("num_hidden_layers", "intermediate_size"),
     **dict.fromkeys(
         "deepseek_v2 deepseek_v3 sarvam_mla glm4_moe_lite mistral4 minicpm3 youtu "
         "axk1 kimi_linear".split(),
@@ -247,7 +247,7 @@ VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "internvl": ({"model_type": "qwen2"}, {}),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
     "kimi_k25": (
-        {"model_type": "deepseek_v3"} | EXTRA["deepseek_v3"],
+        {"model_type": "deepseek_v3", "head_dim": 16} | EXTRA["deepseek_v3"],
         {"pos_emb_height": 4, "pos_emb_width": 4, "num_hidden_layers": 1},
     ),
     "mistral3": ({"sliding_window": None}, {"model_type": "pixtral"}),
