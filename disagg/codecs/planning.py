@@ -9,7 +9,7 @@
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disagg.codecs.contract import Codec
 from disagg.codecs.registry import get_codec
@@ -85,9 +85,10 @@ def _group_of(
     codec: Codec, layers: tuple[int, ...], shape: LayerShape, dtype: str
 ) -> LayerGroup:
     """The group of layers of one shape; ConfigError where the codec cannot hold them."""
-    return codec.layer_group(
+    group = codec.layer_group(
         layers, shape.heads, shape.head_dim, dtype, shape.window, shape.latent
     )
+    return replace(group, chunked=shape.chunked)
 
 
 def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:

@@ -273,7 +273,7 @@ def _check_sizes(config: Any, info: ModelInfo) -> None:
         "vocab_size": info.vocab_size,
     }
     if not info.states:  # else some of its layers do not attend
-        sizes["num_hidden_layers"] = len(info.layers)
+        sizes["num_hidden_layers"] = len(info.sources)
     windows = [layer.window for layer in info.layers if layer.window]
     window = max(windows, default=None)
     if window is not None:

@@ -18,6 +18,15 @@ from disagg.model.architecture import SAME_AS, read_architecture
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
+from disagg.model.layer_shapes import (
+    LATENT,
+    ROTATED,
+    VARYING,
+    WHOLE_ATTENTION,
+    kv_sources,
+    layer_shapes,
+    read_layers,
+)
 from disagg.model.rotary import Reach, rotary_reach
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
@@ -35,19 +44,18 @@ ALIASES = {
 }
 SIZES = (*ALIASES, "vocab_size")
 HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
-# no windows; KV heads and head dim follow from the other sizes
-WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # beginnings of the keys of layers with a state: state spaces, linear attention, convolutions
 STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # types of layers in hybrid models that attend, with their usual names; then those that do not
 HYBRID_ATTENTION = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
+    "chunked_attention": "chunked_attention",
     "attention": "full_attention",
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
@@ -57,12 +65,20 @@ WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types")
 # beginnings of the keys of sparse attention by an indexer
 INDEXER = ("indexer_", "index_topk", "index_n_heads")
-LATENT = "kv_lora_rank"  # channels of the latent of a token (MLA)
-ROTATED = "qk_rope_head_dim"  # channels of the rotated key beside it
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # beginnings and ends of the keys of tokens that stand for images, videos or sound
-MEDIA = ("media_", "image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
+MEDIA = (
+    "media_",
+    "image_",
+    "video_",
+    "vision_",
+    "audio_",
+    "boi_",
+    "eoi_",
+    "boa_",
+    "eoa_",
+)
 TOKEN_KEYS = ("_token_id", "_token_index")
 
 
@@ -70,7 +86,8 @@ TOKEN_KEYS = ("_token_id", "_token_index")
 class ModelInfo:
     """The sizes of a decoder-only model.
 
-    layers:         those that attend, in the order in which the model calls them
+    layers:         those with K and V, in the order in which the model calls them
+    sources:        of each attention of the model, which of these layers it attends to
     dtype:          the one it computes in, such as "float32"
     context_length: tokens of prompt and answer
     max_context:    the limit of `model.context`
@@ -81,6 +98,7 @@ class ModelInfo:
     path: Path
     architecture: str
     layers: tuple[LayerShape, ...]
+    sources: tuple[int, ...]
     query_heads: int
     dtype: str
     context_length: int
@@ -171,7 +189,8 @@ def describe_model(
         return ModelInfo(
             path=path,
             architecture=architecture_of(config),
-            layers=_layers(sizes),
+            layers=layer_shapes(sizes),
+            sources=kv_sources(sizes),
             query_heads=sizes["num_attention_heads"],
             dtype=computed_dtype,
             context_length=_context_length(reach, context),
@@ -268,19 +287,13 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(
             f"{kind} is an encoder-decoder model; decoder-only ones can be served"
         )
-    reason = (
-        _unsupported_attention(text, kind)
-        or _unsupported_layers(text)
-        or _unsupported_heads(text)
-    )
+    reason = _unsupported_attention(text, kind) or _unsupported_layers(text)
     if reason:
         raise ModelError(f"{kind} {reason}: not supported")
 
 
 def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
     """A way in which the model attends that pages cannot serve; empty if there is none."""
-    if text.get("attention_chunk_size"):
-        return "attends in chunks (attention_chunk_size)"
     if text.get("alibi") or kind in ALIBI:
         return "adds to scores by distance (ALiBi)"
     return ""
@@ -300,19 +313,6 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
         return f"has layers of type {', '.join(sorted(other_types))}"
     if text.get("cross_attention_layers"):
         return "attends to images in separate layers (cross_attention_layers)"
-    if text.get("num_kv_shared_layers"):
-        return "shares KV between layers (num_kv_shared_layers)"
-    return ""
-
-
-def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes; empty if there are none."""
-    if text.get(LATENT):
-        return ""  # K and V of its heads are in no page
-    for key in ("global_head_dim", "v_head_dim"):
-        size = text.get(key)
-        if size is not None and size != text.get("head_dim", size):
-            return f"has heads of several sizes ({key})"
     return ""
 
 
@@ -351,8 +351,8 @@ def _is_size(value: Any) -> bool:
 def _complete_by_transformers(path: Path) -> dict[str, Any]:
     """The sizes of a model with the defaults that only transformers knows."""
     text = read_architecture(path).get_text_config()
-    sizes = _rename(text.to_dict())
-    # LongCat counts its attentions in a property, two for each of `num_layers`
+    sizes = _rename(text.to_dict()) | read_layers(text)
+    # LongCat counts its attentions in a property: two for each of `num_layers`
     sizes["num_hidden_layers"] = getattr(text, "num_hidden_layers", None)
     if _is_hybrid(sizes | {"layer_types": getattr(text, "layer_types", None)}):
         for name in COMPUTED:
@@ -420,7 +420,7 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     """Whether nothing depends on defaults that only transformers knows."""
     if any(name not in sizes for name in SIZES) or _is_hybrid(sizes):
         return False
-    if sizes.get(LATENT):
+    if any(sizes.get(name) for name in VARYING):
         return False
     kind = sizes.get("model_type")
     if kind in WHOLE_ATTENTION:
@@ -432,34 +432,6 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     if "sliding_window" not in sizes:
         return False
     return sizes["sliding_window"] is None or kind in SAME_WINDOW
-
-
-def _layers(sizes: dict[str, Any]) -> tuple[LayerShape, ...]:
-    """The shape of the K and V of each layer."""
-    query_heads = sizes["num_attention_heads"]
-    heads = sizes.get("num_key_value_heads") or query_heads
-    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // query_heads
-    latent = sizes.get(LATENT)
-    if latent:
-        heads = 1
-        head_dim = latent + sizes[ROTATED]
-    windows = _windows(sizes, sizes["num_hidden_layers"])
-    return tuple(
-        LayerShape(heads, head_dim, window, latent or None) for window in windows
-    )
-
-
-def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = sizes.get("sliding_window")
-    is_off = sizes.get("use_sliding_window") is False
-    if is_off or sizes.get("model_type") in WHOLE_ATTENTION:
-        window = None
-    if window is not None and not _is_size(window):
-        raise ValueError(f"sliding_window is {window!r}; expected a number of tokens")
-    types = sizes.get("layer_types") or ["sliding_attention"] * num_layers
-    return tuple(
-        window if kind == "sliding_attention" else None for kind in types[:num_layers]
-    )
 
 
 def _context_length(reach: Reach, context: int | None) -> int:

@@ -20,10 +20,15 @@ from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
 from disagg.kv.page import ARENA_UNIT, Layout
 from disagg.kv.plan import LayerShape
-from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
+from disagg.model.attention import (
+    IMPLEMENTATION,
+    attend_exact,
+    attend_visible,
+    disagg_attention,
+)
 from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
-from disagg.model.latents import heads_of, own_expansion
+from disagg.model.latents import Heads, heads_of, own_expansion
 from disagg.model.states.cache import StepCache
 from disagg.model.states.records import record_pages
 from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
@@ -46,6 +51,7 @@ class Probe:
     """
 
     layers: Sequence[LayerShape]
+    sources: Sequence[int]
     counts: Sequence[int] = LENGTHS
     calls: list[tuple[int, int, int, int]] = field(default_factory=list)
     objections: list[str] = field(default_factory=list)
@@ -66,21 +72,19 @@ class Probe:
         softmax: Softmax,
         options: dict,
     ) -> Tensor:
-        layer = len(self.calls)
-        if layer >= len(self.layers):
-            raise ModelError(
-                f"{type(module).__name__} calls attention as layer {layer}"
-            )
-        latent = self.layers[layer].latent
-        if v.shape[-1] != (latent or k.shape[-1]):
+        call = len(self.calls)
+        if call >= len(self.sources):
+            raise ModelError(f"{type(module).__name__} calls attention as layer {call}")
+        layer = self.sources[call]
+        shape = self.layers[layer]
+        if v.shape[-1] != (shape.latent or k.shape[-1]):
             self.objections.append(
                 f"values of {v.shape[-1]} and keys of {k.shape[-1]} channels"
             )
         if options.get("position_bias") is not None:
             self.objections.append("a position bias")
-        window = self.layers[layer].window
-        self._check_window(window, options)
-        self.calls.append((layer, q.shape[0], k.shape[0], k.shape[2]))
+        self._check_window(shape.window, options)
+        self.calls.append((call, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(
             q.split(self.counts, dim=1),
             k.split(self.counts, dim=1),
@@ -89,25 +93,25 @@ class Probe:
         )
         outputs = []
         for index, (prompt_q, new_k, new_v) in enumerate(prompts):
-            prompt_k, prompt_v = self._extended((layer, index), new_k, new_v)
-            if latent is None:
-                output = attend_exact(prompt_q, prompt_k, prompt_v, softmax, window)
+            if layer not in self.sources[:call]:
+                self._extend((layer, index), new_k, new_v)
+            prompt_k, prompt_v = self._exact[layer, index]
+            exact = (prompt_q, prompt_k, prompt_v, softmax)
+            if shape.latent is None:
+                output = attend_visible(*exact, shape, prompt_k.shape[1])
             else:
-                output = attend_latents(module, prompt_q, prompt_k, prompt_v, softmax)
+                output = attend_latents(heads_of(module), *exact)
             outputs.append(output)
         # contiguous, since some models take a view of it
         return torch.cat(outputs, dim=1).transpose(0, 1).contiguous()
 
-    def _extended(
-        self, key: tuple[int, int], new_k: Tensor, new_v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """All K and V so far of a prompt in a layer."""
+    def _extend(self, key: tuple[int, int], new_k: Tensor, new_v: Tensor) -> None:
+        """Append to the K and V of a prompt in a layer."""
         if key in self._exact:
             k, v = self._exact[key]
             new_k = torch.cat([k, new_k], 1)
             new_v = torch.cat([v, new_v], 1)
         self._exact[key] = (new_k, new_v)
-        return new_k, new_v
 
     def _check_window(self, window: int | None, options: dict) -> None:
         """Object to a window other than the config's, as an argument or in the mask alone."""
@@ -121,13 +125,12 @@ class Probe:
 
 
 def attend_latents(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    heads: Heads, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
 ) -> Tensor:
     """Causal attention of the last c tokens to latents: [Hq, c, D].
 
     The first half of them attends as prompts do, the others as new tokens do.
     """
-    heads = heads_of(module)
     expanded = attend_exact(q, *heads.expand(k, v), softmax, None)
     padded_v = pad(v, (0, k.shape[2] - v.shape[2]))
     asked = attend_exact(heads.ask(q), k, padded_v, softmax, None)
@@ -202,7 +205,7 @@ def _packed_logits(
     passes: of each row the tokens of each prompt
     ModelError for attention that pages cannot serve.
     """
-    probe = Probe(info.layers)
+    probe = Probe(info.layers, info.sources)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     starts = [0] * len(prompts)
     pages, arena = _records(info.states, len(prompts), model.device)
@@ -210,7 +213,8 @@ def _packed_logits(
         ends = [start + n for start, n in zip(starts, counts, strict=True)]
         spans = list(map(slice, starts, ends))
         tokens = [x[span] for x, span in zip(prompts, spans, strict=True)]
-        positions = [torch.arange(x.start, x.stop) for x in spans]
+        positions = torch.cat([torch.arange(x.start, x.stop) for x in spans])
+        position_ids = positions.to(model.device)[None]
         probe.begin(counts)
         step = (
             _state_step(counts, starts, pages, model.device)
@@ -221,10 +225,10 @@ def _packed_logits(
             model,
             info.architecture,
             input_ids=torch.cat(tokens)[None],
-            position_ids=torch.cat(positions).to(model.device)[None],
+            position_ids=position_ids,
             disagg=probe.attend,
             use_cache=True,
-            **{cache_name(model): StepCache(step, arena, sum(counts))},
+            **{cache_name(model): StepCache(step, arena, position_ids)},
         )
         for rows, part in zip(logits, row.split(list(counts)), strict=True):
             rows.append(part)
@@ -279,8 +283,8 @@ def _check_calls(probe: Probe, info: ModelInfo) -> None:
     """ModelError unless the calls of a pass are those that the config describes."""
     name = info.architecture
     expected = [
-        (index, info.query_heads, layer.heads, layer.head_dim)
-        for index, layer in enumerate(info.layers)
+        (call, info.query_heads, info.layers[layer].heads, info.layers[layer].head_dim)
+        for call, layer in enumerate(info.sources)
     ]
     if probe.objections:
         objections = ", ".join(dict.fromkeys(probe.objections))

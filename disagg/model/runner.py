@@ -216,10 +216,12 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
     ) -> Tensor:
         """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
-        attend: Attention = BatchAttention(batch, self.info.layers).attend
+        attend: Attention = BatchAttention(
+            batch, self.info.layers, self.info.sources
+        ).attend
         if self.key_outliers is not None:
             attend = self.key_outliers.around(attend)
-        cache = StepCache(batch.states, batch.arena, tokens.shape[1])
+        cache = StepCache(batch.states, batch.arena, positions)
         return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),
