@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): a layer keeps one latent for a token, not K and V of its heads.
+"""Multi-head latent attention (MLA): a layer keeps one latent of a token, not K and V of heads.
 
     a token      │ latent c, r channels │ rotated key, d channels │
     K of pages   │ all of it, as the only KV head                 │   V is its first r channels
