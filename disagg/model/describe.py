@@ -64,7 +64,7 @@ WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 # sizes that some configs of hybrid models compute instead of storing them
 COMPUTED = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types")
 # beginnings of the keys of sparse attention by an indexer
-INDEXER = ("indexer_", "index_topk", "index_n_heads")
+INDEXER = ("indexer_", "index_topk")
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # beginnings and ends of the keys of tokens that stand for images, videos or sound

@@ -87,7 +87,7 @@ VISION_FAMILIES = {
 PROBED = "gemma4_text nemotron"  # refused when their weights have loaded
 OTHERS = "biogpt bloom falcon falcon_mamba gemma3n_text "
 OTHERS += "llama4_text mamba mamba2 minimax mpt qwen4_exp_text stablelm"
-INDEXED = "axk2 deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa hy_v4"
+INDEXED = "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"
 OTHERS += f" {INDEXED}"
 SERVED_FAMILIES = (
     *FAMILIES.values(),

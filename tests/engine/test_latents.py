@@ -1,0 +1,123 @@
+"""Models that keep latents (MLA): chunks, prefixes, little room, recorded steps, hand-offs."""
+
+import pytest
+import torch
+
+from disagg.codecs.planning import parse_plan
+from disagg.engine.messages import Prefill
+from disagg.engine.sequence import handoff_stats
+from disagg.llm import LLM, SamplingParams
+from disagg.model.capacity import exact_bytes
+from disagg.model.runner import Runner
+from tests.engine.forced import allowed, collect, forced_logits, make_forced
+from tests.engine.serving import make_engine, request, serve
+from tests.model.test_graphs import EagerRecorder
+from tests.model.tiny import random_prompt, save_tiny
+from tests.synthetic import relative_error
+
+# latents of 32 channels and rotated keys of 16, in 16 bits
+TOKEN_BYTES = 2 * (32 + 16)
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+KINDS = ["deepseek_v3", "kimi_linear"]  # the second keeps states too
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory) -> Runner:
+    return Runner.load(
+        str(save_tiny("deepseek_v3", tmp_path_factory.mktemp("latents")))
+    )
+
+
+def test_pages_hold_one_latent_for_each_token(latents):
+    shape = latents.shape
+    plan = parse_plan("raw:dtype=fp16", shape)
+    (group,) = plan.groups
+
+    assert (group.heads, group.head_dim, group.latent) == (1, 48, 32)
+    assert plan.nbytes(160) == 160 * TOKEN_BYTES * shape.num_layers
+    assert handoff_stats(plan, 160, 0).fp16_bytes == plan.nbytes(160)
+    assert exact_bytes(shape, [1] * shape.num_layers) == 2 * TOKEN_BYTES * 3  # fp32
+
+
+def test_a_workspace_keeps_latents_and_no_values(latents):
+    workspace = latents.workspace(40)
+    k = torch.randn(1, 20, 48)
+    workspace.reserve(torch.float32, torch.device("cpu"))
+
+    exact_k, exact_v = workspace.extend(0, k, k[..., :32], 0)
+
+    assert torch.equal(exact_k, k)
+    assert torch.equal(exact_v, k[..., :32])
+    assert exact_v.data_ptr() == exact_k.data_ptr()
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "kivi:bits=4,residual=64"])
+def test_chunks_and_crowds_change_no_logits(codec, latents):
+    prompts = {str(n): random_prompt(n) for n in (5, 90, 150)}
+    expected = forced_logits(latents, prompts, dict.fromkeys(prompts, codec), 6)
+    engine, forced = make_forced(latents, max_batch_tokens=32)
+    for rid, prompt in prompts.items():
+        engine.submit(Prefill(request(rid, prompt, codec, 6)))
+
+    answers = collect(engine, forced)
+
+    for rid, logits in expected.items():
+        own = torch.stack([x.logits for x in answers if x.token.rid == rid])
+        assert relative_error(own, logits) < allowed(codec)
+
+
+def test_a_known_prefix_is_restored_from_units_of_latents(latents):
+    engine = make_engine(latents)
+    prompt = random_prompt(70)
+    (first,) = serve(engine, [prompt], "raw", 8)
+
+    (second,) = serve(engine, [prompt], "raw", 8)
+
+    assert second == first
+    assert engine.counts["cached_tokens"] == 64
+
+
+def test_a_preempted_sequence_is_computed_again(latents):
+    prompts = {str(n): random_prompt(n) for n in range(330, 380, 10)}
+    codecs = dict.fromkeys(prompts, "raw")
+    expected = forced_logits(latents, prompts, codecs, 20)
+    tight, forced = make_forced(latents, arena_bytes=1 << 20, watermark=0.0)
+    for rid, prompt in prompts.items():
+        tight.submit(Prefill(request(rid, prompt, "raw", 20)))
+
+    answers = collect(tight, forced)
+
+    assert tight.counts["preempted"] > 0
+    for rid, logits in expected.items():
+        own = torch.stack([x.logits for x in answers if x.token.rid == rid])
+        assert relative_error(own, logits) < 1e-3
+
+
+def test_recorded_steps_give_the_logits_of_others(tmp_path):
+    runner = Runner.load(str(save_tiny("deepseek_v3", tmp_path)))
+    prompts = {str(n): random_prompt(n) for n in (5, 23, 40)}
+    codecs = {"5": "raw", "23": "int8", "40": "kivi:bits=4,residual=64"}
+    expected = forced_logits(runner, prompts, codecs, 8)
+    recorder = EagerRecorder()
+    runner.record_steps(recorder)
+
+    replayed = forced_logits(runner, prompts, codecs, 8)
+
+    assert recorder.replayed > recorder.recorded > 0
+    for rid, logits in expected.items():
+        assert relative_error(replayed[rid], logits) < allowed(codecs[rid])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_after_a_hand_off_is_that_of_one_engine(kind, hybrid):
+    runner = hybrid(kind)
+    prompt = random_prompt(70)
+    (expected,) = serve(make_engine(runner), [prompt], "raw", 12)
+
+    llm = LLM(str(runner.info.path), codec="raw")
+    (completion,) = llm.generate([prompt], GREEDY)
+
+    assert list(completion.tokens) == expected
+    latent_bytes = exact_bytes(runner.shape, [70] * runner.shape.num_layers)
+    payload = completion.kv.payload_bytes - runner.shape.state_bytes
+    assert payload < 1.5 * latent_bytes
