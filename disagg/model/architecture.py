@@ -24,7 +24,8 @@ def read_architecture(path: Path) -> Any:
     kind = config.get("model_type")
     try:
         if kind in SAME_AS:
-            return CONFIG_MAPPING[SAME_AS[kind]].from_dict(config)
+            known = SAME_AS[kind]
+            return CONFIG_MAPPING[known].from_dict(config | {"model_type": known})
         if kind is not None and kind not in CONFIG_MAPPING:
             raise ModelError(f"transformers {__version__} has no model type {kind!r}")
         return AutoConfig.from_pretrained(
