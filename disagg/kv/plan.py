@@ -123,7 +123,9 @@ class LayerGroup:
     @cached_property
     def fingerprint(self) -> str:
         layouts = [layout.fingerprint for layout in self.layouts()]
-        window = (self.window, self.chunked)
+        window: object = self.window
+        if self.chunked:
+            window = (self.window, "chunked")
         identity = (self.layers, window, self.heads, self.head_dim, layouts)
         return fingerprint_of(identity)
 

@@ -273,10 +273,10 @@ FORMATS = {
 
 # by name: as FORMATS, of pages of latents
 LATENTS = {
-    "kivi-2bit": {"head_dim": 576, "group": 32, "latent": 512},
-    "kivi-4bit": {"head_dim": 288, "bits": 4, "group": 16, "latent": 256},
+    "kivi-2bit": {"head_dim": 288, "group": 32, "latent": 256},
+    "kivi-4bit": {"head_dim": 144, "bits": 4, "group": 16, "latent": 128},
     "kivi-T128": {"head_dim": 176, "group": 128, "tokens": 128, "latent": 144},
-    "pertoken-2bit": {"head_dim": 576, "k_by": "row", "latent": 512},
+    "pertoken-2bit": {"head_dim": 320, "k_by": "row", "latent": 256},
     "pertoken-4bit": {
         "head_dim": 96,
         "bits": 4,
@@ -291,7 +291,7 @@ LATENTS = {
         "group": 16,
         "latent": 48,
     },
-    "kcvt": {"head_dim": 576, "bits": 4, "k_shared": True, "latent": 512},
+    "kcvt": {"head_dim": 160, "bits": 4, "k_shared": True, "latent": 144},
     "kcvt-8bit": {"head_dim": 112, "bits": 8, "k_shared": True, "latent": 64},
     "kcvt-2bit": {"head_dim": 96, "bits": 2, "k_shared": True, "latent": 64},
     "int8": {

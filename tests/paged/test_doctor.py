@@ -32,6 +32,14 @@ def test_every_kernel_of_a_codec_is_held_against_its_reference(spec):
     assert replay.error > 0
 
 
+@pytest.mark.parametrize("spec", ["raw", "int8", "kivi:bits=4"])
+def test_pages_of_latents_are_held_against_the_reference(spec):
+    findings = examine(spec, 1, 96, CPU, per_head=16, latent=64)
+
+    assert all(x.sound for x in findings), findings
+    assert {x.backend for x in findings[2:]} == {library.backend()}
+
+
 @pytest.mark.parametrize("path", [library.TORCH, *library.paths()])
 def test_the_backend_is_the_path_that_serves(path):
     with library.forced(path):
@@ -100,4 +108,5 @@ def test_plans_are_checked_with_tails_and_queries_of_their_model(monkeypatch):
     shape = KVShape.uniform(2, 2, 64, "bfloat16")
 
     check_plans([parse_plan(f"0:raw;1:{KIVI}", shape)], 14, CPU)
-    assert {call.args[4:] for call in examined.call_args_list} == {("bfloat16", 7)}
+    assert {call.args[4:] for call in examined.call_args_list} == {("bfloat16",)}
+    assert {call.kwargs["per_head"] for call in examined.call_args_list} == {7}
