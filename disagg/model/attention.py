@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from disagg.codecs.contract import Codec
@@ -152,7 +152,7 @@ class BatchAttention:
             shape = self.shapes[layer]
             all_k, all_v = heads.expand(*exact)
             attended = attend_visible(chunk_q, all_k, all_v, softmax, shape, end)
-            out[rows] = attended[..., :channels].transpose(0, 1)
+            out[rows] = attended.transpose(0, 1)
             if is_new:
                 asked = heads.ask(chunk_q)
                 chunk.workspace.observe(layer, asked, chunk.before, softmax)
@@ -194,8 +194,15 @@ def attend_exact(
 ) -> Tensor:
     """Causal attention of the last c of n tokens: q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D].
 
+    V, and with it the output, may have fewer channels than K.
+
     window: tokens a query sees, itself included; None: all of them
     """
+    channels = v.shape[2]
+    missing = k.shape[2] - channels
+    if missing:  # fused kernels want equal ones
+        padded_v = pad(v, (0, missing))
+        return attend_exact(q, k, padded_v, softmax, window)[..., :channels]
     count = q.shape[1]
     if window is not None:
         visible = count + window - 1

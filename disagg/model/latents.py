@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from disagg.errors import ModelError
@@ -37,7 +36,7 @@ class Heads(Protocol):
     value_dim: int | None
 
     def expand(self, k: Tensor, v: Tensor) -> Pair:
-        """K and V [H, n, D] for prompts from those of pages; V may have zeros behind it."""
+        """K and V [H, n, D] for prompts from those of pages; V may have fewer channels."""
 
     def ask(self, q: Tensor) -> Tensor:
         """q [Hq, N, D] of the module as it asks pages."""
@@ -70,9 +69,10 @@ class LatentHeads:
     def __init__(self, module: Any, dtype: torch.dtype):
         self._expand = getattr(module, EXPANSION)
         plain_dim: int = module.qk_nope_head_dim
-        self.value_dim: int = module.v_head_dim
+        value_dim: int = module.v_head_dim
+        self.value_dim: int | None = value_dim
         weights = _weights_of(module.kv_b_proj, module.kv_lora_rank, dtype)
-        by_head = weights.unflatten(0, (-1, plain_dim + self.value_dim))
+        by_head = weights.unflatten(0, (-1, plain_dim + value_dim))
         self._plain_dim = plain_dim
         self._keys = by_head[:, :plain_dim]  # W_k [H, n, r]
         self._values = by_head[:, plain_dim:]  # W_v [H, v, r]
@@ -85,8 +85,7 @@ class LatentHeads:
     def expand(self, k: Tensor, v: Tensor) -> Pair:
         rotated = k[..., v.shape[2] :]
         keys, values = self._expand(v[None], rotated[None])
-        missing = keys.shape[3] - values.shape[3]  # fused kernels want equal channels
-        return keys[0], pad(values[0], (0, missing))
+        return keys[0], values[0]
 
     def ask(self, q: Tensor) -> Tensor:
         plain, rotated = q[..., : self._plain_dim], q[..., self._plain_dim :]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from disagg.errors import ModelError
@@ -132,11 +131,8 @@ def attend_latents(
     The first half of them attends as prompts do, the others as new tokens do.
     """
     expanded = attend_exact(q, *heads.expand(k, v), softmax, None)
-    padded_v = pad(v, (0, k.shape[2] - v.shape[2]))
-    asked = attend_exact(heads.ask(q), k, padded_v, softmax, None)
-    asked = asked[..., : v.shape[2]].transpose(0, 1)
-    answers = heads.answer(asked).transpose(0, 1)
-    expanded = expanded[..., : answers.shape[2]]
+    asked = attend_exact(heads.ask(q), k, v, softmax, None)
+    answers = heads.answer(asked.transpose(0, 1)).transpose(0, 1)
     half = q.shape[1] // 2
     return torch.cat([expanded[:, :half], answers[:, half:]], 1)
 

@@ -6,11 +6,14 @@ import torch
 from disagg.codecs.planning import parse_plan
 from disagg.engine.messages import Prefill
 from disagg.engine.sequence import handoff_stats
+from disagg.eval.quality import Case, EvalOptions, Judge
+from disagg.eval.texts import PYTHON
 from disagg.llm import LLM, SamplingParams
 from disagg.model.capacity import exact_bytes
 from disagg.model.runner import Runner
 from tests.engine.forced import allowed, collect, forced_logits, make_forced
 from tests.engine.serving import make_engine, request, serve
+from tests.engine.test_error_probe import computed, worst
 from tests.model.test_graphs import EagerRecorder
 from tests.model.tiny import random_prompt, save_tiny
 from tests.synthetic import relative_error
@@ -121,3 +124,26 @@ def test_an_answer_after_a_hand_off_is_that_of_one_engine(kind, hybrid):
     latent_bytes = exact_bytes(runner.shape, [70] * runner.shape.num_layers)
     payload = completion.kv.payload_bytes - runner.shape.state_bytes
     assert payload < 1.5 * latent_bytes
+
+
+def test_errors_of_codecs_are_measured_on_latents(latents):
+    """What `auto` chooses by: the outputs of queries that ask latents."""
+    codecs = ["raw:dtype=fp16", "int8", "kivi:bits=2,group=16,residual=64"]
+
+    (prefilled,) = computed(latents, codecs, random_prompt(300))
+
+    raw, int8, kivi = (worst(prefilled.errors[codec][0]) for codec in codecs)
+    assert raw < 1e-3 < int8 < kivi < 1
+
+
+def test_the_quality_of_codecs_is_measured_on_those_that_hold_latents(latents):
+    judge = Judge(EvalOptions(str(latents.info.path), rows=1, prompt=128, score=16))
+    codecs = [codec.partition(":")[0] for codec in judge.codecs]
+    case = Case(PYTHON, 0, "int8")
+
+    row = judge.measure(case)
+
+    assert {"raw", "int8", "fp8", "kivi"} <= set(codecs)
+    assert not {"banded", "gear", "h2o"} & set(codecs)
+    assert 0 < max(row["errors"]) < 0.1
+    assert judge.sizes("raw:dtype=fp16")["handoff_pct"] == 100
