@@ -179,11 +179,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"sliding_window": 20},
     "zaya": {"head_dim": 16},
     "kimi_linear": MLA
-    | {"layer_types": LINEAR, "linear_head_dim": 16, "linear_num_heads": 4}
+    | {"num_hidden_layers": 2, "layer_types": LINEAR[:2]}
+    | {"linear_head_dim": 16, "linear_num_heads": 4}
     | {"v_head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 48},
     "bailing_hybrid": MLA
-    | {"layer_types": LINEAR, "v_head_dim": 16, "head_dim": 16}
+    | {"num_hidden_layers": 2, "layer_types": LINEAR[:2]}
+    | {"v_head_dim": 16, "head_dim": 16}
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "qwen4_exp_text": EXPERTS,
@@ -194,7 +196,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 EXTRA |= {kind: {"num_hidden_layers": 4} | sizes for kind, sizes in HYBRIDS.items()}
 # of models that keep latents (MLA): heads of 64 channels in K, and of fewer in V
-LATENT = MLA | {"q_lora_rank": 24, "qk_nope_head_dim": 48, "v_head_dim": 32}
+LATENT = MLA | {
+    "num_hidden_layers": 2,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 32,
+}
 YARN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0}
     | {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
@@ -218,7 +225,7 @@ LATENTS: dict[str, dict[str, Any]] = {
     "axk1": LATENT | ROUTED,
     "longcat_flash": LATENT
     | {
-        "num_layers": 2,
+        "num_layers": 1,
         "head_dim": 16,
         "ffn_hidden_size": 96,
         "expert_ffn_hidden_size": 48,
