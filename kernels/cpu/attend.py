@@ -142,16 +142,14 @@ def _is_supported(fmt: Format) -> bool:
         return fmt.counted and fmt.tokens == RAW_SLOTS
     if not isinstance(fmt, PageFormat) or len(fmt.k_sides) > MAX_BANDS:
         return False
-    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
-        return False
-    if fmt.v is None and not _is_supported_latent(fmt):
-        return False
-    if fmt.v is not None and fmt.v.scale.by == "row":
+    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or not _has_supported_values(fmt):
         return False
     return all(map(_is_supported_side, fmt.sides))
 
 
-def _is_supported_latent(fmt: PageFormat) -> bool:
+def _has_supported_values(fmt: PageFormat) -> bool:
+    if fmt.v is not None:
+        return fmt.v.scale.by != "row"
     k = fmt.k
     is_plain = not (k.low_rank or k.sparse or k.rotation or fmt.bands or fmt.hadamard)
     is_wide = k.floating or k.columns // k.halves >= MIN_WORDS

@@ -114,12 +114,8 @@ def make_format(
             shared=name == "k" and k_shared,
         )
         codes_at = page.take(rows * columns * bits // 8)
-        home = page if own else segment
         a = page.take(2 * tokens * rank)
-        b = home.take(2 * head_dim * rank)
-        index = page.take(columns * slots)
-        delta = page.take(2 * columns * slots)
-        matrix = segment.take(2 * block * block)
+        b = (page if own else segment).take(2 * head_dim * rank)
         side = Side(
             rows,
             columns,
@@ -127,8 +123,8 @@ def make_format(
             codes_at,
             scale,
             low_rank=LowRank(rank, a, b, not own) if rank else None,
-            sparse=Sparse(slots, index, delta, slots % 2 == 0) if slots else None,
-            rotation=BlockRotation(block, matrix) if block else None,
+            sparse=_make_sparse(columns, slots, page),
+            rotation=_make_rotation(block, segment),
             floating=floating,
         )
         sides.append(side)
@@ -166,6 +162,20 @@ def _make_scale(
     scale_at = planes.take(2 * count)
     zero_at = planes.take(2 * count) if has_zero else None
     return Scale(by, size, scale_at, zero_at, center=center, shared=shared)
+
+
+def _make_sparse(columns: int, slots: int, planes: Planes) -> Sparse | None:
+    if not slots:
+        return None
+    index = planes.take(columns * slots)
+    delta = planes.take(2 * columns * slots)
+    return Sparse(slots, index, delta, slots % 2 == 0)
+
+
+def _make_rotation(block: int, planes: Planes) -> BlockRotation | None:
+    if not block:
+        return None
+    return BlockRotation(block, planes.take(2 * block * block))
 
 
 def quant_format(bits: int, head_dim: int, k_group: int, v_group: int, tokens: int = T):
