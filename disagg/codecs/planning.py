@@ -25,11 +25,13 @@ class KVShape:
     layers: those with K and V
     dtype:  that the model computes in, "float32"
     states: of each layer that keeps a state, its planes; they are numbered behind those of KV
+    rope_switch: as in `Plan`
     """
 
     layers: tuple[LayerShape, ...]
     dtype: str
     states: tuple[Layout, ...] = ()
+    rope_switch: int | None = None
 
     @classmethod
     def uniform(
@@ -114,7 +116,7 @@ def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:
     for layer, layout in enumerate(shape.states, shape.num_layers):
         group_of.append(len(groups))
         groups.append(state_group(layer, layout))
-    return Plan(tuple(groups), tuple(group_of))
+    return Plan(tuple(groups), tuple(group_of), shape.rope_switch)
 
 
 def codec_of(group: LayerGroup) -> Codec:

@@ -243,6 +243,7 @@ class Engine:
             sequence.scores = list(message.logprobs)
             sequence.groups = message.groups
             sequence.n = message.moved or sequence.prompt_len
+            sequence.choose_rotation(shared=True)
             sequence.slot_promised = True
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
@@ -298,8 +299,12 @@ class Engine:
         """Decoding sequences with the records they need; newer ones make room for older ones.
 
         If a sequence has had the pool to itself from the start and finds no room, its answer ends.
-        If others left pages scattered, it starts again with the pool to itself.
+        If others left pages scattered, it starts again with the pool to itself. A text that has
+        outgrown the rotation of its keys is computed again.
         """
+        for sequence in self._scheduler.outgrown():
+            self._scheduler.restart(sequence)
+            sequence.enter(Status.QUEUED)
         while True:
             scheduled = self._scheduler.schedule_decodes()
             try:
@@ -350,6 +355,7 @@ class Engine:
                 f"{sequence.prompt_len} tokens: {error}"
             ) from error
         sequence.enter(Status.PREFILL)
+        sequence.choose_rotation(shared=sequence.handoff is not None)
         if sequence.handoff is not None:
             sequence.handoff.begin(sequence.plan, sequence.groups)
         self._prompts.begin(sequence, budget)
@@ -453,6 +459,10 @@ class Engine:
                 raise TransferError(
                     f"it has {sequence.length} tokens and is {sequence.status}; a sequence "
                     f"that decodes and has at most {move.tokens} can move"
+                )
+            if sequence.plan.is_long(move.tokens) and not sequence.is_long:
+                raise TransferError(
+                    f"it computes all its {move.tokens} tokens again before it can move"
                 )
             sequence.handoff = move.handoff
             sequence.hold_at = move.tokens

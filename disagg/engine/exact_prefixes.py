@@ -77,7 +77,9 @@ class ExactPrefixes:
 
     def restore(self, sequence: Sequence, limit: int) -> int:
         """Fill a workspace with the cached leading tokens, at most `limit`; returns how many."""
-        sequence.keys = content_keys(MODEL, self._plan, sequence.request.tokens)
+        sequence.keys = content_keys(
+            MODEL, self._plan, sequence.request.tokens, sequence.is_long
+        )
         cached, num_units = self._find(sequence, limit // RAW_TOKENS)
         num_tokens = num_units * RAW_TOKENS
         try:

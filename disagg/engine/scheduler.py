@@ -132,6 +132,12 @@ class Scheduler:
             spare -= count - 1
         return scheduled
 
+    def outgrown(self) -> list[Sequence]:
+        """Decoding sequences whose text has become too long for the rotation of their keys."""
+        return [
+            x for x in self.active if x.status is Status.DECODE and x.outgrows_rotation
+        ]
+
     def _decode_count(self, sequence: Sequence, spare: int) -> int:
         """How many pending tokens a sequence feeds at once, at most 1 + `spare`.
 

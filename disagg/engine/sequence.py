@@ -273,6 +273,7 @@ class Sequence:
     order:     number of its arrival; a preempted sequence keeps it
     emitted:   tokens generated so far, here or on another worker
     n:         tokens in the pool
+    is_long:   its keys have the rotation of long texts: see `Plan.rope_switch`
     cached:    leading tokens of the prompt that were cached at its last start
     first_cached: the same at its first start, before it could find its own; None: not started
     keys:      of the units of its exact KV, by layer group
@@ -300,6 +301,7 @@ class Sequence:
     handoff: Handoff | None = None
     emitted: list[int] = field(default_factory=list)
     n: int = 0
+    is_long: bool = False
     cached: int = 0
     first_cached: int | None = None
     keys: Seq[Seq[bytes]] = ()
@@ -346,6 +348,20 @@ class Sequence:
     def length(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return self.prompt_len + len(self.emitted)
+
+    @property
+    def outgrows_rotation(self) -> bool:
+        """Whether its keys have the rotation of short texts, and it has become a long one."""
+        return not self.is_long and self.plan.is_long(self.length)
+
+    def choose_rotation(self, shared: bool) -> None:
+        """Choose the rotation of its keys by the length of the text.
+
+        shared: another worker computes them, or gets them. Both go by the text before its last new
+                token, which only one of them may know
+        """
+        num_new = 1 if shared and self.emitted else 0
+        self.is_long = self.plan.is_long(self.length - num_new)
 
     @property
     def scored(self) -> bool:

@@ -86,6 +86,7 @@ def build_batch(
     tokens: list[int] = []
     positions: list[int] = []
     outputs: list[int] = []
+    long_rows: list[bool] = []
     chunks: list[Chunk] = []
     for entry in scheduled:
         if not entry.decodes:
@@ -93,6 +94,7 @@ def build_batch(
         n = entry.sequence.n
         tokens += entry.sequence.pending(entry.count)
         positions += range(n, n + entry.count)
+        long_rows += [entry.sequence.is_long] * entry.count
         outputs += range(len(tokens) - entry.outputs, len(tokens))
     decodes = []
     for group, growths, records in allocation.buckets:
@@ -107,6 +109,7 @@ def build_batch(
         chunks=tuple(chunks),
         decodes=tuple(decodes),
         states=states,
+        long_rows=long_rows,
     )
 
 

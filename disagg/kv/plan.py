@@ -321,10 +321,18 @@ class Plan:
     """Which group every layer belongs to. Equal fingerprints: two workers agree on every byte.
 
     Groups of layers with K and V come first. Layers with a state are numbered behind all others.
+
+    rope_switch: the keys of texts of at most this many tokens have one rotation, those of longer
+                 texts another; None: all texts have the same
     """
 
     groups: tuple[LayerGroup, ...]
     group_of: tuple[int, ...]
+    rope_switch: int | None = None
+
+    def is_long(self, length: int) -> bool:
+        """Whether the keys of a text of `length` tokens have the rotation of long texts."""
+        return self.rope_switch is not None and length > self.rope_switch
 
     @cached_property
     def fingerprint(self) -> str:

@@ -65,12 +65,15 @@ def prefix_blocks(plan: Plan, tokens: int) -> tuple[tuple[PrefixBlock, ...], ...
 
 
 def content_keys(
-    model: str, plan: Plan, prompt: Sequence[int]
+    model: str, plan: Plan, prompt: Sequence[int], is_long: bool = False
 ) -> tuple[tuple[bytes, ...], ...]:
     """The key of every block of a prompt, by layer group: equal keys mean the same content.
 
     model: fingerprint of config and weights · prompt: token ids
+    is_long: `plan.is_long` of the text that the prompt begins
     """
+    if is_long:
+        model = f"{model}, long texts"
     tokens = array("q", prompt)
     if sys.byteorder == "big":
         tokens.byteswap()

@@ -82,6 +82,7 @@ class Batch:
     outputs: rows whose logits are returned
     arena:   [bytes] u8 - the memory that holds the pages of `decodes`
     states:  the same rows as layers with a state see them; empty where there are no such layers
+    long_rows: which rows belong to texts with the long factors of LongRoPE; empty: by position
     """
 
     tokens: Sequence[int]
@@ -91,6 +92,7 @@ class Batch:
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[Decode, ...] = ()
     states: StateStep = NO_STATES
+    long_rows: Sequence[bool] = ()
 
     @cached_property
     def by_layer(self) -> dict[int, list[tuple[Decode, StepLayers]]]:

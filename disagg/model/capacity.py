@@ -97,7 +97,7 @@ class ModelFit:
 
 def kv_shape(info: ModelInfo) -> KVShape:
     """The shape of a model's KV, for plans."""
-    return KVShape(info.layers, info.dtype, info.states)
+    return KVShape(info.layers, info.dtype, info.states, info.rope_switch)
 
 
 def head_size(layer: LayerShape) -> str:

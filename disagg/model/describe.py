@@ -92,6 +92,7 @@ class ModelInfo:
     context_length: tokens of prompt and answer
     max_context:    the limit of `model.context`
     states:         what each layer with a state keeps, in their order; empty: no layer has one
+    rope_switch:    the longest text that LongRoPE rotates by its short factors; None: not used
     media_ids:      tokens that stand for images, videos or sound, each with its key in the config
     """
 
@@ -106,6 +107,7 @@ class ModelInfo:
     vocab_size: int
     eos_ids: tuple[int, ...]
     states: tuple[Layout, ...] = ()
+    rope_switch: int | None = None
     media_ids: tuple[tuple[int, str], ...] = ()
 
 
@@ -198,6 +200,7 @@ def describe_model(
             vocab_size=sizes["vocab_size"],
             eos_ids=end_tokens(path, config, sizes["vocab_size"]),
             states=_states(path, sizes, computed_dtype),
+            rope_switch=reach.switch,
             media_ids=_media_ids(config),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:

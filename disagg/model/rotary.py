@@ -6,8 +6,10 @@ yarn        factor x original length, or                   the same
             max_position_embeddings if that is more
 llama3,     max_position_embeddings                        factor x original length, if that is more
 linear
-dynamic,    up to where frequencies begin to depend on     factor x original length, or
-longrope    the length of the text                         max_position_embeddings if that is more
+dynamic     up to where frequencies begin to depend on     factor x original length, or
+            the length of the text                         max_position_embeddings if that is more
+longrope    factor x original length, or                   the same
+            max_position_embeddings if that is more
 
 A config has `rope_scaling` (older) or `rope_parameters`, for all layers or for each type of layer.
 The key of the scaling is `rope_type` or `type`.
@@ -42,10 +44,12 @@ class Reach:
 
     default: without `model.context`
     most:    the limit of `model.context`
+    switch:  the longest text that LongRoPE rotates by its short factors; None: it is not used
     """
 
     default: int
     most: int
+    switch: int | None = None
 
 
 def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
@@ -57,10 +61,15 @@ def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
     length = sizes[MAX_LENGTH]
     reaches = [_reach(rope, sizes) for rope in _scalings(sizes)]
     reaches = reaches or [Reach(length, length)]
-    default = min(reach.default for reach in reaches)
+    switches = [reach.switch for reach in reaches if reach.switch is not None]
     if sizes.get("model_type") in NEVER_LONGER:
+        default = min([*switches, *(reach.default for reach in reaches)])
         return Reach(default, default)
-    return Reach(default, min(reach.most for reach in reaches))
+    return Reach(
+        default=min(reach.default for reach in reaches),
+        most=min(reach.most for reach in reaches),
+        switch=min(switches, default=None),
+    )
 
 
 def _scalings(sizes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -82,7 +91,7 @@ def _reach(rope: Mapping[str, Any], sizes: Mapping[str, Any]) -> Reach:
     if kind == "longrope":
         # architectures differ in which key counts
         keys = (rope.get(ORIGINAL_LENGTH), sizes.get(ORIGINAL_LENGTH), length)
-        return Reach(min(key for key in keys if key), stretched)
+        return Reach(stretched, stretched, switch=min(key for key in keys if key))
     return Reach(length, stretched if kind in STRETCHING else length)
 
 

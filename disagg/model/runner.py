@@ -24,6 +24,7 @@ from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.latents import keep_latents
 from disagg.model.linear import pack_linears
+from disagg.model.longrope import LongRows, long_rows, split_rotary
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
 from disagg.model.states.cache import StepCache
@@ -79,7 +80,7 @@ def _fix_frequencies(
     module: Any, rope_type: str, context: int, layer_type: str | None = None
 ) -> bool:
     """Set the frequencies that depend on the length of the text; True if that changed them."""
-    if "dynamic" not in rope_type and rope_type != "longrope":
+    if "dynamic" not in rope_type:
         return False
     name = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
     frequencies = getattr(module, name)
@@ -96,10 +97,14 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, info: ModelInfo, fingerprint: str):
         self.info = info
-        self.device = model.device
+        # packed weights, which may be the model's first ones, are on no device
+        self.device = model.get_input_embeddings().weight.device
         self.shape = kv_shape(info)
         self._model = model
         self._cache_name = cache_name(model)
+        self._long_rows = LongRows()
+        if info.rope_switch is not None:
+            split_rotary(model, self._long_rows)
         if fix_rotary(model, info.context_length):
             # workers with other contexts would compute other keys
             fingerprint = fingerprint_with(fingerprint, info.context_length)
@@ -108,7 +113,7 @@ class Runner:
         self.key_outliers: KeyOutliers | None = None  # for evaluation
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
-        if model.device.type == "cuda":
+        if self.device.type == "cuda":
             # cuDNN plans anew for each length of prompts
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.record_steps(CudaRecorder())
@@ -176,6 +181,8 @@ class Runner:
 
         A decode step like an earlier one is replayed where steps are recorded: on a GPU.
         """
+        if not batch.long_rows:
+            batch = replace(batch, long_rows=self._long_by_position(batch))
         if self.graphs is not None:
             logits = self.graphs.run(batch)
             if logits is not None:
@@ -184,11 +191,15 @@ class Runner:
             torch.tensor([batch.tokens], dtype=torch.int32),
             torch.tensor([batch.positions], dtype=torch.int32),
             torch.tensor(batch.outputs, dtype=torch.int32),
+            torch.tensor(batch.long_rows, dtype=torch.int32),
             tuple(decode.step for decode in batch.decodes),
             tuple(chunk.tables for chunk in batch.chunks),
             batch.states.tables,
         )
-        tokens, positions, outputs, steps, tables, states = upload(inputs, self.device)
+        tokens, positions, outputs, is_long, steps, tables, states = upload(
+            inputs, self.device
+        )
+        self._long_rows.set(is_long)
         decodes = [
             replace(decode, step=step)
             for decode, step in zip(batch.decodes, steps, strict=True)
@@ -210,7 +221,19 @@ class Runner:
 
     def _static_step(self, static: StaticStep) -> Tensor:
         """Logits [bucket, V] of every row of a step in its buffers; never waits for the host."""
+        self._long_rows.set(static.is_long)
         return self._logits(static.tokens, static.positions, static.batch)
+
+    def _long_by_position(self, batch: Batch) -> Sequence[bool]:
+        """Which rows belong to long texts, by what a batch says of them."""
+        switch = self.info.rope_switch
+        if switch is None:
+            return [False] * len(batch.tokens)
+        prompts = [
+            (slice(chunk.row, chunk.row + chunk.count), chunk.workspace.total)
+            for chunk in batch.chunks
+        ]
+        return long_rows(batch.positions, prompts, switch)
 
     def _logits(
         self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor

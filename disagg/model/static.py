@@ -82,6 +82,7 @@ def _part(
         arena=batch.arena,
         decodes=tuple(replace(decode, whole=True) for decode in decodes),
         states=batch.states.select(rows),
+        long_rows=[batch.long_rows[row] for row in rows],
     )
 
 
@@ -134,14 +135,15 @@ class StaticStep:
     """The buffers of one shape of step: one allocation, filled by one copy.
 
     tokens, positions: [1, bucket] int32
-    outputs: [bucket] int32
+    outputs, is_long: [bucket] int32
     batch:   the plan of attention, over the buffers
     """
 
     def __init__(self, like: Batch, size: Size):
         self._size = size
         self._inputs = Upload(_padded(like, size), like.arena.device)
-        self.tokens, self.positions, self.outputs, steps, states = self._inputs.tree
+        rows, steps, states = self._inputs.tree
+        self.tokens, self.positions, self.outputs, self.is_long = rows
         decodes = [
             replace(decode, step=step)
             for decode, step in zip(like.decodes, steps, strict=True)
@@ -165,10 +167,10 @@ class StaticStep:
 
 def _padded(
     batch: Batch, size: Size, dry: bool = False
-) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[GroupStep, ...], tuple[Tensor, ...]]:
     """The tensors of a batch on the host, padded to its key's shape.
 
-    Tokens, positions, outputs, steps of layer groups, tables of states.
+    Tokens, positions, outputs, whether a text is long; steps of layer groups; tables of states.
     """
     bucket = bucket_of(len(batch.tokens))
     device = batch.arena.device
@@ -176,10 +178,14 @@ def _padded(
     def padded(values: Sequence[int]) -> Tensor:
         return _extended(torch.tensor(values, dtype=torch.int32), bucket, 0)
 
-    return (
+    rows = (
         padded(batch.tokens)[None],
         padded(batch.positions)[None],
         padded(batch.outputs),
+        padded(batch.long_rows),
+    )
+    return (
+        rows,
         tuple(_padded_step(decode, device, size) for decode in batch.decodes),
         batch.states.padded(bucket, dry).tables,
     )

@@ -138,6 +138,11 @@ class Job:
     waited_s: float = 0.0
 
     @property
+    def text_length(self) -> int:
+        """Tokens of prompt and answer when the prompt is computed, without the last new one."""
+        return len(self.prompt) + max(0, len(self.emitted) - 1)
+
+    @property
     def tokens(self) -> int:
         """How many tokens its records hold when they are handed over."""
         return self.moved or len(self.prompt)

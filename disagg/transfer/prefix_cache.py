@@ -142,7 +142,8 @@ class PrefixCache:
         """
         no_keys: Keys = ((),) * len(plan.groups)
         shares = self._share and not job.moved
-        keys = content_keys(model, plan, job.prompt) if shares else no_keys
+        is_long = plan.is_long(job.text_length)
+        keys = content_keys(model, plan, job.prompt, is_long) if shares else no_keys
         if self._pool.referenced_pages:
             return self._hold(plan, job, keys, keys, spare_bytes)
         try:

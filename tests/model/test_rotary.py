@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from disagg.errors import ConfigError
+from disagg.llm import LLM, SamplingParams
 from disagg.model.describe import describe_model
 from disagg.model.rotary import Reach, rotary_reach
 from disagg.model.runner import Runner
+from tests.engine.forced import forced_logits
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
+from tests.model.test_graphs import EagerRecorder
 from tests.model.tiny import random_prompt, save_tiny
+from tests.synthetic import relative_error
 
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768}
@@ -48,8 +52,6 @@ BY_LAYER = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"
             32768,
             32768,
         ),
-        (131072, {"rope_scaling": LONG, ORIGINAL: 4096}, 4096, 131072),
-        (131072, {"rope_scaling": LONG | {ORIGINAL: 8192}}, 8192, 131072),
     ],
     ids=str,
 )
@@ -57,6 +59,19 @@ def test_a_text_is_as_long_as_its_scaling_reaches(length, keys, default, most):
     sizes = {"max_position_embeddings": length, **keys}
 
     assert rotary_reach(sizes) == Reach(default, most)
+
+
+@pytest.mark.parametrize(
+    ("keys", "switch"),
+    [
+        ({"rope_scaling": LONG, ORIGINAL: 4096}, 4096),
+        ({"rope_scaling": LONG | {ORIGINAL: 8192}}, 8192),
+    ],
+)
+def test_longrope_reaches_as_far_as_its_long_factors(keys, switch):
+    sizes = {"max_position_embeddings": 131072, **keys}
+
+    assert rotary_reach(sizes) == Reach(131072, 131072, switch)
 
 
 def test_a_length_that_is_stretched_already_is_not_stretched_again():
@@ -88,7 +103,8 @@ def test_a_scaling_that_nothing_computes_is_refused_by_its_config(rope, reason):
 
 def saved(folder: Path, kind: str = "llama", **rope: Any) -> str:
     """A tiny model with 128 positions, whose config.json has these keys and no others on rope."""
-    save_tiny(kind, folder, max_position_embeddings=128)
+    sizes = {"head_dim": 16} if kind == "phi3" else {}  # it has no head dim of its own
+    save_tiny(kind, folder, max_position_embeddings=128, **sizes)
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config.pop("rope_parameters", None)
@@ -189,18 +205,79 @@ def test_every_form_of_rope_scaling_has_the_tokens_of_transformers(form, tmp_pat
     assert_same(answer, expected)
 
 
-def test_a_context_beyond_the_switch_of_longrope_has_long_factors(tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, ORIGINAL: 128, "factor": 4.0}
-    rope |= {"short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
-    path = saved(tmp_path, max_position_embeddings=512, rope_parameters=rope)
-    prompt = random_prompt(200)
-    expected = ReferenceModel(path).generate(prompt, 16)
+LONG_FACTORS: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    ORIGINAL: 128,
+    "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8,
+}
 
-    runner = Runner.load(path, context=512)
-    (answer,) = serve(make_engine(runner), [prompt], "raw", 16)
 
-    assert_same(answer, expected)
-    assert runner.fingerprint != Runner.load(path).fingerprint
+def saved_longrope(folder: Path) -> str:
+    """A small Phi 3 that switches behind 128 tokens, of 512."""
+    changes = {"max_position_embeddings": 512, ORIGINAL: 128}
+    return saved(folder, "phi3", rope_parameters=LONG_FACTORS, **changes)
+
+
+@pytest.mark.parametrize("budget", [70, 512])
+def test_longrope_switches_where_a_text_grows_long(budget, tmp_path):
+    """Short, about to grow long, and long from the start; in one crowd."""
+    path = saved_longrope(tmp_path)
+    prompts = [random_prompt(n) for n in (60, 118, 128, 129, 200)]
+    expected = [ReferenceModel(path).generate(prompt, 24) for prompt in prompts]
+
+    runner = Runner.load(path)
+    engine = make_engine(runner, max_batch_tokens=budget)
+    answers = serve(engine, prompts, "raw", 24)
+
+    assert runner.info.context_length == 512
+    for answer, right in zip(answers, expected, strict=True):
+        assert_same(answer, right)
+
+
+def test_a_text_may_grow_long_after_a_hand_off(tmp_path):
+    path = saved_longrope(tmp_path)
+    prompts = [random_prompt(n) for n in (118, 128)]
+    expected = [ReferenceModel(path).generate(prompt, 24) for prompt in prompts]
+
+    llm = LLM(path, codec="raw")
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    completions = llm.generate(prompts, params)
+
+    for completion, right in zip(completions, expected, strict=True):
+        assert_same(completion.tokens, right)
+
+
+def test_no_prefix_of_a_short_text_serves_a_long_one(tmp_path):
+    path = saved_longrope(tmp_path)
+    short, long = random_prompt(100), random_prompt(100) + random_prompt(60, seed=1)
+    expected = ReferenceModel(path).generate(long, 16)
+    llm = LLM(path, codec="raw")
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    llm.generate([short], params)
+
+    (first,) = llm.generate([long], params)
+    (second,) = llm.generate([long], params)
+
+    assert_same(first.tokens, expected)
+    assert_same(second.tokens, expected)
+    assert not first.kv.cached_bytes
+    assert second.kv.cached_bytes > 0
+
+
+def test_recorded_steps_hold_texts_of_both_lengths(tmp_path):
+    runner = Runner.load(saved_longrope(tmp_path))
+    prompts = {str(n): random_prompt(n) for n in (60, 118, 200)}
+    codecs = dict.fromkeys(prompts, "raw")
+    expected = forced_logits(runner, prompts, codecs, 24)
+    runner.record_steps(recorder := EagerRecorder())
+
+    replayed = forced_logits(runner, prompts, codecs, 24)
+
+    assert recorder.replayed > recorder.recorded > 0
+    for rid, logits in expected.items():
+        assert relative_error(replayed[rid], logits) < 1e-3
 
 
 def test_a_dynamic_context_has_the_frequencies_of_a_text_that_fills_it(tmp_path):

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from disagg.model.outliers import EVERY_HEAD, PAIRS
+from tests.model import families
 
 VOCAB = 260
 CONTEXT = 512
@@ -285,6 +286,10 @@ VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "smolvlm": ({"model_type": "llama"}, {}),
 }
+EXTRA |= families.EXTRA
+OWN_NAMES |= families.OWN_NAMES
+VISION |= families.VISION
+COMPUTED |= dict.fromkeys(families.HEADLESS, ("head_dim",))
 IMAGE_TOKEN = VOCAB - 2  # in no random prompt
 GENERAL = (
     "vocab_size",
