@@ -83,7 +83,10 @@ GEMMA_3N = GEMMA_4 | {
 }
 LLAMA_4 = {"num_hidden_layers": 4, "attention_chunk_size": 20, "num_local_experts": 2}
 LLAMA_4 |= {"floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 96}
-CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", *["conv"] * 2]}
+CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", *["conv"] * 2],
+}
 # changes of the text part, and of the vision part
 VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "aria": (EXTRA["aria_text"], {}),
