@@ -19,6 +19,7 @@ from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
 from disagg.model.layer_shapes import (
+    HEADS,
     LATENT,
     ROTATED,
     VARYING,
@@ -37,10 +38,21 @@ OTHER_WEIGHTS = "pytorch_model*.bin"
 
 # other names that config.json files use for one size
 ALIASES = {
-    "num_hidden_layers": ("n_layer", "num_layers"),
-    "num_attention_heads": ("n_head",),
-    "hidden_size": ("n_embd",),
-    "max_position_embeddings": ("n_positions", "n_ctx", "model_max_length"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "num_attention_heads": (
+        "n_head",
+        "num_heads",
+        "n_heads",
+        "attention_heads",
+        "decoder_attention_heads",
+    ),
+    "hidden_size": ("n_embd", "d_model", "emb_dim"),
+    "max_position_embeddings": (
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "model_max_length",
+    ),
 }
 SIZES = (*ALIASES, "vocab_size")
 HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
@@ -48,6 +60,10 @@ SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # beginnings of the keys of layers with a state: state spaces, linear attention, convolutions
 STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
+STATES_ALONE = (
+    "rwkv",
+    "xlstm",
+)  # models without attention whose config does not say it
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -297,6 +313,8 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
 
 def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
     """A way in which the model attends that pages cannot serve; empty if there is none."""
+    if kind in STATES_ALONE:
+        return "has no attention layer"
     if text.get("alibi") or kind in ALIBI:
         return "adds to scores by distance (ALiBi)"
     return ""
@@ -416,6 +434,9 @@ def _rename(config: dict[str, Any]) -> dict[str, Any]:
         for alias in reversed(aliases):
             if alias in config:
                 sizes[name] = config[alias]
+    attention = config.get("attn_config")
+    if isinstance(attention, dict) and attention.get("kv_n_heads"):
+        sizes[HEADS] = attention["kv_n_heads"]  # DBRX
     return {**sizes, **config}
 
 

@@ -73,12 +73,16 @@ class Probe:
     ) -> Tensor:
         call = len(self.calls)
         if call >= len(self.sources):
-            raise ModelError(f"{type(module).__name__} calls attention as layer {call}")
+            raise ModelError(
+                f"{type(module).__name__} calls attention more often than its config says, "
+                f"{len(self.sources)} times: not supported"
+            )
         layer = self.sources[call]
         shape = self.layers[layer]
         if v.shape[-1] != (shape.latent or k.shape[-1]):
-            self.objections.append(
-                f"values of {v.shape[-1]} and keys of {k.shape[-1]} channels"
+            raise ModelError(
+                f"{type(module).__name__} attends with values of {v.shape[-1]} and keys of "
+                f"{k.shape[-1]} channels: not supported"
             )
         if options.get("position_bias") is not None:
             self.objections.append("a position bias")

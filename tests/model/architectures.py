@@ -7,6 +7,7 @@ Greedy tokens under the `raw` codec against `generate` of transformers, or the r
 
 import argparse
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
+from tests.model import families
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_config, save_tiny
 
@@ -30,6 +32,7 @@ FAMILIES = {
     "ERNIE 4.5": "ernie4_5 ernie4_5_moe",
     "EXAONE 4": "exaone4 exaone_moe",
     "Gemma 1 to 3": "gemma gemma2 gemma3_text vaultgemma",
+    "Gemma 3n, Gemma 4": "gemma3n_text gemma4_text",
     "GLM 4": "glm glm4 glm4_moe",
     "GPT-2, GPT-J, GPT-NeoX": "gpt2 gpt_bigcode gptj gpt_neox",
     "gpt-oss": "gpt_oss",
@@ -38,6 +41,7 @@ FAMILIES = {
     "Hunyuan": "hunyuan_v1_dense hunyuan_v1_moe",
     "InternLM3": "internlm3",
     "Llama": "llama",
+    "Llama 4": "llama4_text",
     "MiniMax M2": "minimax_m2",
     "Mistral, Ministral, Mixtral": "mistral ministral ministral3 mixtral",
     "OLMo 1 to 3": "olmo olmo2 olmo3 olmoe flex_olmo",
@@ -84,9 +88,8 @@ VISION_FAMILIES = {
     "Mistral Small 3.1": "mistral3",
     "Qwen-VL 2 to 3": "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe",
 }
-PROBED = "gemma4_text nemotron"  # refused when their weights have loaded
-OTHERS = "biogpt bloom falcon falcon_mamba gemma3n_text "
-OTHERS += "llama4_text mamba mamba2 minimax mpt qwen4_exp_text stablelm"
+PROBED = "nemotron"  # refused when their weights have loaded
+OTHERS = "biogpt bloom falcon falcon_mamba mamba mamba2 minimax mpt qwen4_exp_text stablelm"
 INDEXED = "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"
 OTHERS += f" {INDEXED}"
 SERVED_FAMILIES = (
@@ -98,9 +101,13 @@ SERVED_FAMILIES = (
 SERVED_KINDS = " ".join(SERVED_FAMILIES).split()
 REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
 KINDS = [*SERVED_KINDS, *REFUSED_KINDS]
+# tried only with the page
+MORE_SERVED = " ".join([*families.SERVED.values(), *families.SEEING.values()]).split()
+MORE_REFUSED = families.REFUSED.split()
 LENGTHS = (5, 37, 70)
 ANSWER = 24
 SERVED = "served"
+WIDTH = 100
 VERSION = transformers.__version__
 PROMPTS = ", ".join(map(str, LENGTHS))
 HEAD = f"""# Models
@@ -121,6 +128,17 @@ tokens with {ANSWER} generated tokens each. This page is written by
 
 | architecture | reason |
 |---|---|
+"""
+OTHER = """
+transformers can generate text with some other architectures that are no decoders of text: encoders,
+encoders with a decoder, drafters for other models, diffusion. They are not served:
+
+{no_decoders}.
+
+No small model of these could be tried, or it answers to no text alone. What their configs say is
+read as for all others, and the probe of their weights decides:
+
+{untried}.
 """
 MIDDLE = """
 ## Served
@@ -220,6 +238,12 @@ unpacking them. They are used if their package is installed, which was not teste
 - `gpt_oss` was tested in fp32, also with experts in MXFP4, as in its real checkpoints.
 - `gpt_oss` writes its thoughts and its answer in channels. Chat completions do not separate them
   yet: `content` has both, without the special tokens between them.
+- Gemma 4 and Gemma 3n: layers may differ in heads and head dim, and some attend to the K and V of
+  an earlier layer. Codec plans number the layers that have K and V. A codec spec with alternatives,
+  `a|b`, chooses for each head dim.
+- Llama 4 attends in chunks in most layers: a query sees its chunk of 8,192 tokens up to itself.
+  Pages before a chunk are dropped when it begins.
+- `gemma3n`, the class that also sees and hears, needs the package `timm`.
 
 ## Context, dtype, end tokens and sampling
 
@@ -228,9 +252,14 @@ unpacking them. They are used if their package is installed, which was not teste
   model's rope scaling reaches: with llama3 and linear scaling, up to `factor` times the original
   length. With YaRN that length is already the default. `disagg models check` prints the default
   and the limit.
-- LongRoPE (Phi-3, Phi-4-mini) and dynamic scaling change their frequencies with the length of a
-  text. By default the context ends before they change. With a longer `model.context`, every text
-  gets the frequencies of that length, which may cost short texts some quality.
+- LongRoPE (Phi-3, Phi-4-mini) has two sets of frequencies: short factors for texts up to the
+  original length, long ones for all tokens of a longer text. A prompt beyond that length begins
+  with the long ones. A text that grows past it while it is answered is computed again, once, with
+  prompt and answer; so does transformers for Phi 3. Other architectures keep their older keys in
+  transformers, so there an answer may differ behind that point.
+- Dynamic scaling changes its frequencies with the length of a text. By default the context ends
+  before they change. With a longer `model.context`, every text gets the frequencies of that length,
+  which may cost short texts some quality.
 - `model.dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, or else
   the dtype of most of the weights. On a CPU it is float32.
 - An answer ends at any end token of `generation_config.json`, `config.json` and the tokenizer. Some
@@ -247,21 +276,38 @@ unpacking them. They are used if their package is installed, which was not teste
 def table() -> str:
     """The whole page."""
     refused = [
-        f"| `{kind}` | {outcome_of(kind)} |\n" for kind in progress(REFUSED_KINDS, str)
+        f"| `{kind}` | {outcome_of(kind)} |\n"
+        for kind in progress([*REFUSED_KINDS, *MORE_REFUSED], str)
     ]
-    served = rows_of(FAMILIES)
+    served = rows_of(FAMILIES | families.SERVED)
     latents = rows_of(LATENTS)
     hybrids = rows_of(HYBRIDS)
-    seeing = rows_of(VISION_FAMILIES)
-    page = [HEAD, *refused, MIDDLE, served, LATENT, latents, LATENT_NOTES]
+    seeing = rows_of(VISION_FAMILIES | families.SEEING)
+    page = [HEAD, *refused, others(), MIDDLE, served, LATENT, latents, LATENT_NOTES]
     page += [HYBRID, hybrids, HYBRID_NOTES]
     return "".join([*page, VISION, seeing, FOOT])
 
 
-def rows_of(families: Mapping[str, str]) -> str:
+def others() -> str:
+    """What the page says of architectures of which no small model was served."""
+    return OTHER.format(
+        no_decoders=listed(families.NO_DECODERS), untried=listed(families.UNTRIED)
+    )
+
+
+def listed(kinds: str) -> str:
+    names = ", ".join(f"`{kind}`" for kind in kinds.split())
+    return textwrap.fill(names, WIDTH, break_on_hyphens=False)
+
+
+def _by_name(row: tuple[str, str]) -> str:
+    return row[0].casefold()
+
+
+def rows_of(by_family: Mapping[str, str]) -> str:
     """A line for each family, all of whose architectures must be served."""
     lines = []
-    for family, kinds in progress(list(families.items()), str):
+    for family, kinds in progress(sorted(by_family.items(), key=_by_name), str):
         for kind in kinds.split():
             assert outcome_of(kind) == SERVED, kind
         names = ", ".join(f"`{kind}`" for kind in kinds.split())

@@ -25,6 +25,7 @@ class Served:
     shape:   layers, KV heads, head dim
     ends:    end tokens that the config alone names
     windows: layers by the tokens that they see; None: all layers see all
+    wide:    the same of layers with other heads; `shape` counts them too
     states:  layers that keep a state, and their MiB of one sequence
     sides:   2, K and V; 1 of latents
     """
@@ -36,6 +37,7 @@ class Served:
     windows: dict[int | None, int] | None = None
     states: tuple[int, float] = (0, 0.0)
     sides: int = 2
+    wide: tuple[int, int, int] = (0, 0, 0)
 
 
 QWEN_END = (151645,)  # <|im_end|>
@@ -106,6 +108,22 @@ SERVED = {
     "moonshotai/Kimi-K2-Instruct": deepseek_latents(131_072, 163_585),
     "nvidia/Kimi-K2.5-NVFP4": deepseek_latents(262_144, 163_585),
     "nvidia/Kimi-K2.7-Code-NVFP4": deepseek_latents(262_144, 163_586),
+    # three layers of four attend in chunks of 8,192 tokens; the config names no end
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": Served(
+        (48, 8, 128), 196_608, 1_048_576, (), {8192: 36, None: 12}
+    ),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": Served(
+        (48, 8, 128), 196_608, 10_485_760, (), {8192: 36, None: 12}
+    ),
+    # 16 KV heads of 256 in layers with a window, 4 of 512 in every sixth
+    "nvidia/Gemma-4-31B-IT-NVFP4": Served(
+        (60, 16, 256),
+        901_120,
+        262_144,
+        (1, 106),
+        {1024: 50, None: 10},
+        wide=(10, 4, 512),
+    ),
     # hybrids: the bytes of their states follow from the sizes of heads alone
     "Qwen/Qwen3.5-27B": qwen_hybrid((16, 4, 256), 65_536, (48, 147.75)),
     "Qwen/Qwen3.5-122B-A10B": qwen_hybrid((12, 2, 256), 24_576, (36, 147.375)),
@@ -124,7 +142,6 @@ SERVED = {
 }
 
 INDEXED = "attends only to tokens that an indexer picks"
-CHUNKS = "attends in chunks"
 
 REFUSED = {
     # Qwen2 with a head for multi-token prediction, in code of its repository
@@ -144,10 +161,6 @@ REFUSED = {
     "nvidia/DeepSeek-V4-Flash-NVFP4": INDEXED,
     "nvidia/DeepSeek-V4-Pro-NVFP4": INDEXED,
     "sgl-project/DeepSeek-V4-Flash-FP8": INDEXED,
-    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": CHUNKS,
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": CHUNKS,
-    # 256 in layers with a window, 512 in the others
-    "nvidia/Gemma-4-31B-IT-NVFP4": "has heads of several sizes (global_head_dim)",
     # the class in transformers wants a text_config, and would take its defaults
     "stepfun-ai/Step-3.7-Flash": "vocab_size 128896, but transformers takes 128815",
     "stepfun-ai/Step-3.7-Flash-FP8": "vocab_size 128896, but transformers takes 128815",
@@ -184,16 +197,15 @@ def test_every_config_is_in_one_of_the_tables():
 def test_a_real_model_is_served_as_it_is_meant(name, tmp_path):
     expected = SERVED[name]
     layers, heads, head_dim = expected.shape
+    wide_layers, wide_heads, wide_dim = expected.wide
+    numbers = (layers - wide_layers) * heads * head_dim
+    numbers += wide_layers * wide_heads * wide_dim
 
     fit = check_model(folder_of(name, tmp_path))
 
     assert fit.served, fit.reason
     assert (fit.num_layers, fit.heads, fit.head_dim) == expected.shape
-    assert (
-        fit.exact_bytes_per_token
-        == expected.kv_bytes
-        == 2 * expected.sides * layers * heads * head_dim
-    )
+    assert fit.exact_bytes_per_token == expected.kv_bytes == 2 * expected.sides * numbers
     assert fit.dtype == "bfloat16"
     assert fit.context_length == fit.max_context == expected.context
     assert fit.windows == (expected.windows or {None: layers})

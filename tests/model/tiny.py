@@ -302,8 +302,8 @@ GENERAL = (
 
 def tiny_config(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
     """The config of a small model of an architecture; changes are of its text part."""
-    if kind in VISION:
-        text, vision = VISION[kind]
+    if "text_config" in transformers.CONFIG_MAPPING[kind].sub_configs:
+        text, vision = VISION.get(kind, ({}, {}))
         return transformers.CONFIG_MAPPING[kind](
             text_config=SIZES | text | changes,
             vision_config=VISION_SIZES | vision,
