@@ -167,7 +167,10 @@ LATENT_NOTES = """
   indexer picks, and keep a key of it for each token. They are refused.
 - Kimi K2 names its type `kimi_k2` and brings code of its own. It is DeepSeek V3, and is served as
   such. Mistral Small 4 comes as `mistral3` with a language model of type `mistral4`.
-- A prompt of n tokens needs memory for K and V of all heads of one layer while it is computed.
+- While a prompt is computed, K and V of all heads of one layer need memory beside the latents: 3 GB
+  for 32,768 tokens of DeepSeek-V3. Each chunk of a prompt expands the latents before it again, so a
+  larger `engine.max_batch_tokens` computes long prompts faster.
+- Latents have not been tried on a GPU.
 """
 HYBRID = """
 ## Hybrids
