@@ -123,7 +123,10 @@ def _add_column(rows: list[list[str]], fit: "ModelFit", counts: Sequence[int]) -
 
 
 def _heads(fit: "ModelFit") -> str:
-    """KV heads and their channels, by number of layers where they differ."""
+    """KV heads and their channels, by number of layers where they differ; or latents."""
+    if fit.latent:
+        rotated = fit.head_dim - fit.latent
+        return f"latents of {fit.latent} channels, rotated keys of {rotated}"
     if len(fit.head_sizes) == 1:
         return f"{fit.heads} KV heads of {fit.head_dim}"
     sizes = [f"{count} x {size}" for size, count in fit.head_sizes.items()]
@@ -140,7 +143,8 @@ def _facts(fit: "ModelFit") -> list[str]:
     if fit.max_context > fit.context_length:
         context += f", with model.context up to {fit.max_context:,}"
     ends = ", ".join(map(str, fit.eos_ids)) or "none"
-    exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
+    what = "latents" if fit.latent else "KV"
+    exact = f"exact {what} {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     states = []
     if fit.state_bytes:
         megabytes = f"{fit.state_bytes / 1e6:,.1f} MB"

@@ -74,6 +74,15 @@ def parse_plan(spec: str, shape: KVShape) -> Plan:
     return _plan_of(codecs, shape)
 
 
+def makes_plan(spec: str, shape: KVShape) -> bool:
+    """Whether a spec fits a model."""
+    try:
+        parse_plan(spec, shape)
+    except ConfigError:
+        return False
+    return True
+
+
 def _first_that_fits(codecs: Sequence[Codec], layer: LayerShape, dtype: str) -> Codec:
     """The first codec that can hold a layer, or the last one."""
     for codec in codecs[:-1]:

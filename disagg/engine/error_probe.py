@@ -107,7 +107,9 @@ def _error(
     )
     head_k = k[head : head + 1].cpu()
     head_v = v[head : head + 1].cpu()
-    pages = compress(codec_of(group), head_k, head_v, layer, head_queries)
+    pages = compress(
+        codec_of(group), head_k, head_v, layer, head_queries, latent=group.latent
+    )
     softmax = queries.softmax or Softmax(group.head_dim**-0.5)
     if softmax.sinks is not None:
         softmax = replace(softmax, sinks=softmax.sinks[of_head].cpu())

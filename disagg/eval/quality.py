@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.describe import FP16_BYTES, bits_per_element
-from disagg.codecs.planning import parse_plan
-from disagg.codecs.registry import holds
+from disagg.codecs.planning import makes_plan, parse_plan
 from disagg.errors import ConfigError, ModelError
 from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
 from disagg.eval.recall import Recall, greedy, same_tokens
@@ -129,9 +128,12 @@ class Judge:
                 "models whose layers all have K and V"
             )
         shape = kv_shape(info)
-        head_dims = {layer.head_dim for layer in shape.layers}
+        if options.factors != EvalOptions.factors and shape.layers[0].latent:
+            raise ModelError(
+                f"{info.architecture} keeps latents; outlier channels are put into keys of heads"
+            )
         self.codecs = options.codecs or tuple(
-            codec for codec in CODECS if all(holds(codec, x) for x in head_dims)
+            codec for codec in CODECS if makes_plan(codec, shape)
         )
         self.specs = {codec: parse_plan(codec, shape).spec for codec in self.codecs}
         _check_lengths(options, info.context_length)

@@ -9,6 +9,9 @@ from typing import Any
 from disagg.errors import ModelError
 from disagg.model.json_file import read_object
 
+# types of models that transformers knows by another name, which their own code repeats
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+
 
 def read_architecture(path: Path) -> Any:
     """The config of a model folder as transformers reads it, with the defaults of its class.
@@ -17,13 +20,19 @@ def read_architecture(path: Path) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    kind = read_object(path / "config.json").get("model_type")
-    if kind is not None and kind not in CONFIG_MAPPING:
-        raise ModelError(f"transformers {__version__} has no model type {kind!r}")
+    config = read_object(path / "config.json")
+    kind = config.get("model_type")
     try:
+        if kind in SAME_AS:
+            known = SAME_AS[kind]
+            return CONFIG_MAPPING[known].from_dict(config | {"model_type": known})
+        if kind is not None and kind not in CONFIG_MAPPING:
+            raise ModelError(f"transformers {__version__} has no model type {kind!r}")
         return AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
+    except ModelError:
+        raise
     except Exception as error:  # its checks of a config raise anything
         reason = " ".join(str(error).split())
         raise ModelError(

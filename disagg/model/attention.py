@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from disagg.codecs.contract import Codec
@@ -28,6 +28,7 @@ from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
 from disagg.kv.plan import LayerShape
 from disagg.model.cache import Workspace
+from disagg.model.latents import heads_of
 from disagg.model.states.step import NO_STATES, StateStep
 from disagg.paged.layer import StepLayers
 from disagg.paged.page_tables import GroupStep
@@ -40,7 +41,8 @@ BLOCK_SCORES = 1 << 24  # fp32 scores in memory at a time, where no fused kernel
 OnLayer = Callable[[int, Tensor, Tensor, "Chunk"], None]
 
 # answers an attention call of a model. Called with the module; q [Hq, N, D], k and v [H, N, D] of a
-# packed row of N tokens; the softmax; and the other arguments of the call. Returns [N, Hq, D]
+# packed row of N tokens; the softmax; and the other arguments of the call. Returns [N, Hq, D].
+# Of latents, k is the latents and rotated keys, v a part of them: see latents.py
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Softmax, dict], Tensor]
 
 
@@ -131,10 +133,13 @@ class BatchAttention:
         call = next(self.calls)
         layer = self.sources[call]
         is_new = layer not in self.sources[:call]
+        heads = heads_of(module)
         decodes = self.batch.by_layer.get(layer, [])
         if len(decodes) == 1 and decodes[0][0].whole:
-            return decodes[0][1].run(layer, q, k, v, softmax, is_new)
-        out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
+            attended = decodes[0][1].run(layer, heads.ask(q), k, v, softmax, is_new)
+            return heads.answer(attended)
+        channels = heads.value_dim or v.shape[2]
+        out = q.new_zeros(q.shape[1], q.shape[0], channels)
         for index, chunk in enumerate(self.batch.chunks):
             rows = slice(chunk.row, chunk.row + chunk.count)
             if is_new:
@@ -147,17 +152,20 @@ class BatchAttention:
             chunk_q = q[:, rows]
             end = chunk.before + chunk.count
             shape = self.shapes[layer]
-            attended = attend_visible(chunk_q, *exact, softmax, shape, end)
+            all_k, all_v = heads.expand(*exact)
+            attended = attend_visible(chunk_q, all_k, all_v, softmax, shape, end)
             out[rows] = attended.transpose(0, 1)
             if is_new:
-                chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
+                asked = heads.ask(chunk_q)
+                chunk.workspace.observe(layer, asked, chunk.before, softmax)
                 chunk.on_layer(layer, *exact, chunk)
         for decode, step_layers in decodes:
             row_ids = decode.step.rows
+            asked = heads.ask(q[:, row_ids])
             attended = step_layers.run(
-                layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax, is_new
+                layer, asked, k[:, row_ids], v[:, row_ids], softmax, is_new
             )
-            out.index_add_(0, row_ids, attended)
+            out.index_add_(0, row_ids, heads.answer(attended))
         return out
 
 
@@ -188,8 +196,15 @@ def attend_exact(
 ) -> Tensor:
     """Causal attention of the last c of n tokens: q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D].
 
+    V, and with it the output, may have fewer channels than K.
+
     window: tokens a query sees, itself included; None: all of them
     """
+    channels = v.shape[2]
+    missing = k.shape[2] - channels
+    if missing:  # fused kernels want equal ones
+        padded_v = pad(v, (0, missing))
+        return attend_exact(q, k, padded_v, softmax, window)[..., :channels]
     count = q.shape[1]
     if window is not None:
         visible = count + window - 1

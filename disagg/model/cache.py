@@ -61,8 +61,9 @@ class Workspace:
         rooms = rooms or [total] * num_layers
         self.total = total
         self._heads = [layer.heads for layer in layers]
+        self._latents = [layer.latent for layer in layers]
         self._shapes = [
-            (2, layer.heads, room, layer.head_dim)
+            (2 if layer.latent is None else 1, layer.heads, room, layer.head_dim)
             for layer, room in zip(layers, rooms, strict=True)
         ]
         self._num_stored = [0] * num_layers
@@ -88,6 +89,7 @@ class Workspace:
         """Append k, v [H, c, D] of a chunk behind `before` tokens.
 
         Returns K, V [H, n, D] of the last n tokens so far: all, or as many as there is room for.
+        Of latents, V is a part of K and not stored: [H, n, latent].
         """
         self._note_largest(layer, k, v)
         if k.shape[1] == self.total:  # one chunk: nothing to store
@@ -108,11 +110,15 @@ class Workspace:
             stored[:, :, :start] = stored[:, :, num_stored - start : num_stored].clone()
         end = start + count
         self._num_stored[layer] = end
+        latent = self._latents[layer]
         stored[0, :, start:end] = k
-        stored[1, :, start:end] = v
+        if latent is None:
+            stored[1, :, start:end] = v
         if before + count == self.total:
             self._layers[layer] = None
-        return stored[0, :, :end], stored[1, :, :end]
+        stored_k = stored[0, :, :end]
+        stored_v = stored[1, :, :end] if latent is None else stored_k[..., :latent]
+        return stored_k, stored_v
 
     def _note_largest(self, layer: int, k: Tensor, v: Tensor) -> None:
         sizes = torch.stack([vector_norm(x, torch.inf) for x in (k, v)]).amax()

@@ -65,6 +65,7 @@ class ModelFit:
     eos_ids:       the tokens that end an answer
     heads, head_dim: KV heads of the first layer, and their channels
     head_sizes:    number of layers by "KV heads x channels"
+    latent:        of these channels, those of a latent; 0: K and V are stored
     windows:       number of layers by the tokens that their queries see; None: all
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
@@ -84,6 +85,7 @@ class ModelFit:
     max_context: int = 0
     eos_ids: tuple[int, ...] = ()
     head_sizes: Mapping[str, int] = field(default_factory=dict)
+    latent: int = 0
     windows: Mapping[int | None, int] = field(default_factory=dict)
     weights_bytes: int = 0
     exact_bytes_per_token: int = 0
@@ -186,6 +188,7 @@ def check_model(
         heads=info.layers[0].heads,
         head_dim=info.layers[0].head_dim,
         head_sizes=dict(Counter(head_size(layer) for layer in info.layers)),
+        latent=info.layers[0].latent or 0,
         context_length=info.context_length,
         max_context=info.max_context,
         eos_ids=info.eos_ids,

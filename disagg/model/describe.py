@@ -14,12 +14,14 @@ from typing import Any
 from disagg.errors import ConfigError, ModelError, UnknownNameError
 from disagg.kv.page import Layout
 from disagg.kv.plan import LayerShape
-from disagg.model.architecture import read_architecture
+from disagg.model.architecture import SAME_AS, read_architecture
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
 from disagg.model.layer_shapes import (
     HEADS,
+    LATENT,
+    ROTATED,
     VARYING,
     WHOLE_ATTENTION,
     kv_sources,
@@ -45,7 +47,12 @@ ALIASES = {
         "decoder_attention_heads",
     ),
     "hidden_size": ("n_embd", "d_model", "emb_dim"),
-    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
+    "max_position_embeddings": (
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "model_max_length",
+    ),
 }
 SIZES = (*ALIASES, "vocab_size")
 HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
@@ -77,7 +84,17 @@ INDEXER = ("indexer_", "index_topk")
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # beginnings and ends of the keys of tokens that stand for images, videos or sound
-MEDIA = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
+MEDIA = (
+    "media_",
+    "image_",
+    "video_",
+    "vision_",
+    "audio_",
+    "boi_",
+    "eoi_",
+    "boa_",
+    "eoa_",
+)
 TOKEN_KEYS = ("_token_id", "_token_index")
 
 
@@ -269,7 +286,7 @@ def refuse_own_code(config: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = config.get("model_type", "unknown")
-    if kind not in CONFIG_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING_NAMES and kind not in SAME_AS:
         raise ModelError(
             f"{kind} needs code from its own repository (auto_map), which is never run, and "
             f"transformers has no model type {kind!r}: not supported"
@@ -296,8 +313,6 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
 
 def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
     """A way in which the model attends that pages cannot serve; empty if there is none."""
-    if text.get("kv_lora_rank"):
-        return "keeps latents, not K and V (MLA, kv_lora_rank)"
     if kind in STATES_ALONE:
         return "has no attention layer"
     if text.get("alibi") or kind in ALIBI:
@@ -343,6 +358,7 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if _is_hybrid(sizes):
         sizes |= _attending_layers(sizes, config)
     needed = [*SIZES, *(name for name in HEAD_SIZES if sizes.get(name) is not None)]
+    needed += [LATENT, ROTATED] if sizes.get(LATENT) else []
     missing = [name for name in needed if not _is_size(sizes.get(name))]
     if missing:
         raise ModelError(f"{path / 'config.json'} says no usable {', '.join(missing)}")
@@ -357,6 +373,8 @@ def _complete_by_transformers(path: Path) -> dict[str, Any]:
     """The sizes of a model with the defaults that only transformers knows."""
     text = read_architecture(path).get_text_config()
     sizes = _rename(text.to_dict()) | read_layers(text)
+    # LongCat counts its attentions in a property: two for each of `num_layers`
+    sizes["num_hidden_layers"] = getattr(text, "num_hidden_layers", None)
     if _is_hybrid(sizes | {"layer_types": getattr(text, "layer_types", None)}):
         for name in COMPUTED:
             if sizes.get(name) is None:

@@ -23,8 +23,11 @@ HEAD_DIMS_BY_LAYER = "head_dim_by_layer"
 SHARING = "kv_sharing_modes"
 REUSE = "reuse"  # such a layer attends to the last layer of its type that has K and V
 BY_LAYER = {HEADS: HEADS_BY_LAYER, HEAD_DIM: HEAD_DIMS_BY_LAYER}
+# of models that keep latents (MLA): channels of a latent, and of the rotated key beside it
+LATENT = "kv_lora_rank"
+ROTATED = "qk_rope_head_dim"
 # keys of configs whose layers may differ in heads, or may have no K and V of their own
-VARYING = ("per_layer_config", "global_head_dim", "num_kv_shared_layers")
+VARYING = ("per_layer_config", "global_head_dim", "num_kv_shared_layers", LATENT)
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 # no windows; KV heads and head dim follow from the other sizes
@@ -54,6 +57,10 @@ def layer_shapes(sizes: Mapping[str, Any]) -> tuple[LayerShape, ...]:
     num_layers = sizes["num_hidden_layers"]
     heads = sizes.get(HEADS) or query_heads
     head_dim = sizes.get(HEAD_DIM) or sizes["hidden_size"] // query_heads
+    latent = sizes.get(LATENT) or None
+    if latent is not None:
+        heads = 1
+        head_dim = latent + sizes[ROTATED]
     windows = _windows(sizes)
     types = _layer_types(sizes)
     heads_by_layer = sizes.get(HEADS_BY_LAYER) or [None] * num_layers
@@ -63,6 +70,7 @@ def layer_shapes(sizes: Mapping[str, Any]) -> tuple[LayerShape, ...]:
             heads=heads_by_layer[index] or heads,
             head_dim=head_dims[index] or head_dim,
             window=windows[index],
+            latent=latent,
             chunked=types[index] == CHUNKED,
         )
         for index in range(num_layers)

@@ -9,8 +9,8 @@ import os
 import torch
 from torch import Tensor, nn
 
-# the weights of these are read from outside: Mamba 1 multiplies by them itself
-UNPACKED = ("dt_proj",)
+# the weights of these are read from outside: by Mamba 1, by heads that ask latents, by a router
+UNPACKED = ("dt_proj", "kv_b_proj", "classifier")
 MEMORY_PART = (
     8  # weights larger than one part in this many of the host's memory stay as they are
 )

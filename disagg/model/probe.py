@@ -2,7 +2,8 @@
 
 A config does not say everything. A short forward pass through our attention shows which layers call
 it, and with which arguments. Comparing its logits with those of the model's own eager attention
-shows that the model does nothing else to attention. Where layers keep a state, two more passes go
+shows that the model does nothing else to attention. Latents are attended in both ways: expanded,
+and asked by the queries themselves. Where layers keep a state, two more passes go
 on from it: a chunk of one prompt beside a single token of the other, then a token of each.
 """
 
@@ -18,9 +19,15 @@ from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
 from disagg.kv.page import ARENA_UNIT, Layout
 from disagg.kv.plan import LayerShape
-from disagg.model.attention import IMPLEMENTATION, attend_visible, disagg_attention
+from disagg.model.attention import (
+    IMPLEMENTATION,
+    attend_exact,
+    attend_visible,
+    disagg_attention,
+)
 from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
+from disagg.model.latents import Heads, heads_of, own_expansion
 from disagg.model.states.cache import StepCache
 from disagg.model.states.records import record_pages
 from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
@@ -71,14 +78,14 @@ class Probe:
                 f"{len(self.sources)} times: not supported"
             )
         layer = self.sources[call]
-        if v.shape != k.shape:
+        shape = self.layers[layer]
+        if v.shape[-1] != (shape.latent or k.shape[-1]):
             raise ModelError(
                 f"{type(module).__name__} attends with values of {v.shape[-1]} and keys of "
                 f"{k.shape[-1]} channels: not supported"
             )
         if options.get("position_bias") is not None:
             self.objections.append("a position bias")
-        shape = self.layers[layer]
         self._check_window(shape.window, options)
         self.calls.append((call, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(
@@ -92,9 +99,11 @@ class Probe:
             if layer not in self.sources[:call]:
                 self._extend((layer, index), new_k, new_v)
             prompt_k, prompt_v = self._exact[layer, index]
-            output = attend_visible(
-                prompt_q, prompt_k, prompt_v, softmax, shape, prompt_k.shape[1]
-            )
+            exact = (prompt_q, prompt_k, prompt_v, softmax)
+            if shape.latent is None:
+                output = attend_visible(*exact, shape, prompt_k.shape[1])
+            else:
+                output = attend_latents(heads_of(module), *exact)
             outputs.append(output)
         # contiguous, since some models take a view of it
         return torch.cat(outputs, dim=1).transpose(0, 1).contiguous()
@@ -118,6 +127,20 @@ class Probe:
             )
 
 
+def attend_latents(
+    heads: Heads, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+) -> Tensor:
+    """Causal attention of the last c tokens to latents: [Hq, c, D].
+
+    The first half of them attends as prompts do, the others as new tokens do.
+    """
+    expanded = attend_exact(q, *heads.expand(k, v), softmax, None)
+    asked = attend_exact(heads.ask(q), k, v, softmax, None)
+    answers = heads.answer(asked.transpose(0, 1)).transpose(0, 1)
+    half = q.shape[1] // 2
+    return torch.cat([expanded[:, :half], answers[:, half:]], 1)
+
+
 def window_as_mask(
     local_size: int | None = None, device: Any = None, **_: object
 ) -> Tensor:
@@ -139,11 +162,13 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
     model.set_attn_implementation(MASKED)
     logits = _packed_logits(model, info, prompts, passes)
     model.set_attn_implementation("eager")
-    exact = torch.cat([_logits(model, name, input_ids=x[None]) for x in prompts])
+    with own_expansion(model):
+        exact = torch.cat([_logits(model, name, input_ids=x[None]) for x in prompts])
     model.set_attn_implementation(IMPLEMENTATION)
     errors = (logits - exact).abs().amax(1) / exact.abs().max()
     error = float(errors.max())
-    if info.states and info.dtype != "float32":
+    rounds_otherwise = bool(info.states) or info.layers[0].latent is not None
+    if rounds_otherwise and info.dtype != "float32":
         error = _median_error(errors, passes)
     if not error <= TOLERANCE[info.dtype]:
         raise ModelError(
@@ -152,15 +177,17 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
 
 
 def _median_error(errors: Tensor, passes: Sequence[Sequence[int]]) -> float:
-    """The largest of three medians: of fresh tokens, of continued chunks, of single tokens.
+    """The largest of four medians: of both halves of fresh tokens, continued chunks, single tokens.
 
-    A scan rounds otherwise when it is cut, by enough in 16 bits to send a token to other experts.
-    That is a token here and there; a state that is lost or mixed up shows in all that follow it.
+    A scan rounds otherwise when it is cut, and queries when they ask latents, as the second half
+    does: by enough in 16 bits to send a token to other experts. That is a token here and there; a
+    state that is lost or mixed up shows in all that follow it.
     """
     kinds = []
     for counts in zip(*passes, strict=True):
         first, *others = counts
-        kinds += ["fresh"] * first
+        half = first // 2
+        kinds += ["fresh"] * half + ["later"] * (first - half)
         for count in others:
             kinds += ["single" if count == 1 else "chunk"] * count
     medians = []

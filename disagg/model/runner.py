@@ -22,6 +22,7 @@ from disagg.model.cache import Workspace, cache_name
 from disagg.model.capacity import class_of, kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
+from disagg.model.latents import keep_latents
 from disagg.model.linear import pack_linears
 from disagg.model.longrope import LongRows, long_rows, split_rotary
 from disagg.model.outliers import KeyOutliers
@@ -143,6 +144,7 @@ class Runner:
             info = describe_model(ref, "float16", device, context)
         model = load_model(info, device).eval().requires_grad_(False)
         split_states(model, info.states)
+        keep_latents(model, info.layers)
         with torch.inference_mode():
             check_attention(model, info)
         pack_linears(model)
@@ -160,6 +162,7 @@ class Runner:
                 attn_implementation=IMPLEMENTATION,
             )
         split_states(model.eval().requires_grad_(False), info.states)
+        keep_latents(model, info.layers)
         pack_linears(model)
         return cls(model, info, "random")
 

@@ -136,21 +136,20 @@ def _refuse_packed(
 
 
 def _check_experts(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """ModelError unless experts are numbered from 0 without a gap, and have the same weights.
+    """ModelError unless each weight of experts is numbered from 0 without a gap.
 
-    They are put into one weight in the order of their numbers, so a gap would shift them.
+    They are put into one weight in the order of their numbers, so a gap would shift them. The last
+    experts may lack a weight: experts of LongCat that only pass tokens on have no down_proj.
     """
     experts: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
-    counts: dict[str, int] = {}
     for name, shape in shapes.items():
         match = EXPERT.fullmatch(name)
         if match is None:
             continue
         stack, number, weight = match[1], int(match[2]), match[3]
         experts.setdefault((stack, weight), {})[number] = shape
-        counts[stack] = max(counts.get(stack, 0), number + 1)
     for (stack, weight), stacked in experts.items():
-        for number in range(counts[stack]):
+        for number in range(max(stacked) + 1):
             if number not in stacked:
                 raise ModelError(f"{stack}.{number}.{weight} is missing")
             if stacked[number] != stacked[0]:

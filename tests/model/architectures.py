@@ -51,12 +51,25 @@ FAMILIES = {
     "Seed-OSS, SmolLM3": "seed_oss smollm3",
     "StarCoder 2": "starcoder2",
 }
+# MLA: pages hold a latent for each token, not K and V
+LATENTS = {
+    "A.X K1": "axk1",
+    "DeepSeek V2, V3 and R1; Kimi K2": "deepseek_v2 deepseek_v3",
+    "GLM 4.7 Flash": "glm4_moe_lite",
+    "LongCat Flash": "longcat_flash",
+    "MiniCPM 3": "minicpm3",
+    "Mistral Small 4": "mistral4",
+    "Sarvam": "sarvam_mla",
+    "Youtu": "youtu",
+}
 HYBRIDS = {
     "Bamba, Granite 4 H": "bamba granitemoehybrid",
     "Falcon H1": "falcon_h1",
     "Jamba": "jamba",
+    "Kimi Linear (MLA)": "kimi_linear",
     "LARA": "lara_mini",
     "LFM 2 and 3": "lfm2 lfm2_moe lfm3",
+    "Ling, Ring (MLA)": "bailing_hybrid",
     "Nemotron H, Nemotron 3": "nemotron_h",
     "OLMo Hybrid": "olmo_hybrid",
     "Qwen3-Next, Qwen3.5": "qwen3_next qwen3_5_text qwen3_5_moe_text",
@@ -70,14 +83,21 @@ VISION_FAMILIES = {
     "GLM 4V": "glm4v",
     "Idefics 3, SmolVLM": "idefics3 smolvlm",
     "InternVL": "internvl",
+    "Kimi K2.5 (MLA)": "kimi_k25",
     "LLaVA": "llava",
     "Mistral Small 3.1": "mistral3",
     "Qwen-VL 2 to 3": "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe",
 }
 PROBED = "nemotron"  # refused when their weights have loaded
-OTHERS = "bailing_hybrid biogpt bloom deepseek_v3 falcon falcon_mamba kimi_linear "
-OTHERS += "mamba mamba2 minimax mpt qwen4_exp_text stablelm"
-SERVED_FAMILIES = (*FAMILIES.values(), *HYBRIDS.values(), *VISION_FAMILIES.values())
+OTHERS = "biogpt bloom falcon falcon_mamba mamba mamba2 minimax mpt qwen4_exp_text stablelm"
+INDEXED = "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"
+OTHERS += f" {INDEXED}"
+SERVED_FAMILIES = (
+    *FAMILIES.values(),
+    *LATENTS.values(),
+    *HYBRIDS.values(),
+    *VISION_FAMILIES.values(),
+)
 SERVED_KINDS = " ".join(SERVED_FAMILIES).split()
 REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
 KINDS = [*SERVED_KINDS, *REFUSED_KINDS]
@@ -127,6 +147,30 @@ These give exactly the tokens of `generate`, including mixtures of experts and s
 
 | family | architectures (`model_type`) |
 |---|---|
+"""
+LATENT = """
+## Latents (MLA)
+
+A layer of multi-head latent attention keeps one latent and one rotated key for each token, from
+which K and V of all heads follow. Pages hold just these: one KV head whose first channels are V
+too, so V is not stored. While a prompt is computed, K and V of its heads are expanded for one layer
+at a time. New tokens ask the latents directly. These models need transformers 5.24 or later.
+
+| family | architectures (`model_type`) |
+|---|---|
+"""
+LATENT_NOTES = """
+- Not every codec can hold latents; `disagg models check` names those that can. Latents are far
+  smaller than K and V of all heads: 70,272 bytes a token in 16 bits against 5 MB for DeepSeek-V3.
+  Compression ratios are of the latents.
+- Models with an indexer (DSA: DeepSeek V3.2, GLM-5 and others) attend only to the tokens that the
+  indexer picks, and keep a key of it for each token. They are refused.
+- Kimi K2 names its type `kimi_k2` and brings code of its own. It is DeepSeek V3, and is served as
+  such. Mistral Small 4 comes as `mistral3` with a language model of type `mistral4`.
+- While a prompt is computed, K and V of all heads of one layer need memory beside the latents: 3 GB
+  for 32,768 tokens of DeepSeek-V3. Each chunk of a prompt expands the latents before it again, so a
+  larger `engine.max_batch_tokens` computes long prompts faster.
+- Latents have not been tried on a GPU.
 """
 HYBRID = """
 ## Hybrids
@@ -239,9 +283,10 @@ def table() -> str:
         for kind in progress([*REFUSED_KINDS, *MORE_REFUSED], str)
     ]
     served = rows_of(FAMILIES | families.SERVED)
+    latents = rows_of(LATENTS)
     hybrids = rows_of(HYBRIDS)
     seeing = rows_of(VISION_FAMILIES | families.SEEING)
-    page = [HEAD, *refused, others(), MIDDLE, served]
+    page = [HEAD, *refused, others(), MIDDLE, served, LATENT, latents, LATENT_NOTES]
     page += [HYBRID, hybrids, HYBRID_NOTES]
     return "".join([*page, VISION, seeing, FOOT])
 

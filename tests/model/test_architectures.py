@@ -27,6 +27,16 @@ TRIED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma2", "gemma3_text", "a
 TRIED += ["gpt_oss", "vaultgemma"]
 # gated delta rule, Mamba 2 and 1, convolution, shared attention, state in attention
 TRIED_HYBRIDS = ["qwen3_next", "granitemoehybrid", "jamba", "lfm3", "zamba2", "zaya"]
+# YaRN; two attentions a layer; states beside latents
+TRIED_LATENTS = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "sarvam_mla",
+    "glm4_moe_lite",
+    "mistral4",
+]
+TRIED_LATENTS += ["minicpm3", "youtu", "axk1", "longcat_flash", "kimi_linear"]
+TRIED_LATENTS += ["bailing_hybrid", "kimi_k25"]
 SEEING = ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"]  # the others with the page
 
 
@@ -37,7 +47,7 @@ def row_of(kind: str) -> str:
     return row
 
 
-@pytest.mark.parametrize("kind", [*TRIED, *TRIED_HYBRIDS, *SEEING])
+@pytest.mark.parametrize("kind", [*TRIED, *TRIED_LATENTS, *TRIED_HYBRIDS, *SEEING])
 def test_raw_pages_give_the_tokens_that_transformers_gives(kind, tmp_path):
     assert try_out(kind, tmp_path) == SERVED
 

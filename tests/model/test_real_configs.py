@@ -2,7 +2,7 @@
 
 configs.jsonl has their facts, without keys that no loader reads. The tables were written by hand,
 from what is published on each architecture; a KV size is 2 (K and V) x 2 bytes x layers x KV heads
-x head dim.
+x head dim. Of latents V is not stored: 2 bytes x layers x (512 + 64).
 """
 
 import json
@@ -27,6 +27,7 @@ class Served:
     windows: layers by the tokens that they see; None: all layers see all
     wide:    the same of layers with other heads; `shape` counts them too
     states:  layers that keep a state, and their MiB of one sequence
+    sides:   2, K and V; 1 of latents
     """
 
     shape: tuple[int, int, int]
@@ -35,6 +36,7 @@ class Served:
     ends: tuple[int, ...]
     windows: dict[int | None, int] | None = None
     states: tuple[int, float] = (0, 0.0)
+    sides: int = 2
     wide: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -57,6 +59,11 @@ def nemotron(layers: int, states: tuple[int, float], context: int = 262_144) -> 
     """Mamba 2 and experts, and 2 KV heads of 128 in some layers."""
     kv_bytes = layers * 1024
     return Served((layers, 2, 128), kv_bytes, context, CLASS_DEFAULT, states=states)
+
+
+def deepseek_latents(context: int, end: int) -> Served:
+    """MLA in 61 layers: latents of 512 channels and rotated keys of 64."""
+    return Served((61, 1, 576), 70_272, context, (end,), sides=1)
 
 
 SERVED = {
@@ -94,6 +101,13 @@ SERVED = {
     "openai/gpt-oss-20b": Served(
         (24, 8, 64), 49_152, 131_072, (200002,), {128: 12, None: 12}
     ),
+    # YaRN by 40 of 4,096; Kimi K2 has half of the heads, by 32 and by 64 of 4,096
+    "deepseek-ai/DeepSeek-R1": deepseek_latents(163_840, 1),
+    "deepseek-ai/DeepSeek-V3": deepseek_latents(163_840, 1),
+    "nvidia/DeepSeek-V3.1-NVFP4": deepseek_latents(163_840, 1),
+    "moonshotai/Kimi-K2-Instruct": deepseek_latents(131_072, 163_585),
+    "nvidia/Kimi-K2.5-NVFP4": deepseek_latents(262_144, 163_585),
+    "nvidia/Kimi-K2.7-Code-NVFP4": deepseek_latents(262_144, 163_586),
     # three layers of four attend in chunks of 8,192 tokens; the config names no end
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct": Served(
         (48, 8, 128), 196_608, 1_048_576, (), {8192: 36, None: 12}
@@ -127,27 +141,21 @@ SERVED = {
     ),
 }
 
-LATENTS = "keeps latents, not K and V (MLA, kv_lora_rank)"
 INDEXED = "attends only to tokens that an indexer picks"
+
 REFUSED = {
     # Qwen2 with a head for multi-token prediction, in code of its repository
     "XiaomiMiMo/MiMo-7B-Base": "no model type 'mimo'",
-    "deepseek-ai/DeepSeek-R1": LATENTS,
-    "deepseek-ai/DeepSeek-V3": LATENTS,
-    "nvidia/DeepSeek-V3.1-NVFP4": LATENTS,
-    "moonshotai/Kimi-K2-Instruct": LATENTS,
-    "nvidia/Kimi-K2.5-NVFP4": LATENTS,
-    "nvidia/Kimi-K2.7-Code-NVFP4": LATENTS,
-    # and Kimi Delta Attention in the other layers
-    "moonshotai/Kimi-K3": LATENTS,
-    # with sparse attention (DSA) on top
-    "zai-org/GLM-5-FP8": LATENTS,
-    "zai-org/GLM-5.1": LATENTS,
-    "zai-org/GLM-5.2": LATENTS,
-    "zai-org/GLM-5.2-FP8": LATENTS,
-    "nvidia/GLM-5.1-NVFP4": LATENTS,
-    "nvidia/GLM-5.2-NVFP4": LATENTS,
-    # by 4 or by 128 tokens, layer by layer
+    # Kimi Delta Attention and latents, in code of its repository
+    "moonshotai/Kimi-K3": "no model type 'kimi_k3'",
+    # latents with sparse attention (DSA) on top
+    "zai-org/GLM-5-FP8": INDEXED,
+    "zai-org/GLM-5.1": INDEXED,
+    "zai-org/GLM-5.2": INDEXED,
+    "zai-org/GLM-5.2-FP8": INDEXED,
+    "nvidia/GLM-5.1-NVFP4": INDEXED,
+    "nvidia/GLM-5.2-NVFP4": INDEXED,
+    # and compresses them, by 4 or by 128 tokens, layer by layer
     "deepseek-ai/DeepSeek-V4-Flash": INDEXED,
     "deepseek-ai/DeepSeek-V4-Pro": INDEXED,
     "nvidia/DeepSeek-V4-Flash-NVFP4": INDEXED,
@@ -197,7 +205,7 @@ def test_a_real_model_is_served_as_it_is_meant(name, tmp_path):
 
     assert fit.served, fit.reason
     assert (fit.num_layers, fit.heads, fit.head_dim) == expected.shape
-    assert fit.exact_bytes_per_token == expected.kv_bytes == 4 * numbers
+    assert fit.exact_bytes_per_token == expected.kv_bytes == 2 * expected.sides * numbers
     assert fit.dtype == "bfloat16"
     assert fit.context_length == fit.max_context == expected.context
     assert fit.windows == (expected.windows or {None: layers})

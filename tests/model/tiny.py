@@ -146,6 +146,7 @@ MAMBA2 = {
     "mamba_chunk_size": 16,
 }
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+MLA |= {"num_key_value_heads": 4}
 # of hybrid models: some layers keep a state
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | EXPERTS,
@@ -179,9 +180,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"sliding_window": 20},
     "zaya": {"head_dim": 16},
     "kimi_linear": MLA
-    | {"layer_types": LINEAR, "linear_head_dim": 16, "linear_num_heads": 4}
-    | {"v_head_dim": 16, "num_key_value_heads": 4},
-    "bailing_hybrid": MLA | {"layer_types": LINEAR, "v_head_dim": 16, "head_dim": 16},
+    | {"num_hidden_layers": 2, "layer_types": LINEAR[:2]}
+    | {"linear_head_dim": 16, "linear_num_heads": 4}
+    | {"v_head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 48},
+    "bailing_hybrid": MLA
+    | {"num_hidden_layers": 2, "layer_types": LINEAR[:2]}
+    | {"v_head_dim": 16, "head_dim": 16}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "qwen4_exp_text": EXPERTS,
     "minimax": {"head_dim": 16},
     "mamba": {"state_size": 8, "time_step_rank": 4},
@@ -189,6 +196,44 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
 }
 EXTRA |= {kind: {"num_hidden_layers": 4} | sizes for kind, sizes in HYBRIDS.items()}
+# of models that keep latents (MLA): heads of 64 channels in K, and of fewer in V
+LATENT = MLA | {
+    "num_hidden_layers": 2,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 32,
+}
+YARN: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0}
+    | {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT | ROUTED | YARN,
+    "deepseek_v3": LATENT | ROUTED | YARN,
+    "sarvam_mla": LATENT | ROUTED,
+    "glm4_moe_lite": LATENT | ROUTED | {"v_head_dim": 64},
+    "mistral4": LATENT | ROUTED | {"v_head_dim": 64},
+    "minicpm3": LATENT | {"scale_emb": 1, "dim_model_base": 64},
+    "youtu": LATENT,
+    "axk1": LATENT | ROUTED,
+    "longcat_flash": LATENT
+    | {
+        "num_layers": 1,
+        "head_dim": 16,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 48,
+    }
+    | {"n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1},
+}
+EXTRA |= LATENTS
 # sizes that configs compute from others, and do not take
 COMPUTED = {
     "nemotron_h": ("num_hidden_layers",),
@@ -200,6 +245,9 @@ COMPUTED = {
     "jamba": ("head_dim",),
     "lfm2": ("head_dim",),
     "lfm2_moe": ("head_dim",),
+    **dict.fromkeys(LATENTS, ("head_dim",)),
+    "kimi_linear": ("head_dim",),
+    "longcat_flash": ("num_hidden_layers", "intermediate_size"),
     "mamba2": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
     "mamba": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
     "falcon_mamba": ("intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -224,6 +272,10 @@ VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "idefics3": ({"model_type": "llama"}, {}),
     "internvl": ({"model_type": "qwen2"}, {}),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
+    "kimi_k25": (
+        {"model_type": "deepseek_v3", "head_dim": 16} | EXTRA["deepseek_v3"],
+        {"pos_emb_height": 4, "pos_emb_width": 4, "num_hidden_layers": 1},
+    ),
     "mistral3": ({"sliding_window": None}, {"model_type": "pixtral"}),
     "qwen2_vl": (MROPE, {"hidden_size": 64, "embed_dim": 32}),
     "qwen2_5_vl": (MROPE, {"fullatt_block_indexes": [0]}),
