@@ -28,6 +28,8 @@ from disagg.kernels.formats import (
     Format,
     PageFormat,
     Side,
+    latent_of,
+    value_dim,
 )
 from disagg.kernels.view import Table, View, WorkPlan
 
@@ -38,6 +40,8 @@ TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
 # what consumer chips have too; data-centre chips have twice that
 NVIDIA_SHARED_BYTES = 96 << 10
 AMD_SHARED_BYTES = 64 << 10
+LATENT_ROWS = 64  # queries of a program over latents: the rows of a product of sm_90
+LATENT_WARPS = 8  # two warpgroups, each with half of the sums
 MAX_SLOTS = 2  # sparse ones of a column, beside codes and low rank
 MAX_GRID = 65_535  # programs along the last axis
 MIN_TILES = 4  # fewer cost more in partial results than they win in parallel reads
@@ -75,6 +79,8 @@ def shape_of(fmt: Format, queries: int, group: int, columns: int) -> Shape:
     V. With many channels the sums of more queries would not fit the registers: other programs take
     these queries.
     """
+    if latent_of(fmt):
+        return Shape(group, LATENT_ROWS)
     if not isinstance(fmt, PageFormat):
         return Shape(group, columns)
     groups = (
@@ -115,6 +121,8 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     programs from running, so they have none. With many channels they have one, since loads that
     wait in registers would spill. Pages with low-rank bases of their own have one, since two spill.
     """
+    if latent_of(fmt):
+        return 2
     if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
         return 1 if fmt.head_dim <= NARROW else 2
     if beside and isinstance(fmt, PageFormat) and fmt.has_own_basis:
@@ -184,8 +192,10 @@ def tile_of(fmt: Format) -> Tile:
     """The tile of a format: a page, or a few exact ones."""
     if isinstance(fmt, ExactFormat):
         count = fmt.tile_pages
-        warps = warps_of(fmt.head_dim)
+        warps = LATENT_WARPS if fmt.latent else warps_of(fmt.head_dim)
         return Tile(fmt.tokens * count, fmt.block_bytes * count, fmt.counted, warps)
+    if latent_of(fmt):
+        return Tile(fmt.tokens, fmt.block_bytes, warps=LATENT_WARPS)
     banded = isinstance(fmt, PageFormat) and bool(fmt.bands)
     return Tile(fmt.tokens, fmt.block_bytes, warps=warps_of(fmt.head_dim, banded))
 
@@ -338,7 +348,7 @@ def _fits_tiles(side: Side, head_dim: int) -> bool:
 def check_slots(fmt: PageFormat) -> None:
     """Refuse sparse slots whose loop over pages does not fit the registers of an NVIDIA GPU."""
     slots = 0
-    for side in (fmt.k, fmt.values):
+    for side in fmt.sides:
         if side.sparse:
             slots = max(slots, side.sparse.slots)
     if slots > MAX_SLOTS:
