@@ -28,6 +28,7 @@ from disagg.kernels.gpu.exact import attend_exact
 from disagg.kernels.gpu.latent import attend_latents, scale_query
 from disagg.kernels.gpu.plan import (
     AMD_COLUMNS,
+    LATENT_ROWS,
     NVIDIA,
     NVIDIA_COLUMNS,
     LoopFormat,
@@ -193,7 +194,10 @@ def attend(
     error: about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5 for
            exact tokens of fp32
     """
-    units = units or units_of(views, q.device)
+    if units is None:
+        latent_blocks = -(-q.shape[1] * q.shape[2] // LATENT_ROWS)
+        blocks = latent_blocks if latent_of(views[0].fmt) else 1
+        units = units_of(views, q.device, blocks)
     check_tables(units.table, units.starts)
     for view in views:
         check_tables(view.pages, view.lo, view.hi, view.sides)

@@ -268,23 +268,34 @@ def scales_of(home, f: tl.constexpr, o_c, m_c, SIDE: tl.constexpr):
         return b_scale, b_scale * SIDE.scale.center
     else:
         o_r = f * R + tl.arange(0, R)
+        GROUP: tl.constexpr = min(SIDE.scale.group, o_c.shape[0])
         if SIDE.scale.by == "column":
             o_scale = (f * R // SIDE.scale.group * SIDE.columns + o_c)[None, :]
             m_scale = m_c[None, :]
         elif SIDE.scale.group == SIDE.columns:
             o_scale = o_r[:, None]
             m_scale = o_scale >= 0
-        else:
+        else:  # one of each group: with one of each channel all would wait in shared memory
+            o_c = tl.min(tl.reshape(o_c, [o_c.shape[0] // GROUP, GROUP]), 1)
             o_scale = (o_c // SIDE.scale.group * SIDE.rows)[None, :] + o_r[:, None]
-            m_scale = tl.broadcast_to(m_c[None, :], o_scale.shape)
+            m_scale = tl.broadcast_to((o_c < SIDE.columns)[None, :], o_scale.shape)
         p_scale = as_scales(home, SIDE.scale.scale) + o_scale
         b_scale = tl.load(p_scale, mask=m_scale, other=0.0).to(tl.float32) * HALF
-        if SIDE.scale.zero is None:
-            return b_scale, b_scale * SIDE.scale.center
-        else:
+        b_shift = b_scale * SIDE.scale.center
+        if SIDE.scale.zero is not None:
             p_zero = as_scales(home, SIDE.scale.zero) + o_scale
-            b_zero = tl.load(p_zero, mask=m_scale, other=0.0)
-            return b_scale, b_scale * b_zero.to(tl.float32)
+            b_shift = b_scale * tl.load(p_zero, mask=m_scale, other=0.0).to(tl.float32)
+        if SIDE.scale.by == "row" and SIDE.scale.group < SIDE.columns:
+            b_scale = repeat_columns(b_scale, GROUP)
+            b_shift = repeat_columns(b_shift, GROUP)
+        return b_scale, b_shift
+
+
+@triton.jit
+def repeat_columns(x, COUNT: tl.constexpr):
+    """[R, G] -> [R, G * COUNT]: each column COUNT times."""
+    x = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], COUNT])
+    return tl.reshape(x, [x.shape[0], x.shape[1] * COUNT])
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "stride_b", "stride_m", "stride_h"])
