@@ -14,6 +14,7 @@ import torch
 
 from disagg.codecs.contract import Queries
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.kv.plan import LayerShape
 from disagg.kv.state import allocate_group
 from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import compress
@@ -36,6 +37,7 @@ class Vector:
     heads: int = 1
     head_dim: int = 64
     dtype: str = "float16"
+    latent: int | None = None
 
 
 VECTORS = (
@@ -47,12 +49,21 @@ VECTORS = (
     Vector("banded-3-segments", "banded:bits=3", 709),
     Vector("banded-2", "banded:bits=2", 261, head_dim=128),
     Vector("banded-3-short", "banded:bits=3", 70, layers=2),
+    Vector(
+        "kivi-4-latent",
+        "kivi:bits=4,group=32,residual=16",
+        150,
+        head_dim=96,
+        dtype="bfloat16",
+        latent=64,
+    ),
 )
 
 
 def make_vector(vector: Vector) -> dict[str, Any]:
     heads, n, dim = vector.heads, vector.tokens, vector.head_dim
-    shape = KVShape(vector.layers, heads, dim, vector.dtype, (None,) * vector.layers)
+    layer_shape = LayerShape(heads, dim, latent=vector.latent)
+    shape = KVShape((layer_shape,) * vector.layers, vector.dtype)
     plan = parse_plan(vector.codec, shape)
     (group,) = plan.groups
     codec, pool = codec_of(group), make_pool(1 << 21, 1 << 18)
@@ -66,10 +77,12 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     for layer in range(vector.layers):
         dtype = getattr(torch, vector.dtype)
         k, v = numbers(rng, 2, heads, n, dim).to(dtype)
+        if vector.latent is not None:
+            v = k[..., : vector.latent]
         q = numbers(rng, QUERY_HEADS * heads, n, dim)
         chunk = PromptChunk(k, v, total=n, queries=Queries.of(q, heads, n))
         write_prompt(codec, LayerRecords(group, layer, arena), at, chunk)
-        cache = compress(codec, k, v, layer, q)
+        cache = compress(codec, k, v, layer, q, vector.latent)
         new_k, new_v = cache.reconstruct()
         output = cache.attend(queries.double())
         meaning = {
@@ -83,8 +96,11 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     prompt = Prompt(plan, (1,) * n, pool, [state], checklist, source)
     ticket = Ticket(nonce=1, epoch=2, gen=1)
     frames = [*prompt.frames(ticket), prompt.commit(ticket)]
+    fields = asdict(vector)
+    if vector.latent is None:
+        del fields["latent"]
     return {
-        **asdict(vector),
+        **fields,
         "codec": group.codec,
         "plan": plan.fingerprint,
         "frames": [encoded(b"".join(pack(frame))) for frame in frames],

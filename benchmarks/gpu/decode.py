@@ -140,8 +140,8 @@ def _time(runner: Runner, spec: str, size: Size, steps: int) -> Row:
 
 def _arena_bytes(runner: Runner, plan: Plan, tokens: int) -> int:
     """What a stream takes of an arena, room to grow included."""
-    shape, streams = runner.shape, 8
-    slab = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
+    streams = 8
+    slab = slab_bytes_for(runner.shape)
     return slab * slabs_for(plan, tokens, slab, streams, SPARE_RECORDS) // streams
 
 

@@ -64,7 +64,7 @@ TINY_SPECS = (cases.KIVI,)
 HANDED = (cases.RAW, cases.KIVI, cases.BANDED, "kivi:bits=2,group=64")
 GBPS = (0.0, 25.0)  # 0: as fast as loopback is
 ROUNDS, TINY_ROUNDS = 4, 2
-TINY_SHAPE = KVShape(2, 2, 64, "float16", (None, None))
+TINY_SHAPE = KVShape.uniform(2, 2, 64, "float16")
 
 
 def rows(setting: Setting) -> Iterator[Row]:

@@ -252,10 +252,7 @@ class Decoding:
         self.modules_s: list[float] = []
         self._runner = runner
         self._n = tokens
-        shape = runner.shape
-        slab_bytes = slab_bytes_for(
-            shape.num_layers, shape.heads, shape.head_dim, shape.states
-        )
+        slab_bytes = slab_bytes_for(runner.shape)
         slabs = slabs_for(
             self.plan, tokens + steps, slab_bytes, num_sequences, SPARE_RECORDS
         )
@@ -321,14 +318,13 @@ def _write_context(
     tokens: int,
 ) -> None:
     """Made-up K and V of a prompt, the same in every layer, encoded into the pages of a state."""
-    heads = runner.shape.heads
-    prompt = make_prompt(tokens, heads, runner.shape.head_dim, 2)
     dtype = getattr(torch, runner.info.dtype)
-    k = prompt.k.to(runner.device, dtype)
-    v = prompt.v.to(runner.device, dtype)
-    q = prompt.q.to(runner.device, dtype)
-    queries = Queries.of(q, heads, tokens)
     for group, state in zip(plan.groups, states, strict=True):
+        prompt = make_prompt(tokens, group.heads, group.head_dim, 2)
+        k = prompt.k.to(runner.device, dtype)
+        v = prompt.v.to(runner.device, dtype)
+        q = prompt.q.to(runner.device, dtype)
+        queries = Queries.of(q, group.heads, tokens)
         codec, at = codec_of(group), RecordIds.of(state)
         for layer in group.layers:
             records = LayerRecords(group, layer, arena)

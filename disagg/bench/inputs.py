@@ -53,7 +53,7 @@ LAYER = 2  # of the model: some codecs treat the first two as others
 
 def shape_of(layers: int = 32, heads: int = 8, head_dim: int = 128) -> KVShape:
     """The KV shape of a model without windows, in fp16; by default Llama 3.1 8B."""
-    return KVShape(layers, heads, head_dim, "float16", (None,) * layers)
+    return KVShape.uniform(layers, heads, head_dim, "float16")
 
 
 def check_device(device: str, otherwise: str) -> None:
@@ -225,13 +225,17 @@ def _normal(source: torch.Generator, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A decode step of one layer: `batch` sequences of `tokens` tokens, one query each."""
+    """A decode step of one layer: `batch` sequences of `tokens` tokens, one query each.
+
+    latent: channels of K that are V too; None: V is stored
+    """
 
     batch: int
     tokens: int
     heads: int = 8
     per_head: int = 4
     head_dim: int = 128
+    latent: int | None = None
 
     @property
     def name(self) -> str:
@@ -288,8 +292,9 @@ class PagedLayer:
             return lambda: self.attend()[:, 0]
         softmax = Softmax(shape.scale)
         q = self.q[:, 0].transpose(0, 1)
-        new = q.new_empty(shape.heads, shape.batch, shape.head_dim)
-        return lambda: calls.run(0, q, new, new, True, softmax)
+        k = q.new_empty(shape.heads, shape.batch, shape.head_dim)
+        v = k[..., : shape.latent]
+        return lambda: calls.run(0, q, k, v, True, softmax)
 
     def error(self) -> float:
         """The relative error of `attend` against `exact`."""
@@ -316,7 +321,9 @@ class PagedLayer:
 def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     """Write a prompt for each sequence, with all tokens of the shape in pages."""
     codec = get_codec(spec)
-    group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
+    group = codec.layer_group(
+        (LAYER,), shape.heads, shape.head_dim, "float16", latent=shape.latent
+    )
     n = group.sink + shape.tokens + group.residual
     prompt = make_prompt(n, shape.heads, shape.head_dim, shape.per_head)
     arena = GrowingArena(device)
@@ -359,6 +366,8 @@ def _write_prompts(
     q, k, v = prompt.q.to(device), prompt.k.to(device), prompt.v.to(device)
     queries = Queries.of(q, group.heads, n)
     records = LayerRecords(group, LAYER, arena.bytes)
+    if group.latent is not None:
+        v = k[..., : group.latent]
     chunk = PromptChunk(k, v, total=n, queries=queries)
     for state in states:
         at = upload(RecordIds.of(state), device)

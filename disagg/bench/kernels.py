@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from disagg.bench.inputs import (
@@ -64,6 +65,20 @@ SHAPES = {
 # on a CPU also: shapes with other heads, and the paths of the C library that serve other machines
 FEW_SPECS = ("kivi:bits=4,group=64", "kivi:bits=2,group=64", "banded:bits=2", "int8")
 OTHER_HEADS = ((4, 64), (1, 128), (1, 64))
+# latents as of DeepSeek V2 and V3: 512 channels, behind them a rotated key of 64
+LATENT_SPECS = (
+    "raw:dtype=fp16",
+    "int8",
+    "fp8",
+    "kivi:bits=4,group=64",
+    "kivi:bits=2,group=64",
+    "pertoken",
+    "kcvt",
+)
+LATENT_SHAPES = tuple(
+    StepShape(batch, tokens, heads=1, per_head=per_head, head_dim=576, latent=512)
+    for batch, tokens, per_head in product((1, 16), (512, 4096), (16, 128))
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ENCODE_HEADS = 8
 ENCODE_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -87,6 +102,12 @@ class KernelOptions:
     runs: int = 15
     specs: Sequence[str] = SPECS
     shapes: Sequence[StepShape] = ()
+
+    @property
+    def encode_heads(self) -> StepShape:
+        """A shape with the heads that encoders are measured with."""
+        latents = [shape for shape in self.shapes if shape.latent is not None]
+        return latents[0] if latents else StepShape(1, 0, heads=ENCODE_HEADS)
 
 
 class AttentionCase(NamedTuple):
@@ -117,7 +138,10 @@ def run(options: KernelOptions) -> Row:
         more["baselines"] = {name: is_runnable(name) for name in DTYPES}
     attend = measure_cases(cases_of(options, device), device, options.runs)
     encode = measure_encode(
-        options.specs, device, options.runs, ENCODE_TOKENS[device.type]
+        options.specs,
+        device,
+        options.runs,
+        replace(options.encode_heads, tokens=ENCODE_TOKENS[device.type]),
     )
     return result_of(attend, NOTES[device.type], **more, encode=encode)
 
@@ -189,7 +213,8 @@ def measure_attend(
         times = time_cuda(calls, runs)
     else:
         calls += baselines.values()
-        times = time_cpu(calls, runs)
+        # of this one thread: others on the machine do not count
+        times = time_cpu(calls, runs, clock=time.process_time)
     baseline_times = dict(zip(baselines, times[len(layers) :], strict=True))
     baseline = min(baseline_times, key=baseline_times.__getitem__)
     rows = {}
@@ -199,6 +224,7 @@ def measure_attend(
             "codec": layer.codec.spec,
             "shape": shape.name,
             "heads": f"{shape.heads}x{shape.per_head}, D {shape.head_dim}",
+            "latent": shape.latent,
             "backend": "cuda" if device.type == "cuda" else case.backend,
             "microseconds": us,
             "gb_per_s": gb_per_s,
@@ -234,21 +260,25 @@ def _on_backend(case: AttentionCase, call: Callable[[], Any]) -> Callable[[], An
 
 
 def measure_encode(
-    specs: Sequence[str], device: torch.device, runs: int, tokens: int
+    specs: Sequence[str], device: torch.device, runs: int, shape: StepShape
 ) -> list[Row]:
     """Encode one layer with every codec, and copy it, by turns.
 
     gb_per_s: fp16 input per second; copies: that fit into the same time
     """
-    layer = make_prompt(tokens, ENCODE_HEADS, HEAD_DIM)
+    tokens = shape.tokens
+    layer = make_prompt(tokens, shape.heads, shape.head_dim)
     q, k, v = layer.q.to(device), layer.k.to(device), layer.v.to(device)
-    prompt = Prompt(tokens, k, Queries.of(q, ENCODE_HEADS, tokens))
+    prompt = Prompt(tokens, k, Queries.of(q, shape.heads, tokens))
     k_copy, v_copy = torch.empty_like(k), torch.empty_like(v)
     nbytes = 2 * k.numel() * k.element_size()
+    if shape.latent is not None:
+        v, v_copy = k[..., : shape.latent], v_copy[..., :0]
+        nbytes //= 2
 
     def copy() -> None:
         k_copy.copy_(k)
-        v_copy.copy_(v)
+        v_copy.copy_(v[..., : v_copy.shape[-1]])
 
     rows = []
     for spec in progress(specs, "encode, {}".format):
@@ -278,12 +308,14 @@ def _finish(call: Call, device: torch.device) -> None:
 def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     """Attention of the same shape on uncompressed K and V, by every implementation at hand.
 
-    In fp16, on a CPU also fp32 and bf16; in huge pages, as the pages of codecs are.
+    In fp16, on a CPU also fp32 and bf16; in huge pages, as the pages of codecs are. Latents are
+    filled up with zeros to a V of as many channels as K, without which torch has no fast attention.
     """
     shape = layer.shape
     copies = (shape.batch, -1, -1, -1)
     k = layer.k.half().expand(copies).contiguous()
-    v = layer.v.half().expand(copies).contiguous()
+    filled_v = pad(layer.v, (0, layer.k.shape[2] - layer.v.shape[2]))
+    v = filled_v.half().expand(copies).contiguous()
     q = layer.q[:, 0].half()
     # queries of a KV head as its rows
     by_group = q.unflatten(1, (shape.heads, -1)).contiguous()
@@ -344,14 +376,18 @@ def copy_speed(device: torch.device, runs: int) -> float:
     return 2 * source.nbytes / us / 1e3
 
 
-def time_cpu(calls: Sequence[Call], runs: int) -> list[float]:
+def time_cpu(
+    calls: Sequence[Call],
+    runs: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Median microseconds of each call, in turn."""
     times: list[list[float]] = [[] for _ in calls]
     for number in range(runs + 1):
         for call, call_times in zip(calls, times, strict=True):
-            began = time.perf_counter()
+            began = clock()
             call()
-            ended = time.perf_counter()
+            ended = clock()
             if number > 0:  # the first one warms everything
                 call_times.append(1e6 * (ended - began))
     return [statistics.median(call_times) for call_times in times]

@@ -54,6 +54,9 @@ def kernels(
     target: list[str] | None = Option(
         None, "--target", help="GPU for --machine-code: sm_90."
     ),
+    latents: bool = Option(
+        False, "--latents", help="Of models with latent attention (MLA) instead."
+    ),
     runs: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -70,9 +73,11 @@ def kernels(
         module.machine_code(target, out, as_json)
         return
     options.refuse_idle(not machine_code, "without --machine-code", target=target)
-    from disagg.bench.kernels import KernelOptions, run
+    from disagg.bench.kernels import LATENT_SHAPES, LATENT_SPECS, KernelOptions, run
 
     fields = without_none(device=device, runs=runs)
+    if latents:
+        fields |= {"specs": LATENT_SPECS, "shapes": LATENT_SHAPES}
     show(run(KernelOptions(**fields)), out, as_json)
 
 

@@ -103,7 +103,8 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
     Codecs need torch, which takes a second to import. The default is known to fit heads of whole
     16 channels, so the common case does not wait.
     """
-    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_CODEC_DIM == 0:
+    has_whole_units = all(x.head_dim % DEFAULT_CODEC_DIM == 0 for x in info.layers)
+    if spec == DEFAULT_CODEC and has_whole_units:
         return
     from disagg.codecs.planning import parse_plan
     from disagg.model.capacity import kv_shape
@@ -119,6 +120,7 @@ def check_arena(config: Config, info: "ModelInfo") -> None:
     from disagg.engine.arena import check_slabs, slab_bytes_for
     from disagg.model.capacity import kv_shape
 
-    slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim, info.states)
-    plans = [parse_plan(spec, kv_shape(info)) for spec in config.listed]
+    shape = kv_shape(info)
+    slab_bytes = slab_bytes_for(shape)
+    plans = [parse_plan(spec, shape) for spec in config.listed]
     check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)

@@ -30,11 +30,15 @@ def doctor(
     specs: Specs = None,
     device: str = Option("auto", help="auto, cpu or cuda."),
     head_dim: HeadDim = 128,
+    latent: int = Option(
+        0, help="Channels of K that are V too, of models with latent attention (MLA)."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Check every kernel of this machine against its reference."""
     with stages() as report:
         report("loading torch and the codecs")
+        from disagg.codecs.contract import LATENT_CODECS
         from disagg.codecs.registry import codec_names, get_codec
         from disagg.model.runner import pick_device
         from disagg.paged.doctor import examine, name_of
@@ -42,10 +46,11 @@ def doctor(
         device = pick_device(device)
         for spec in specs or ():
             get_codec(spec, head_dim)  # raises for a wrong spec before anything runs
+        names = LATENT_CODECS if latent else codec_names(head_dim)
         findings: list[Finding] = []
-        for spec in specs or codec_names(head_dim):
+        for spec in specs or names:
             report(f"{spec} on {device}")
-            findings += examine(spec, HEADS, head_dim, device)
+            findings += examine(spec, HEADS, head_dim, device, latent=latent or None)
     is_sound = all(finding.sound for finding in findings)
     if as_json:
         rows = [{**asdict(finding), "sound": finding.sound} for finding in findings]

@@ -122,6 +122,14 @@ def _add_column(rows: list[list[str]], fit: "ModelFit", counts: Sequence[int]) -
         row.append("" if codec.refused else f"{number:,}")
 
 
+def _heads(fit: "ModelFit") -> str:
+    """KV heads and their channels, by number of layers where they differ."""
+    if len(fit.head_sizes) == 1:
+        return f"{fit.heads} KV heads of {fit.head_dim}"
+    sizes = [f"{count} x {size}" for size, count in fit.head_sizes.items()]
+    return f"KV heads x channels: {', '.join(sizes)}"
+
+
 def _facts(fit: "ModelFit") -> list[str]:
     """What a served model is like, in lines."""
     spans = [
@@ -139,7 +147,7 @@ def _facts(fit: "ModelFit") -> list[str]:
         states = [f"states: {megabytes} a sequence in {fit.num_states} layers"]
     return [
         f"{fit.architecture}: served",
-        f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}",
+        f"layers that see: {', '.join(spans)} · {_heads(fit)}",
         f"{context} · weights {fit.weights_bytes / 1e6:,.0f} MB",
         f"tokens that end an answer: {ends}",
         f"{exact} · recommended: {fit.recommended}",

@@ -75,12 +75,13 @@ def bits_per_element(group: LayerGroup) -> float:
     block_bytes = group.page.block_bytes / group.page.tokens
     if group.segment:
         block_bytes += group.segment.block_bytes / group.segment_tokens
-    return 8 * block_bytes / (2 * group.head_dim)
+    layer_heads = len(group.layers) * group.heads
+    return 8 * block_bytes * layer_heads / group.numbers(1)
 
 
 def fp16_percent(group: LayerGroup, tokens: int) -> float:
     """Stored bytes of one layer, tail included, in percent of the same tokens in fp16."""
-    exact = 2 * FP16_BYTES * tokens * group.heads * group.head_dim
+    exact = FP16_BYTES * tokens * group.numbers(1) / len(group.layers)
     return 100 * stored_bytes(group, tokens) / exact if exact else 0.0
 
 

@@ -3,37 +3,54 @@
 "kivi:bits=2"                                 every layer
 "0-1:kivi:bits=4;2-:kivi:bits=2"              layers 0 and 1, then the rest
 "0,5:raw;1-4:kivi:bits=4,group=32"            lists and ranges
-"banded:bits=3|kivi:bits=4"                   the second where the first cannot hold the head dim
+"banded:bits=3|kivi:bits=4"                   kivi in layers whose head dim banded cannot hold
 """
 
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disagg.codecs.contract import Codec
 from disagg.codecs.registry import get_codec
 from disagg.errors import ConfigError, quoted
 from disagg.kv.page import Layout
-from disagg.kv.plan import LayerGroup, Plan, state_group
+from disagg.kv.plan import LayerGroup, LayerShape, Plan, state_group
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a model's KV cache looks like, per layer.
+    """What a model's KV cache looks like.
 
-    num_layers: L, with K and V · heads: KV heads · head_dim: D
-    dtype:      that the model computes in, "float32"
-    windows:    per layer, the tokens a query sees, itself included; None: all of them
-    states:     of each layer that keeps a state, its planes; they are numbered behind those of KV
+    layers: those with K and V
+    dtype:  that the model computes in, "float32"
+    states: of each layer that keeps a state, its planes; they are numbered behind those of KV
     """
 
-    num_layers: int
-    heads: int
-    head_dim: int
+    layers: tuple[LayerShape, ...]
     dtype: str
-    windows: tuple[int | None, ...]
     states: tuple[Layout, ...] = ()
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: str,
+        windows: Sequence[int | None] = (),
+    ) -> "KVShape":
+        """The shape of layers with the same heads.
+
+        windows: of each layer; empty: every query sees all tokens
+        """
+        windows = windows or [None] * num_layers
+        layers = tuple(LayerShape(heads, head_dim, window) for window in windows)
+        return cls(layers, dtype)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def state_bytes(self) -> int:
@@ -45,26 +62,45 @@ def parse_plan(spec: str, shape: KVShape) -> Plan:
     """The plan of a model under a spec.
 
     UnknownNameError for an unknown codec or option; ConfigError if a layer has no codec or two, or
-    if no codec of the spec fits this head dim.
+    if no codec of the spec fits the head dim of a layer.
     """
-    *choices, last = (_codecs_by_layer(choice, shape) for choice in spec.split("|"))
-    for codecs in choices:
+    choices = [_codecs_by_layer(choice, shape) for choice in spec.split("|")]
+    codecs = [
+        _first_that_fits(codecs, layer, shape.dtype)
+        for *codecs, layer in zip(*choices, shape.layers, strict=True)
+    ]
+    return _plan_of(codecs, shape)
+
+
+def _first_that_fits(codecs: Sequence[Codec], layer: LayerShape, dtype: str) -> Codec:
+    """The first codec that can hold a layer, or the last one."""
+    for codec in codecs[:-1]:
         with suppress(ConfigError):
-            return _plan_of(codecs, shape)
-    return _plan_of(last, shape)
+            _group_of(codec, (0,), layer, dtype)
+            return codec
+    return codecs[-1]
+
+
+def _group_of(
+    codec: Codec, layers: tuple[int, ...], shape: LayerShape, dtype: str
+) -> LayerGroup:
+    """The group of layers of one shape; ConfigError where the codec cannot hold them."""
+    group = codec.layer_group(
+        layers, shape.heads, shape.head_dim, dtype, shape.window, shape.latent
+    )
+    return replace(group, chunked=shape.chunked)
 
 
 def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:
-    """Layers with the same codec and window form a group, and each layer with a state."""
-    kinds = list(zip(codecs, shape.windows, strict=True))
+    """Layers with the same codec and shape form a group, and each layer with a state."""
+    kinds = list(zip(codecs, shape.layers, strict=True))
     distinct_kinds = list(dict.fromkeys(kinds))
     groups: list[LayerGroup] = []
-    for codec, window in distinct_kinds:
-        layers = tuple(i for i, kind in enumerate(kinds) if kind == (codec, window))
-        group = codec.layer_group(
-            layers, shape.heads, shape.head_dim, shape.dtype, window
+    for codec, layer_shape in distinct_kinds:
+        layers = tuple(
+            i for i, kind in enumerate(kinds) if kind == (codec, layer_shape)
         )
-        groups.append(group)
+        groups.append(_group_of(codec, layers, layer_shape, shape.dtype))
     group_of = [distinct_kinds.index(kind) for kind in kinds]
     for layer, layout in enumerate(shape.states, shape.num_layers):
         group_of.append(len(groups))
@@ -86,7 +122,7 @@ def _codecs_by_layer(spec: str, shape: KVShape) -> list[Codec]:
         )
     # a spec that begins with a digit, of any script, names layers
     if not text[0].isdigit():
-        return [get_codec(spec, shape.head_dim)] * shape.num_layers
+        return [get_codec(spec, layer.head_dim) for layer in shape.layers]
     codecs: dict[int, Codec] = {}
     for part in filter(None, map(str.strip, spec.split(";"))):
         layers, _, codec_spec = part.partition(":")
@@ -94,11 +130,10 @@ def _codecs_by_layer(spec: str, shape: KVShape) -> list[Codec]:
             raise ConfigError(
                 f"{quoted(part)} in {quoted(spec)} names no codec; write 0-3:raw"
             )
-        codec = get_codec(codec_spec, shape.head_dim)
         for layer in _parse_layers(layers, shape.num_layers, spec):
             if layer in codecs:
                 raise ConfigError(f"layer {layer} has two codecs in {quoted(spec)}")
-            codecs[layer] = codec
+            codecs[layer] = get_codec(codec_spec, shape.layers[layer].head_dim)
     missing = [layer for layer in range(shape.num_layers) if layer not in codecs]
     if missing:
         raise ConfigError(

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disagg.codecs.planning import KVShape
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError
 from disagg.kv.arena import Copies, HostArena
-from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Layout, align
+from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, align
 from disagg.kv.plan import Plan
 from disagg.kv.pool import DEFAULT_SLAB_BYTES, Pool
 from disagg.model.capacity import split_memory
@@ -225,14 +226,13 @@ def _warn_of_few_states(arena: int, max_sequences: int, state_bytes: int) -> Non
         )
 
 
-def slab_bytes_for(
-    layers: int, heads: int, head_dim: int, states: Sequence[Layout] = ()
-) -> int:
+def slab_bytes_for(shape: KVShape) -> int:
     """The size of slabs that hold a few records of any codec, of at most 16 exact fp32 tokens.
 
-    states: of layers with a state, whose records are to fit too
+    Records of states fit too.
     """
-    largest_record = layers * heads * RAW_TOKENS * head_dim * 2 * 4
-    largest_record = max(largest_record, scratch_bytes(states))
+    values_per_token = sum(layer.values_per_token for layer in shape.layers)
+    largest_record = 4 * RAW_TOKENS * values_per_token
+    largest_record = max(largest_record, scratch_bytes(shape.states))
     slab_bytes = max(DEFAULT_SLAB_BYTES, RECORDS_PER_SLAB * largest_record)
     return align(slab_bytes, ARENA_UNIT)

@@ -88,9 +88,7 @@ class Engine:
     ):
         """codecs: those that may be served; none: all · probed: those whose error is sampled"""
         shape = runner.shape
-        slab_bytes = slab_bytes_for(
-            shape.num_layers, shape.heads, shape.head_dim, shape.states
-        )
+        slab_bytes = slab_bytes_for(shape)
         arena_bytes, workspace_bytes = measure_memory(config, runner)
         self.pool, self.arena = make_pool(
             arena_bytes, slab_bytes, runner.device, scratch_bytes(shape.states)

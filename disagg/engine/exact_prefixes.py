@@ -63,7 +63,7 @@ class NewUnits:
 class ExactPrefixes:
     """The prefix cache of one engine, in raw pages. On the engine's thread.
 
-    Layers with the same window are a group with records of its own.
+    Layers of the same shape are a group with records of its own.
     """
 
     def __init__(self, pool: Pool, arena: Tensor, shape: KVShape):
@@ -71,7 +71,6 @@ class ExactPrefixes:
         # without windows, so that no page is dropped while a prompt grows
         groups = tuple(replace(group, window=None) for group in plan.groups)
         self._plan = replace(plan, groups=groups)
-        self._format = exact_format(groups[0].raw)
         self._pool = pool
         self._arena = arena
         self._new: list[NewUnits] = []
@@ -219,9 +218,10 @@ class ExactPrefixes:
             ids = torch.tensor(
                 [_pages_of(units)], dtype=torch.int32, device=self._arena.device
             )
+            fmt = exact_format(group.raw)
             for layer in group.layers:
                 base = group.layer_offset(group.raw, layer)
-                k, v = gather_raw(self._arena, ids, self._format, base, group.heads)
+                k, v = gather_raw(self._arena, ids, fmt, base, group.heads)
                 workspace.extend(layer, k[0], v[0], done - k.shape[2])
         # others may write to these pages once they are released
         wait_for_kernels(self._arena.device)

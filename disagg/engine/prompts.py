@@ -86,7 +86,7 @@ class Prompts:
     def _exact_bytes(self, plan: Plan, num_tokens: int) -> int:
         """Bytes of the exact K and V of a prompt while it prefills."""
         rooms = rooms_of(plan, num_tokens, self._config.max_batch_tokens)
-        return exact_bytes(self._runner.shape, sum(rooms)) // len(rooms)
+        return exact_bytes(self._runner.shape, rooms)
 
     # -- begin
 

@@ -128,10 +128,11 @@ class Judge:
                 f"{info.architecture} keeps states; the quality of codecs is measured on "
                 "models whose layers all have K and V"
             )
-        self.codecs = options.codecs or tuple(
-            codec for codec in CODECS if holds(codec, info.head_dim)
-        )
         shape = kv_shape(info)
+        head_dims = {layer.head_dim for layer in shape.layers}
+        self.codecs = options.codecs or tuple(
+            codec for codec in CODECS if all(holds(codec, x) for x in head_dims)
+        )
         self.specs = {codec: parse_plan(codec, shape).spec for codec in self.codecs}
         _check_lengths(options, info.context_length)
         tokenizer = Tokenizer.load(options.model)

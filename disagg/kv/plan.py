@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 from disagg.errors import LayoutError
 from disagg.kv.page import (
@@ -33,6 +34,13 @@ from disagg.kv.page import (
     align,
     fingerprint_of,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+Positions = TypeVar("Positions", int, "NDArray[np.signedinteger]")
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,43 @@ class RecordShape:
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """The K and V of one layer.
+
+    heads:    KV heads
+    head_dim: D, channels of a key
+    window:   most tokens that a query sees, itself included; None: all
+    chunked:  the window does not slide: a query sees those of its chunk of `window` tokens
+    latent:   channels of a key that are its value too; None: values are stored
+    """
+
+    heads: int
+    head_dim: int
+    window: int | None = None
+    chunked: bool = False
+    latent: int | None = None
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers of the K and V of a token."""
+        planes = 2 if self.latent is None else 1
+        return planes * self.heads * self.head_dim
+
+
+def window_start(position: Positions, window: int, chunked: bool) -> Positions:
+    """The first position that a query sees; below 0 where its window begins before the text."""
+    if chunked:
+        return position - position % window
+    return position + 1 - window
+
+
+@dataclass(frozen=True)
 class LayerGroup:
-    """Layers that share codec, attention window, KV heads and head dim, with their layouts.
+    """Layers that share a codec and a shape, with their layouts.
 
     layers:   model layer indices, ascending
-    window:   tokens a query sees, itself included; None: all
+    window:   most tokens that a query sees, itself included; None: all
+    chunked:  the window does not slide, as in `LayerShape`
     residual: R, the least number of exact tokens in the tail
     sink:     first tokens that stay exact, a multiple of 16; 0 where there is a window
     lead:     first tokens of a prompt that all its pages depend on, besides those they hold
@@ -78,11 +118,15 @@ class LayerGroup:
     kept_limit: int = 0
     sink: int = 0
     lead: int = 0
+    chunked: bool = False
 
     @cached_property
     def fingerprint(self) -> str:
         layouts = [layout.fingerprint for layout in self.layouts()]
-        identity = (self.layers, self.window, self.heads, self.head_dim, layouts)
+        window: object = self.window
+        if self.chunked:
+            window = (self.window, "chunked")
+        identity = (self.layers, window, self.heads, self.head_dim, layouts)
         return fingerprint_of(identity)
 
     @property
@@ -149,13 +193,13 @@ class LayerGroup:
         Pages that become final together are dropped together. Nothing is dropped where a codec
         keeps positions of tokens. One segment stays, for the next page to join.
         """
-        window = self.window
-        if window is None or self.kept_limit or self.final_at is FinalAt.PROMPT:
+        if self.window is None or self.kept_limit or self.final_at is FinalAt.PROMPT:
             return 0
         droppable = self.sealed(n)
         if self.segment is not None:
             droppable -= 1
-        unseen = max(0, min(droppable, n + 1 - window))
+        first_visible = window_start(n, self.window, self.chunked)
+        unseen = max(0, min(droppable, first_visible))
         return unseen // self.step * self.step
 
     def dropped_pages(self, n: int) -> int:
@@ -179,11 +223,13 @@ class LayerGroup:
         return self.page.tokens
 
     def numbers(self, n: int) -> int:
-        """Values of K and V of n tokens, as far as the next query sees them.
+        """Values of K and V of n tokens, as far as the last one sees them.
 
         Those of latents count once.
         """
-        tokens = n if self.window is None else min(n, self.window)
+        tokens = n
+        if self.window is not None:
+            tokens -= max(0, window_start(n - 1, self.window, self.chunked))
         sides = 2 if self.latent is None else 1
         return sides * tokens * len(self.layers) * self.heads * self.head_dim
 

@@ -26,6 +26,7 @@ from disagg.codecs.contract import Codec
 from disagg.errors import ModelError
 from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
+from disagg.kv.plan import LayerShape
 from disagg.model.cache import Workspace
 from disagg.model.states.step import NO_STATES, StateStep
 from disagg.paged.layer import StepLayers
@@ -104,13 +105,17 @@ class Batch:
 class BatchAttention:
     """Answers every attention call of one forward pass, layer by layer.
 
-    windows: per layer, the tokens a query sees, itself included; None: all
-    layers:  of the calls to come; not every module of a hybrid model knows its own
+    shapes:  of the layers with K and V
+    sources: of each call, the layer whose K and V it attends to; the first one brings them
+    calls:   those to come; not every module of a hybrid model knows its own
+    exact:   K and V so far of chunks, by chunk and layer, for calls that bring none
     """
 
     batch: Batch
-    windows: Sequence[int | None]
-    layers: Iterator[int] = field(default_factory=count)
+    shapes: Sequence[LayerShape]
+    sources: Sequence[int]
+    calls: Iterator[int] = field(default_factory=count)
+    exact: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(
         self,
@@ -121,29 +126,59 @@ class BatchAttention:
         softmax: Softmax,
         options: dict,
     ) -> Tensor:
-        layer = next(self.layers)
+        call = next(self.calls)
+        layer = self.sources[call]
+        is_new = layer not in self.sources[:call]
         decodes = self.batch.by_layer.get(layer, [])
         if len(decodes) == 1 and decodes[0][0].whole:
-            return decodes[0][1].run(layer, q, k, v, softmax)
+            return decodes[0][1].run(layer, q, k, v, softmax, is_new)
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
-        window = self.windows[layer]
-        for chunk in self.batch.chunks:
+        for index, chunk in enumerate(self.batch.chunks):
             rows = slice(chunk.row, chunk.row + chunk.count)
+            if is_new:
+                new_k, new_v = k[:, rows], v[:, rows]
+                exact = chunk.workspace.extend(layer, new_k, new_v, chunk.before)
+            else:
+                exact = self.exact[index, layer]
+            if layer in self.sources[call + 1 :]:
+                self.exact[index, layer] = exact
             chunk_q = q[:, rows]
-            exact_k, exact_v = chunk.workspace.extend(
-                layer, k[:, rows], v[:, rows], chunk.before
-            )
-            attended = attend_exact(chunk_q, exact_k, exact_v, softmax, window)
+            end = chunk.before + chunk.count
+            shape = self.shapes[layer]
+            attended = attend_visible(chunk_q, *exact, softmax, shape, end)
             out[rows] = attended.transpose(0, 1)
-            chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
-            chunk.on_layer(layer, exact_k, exact_v, chunk)
+            if is_new:
+                chunk.workspace.observe(layer, chunk_q, chunk.before, softmax)
+                chunk.on_layer(layer, *exact, chunk)
         for decode, step_layers in decodes:
             row_ids = decode.step.rows
             attended = step_layers.run(
-                layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax
+                layer, q[:, row_ids], k[:, row_ids], v[:, row_ids], softmax, is_new
             )
             out.index_add_(0, row_ids, attended)
         return out
+
+
+def attend_visible(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, shape: LayerShape, end: int
+) -> Tensor:
+    """Attention of the last c of n tokens, as the window of a layer lets them see.
+
+    q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D]
+    end: the position behind the last token
+    """
+    size = shape.window
+    if size is None or not shape.chunked:
+        return attend_exact(q, k, v, softmax, size)
+    first = end - k.shape[1]
+    before = end - q.shape[1]
+    outputs = []
+    for start in range(before - before % size, end, size):
+        query = slice(max(start, before) - before, start + size - before)
+        visible = slice(max(start - first, 0), start + size - first)
+        part = attend_exact(q[:, query], k[:, visible], v[:, visible], softmax, None)
+        outputs.append(part)
+    return torch.cat(outputs, 1)
 
 
 def attend_exact(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -21,6 +22,7 @@ from disagg.codecs.contract import (
     sum_lead,
 )
 from disagg.kernels.view import Softmax
+from disagg.kv.plan import LayerShape
 
 LAST_QUERIES = 32
 
@@ -48,29 +50,28 @@ class Workspace:
 
     It also has what codecs ask of the queries: the queries of the last tokens, and sums of squares.
 
-    rooms: per layer, how many tokens it holds, the last ones of all; empty: each layer holds all
+    layers: their shapes
+    rooms:  per layer, how many tokens it holds, the last ones of all; empty: each layer holds all
     """
 
     def __init__(
-        self,
-        layers: int,
-        heads: int,
-        total: int,
-        head_dim: int,
-        rooms: Sequence[int] = (),
+        self, layers: Sequence[LayerShape], total: int, rooms: Sequence[int] = ()
     ):
+        num_layers = len(layers)
+        rooms = rooms or [total] * num_layers
         self.total = total
-        self._heads = heads
+        self._heads = [layer.heads for layer in layers]
         self._shapes = [
-            (2, heads, room, head_dim) for room in rooms or (total,) * layers
+            (2, layer.heads, room, layer.head_dim)
+            for layer, room in zip(layers, rooms, strict=True)
         ]
-        self._num_stored = [0] * layers
-        self._layers: list[Tensor | None] = [None] * layers
-        self._last_queries: list[Tensor | None] = [None] * layers
-        self._softmax: list[Softmax | None] = [None] * layers
-        self._largest: list[Tensor | None] = [None] * layers
+        self._num_stored = [0] * num_layers
+        self._layers: list[Tensor | None] = [None] * num_layers
+        self._last_queries: list[Tensor | None] = [None] * num_layers
+        self._softmax: list[Softmax | None] = [None] * num_layers
+        self._largest: list[Tensor | None] = [None] * num_layers
         # sums of squares of queries, by units of the leading tokens
-        self._squares: list[Tensor | None] = [None] * layers
+        self._squares: list[Tensor | None] = [None] * num_layers
 
     def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate all layers at once, before the first chunk, so that no later chunk fails.
@@ -139,7 +140,7 @@ class Workspace:
         self._last_queries[layer] = last
         sums = self._squares[layer]
         if sums is None or before < LEAD_END:
-            squares = squares_by_unit(q, self._heads, before)
+            squares = squares_by_unit(q, self._heads[layer], before)
             self._squares[layer] = squares if sums is None else sums + squares
 
     def queries(self, layer: int) -> Queries:
@@ -150,13 +151,19 @@ class Workspace:
         return Queries(last, sum_lead(sums, self.total), self._softmax[layer])
 
     def squares(self, unit: int) -> Tensor | None:
-        """Sums of squares of the queries of 16 tokens, on the host: [L, H, D]; None: not needed."""
-        layers = [x[unit] for x in self._squares if x is not None and unit < len(x)]
-        return torch.stack(layers).cpu() if layers else None
+        """Sums of squares of the queries of 16 tokens, on the host; None: not needed.
+
+        [H x D], layer by layer
+        """
+        layers = [
+            x[unit].flatten() for x in self._squares if x is not None and unit < len(x)
+        ]
+        return torch.cat(layers).cpu() if layers else None
 
     def recall(self, squares: Tensor) -> None:
-        """Set the sums of the first units, as `squares` returned them: [units, L, H, D]."""
-        for layer, units in enumerate(squares.unbind(1)):
-            num_missing = LEAD_UNITS - len(units)
-            missing = units.new_zeros(num_missing, *units.shape[1:])
-            self._squares[layer] = torch.cat([units, missing])
+        """Set the sums of the first units, each as `squares` returned it: [units, ...]."""
+        sizes = [(heads, head_dim) for _, heads, _, head_dim in self._shapes]
+        layers = squares.split([heads * head_dim for heads, head_dim in sizes], dim=1)
+        missing = (0, 0, 0, LEAD_UNITS - len(squares))
+        for layer, (units, size) in enumerate(zip(layers, sizes, strict=True)):
+            self._squares[layer] = pad(units, missing).unflatten(1, size)

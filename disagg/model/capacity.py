@@ -6,7 +6,7 @@ memory │ weights │ arena: pages of all sequences │ workspaces: exact KV of
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from disagg.codecs.registry import codec_names
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
 from disagg.kv.page import RAW_TOKENS
-from disagg.kv.plan import Plan
+from disagg.kv.plan import LayerShape, Plan
 from disagg.model.architecture import language_model, read_architecture
 from disagg.model.describe import (
     ModelInfo,
@@ -63,6 +63,8 @@ class ModelFit:
     reason:        why it is not served, in one line
     max_context:   the limit of `model.context`
     eos_ids:       the tokens that end an answer
+    heads, head_dim: KV heads of the first layer, and their channels
+    head_sizes:    number of layers by "KV heads x channels"
     windows:       number of layers by the tokens that their queries see; None: all
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
@@ -81,6 +83,7 @@ class ModelFit:
     context_length: int = 0
     max_context: int = 0
     eos_ids: tuple[int, ...] = ()
+    head_sizes: Mapping[str, int] = field(default_factory=dict)
     windows: Mapping[int | None, int] = field(default_factory=dict)
     weights_bytes: int = 0
     exact_bytes_per_token: int = 0
@@ -92,20 +95,22 @@ class ModelFit:
 
 def kv_shape(info: ModelInfo) -> KVShape:
     """The shape of a model's KV, for plans."""
-    return KVShape(
-        num_layers=info.num_layers,
-        heads=info.heads,
-        head_dim=info.head_dim,
-        dtype=info.dtype,
-        windows=info.windows,
-        states=info.states,
-    )
+    return KVShape(info.layers, info.dtype, info.states)
 
 
-def exact_bytes(shape: KVShape, tokens: int) -> int:
-    """Bytes of the exact K and V of a prompt in all layers, as the model computed them."""
-    itemsize = getattr(torch, shape.dtype).itemsize
-    return 2 * itemsize * tokens * shape.num_layers * shape.heads * shape.head_dim
+def head_size(layer: LayerShape) -> str:
+    """KV heads and their channels, as "8x128"."""
+    return f"{layer.heads}x{layer.head_dim}"
+
+
+def exact_bytes(shape: KVShape, rooms: Sequence[int]) -> int:
+    """Bytes of exact K and V, as the model computed them.
+
+    rooms: tokens of each layer
+    """
+    itemsize: int = getattr(torch, shape.dtype).itemsize
+    pairs = zip(shape.layers, rooms, strict=True)
+    return itemsize * sum(layer.values_per_token * room for layer, room in pairs)
 
 
 def rooms_of(plan: Plan, tokens: int, chunk: int) -> list[int]:
@@ -123,11 +128,12 @@ def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
     One prompt as long as the context has its workspace, if that is not too large a part.
     """
     nbytes = max(0, nbytes)
+    windows = [layer.window for layer in shape.layers]
     rooms = [
         context if window is None else min(context, window + UNSEALED)
-        for window in shape.windows
+        for window in windows
     ]
-    longest_prompt = exact_bytes(shape, sum(rooms)) // shape.num_layers
+    longest_prompt = exact_bytes(shape, rooms)
     workspace = min(longest_prompt, nbytes // WORKSPACE_PART)
     return nbytes - workspace, workspace
 
@@ -176,15 +182,16 @@ def check_model(
         architecture=info.architecture,
         served=True,
         dtype=info.dtype,
-        num_layers=info.num_layers,
-        heads=info.heads,
-        head_dim=info.head_dim,
+        num_layers=len(info.layers),
+        heads=info.layers[0].heads,
+        head_dim=info.layers[0].head_dim,
+        head_sizes=dict(Counter(head_size(layer) for layer in info.layers)),
         context_length=info.context_length,
         max_context=info.max_context,
         eos_ids=info.eos_ids,
-        windows=dict(Counter(info.windows)),
+        windows=dict(Counter(layer.window for layer in info.layers)),
         weights_bytes=weights,
-        exact_bytes_per_token=exact_bytes(shape, 1),
+        exact_bytes_per_token=exact_bytes(shape, [1] * shape.num_layers),
         num_states=len(shape.states),
         state_bytes=shape.state_bytes,
         recommended=next(x.spec for x in suggested if not x.refused),
@@ -266,8 +273,9 @@ def _check_sizes(config: Any, info: ModelInfo) -> None:
         "vocab_size": info.vocab_size,
     }
     if not info.states:  # else some of its layers do not attend
-        sizes["num_hidden_layers"] = info.num_layers
-    window = max(filter(None, info.windows), default=None)
+        sizes["num_hidden_layers"] = len(info.sources)
+    windows = [layer.window for layer in info.layers if layer.window]
+    window = max(windows, default=None)
     if window is not None:
         sizes["sliding_window"] = window
     for name, size in sizes.items():

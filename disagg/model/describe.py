@@ -13,10 +13,18 @@ from typing import Any
 
 from disagg.errors import ConfigError, ModelError, UnknownNameError
 from disagg.kv.page import Layout
+from disagg.kv.plan import LayerShape
 from disagg.model.architecture import read_architecture
 from disagg.model.checkpoint import read_headers
 from disagg.model.end_tokens import end_tokens
 from disagg.model.json_file import read_object
+from disagg.model.layer_shapes import (
+    VARYING,
+    WHOLE_ATTENTION,
+    kv_sources,
+    layer_shapes,
+    read_layers,
+)
 from disagg.model.rotary import Reach, rotary_reach
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
@@ -34,19 +42,18 @@ ALIASES = {
 }
 SIZES = (*ALIASES, "vocab_size")
 HEAD_SIZES = ("num_key_value_heads", "head_dim")  # others tell, where these are null
-# no windows; KV heads and head dim follow from the other sizes
-WHOLE_ATTENTION = ("llama", "gpt2", "opt")
 SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # beginnings of the keys of layers with a state: state spaces, linear attention, convolutions
 STATE_KEYS = ("mamba_", "n_mamba", "ssm_", "time_step_", "linear_", "conv_L_")
 ALIBI = ("bloom", "mpt")  # models with ALiBi whose config has no key for it
 LEAST_CONTEXT = 2  # tokens: one of a prompt, one of an answer
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # types of layers in hybrid models that attend, with their usual names; then those that do not
 HYBRID_ATTENTION = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
+    "chunked_attention": "chunked_attention",
     "attention": "full_attention",
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
@@ -66,10 +73,9 @@ TOKEN_KEYS = ("_token_id", "_token_index")
 class ModelInfo:
     """The sizes of a decoder-only model.
 
-    num_layers:     those that attend, in the order in which the model calls them
-    heads:          KV heads
+    layers:         those with K and V, in the order in which the model calls them
+    sources:        of each attention of the model, which of these layers it attends to
     dtype:          the one it computes in, such as "float32"
-    windows:        per layer, the tokens a query sees, itself included; None: all
     context_length: tokens of prompt and answer
     max_context:    the limit of `model.context`
     states:         what each layer with a state keeps, in their order; empty: no layer has one
@@ -78,12 +84,10 @@ class ModelInfo:
 
     path: Path
     architecture: str
-    num_layers: int
+    layers: tuple[LayerShape, ...]
+    sources: tuple[int, ...]
     query_heads: int
-    heads: int
-    head_dim: int
     dtype: str
-    windows: tuple[int | None, ...]
     context_length: int
     max_context: int
     vocab_size: int
@@ -168,18 +172,14 @@ def describe_model(
         refuse_own_code(config)
         sizes = _complete(config, path)
         reach = rotary_reach(sizes)
-        num_layers = sizes["num_hidden_layers"]
-        query_heads = sizes["num_attention_heads"]
         computed_dtype = _dtype(dtype, device, config, path)
         return ModelInfo(
             path=path,
             architecture=architecture_of(config),
-            num_layers=num_layers,
-            query_heads=query_heads,
-            heads=sizes.get("num_key_value_heads") or query_heads,
-            head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
+            layers=layer_shapes(sizes),
+            sources=kv_sources(sizes),
+            query_heads=sizes["num_attention_heads"],
             dtype=computed_dtype,
-            windows=_windows(sizes, num_layers),
             context_length=_context_length(reach, context),
             max_context=reach.most,
             vocab_size=sizes["vocab_size"],
@@ -274,11 +274,7 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(
             f"{kind} is an encoder-decoder model; decoder-only ones can be served"
         )
-    reason = (
-        _unsupported_attention(text, kind)
-        or _unsupported_layers(text)
-        or _unsupported_heads(text)
-    )
+    reason = _unsupported_attention(text, kind) or _unsupported_layers(text)
     if reason:
         raise ModelError(f"{kind} {reason}: not supported")
 
@@ -287,8 +283,6 @@ def _unsupported_attention(text: dict[str, Any], kind: str) -> str:
     """A way in which the model attends that pages cannot serve; empty if there is none."""
     if text.get("kv_lora_rank"):
         return "keeps latents, not K and V (MLA, kv_lora_rank)"
-    if text.get("attention_chunk_size"):
-        return "attends in chunks (attention_chunk_size)"
     if text.get("alibi") or kind in ALIBI:
         return "adds to scores by distance (ALiBi)"
     return ""
@@ -305,17 +299,6 @@ def _unsupported_layers(text: dict[str, Any]) -> str:
         return f"has layers of type {', '.join(sorted(other_types))}"
     if text.get("cross_attention_layers"):
         return "attends to images in separate layers (cross_attention_layers)"
-    if text.get("num_kv_shared_layers"):
-        return "shares KV between layers (num_kv_shared_layers)"
-    return ""
-
-
-def _unsupported_heads(text: dict[str, Any]) -> str:
-    """Heads of several sizes; empty if there are none."""
-    for key in ("global_head_dim", "v_head_dim"):
-        size = text.get(key)
-        if size is not None and size != text.get("head_dim", size):
-            return f"has heads of several sizes ({key})"
     return ""
 
 
@@ -353,7 +336,7 @@ def _is_size(value: Any) -> bool:
 def _complete_by_transformers(path: Path) -> dict[str, Any]:
     """The sizes of a model with the defaults that only transformers knows."""
     text = read_architecture(path).get_text_config()
-    sizes = _rename(text.to_dict())
+    sizes = _rename(text.to_dict()) | read_layers(text)
     if _is_hybrid(sizes | {"layer_types": getattr(text, "layer_types", None)}):
         for name in COMPUTED:
             if sizes.get(name) is None:
@@ -420,6 +403,8 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     """Whether nothing depends on defaults that only transformers knows."""
     if any(name not in sizes for name in SIZES) or _is_hybrid(sizes):
         return False
+    if any(sizes.get(name) for name in VARYING):
+        return False
     kind = sizes.get("model_type")
     if kind in WHOLE_ATTENTION:
         return True
@@ -430,19 +415,6 @@ def _explicit(sizes: dict[str, Any]) -> bool:
     if "sliding_window" not in sizes:
         return False
     return sizes["sliding_window"] is None or kind in SAME_WINDOW
-
-
-def _windows(sizes: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = sizes.get("sliding_window")
-    is_off = sizes.get("use_sliding_window") is False
-    if is_off or sizes.get("model_type") in WHOLE_ATTENTION:
-        window = None
-    if window is not None and not _is_size(window):
-        raise ValueError(f"sliding_window is {window!r}; expected a number of tokens")
-    types = sizes.get("layer_types") or ["sliding_attention"] * num_layers
-    return tuple(
-        window if kind == "sliding_attention" else None for kind in types[:num_layers]
-    )
 
 
 def _context_length(reach: Reach, context: int | None) -> int:

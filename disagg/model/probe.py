@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
 from disagg.kv.page import ARENA_UNIT, Layout
-from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
+from disagg.kv.plan import LayerShape
+from disagg.model.attention import IMPLEMENTATION, attend_visible, disagg_attention
 from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
 from disagg.model.states.cache import StepCache
@@ -41,7 +42,8 @@ class Probe:
     objections: what pages cannot serve
     """
 
-    windows: tuple[int | None, ...]
+    layers: Sequence[LayerShape]
+    sources: Sequence[int]
     counts: Sequence[int] = LENGTHS
     calls: list[tuple[int, int, int, int]] = field(default_factory=list)
     objections: list[str] = field(default_factory=list)
@@ -62,20 +64,19 @@ class Probe:
         softmax: Softmax,
         options: dict,
     ) -> Tensor:
-        layer = len(self.calls)
-        if layer >= len(self.windows):
-            raise ModelError(
-                f"{type(module).__name__} calls attention as layer {layer}"
-            )
+        call = len(self.calls)
+        if call >= len(self.sources):
+            raise ModelError(f"{type(module).__name__} calls attention as layer {call}")
+        layer = self.sources[call]
         if v.shape != k.shape:
             self.objections.append(
                 f"values of {v.shape[-1]} and keys of {k.shape[-1]} channels"
             )
         if options.get("position_bias") is not None:
             self.objections.append("a position bias")
-        window = self.windows[layer]
-        self._check_window(window, options)
-        self.calls.append((layer, q.shape[0], k.shape[0], k.shape[2]))
+        shape = self.layers[layer]
+        self._check_window(shape.window, options)
+        self.calls.append((call, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(
             q.split(self.counts, dim=1),
             k.split(self.counts, dim=1),
@@ -84,22 +85,23 @@ class Probe:
         )
         outputs = []
         for index, (prompt_q, new_k, new_v) in enumerate(prompts):
-            prompt_k, prompt_v = self._extended((layer, index), new_k, new_v)
-            output = attend_exact(prompt_q, prompt_k, prompt_v, softmax, window)
+            if layer not in self.sources[:call]:
+                self._extend((layer, index), new_k, new_v)
+            prompt_k, prompt_v = self._exact[layer, index]
+            output = attend_visible(
+                prompt_q, prompt_k, prompt_v, softmax, shape, prompt_k.shape[1]
+            )
             outputs.append(output)
         # contiguous, since some models take a view of it
         return torch.cat(outputs, dim=1).transpose(0, 1).contiguous()
 
-    def _extended(
-        self, key: tuple[int, int], new_k: Tensor, new_v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """All K and V so far of a prompt in a layer."""
+    def _extend(self, key: tuple[int, int], new_k: Tensor, new_v: Tensor) -> None:
+        """Append to the K and V of a prompt in a layer."""
         if key in self._exact:
             k, v = self._exact[key]
             new_k = torch.cat([k, new_k], 1)
             new_v = torch.cat([v, new_v], 1)
         self._exact[key] = (new_k, new_v)
-        return new_k, new_v
 
     def _check_window(self, window: int | None, options: dict) -> None:
         """Object to a window other than the config's, as an argument or in the mask alone."""
@@ -175,7 +177,7 @@ def _packed_logits(
     passes: of each row the tokens of each prompt
     ModelError for attention that pages cannot serve.
     """
-    probe = Probe(info.windows)
+    probe = Probe(info.layers, info.sources)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     starts = [0] * len(prompts)
     pages, arena = _records(info.states, len(prompts), model.device)
@@ -183,7 +185,8 @@ def _packed_logits(
         ends = [start + n for start, n in zip(starts, counts, strict=True)]
         spans = list(map(slice, starts, ends))
         tokens = [x[span] for x, span in zip(prompts, spans, strict=True)]
-        positions = [torch.arange(x.start, x.stop) for x in spans]
+        positions = torch.cat([torch.arange(x.start, x.stop) for x in spans])
+        position_ids = positions.to(model.device)[None]
         probe.begin(counts)
         step = (
             _state_step(counts, starts, pages, model.device)
@@ -194,10 +197,10 @@ def _packed_logits(
             model,
             info.architecture,
             input_ids=torch.cat(tokens)[None],
-            position_ids=torch.cat(positions).to(model.device)[None],
+            position_ids=position_ids,
             disagg=probe.attend,
             use_cache=True,
-            **{cache_name(model): StepCache(step, arena, sum(counts))},
+            **{cache_name(model): StepCache(step, arena, position_ids)},
         )
         for rows, part in zip(logits, row.split(list(counts)), strict=True):
             rows.append(part)
@@ -252,8 +255,8 @@ def _check_calls(probe: Probe, info: ModelInfo) -> None:
     """ModelError unless the calls of a pass are those that the config describes."""
     name = info.architecture
     expected = [
-        (layer, info.query_heads, info.heads, info.head_dim)
-        for layer in range(info.num_layers)
+        (call, info.query_heads, info.layers[layer].heads, info.layers[layer].head_dim)
+        for call, layer in enumerate(info.sources)
     ]
     if probe.objections:
         objections = ", ".join(dict.fromkeys(probe.objections))

@@ -165,9 +165,7 @@ class Runner:
 
     def workspace(self, total: int, rooms: Sequence[int] = ()) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
-        return Workspace(
-            self.info.num_layers, self.info.heads, total, self.info.head_dim, rooms
-        )
+        return Workspace(self.info.layers, total, rooms)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -215,10 +213,12 @@ class Runner:
         self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
     ) -> Tensor:
         """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
-        attend: Attention = BatchAttention(batch, self.info.windows).attend
+        attend: Attention = BatchAttention(
+            batch, self.info.layers, self.info.sources
+        ).attend
         if self.key_outliers is not None:
             attend = self.key_outliers.around(attend)
-        cache = StepCache(batch.states, batch.arena, tokens.shape[1])
+        cache = StepCache(batch.states, batch.arena, positions)
         return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),

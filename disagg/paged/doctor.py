@@ -70,6 +70,7 @@ class _Inputs:
     new_k: Tensor
     new_v: Tensor
     queries: Tensor
+    latent: int | None
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,21 @@ def check_plans(plans: Sequence[Plan], query_heads: int, device: torch.device) -
     query_heads: of the model
     """
     groups = [group for plan in plans for group in plan.paged]
-    cases = {(x.codec, x.heads, x.head_dim, exact_format(x.raw).dtype) for x in groups}
-    for spec, heads, head_dim, dtype in sorted(cases):
-        per_head = query_heads // heads
-        for finding in examine(spec, heads, head_dim, device, dtype, per_head):
+    cases = {
+        (x.codec, x.heads, x.head_dim, exact_format(x.raw).dtype, x.latent or 0)
+        for x in groups
+    }
+    for spec, heads, head_dim, dtype, latent in sorted(cases):
+        findings = examine(
+            spec,
+            heads,
+            head_dim,
+            device,
+            dtype,
+            per_head=query_heads // heads,
+            latent=latent or None,
+        )
+        for finding in findings:
             if not finding.sound:
                 raise ConfigError(_complaint(finding, device))
 
@@ -130,13 +142,15 @@ def examine(
     where: torch.device | str,
     dtype: str = "float16",
     per_head: int = 4,
+    latent: int | None = None,
 ) -> list[Finding]:
     """Encode, append and attend of a codec on a device, against the reference.
 
     dtype: of K, V and the tails · per_head: query heads that share a KV head
+    latent: channels of K that are V too, where pages hold latents
     """
     codec, device = get_codec(spec, head_dim), torch.device(where)
-    group = codec.layer_group((LAYER,), heads, head_dim, dtype)
+    group = codec.layer_group((LAYER,), heads, head_dim, dtype, latent=latent)
     inputs = _make_inputs(group, getattr(torch, dtype), per_head)
     with library.forced(library.TORCH):
         reference = _run(codec, inputs, CPU)
@@ -197,13 +211,13 @@ def _make_inputs(group: LayerGroup, dtype: torch.dtype, per_head: int) -> _Input
         return x.to(dtype)
 
     heads = group.heads
-    return _Inputs(
-        k=tokens(heads, n),
-        v=tokens(heads, n),
-        new_k=tokens(heads, more),
-        new_v=tokens(heads, more),
-        queries=tokens(per_head * heads, QUERIES),
-    )
+    k, new_k = tokens(heads, n), tokens(heads, more)
+    if group.latent is None:
+        v, new_v = tokens(heads, n), tokens(heads, more)
+    else:
+        v, new_v = (x[..., : group.latent] for x in (k, new_k))
+    queries = tokens(per_head * heads, QUERIES)
+    return _Inputs(k, v, new_k, new_v, queries, group.latent)
 
 
 def _run(codec: Codec, inputs: _Inputs, device: torch.device) -> _Outcome:
@@ -220,7 +234,7 @@ def _run(codec: Codec, inputs: _Inputs, device: torch.device) -> _Outcome:
 
     k, v, queries = (x.to(device) for x in (inputs.k, inputs.v, inputs.queries))
     new_k, new_v = inputs.new_k.to(device), inputs.new_v.to(device)
-    cache: CompressedKV = timed(compress, codec, k, v, LAYER, queries)
+    cache: CompressedKV = timed(compress, codec, k, v, LAYER, queries, inputs.latent)
     encoded = _decoded(cache)
     timed(cache.append, new_k, new_v)
     appended = _decoded(cache)
@@ -232,21 +246,22 @@ def _run(codec: Codec, inputs: _Inputs, device: torch.device) -> _Outcome:
 
 
 def _decoded(cache: CompressedKV) -> Tensor:
-    """K and V that attention sees: [2, H, n, D]."""
-    return torch.stack(cache.reconstruct()).cpu().double()
+    """K and V that attention sees, side by side: [H, n, D of both]."""
+    return torch.cat(cache.reconstruct(), -1).cpu().double()
 
 
 def _exact_attention(q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
-    """Attention of the queries of the last W tokens, q [Hq, W, D], over K and V [2, H, n, D] of
-    those tokens that are present [H, n]."""
+    """Attention of the queries of the last W tokens, q [Hq, W, D], over K and V [H, n, D of both]
+    of those tokens that are present [H, n]."""
+    k, v = kv.tensor_split([q.shape[2]], 2)
     width, dim = q.shape[1:]
     heads, n = present.shape
     causal = torch.ones(width, n, dtype=torch.bool).tril(n - width)
     is_visible = present[:, None, None] & causal
     grouped = q.unflatten(0, (heads, -1))
-    scores = torch.einsum("hgwd,hnd->hgwn", grouped, kv[0]) * dim**-0.5
+    scores = torch.einsum("hgwd,hnd->hgwn", grouped, k) * dim**-0.5
     p = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
-    return torch.einsum("hgwn,hnd->hgwd", p, kv[1]).flatten(0, 1)
+    return torch.einsum("hgwn,hnd->hgwd", p, v).flatten(0, 1)
 
 
 def _error(result: Tensor, expected: Tensor) -> float:

@@ -248,11 +248,18 @@ class StepLayers:
         self._try_calls = step.queries.shape[1] == 1 and not arena.is_cuda
 
     def run(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax: Softmax,
+        is_new: bool = True,
     ) -> Tensor:
         """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype.
 
         Of latents, v is their channels of k, and what comes is [N, Hq, latent].
+        is_new: k and v are to be written; else the pages have them from an earlier call
         """
         codec, step, arena = self._codec, self.step, self._arena
         new_q = q.transpose(0, 1)
@@ -264,8 +271,8 @@ class StepLayers:
             self._calls = prepare(arena, rows, views, new_q.unsqueeze(1))
         calls = self._calls
         has_seals = bool(step.seals) or step.completed is not None
-        is_written = calls is None or has_seals
-        if is_written:
+        is_written = calls is None or has_seals or not is_new
+        if is_new and is_written:
             write_step(codec, step, layer, arena, k.transpose(0, 1), v.transpose(0, 1))
         if calls is None:
             return attend_step(step, layer, arena, new_q, softmax)

@@ -29,7 +29,7 @@ from disagg.kernels.gpu.plan import Span, most_units, units_of_spans
 from disagg.kernels.sealing import SealRows
 from disagg.kernels.view import Table, WorkPlan
 from disagg.kv.page import Layout, align
-from disagg.kv.plan import LayerGroup
+from disagg.kv.plan import LayerGroup, window_start
 from disagg.kv.state import GroupState, Run
 from disagg.paged.append import (
     NewRecords,
@@ -270,8 +270,9 @@ class PageTableBuilder:
         first:     [B] - first token of each row's pages
         num_pages: [B] - pages of each row
         """
-        sink, window = self.group.sink, self.group.window
-        tokens = self._positions() + 1  # up to each query, itself included
+        sink = self.group.sink
+        positions = self._positions()
+        tokens = positions + 1  # up to each query, itself included
         first = first[:, None]
         end = first + num_pages[:, None] * layout.tokens
         if layout == self.group.raw:
@@ -279,8 +280,9 @@ class PageTableBuilder:
             end = np.maximum(np.minimum(end, tokens), first + np.minimum(sink, tokens))
         else:
             end = np.minimum(end, tokens - sink)
-        start = tokens - window if window else np.broadcast_to(first, end.shape)
-        return start, end
+        if self.group.window is None:
+            return np.broadcast_to(first, end.shape), end
+        return window_start(positions, self.group.window, self.group.chunked), end
 
     def _format(self, layout: Layout) -> Format:
         if layout == self.group.raw:

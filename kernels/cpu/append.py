@@ -33,7 +33,7 @@ def append(
 ) -> None:
     """As the reference, to the byte."""
     is_served = k.dtype in TYPES and rows.fmt.head_dim % 16 == 0
-    if backend() == TORCH or not is_served or v is None:
+    if backend() == TORCH or not is_served:
         reference.append(arena, k, v, rows, sealing)
         return
     _append_raw(arena, k, v, rows)
@@ -42,16 +42,16 @@ def append(
     fmt = sealing.fmt
     completed = reference.completed_pages(arena, k.shape[1], rows, sealing)
     for page_k, page_v, cut, target in completed:
-        if page_v is not None and is_encoded(fmt, page_k):
+        if is_encoded(fmt, page_k):
             seal_pages(page_k, page_v, target, fmt, cut)
         else:
             blocks, _ = reference.encode(page_k, page_v, fmt, cut)
             store_blocks(target, blocks)
 
 
-def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
+def _append_raw(arena: Tensor, k: Tensor, v: Tensor | None, rows: NewRows) -> None:
     k = readable(k, k.dtype)
-    v = readable(v, k.dtype)
+    v = k if v is None else readable(v, k.dtype)  # latents have none to read
     pages = rows.pages.contiguous()
     slots = rows.slots.contiguous()
     job = AppendC(

@@ -125,7 +125,9 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
 static void sum_values(Tile *t, const Format *f, const Strip *strip, const float *down, Room *room) {
     const Side *v = &f->v;
     float(*out)[LINE] = room->out;
-    if (v->floating) {
+    if (f->latent) {
+        contract_latents(f->k, v, strip, v->shared ? t->segment : NULL, f->latent, room, out[0]);
+    } else if (v->floating) {
         for (int i = 0; i < strip->count; i++) {
             const uint8_t *block = strip->blocks[i];
             multiply_numbers(FP8, block + v->codes, strip->next[i] + v->codes, f->head_dim, f->tokens,
@@ -147,11 +149,13 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
     }
 }
 
+INLINE int size_of(int type) { return type == FP32 ? 4 : type == FP8 ? 1 : 2; }
+
 /* o [D] += p [tokens] times rows [tokens][D] of V that a query sees: `wide` vectors from column d on */
 INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
                         int64_t stride, int64_t first, int64_t tokens, int64_t d, int wide, int all) {
     V o[SUMS], y[SUMS];
-    const int size = type == FP32 ? 4 : 2;
+    const int size = size_of(type);
     for (int i = 0; i < TILE * wide; i++) o[i] = v_load(t->o[i / wide] + d + i % wide * LANES);
     for (int64_t i = 0; i < tokens; i++) {
         const uint8_t *line = rows + i * stride + d * size;
@@ -172,9 +176,9 @@ INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, 
 }
 
 INLINE void add_values(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
-                       int64_t first, int64_t tokens, int64_t dim) {
+                       int64_t row, int64_t first, int64_t tokens, int64_t dim) {
     enum { WIDE = TILE == 1 ? 4 : 2 };
-    int64_t stride = dim * (type == FP32 ? 4 : 2), all = 1;
+    int64_t stride = row * size_of(type), all = 1;
     for (int h = 0; h < t->rows; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
     int64_t d = 0;
     for (; all && d + WIDE * LANES <= dim; d += WIDE * LANES)
@@ -182,22 +186,33 @@ INLINE void add_values(int type, Tile *t, const float *p, const uint8_t *rows, c
     for (; d < dim; d += LANES) add_columns(type, t, p, rows, next, stride, first, tokens, d, 1, all);
 }
 
+/* o += p times the values of a page that are read as they lie, p in room->s from `at` on */
+static void add_page(Tile *t, const Format *f, const uint8_t *block, const uint8_t *next, int64_t first,
+                     int64_t at, Room *room) {
+    const int64_t tokens = f->tokens, dim = f->value_dim;
+    const int type = f->raw != NO_TYPE ? (int)f->raw : FP8;
+    const int64_t rows = type == FP8 ? f->k->codes : f->raw_v;
+    for (int h = 0; h < TILE && type == FP8; h++)
+        for (int64_t i = 0; i < tokens; i++) room->s[h][at + i] *= float8_scale(f->k, block);
+    BY_TYPE(type, add_values, t, room->s[0] + at, block + rows, next + rows, f->head_dim, first + at, tokens, dim);
+}
+
 /* What a tile sees of the pages of a strip, whose first token is `first` */
 static void attend_strip(Tile *t, const Format *f, const Strip *s, int64_t first, Room *room) {
     const int64_t tokens = f->tokens;
+    const int lies = f->raw != NO_TYPE || (f->latent && f->k->floating); /* as add_page reads it */
     float down[16] = {0};
     for (int i = 0; i < s->count; i++)
         score_page(t, f, &(Strip){{s->blocks[i]}, {s->soon[i]}, {s->next[i]}, 1}, room, room->s[0] + i * tokens);
     soften(t, room->s, first, s->count * tokens, down);
-    if (f->raw == NO_TYPE) sum_values(t, f, s, down, room);
+    if (!lies) sum_values(t, f, s, down, room);
     for (int h = 0; h < TILE; h++)
-        for (int64_t d = 0; d < f->head_dim; d += LANES) {
-            const V more = f->raw == NO_TYPE ? v_load(room->out[h] + d) : v_set(0);
+        for (int64_t d = 0; d < f->value_dim; d += LANES) {
+            const V more = lies ? v_set(0) : v_load(room->out[h] + d);
             v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), more));
         }
-    for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < s->count; i++, at += tokens)
-        BY_TYPE(f->raw, add_values, t, room->s[0] + at, s->blocks[i] + f->raw_v,
-                s->next[i] + f->raw_v, first + at, tokens, f->head_dim);
+    for (int64_t i = 0; lies && i < s->count; i++)
+        add_page(t, f, s->blocks[i], s->next[i], first, i * tokens, room);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
@@ -293,6 +308,7 @@ static void attend_unit(const Attention *a, int64_t unit) {
     const int64_t first = unit % chunks * ROWS, head = unit / chunks % a->heads;
     const int64_t b = unit / chunks / a->heads, rows = n - first < ROWS ? n - first : ROWS;
     const int count = (int)(rows + TILE - 1) / TILE;
+    const int64_t value_dim = a->tables->format->value_dim;
     for (int i = 0; i < count; i++) {
         Tile *t = tiles + i;
         clear(t->o, dim), clear(t->q, dim);
@@ -318,8 +334,8 @@ static void attend_unit(const Attention *a, int64_t unit) {
         const int64_t row = b * a->m + (first + i) / a->width, which = (first + i) % a->width;
         const int64_t at = (row * a->heads + head) * a->width + which;
         const float total = v_sum(v_load(t->total[h])), by = total > 0 ? 1 / total : 0;
-        for (int64_t d = 0; d < dim; d += LANES)
-            v_write(a->o, at * dim + d, v_load(t->o[h] + d) * v_set(by), (int)a->type);
+        for (int64_t d = 0; d < value_dim; d += LANES)
+            v_write(a->o, at * value_dim + d, v_load(t->o[h] + d) * v_set(by), (int)a->type);
         if (a->lse) a->lse[at] = total ? (t->top[h] + __builtin_log2f(total)) * 0.693147181f : -__builtin_inff();
     }
 }

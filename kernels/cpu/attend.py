@@ -21,6 +21,7 @@ from disagg.kernels.cpu.library import (
     backend,
     call,
     format_of,
+    values_of,
 )
 from disagg.kernels.formats import (
     RAW_SLOTS,
@@ -28,11 +29,12 @@ from disagg.kernels.formats import (
     Format,
     PageFormat,
     Side,
-    latent_of,
+    value_dim,
 )
 from disagg.kernels.view import Partial, View
 
-MAX_DIM = 512
+MAX_DIM = 576
+MIN_WORDS = 32  # code words of a token whose channels are values
 MAX_TOKENS = 128
 MAX_RANK = 16
 MAX_SLOTS = 64
@@ -55,12 +57,14 @@ def is_served(fmt: Format, q: Tensor) -> bool:
 def attend(q: Tensor, views: Sequence[View], scale: float, cap: float = 0.0) -> Partial:
     """Attention over the tokens of all views: o [B, M, Hq, D], lse [B, M, Hq] fp32.
 
+    Over latents o is [B, M, Hq, latent].
+
     error: 1e-5 relative over raw pages, CODE_ERRORS over codes
     """
     q = q.contiguous()
     heads = views[0].heads
     batch, m, query_heads, head_dim = q.shape
-    o = torch.empty_like(q)
+    o = q.new_empty(batch, m, query_heads, value_dim(views[0].fmt))
     lse = q.new_empty(batch, m, query_heads)
     tables, owners = fill(views)
     job = AttentionC(
@@ -132,19 +136,24 @@ def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _is_supported(fmt: Format) -> bool:
-    if latent_of(fmt) is not None:
-        return False
-    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
+    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM or value_dim(fmt) % 16:
         return False
     if isinstance(fmt, ExactFormat):
         return fmt.counted and fmt.tokens == RAW_SLOTS
     if not isinstance(fmt, PageFormat) or len(fmt.k_sides) > MAX_BANDS:
         return False
-    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
-        return False
-    if fmt.v is not None and fmt.v.scale.by == "row":
+    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or not _has_supported_values(fmt):
         return False
     return all(map(_is_supported_side, fmt.sides))
+
+
+def _has_supported_values(fmt: PageFormat) -> bool:
+    if fmt.v is not None:
+        return fmt.v.scale.by != "row"
+    k = fmt.k
+    is_plain = not (k.low_rank or k.sparse or k.rotation or fmt.bands or fmt.hadamard)
+    is_wide = k.floating or k.columns // k.halves >= MIN_WORDS
+    return is_plain and is_wide and _has_supported_scales(values_of(fmt))
 
 
 def _is_supported_side(side: Side) -> bool:
@@ -163,6 +172,8 @@ def _has_supported_scales(side: Side) -> bool:
         return side.floating and scale.by == "block"
     if scale.by == "row" and (scale.group % 16 or side.sparse):
         return False
-    groups = (side.rows if scale.by == "column" else side.columns) // scale.group
+    if scale.by == "row":
+        return side.columns // scale.group <= MAX_GROUPS
+    groups = side.rows // scale.group
     numbers = groups * max(side.columns, MAX_SPAN)
     return groups <= MAX_GROUPS and numbers <= MAX_NUMBERS

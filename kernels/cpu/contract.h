@@ -186,6 +186,23 @@ static void contract_columns(const Side *bands, int count, const Strip *strip, c
     }
 }
 
+/* What rows have in one group of columns, in `part`, times their scales of it: out [4][LINE], or more of it */
+static void scale_rows(const Side *s, const uint8_t *block, const Operand *op, int64_t g, int64_t rows,
+                       float (*part)[LINE], int more, float *out) {
+    for (int64_t r = 0; r < rows; r += LANES) {
+        const int64_t at = 2 * (g * s->rows + r);
+        const V scale = v_half(block + s->scale + at);
+        const V zero = s->zero >= 0 ? v_half(block + s->zero + at) : v_set(0);
+        for (int h = 0; h < TILE; h++) {
+            V y = v_load(part[h] + r);
+            if (s->zero >= 0) y = v_fma(zero, v_set(op->sum[g][h]), y);
+            y = y * scale;
+            if (more) y = y + v_load(out + h * LINE + r);
+            v_store(out + h * LINE + r, y);
+        }
+    }
+}
+
 static void contract_rows(const Side *s, const Strip *strip, const Operand *op, Room *room, float *out) {
     const uint8_t *block = strip->blocks[0];
     for (int64_t g = 0; g < s->columns / s->group; g++) {
@@ -193,17 +210,36 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
         p.count = p.runs = 0, p.bits = (int)s->bits;
         add_parts(&p, s, strip, 0, 0, g * s->group, (g + 1) * s->group);
         multiply(&p, s, op, g, 0, room->part[0]);
-        for (int64_t r = 0; r < s->rows; r += LANES) {
-            const int64_t at = 2 * (g * s->rows + r);
-            const V scale = v_half(block + s->scale + at);
-            const V zero = s->zero >= 0 ? v_half(block + s->zero + at) : v_set(0);
-            for (int h = 0; h < TILE; h++) {
-                V y = v_load(room->part[h] + r);
-                if (s->zero >= 0) y = v_fma(zero, v_set(op->sum[g][h]), y);
-                y = y * scale;
-                if (g) y = y + v_load(out + h * LINE + r);
-                v_store(out + h * LINE + r, y);
-            }
+        scale_rows(s, block, op, g, s->rows, room->part, g > 0, out);
+    }
+}
+
+/* Weights [4][LINE] times the values of a strip, which are the first `channels` of K: out [4][LINE]. v: K
+ * lying, whose columns are tokens; home: where shared scales are, or NULL */
+APART void contract_latents(const Side *k, const Side *v, const Strip *strip, const uint8_t *home,
+                            int64_t channels, Room *room, float *out) {
+    Operand *op = &room->v;
+    Lying s = {.k = k, .end = v->columns, .x = op->x[0], .out = out};
+    if (v->by == BY_COLUMN) { /* groups of channels share the weights times scales of tokens */
+        memcpy(s.pages, strip->blocks, sizeof s.pages);
+        s.count = strip->count;
+        fold_columns(v, 1, strip, room->s[0], room, op);
+        for (int64_t g = 0; s.from < channels; g++, s.from = s.to, s.x += s.count * v->columns) {
+            s.to = s.from + v->group < channels ? s.from + v->group : channels;
+            s.times = op->step[g], s.add = op->bias[g];
+            sum_lying(&s);
+        }
+        return;
+    }
+    s.count = 1, s.to = channels, s.out = room->part[0];
+    for (int i = 0; i < strip->count; i++) {
+        s.pages[0] = strip->blocks[i];
+        fold_rows(v, (float(*)[LINE])(room->s[0] + i * v->columns), op);
+        for (int64_t g = 0; g < v->columns / v->group; g++) {
+            s.first = g * v->group, s.end = s.first + v->group;
+            s.times = op->step[g], s.add = op->bias[g];
+            sum_lying(&s);
+            scale_rows(v, home ? home : s.pages[0], op, g, channels, room->part, i || g, out);
         }
     }
 }

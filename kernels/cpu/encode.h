@@ -245,11 +245,12 @@ static void encode_unit(const Encoding *e, int64_t unit) {
         read_page(x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, dim);
         if (f->order >= 0) encode_bands(f, x, y, segment, block);
         else encode_side(f->k, x, y, block, f->k->shared ? segment : NULL);
+        if (f->valid >= 0) memset(block + f->valid, 255, f->tokens / 8);
+        if (f->latent) continue; /* V is in K */
         read_page(y, v + size * t * e->v_token, (int)e->type, e->v_token, f->tokens, dim);
         transpose(y, f->tokens, dim, x);
         if (f->signs >= 0) turn_values(f, x, segment);
         encode_side(&f->v, x, y, block, NULL);
-        if (f->valid >= 0) memset(block + f->valid, 255, f->tokens / 8);
     }
 }
 
@@ -262,8 +263,9 @@ static void append_unit(const Append *x, int64_t unit) {
     to += (x->layer * x->heads + head) * f->block_bytes + x->slots[row] * size * f->head_dim;
     for (int64_t d = 0; x->pages[row] >= 0 && d < f->head_dim; d += LANES) {
         const V k = v_read(x->k, row * x->k_row + head * x->k_head + d, (int)x->type);
-        const V v = v_read(x->v, row * x->v_row + head * x->v_head + d, (int)x->type);
         v_write(to + f->raw_k, d, v_min(most, v_max(-most, k)), (int)f->raw);
+        if (f->latent) continue; /* V is in K */
+        const V v = v_read(x->v, row * x->v_row + head * x->v_head + d, (int)x->type);
         v_write(to + f->raw_v, d, v_min(most, v_max(-most, v)), (int)f->raw);
     }
 }

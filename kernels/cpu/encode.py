@@ -40,10 +40,11 @@ def seal_pages(
 ) -> Tensor | None:
     """Write the pages of k, v [H, n, D] to where they belong; no token is absent.
 
+    v is None where pages hold a latent.
+
     returns: segments [S, H, segment_bytes] u8, or None where there are none
     """
-    assert v is not None
-    k, v = _readable(k, v)
+    k, v = _readable(k, k if v is None else v)
     heads, n, _ = k.shape
     segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
     if not n:
@@ -105,9 +106,11 @@ def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _is_supported(fmt: PageFormat) -> bool:
-    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM or fmt.v is None:
+    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
         return False
-    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.shared:
+    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
+        return False
+    if fmt.v is not None and fmt.v.scale.shared:
         return False
     return all(map(_is_supported_side, fmt.sides))
 

@@ -8,13 +8,14 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import ExactFormat, PageFormat, Side
+from disagg.kernels.formats import ExactFormat, PageFormat, Side, value_dim
 
 PATHS = ("cpu-c", "cpu-avx2", "cpu-avx512vnni")  # from the plainest to the fastest
 TORCH = "torch"
@@ -51,7 +52,8 @@ SideC = _structure(
 )
 FormatC = _structure(
     "FormatC",
-    "tokens head_dim block_bytes segment_bytes valid raw raw_k raw_v order signs bands",
+    "tokens head_dim block_bytes segment_bytes valid raw raw_k raw_v order signs bands latent "
+    "value_dim",
     v=SideC,
     k=SideC * MAX_BANDS,
 )
@@ -158,9 +160,11 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
             valid=-1,
             raw=TYPES[getattr(torch, fmt.dtype)],
             raw_k=fmt.k,
-            raw_v=fmt.v,
+            raw_v=fmt.k if fmt.v is None else fmt.v,
             order=-1,
             signs=-1,
+            latent=fmt.latent or 0,
+            value_dim=value_dim(fmt),
         )
     segment_bytes = fmt.block_bytes if fmt.has_own_basis else fmt.segment_bytes
     k_sides = (SideC * MAX_BANDS)(*[_side_of(side) for side in fmt.k_sides])
@@ -174,9 +178,22 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
         order=fmt.hadamard.order if fmt.hadamard else -1,
         signs=fmt.hadamard.signs if fmt.hadamard else -1,
         bands=len(fmt.k_sides),
-        v=_side_of(fmt.v) if fmt.v else SideC(),
+        latent=fmt.latent or 0,
+        value_dim=value_dim(fmt),
+        v=_side_of(values_of(fmt)),
         k=k_sides,
     )
+
+
+def values_of(fmt: PageFormat) -> Side:
+    """The side that values are read from: V, or of latents K lying, as far as it is values."""
+    if fmt.v is not None:
+        return fmt.v
+    side = fmt.k.lying
+    if side.scale.by != "column":
+        return side
+    groups = -(-value_dim(fmt) // side.scale.group)
+    return replace(side, rows=groups * side.scale.group)
 
 
 def _side_of(side: Side) -> ctypes.Structure:

@@ -10,7 +10,7 @@
 enum {
     UNIT = 128,         /* bytes of the arena that a page id counts */
     ROWS = 16,          /* queries of a unit of work: its pages stay in a cache for all of them */
-    MAX_DIM = 512,      /* head dims; library.py sends larger ones to the reference */
+    MAX_DIM = 576,      /* head dims; library.py sends larger ones to the reference */
     LINE = MAX_DIM + 16, /* floats from one query to the next: no two at the same place of a cache */
     MAX_TOKENS = 128,   /* of a page */
     STRIP = 4,          /* pages whose softmax is taken together: at most PART tokens */
@@ -40,6 +40,7 @@ typedef struct {
     int64_t tokens, head_dim, block_bytes, segment_bytes, valid;
     int64_t raw, raw_k, raw_v; /* raw is NO_TYPE where pages hold codes */
     int64_t order, signs, bands; /* of K's columns: the first one is k[0] */
+    int64_t latent, value_dim;   /* latent: V is so many channels of K, and v is K lying; or 0 */
     Side v, k[MAX_BANDS];
 } Format;
 

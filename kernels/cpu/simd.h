@@ -35,7 +35,7 @@ INLINE void v_store_int16(int16_t *p, W x) { /* the low 16 bits */
 }
 
 /* Of a and b: LOW_ONES and HIGH_ONES take the first ones and the last ones of every 128 bits, in turn,
- * LOW_TWOS and HIGH_TWOS two by two, EVEN_FOURS and ODD_FOURS every other 128 bits. ACROSS: the first
+ * LOW_TWOS and HIGH_TWOS two by two, LOW_WORDS and HIGH_WORDS words of 16 bits, EVEN_FOURS and ODD_FOURS every other 128 bits. ACROSS: the first
  * ones of all 128 bits, then the second ones, and so on. IN_ORDER: what was
  * packed of two, one after the other. LARGER: the larger size, of numbers. dot: products of pairs of
  * int16, z being none below 0. eight_words: of every fourth row */
@@ -50,6 +50,7 @@ INLINE void v_store_int16(int16_t *p, W x) { /* the low 16 bits */
 /* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
 INLINE void dot(W *sum, W z, W y) { __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(z), "v"(y)); }
 typedef __m256i Half;
+typedef __m512i Whole;
 INLINE V eight_words(const uint8_t *p, const int64_t *at) {
     __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(WORDS(0)), WORDS(1), 1);
     x = _mm512_inserti32x4(x, WORDS(2), 2);
@@ -68,12 +69,15 @@ INLINE void dot(W *sum, W z, W y) {
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(*sum), "=&x"(product) : "x"(z), "x"(y));
 }
 typedef __m128i Half;
+typedef __m256i Whole;
 INLINE V eight_words(const uint8_t *p, const int64_t *at) {
     return (V)_mm256_inserti128_si256(_mm256_castsi128_si256(WORDS(0)), WORDS(1), 1);
 }
 #endif
 #if LANES > 4
 #define WIDEN(a) (W) MM(cvtepu16_epi32)((Half)a) /* gcc 12 converts it in halves */
+#define LOW_WORDS(a, b) (W) MM(unpacklo_epi16)((Whole)a, (Whole)b)
+#define HIGH_WORDS(a, b) (W) MM(unpackhi_epi16)((Whole)a, (Whole)b)
 #define LOW_ONES(a, b) (V) MM(unpacklo_ps)(a, b)
 #define HIGH_ONES(a, b) (V) MM(unpackhi_ps)(a, b)
 #define LOW_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0x44)
@@ -97,6 +101,8 @@ INLINE void v_store_rounded(int16_t *p, V a, V b, W *sum) {
 }
 #else
 #define WIDEN(a) __builtin_convertvector(a, W)
+#define LOW_WORDS(a, b) (W) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH_WORDS(a, b) (W) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 #define LOW_ONES(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
 #define HIGH_ONES(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
 #define LOW_TWOS(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
@@ -299,6 +305,74 @@ INLINE void products_in(const Products *p, int bits, int field, int same) {
             if (left == LANES) v_store(to, y);
             else memcpy(to, (float *)&y + lane, 4 * left);
         }
+    }
+}
+
+/* Sums of the codes of K times weights of tokens, for values that are channels of K: tokens `first` to `end`
+ * of each page, and channels `from` to `to`, one in each lane. Tokens are even in number, and in pairs
+ *
+ * x:      weights of the tokens of a page behind those of the page before: int16 [4 queries] at OPERANDS
+ * out:    [4 queries] at LINE numbers: a sum s becomes s * times + add
+ */
+typedef struct {
+    const Side *k;
+    const uint8_t *pages[STRIP];
+    int64_t count, first, end, from, to;
+    const int16_t *x;
+    Queries times, add;
+    float *out;
+} Lying;
+
+enum { CHANNELS = 2 * LANES }; /* whose words are read at once */
+
+/* Tokens of one bit-field, from `words` on: sums of the first four channels of every eight, and of the others */
+INLINE void add_tokens(W *low, W *high, const uint8_t *words, int64_t stride, int64_t tokens,
+                       int shift, int bits, const int16_t *x) {
+    const Codes mask = (Codes){0} + (uint16_t)((1 << bits) - 1);
+    for (int64_t t = 0; t < tokens; t += 2, words += 2 * stride) {
+        Codes y, z;
+        memcpy(&y, words, sizeof y), memcpy(&z, words + stride, sizeof z);
+        y = y >> shift & mask, z = z >> shift & mask;
+        const W first = LOW_WORDS(y, z), second = HIGH_WORDS(y, z);
+#pragma GCC unroll 4
+        for (int h = 0; h < TILE; h++) {
+            int32_t b;
+            memcpy(&b, x + t + h * OPERANDS, sizeof b);
+            dot(low + h, first, (W){0} + b), dot(high + h, second, (W){0} + b);
+        }
+    }
+}
+
+/* Sums of CHANNELS channels from `start` on, of a half of the words; of them `from` to `to` are stored */
+INLINE void sum_channels(const Lying *s, int64_t half, int64_t start, int64_t from, int64_t to) {
+    const Side *k = s->k;
+    const int64_t halves = k->bits == 2 ? 2 : 1, fields = k->bits == 8 ? 2 : 4;
+    const int64_t plane = k->rows / fields, words = k->columns / halves, stride = 2 * words;
+    W low[TILE], high[TILE];
+    for (int h = 0; h < TILE; h++) low[h] = high[h] = (W){0};
+    for (int64_t page = 0; page < s->count; page++)
+        for (int64_t f = s->first / plane; f * plane < s->end; f++) {
+            const int64_t t = f * plane > s->first ? f * plane : s->first;
+            const int64_t last = (f + 1) * plane < s->end ? (f + 1) * plane : s->end;
+            const uint8_t *at = s->pages[page] + k->codes + (t - f * plane) * stride + 2 * (start - half * words);
+            add_tokens(low, high, at, stride, last - t, (int)(f * k->bits + 8 * half), (int)k->bits,
+                       s->x + page * k->rows + t);
+        }
+    for (int h = 0; h < TILE; h++)
+        for (int i = 0; i < CHANNELS; i += 4) {
+            const V sums = __builtin_convertvector(i % 8 ? high[h] : low[h], V);
+            const V y = v_fma(sums, v_set(s->times[h]), v_set(s->add[h]));
+            const int64_t c = start + i;
+            if (c >= from && c < to) memcpy(s->out + h * LINE + c, (const float *)&y + i / 8 * 4, 16);
+        }
+}
+
+static void sum_lying(const Lying *s) {
+    const int64_t halves = s->k->bits == 2 ? 2 : 1, words = s->k->columns / halves;
+    for (int64_t half = 0; half < halves; half++) {
+        const int64_t end = (half + 1) * words, to = s->to < end ? s->to : end;
+        int64_t c = s->from > half * words ? s->from : half * words;
+        for (; c < to; c += CHANNELS) sum_channels(s, half, c < end - CHANNELS ? c : end - CHANNELS, c, to);
     }
 }
 

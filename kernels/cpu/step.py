@@ -72,13 +72,13 @@ class LayerCalls:
         """Append and attend in the layer page of a rank: [N, Hq, D] of q's dtype.
 
         q:       [Hq, N, D]
-        k, v:    [H, N, D]
+        k, v:    [H, N, D]; of latents, v is their channels of k, and what comes [N, Hq, latent]
         written: the raw pages hold k and v already
         """
         # o is merged with the sinks in fp32
         dtype = q.dtype if softmax.sinks is None else torch.float32
         queries = readable(q, dtype)
-        o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=dtype)
+        o = q.new_empty(q.shape[1], q.shape[0], v.shape[2], dtype=dtype)
         lse = None if softmax.sinks is None else o.new_empty(o.shape[:2])
         append = self._job.append
         attention = self._job.attention

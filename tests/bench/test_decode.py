@@ -84,7 +84,7 @@ def test_arenas_of_one_size_are_freed_before_the_next(monkeypatch, runner):
 def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
     defaults = decode.DecodeOptions()
     steps = decode.WARM_UP + defaults.steps * defaults.rounds
-    slab_bytes = slab_bytes_for(32, 8, 128)
+    slab_bytes = slab_bytes_for(shape_of())
     weight_bytes = capacity.WEIGHT_BYTES * capacity.parameters()
 
     for size in decode.SIZES["cuda"]:

@@ -24,12 +24,20 @@ def test_sound_kernels_are_reported_by_codec_and_backend(disagg):
     assert {row["codec"] for row in result["rows"]} == {KIVI, "raw:dtype=model"}
 
 
+def test_latents_are_checked_where_a_latent_is_named(disagg):
+    result = json.loads(disagg(DOCTOR, "--latent", "48", "raw", "--json").out)
+
+    assert result["sound"] is True
+    kernels = [row["kernel"] for row in result["rows"]]
+    assert kernels == ["encode", "append", "attend", "replay"]
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
     examine = room.examine
 
-    def examine_with_one_wrong(*arguments):
-        *others, last = examine(*arguments)
+    def examine_with_one_wrong(*arguments, **options):
+        *others, last = examine(*arguments, **options)
         return [*others, replace(last, error=1.0)]
 
     monkeypatch.setattr(room, "examine", examine_with_one_wrong)
@@ -51,7 +59,9 @@ def test_the_group_of_a_codec_fits_the_head_dim(disagg):
 
 def test_codecs_that_the_head_dim_does_not_fit_are_left_out(disagg, monkeypatch):
     specs = []
-    monkeypatch.setattr(room, "examine", lambda spec, *_: specs.append(spec) or [])
+    monkeypatch.setattr(
+        room, "examine", lambda spec, *_, **options: specs.append(spec) or []
+    )
 
     disagg("doctor --device cpu --head-dim 96")
 

@@ -1,13 +1,12 @@
-from dataclasses import replace
-
 import pytest
 
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, UnknownNameError
+from disagg.kv.plan import LayerShape
 
-SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
+SHAPE = KVShape.uniform(6, 2, 64, "float32")
 
 
 @pytest.mark.parametrize(
@@ -15,21 +14,21 @@ SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
 )
 @pytest.mark.parametrize("codec", ["kivi", "gear:backbone=kivi", "pertoken"])
 def test_the_default_group_is_the_largest_divisor_of_head_dim(codec, head_dim, group):
-    plan = parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,)))
+    plan = parse_plan(codec, KVShape.uniform(1, 2, head_dim, "float32"))
 
     assert f"group={group}" in plan.spec
-    assert parse_plan(plan.spec, KVShape(1, 2, head_dim, "float32", (None,))) == plan
+    assert parse_plan(plan.spec, KVShape.uniform(1, 2, head_dim, "float32")) == plan
 
 
 @pytest.mark.parametrize("codec", [name for name in codec_names() if name != "banded"])
 def test_every_head_dim_of_whole_16_channels_has_a_plan(codec):
     for head_dim in range(16, 257, 16):
-        assert parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,))).groups
+        assert parse_plan(codec, KVShape.uniform(1, 2, head_dim, "float32")).groups
 
 
 def test_an_explicit_group_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="group=64 does not divide the head dim 80"):
-        parse_plan("kivi:group=64", KVShape(1, 2, 80, "float32", (None,)))
+        parse_plan("kivi:group=64", KVShape.uniform(1, 2, 80, "float32"))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +51,30 @@ def test_layers_may_have_codecs_of_their_own(spec, layers, group_of):
 
 
 def test_layers_with_another_window_form_another_group():
-    shape = KVShape(4, 2, 64, "float32", (None, 512, None, 512))
+    shape = KVShape.uniform(4, 2, 64, "float32", (None, 512, None, 512))
     plan = parse_plan("kivi", shape)
     groups = [(group.layers, group.window) for group in plan.groups]
 
     assert groups == [((0, 2), None), ((1, 3), 512)]
+
+
+def test_layers_with_other_heads_form_another_group():
+    narrow = LayerShape(heads=8, head_dim=64, window=512)
+    wide = LayerShape(heads=2, head_dim=256)
+    plan = parse_plan("raw", KVShape((narrow, wide, narrow, narrow), "float16"))
+    groups = [(group.layers, group.heads, group.head_dim) for group in plan.groups]
+
+    assert groups == [((0, 2, 3), 8, 64), ((1,), 2, 256)]
+    assert plan.spec == "0,2,3:raw:dtype=fp16;1:raw:dtype=fp16"
+    assert plan.numbers(1000) == 2 * (3 * 8 * 64 * 512 + 2 * 256 * 1000)
+
+
+def test_each_layer_takes_the_first_choice_that_holds_its_heads():
+    shape = KVShape((LayerShape(4, 192), LayerShape(2, 128)), "float16")
+
+    codecs = [group.codec for group in parse_plan("banded:bits=2|kivi", shape).groups]
+
+    assert codecs == [get_codec("kivi").spec, get_codec("banded:bits=2").spec]
 
 
 def test_raw_follows_the_dtype_of_the_model():
@@ -153,11 +171,11 @@ def test_what_is_said_of_a_spec_is_short_however_long_it_is(spec):
     ],
 )
 def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim, codec):
-    shape = replace(SHAPE, head_dim=head_dim)
+    shape = KVShape.uniform(6, 2, head_dim, "float32")
 
     assert parse_plan(DEFAULT_CODEC, shape).spec == codec
     with pytest.raises(ConfigError, match="40, which raw holds"):
-        parse_plan(DEFAULT_CODEC, replace(SHAPE, head_dim=40))
+        parse_plan(DEFAULT_CODEC, KVShape.uniform(6, 2, 40, "float32"))
 
 
 def test_another_choice_hides_no_mistake_in_the_first():

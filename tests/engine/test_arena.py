@@ -16,7 +16,7 @@ from disagg.engine.arena import (
     slab_bytes_for,
 )
 from disagg.kv.page import make_state_layout
-from disagg.kv.plan import RecordShape
+from disagg.kv.plan import LayerShape, RecordShape
 from disagg.kv.pool import Pool
 from disagg.transfer.records import ArenaSource
 from tests.transfer.desk import Desk
@@ -104,28 +104,32 @@ def test_what_others_leave_of_a_gpu_is_not_all_taken(monkeypatch, free, taken):
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 4 << 30)
     info = SimpleNamespace(context_length=1024)
     runner = SimpleNamespace(
-        device=CUDA, shape=KVShape(1, 1, 64, "float16", (None,)), info=info
+        device=CUDA, shape=KVShape.uniform(1, 1, 64, "float16"), info=info
     )
     assert sum(measure_memory(EngineConfig(), runner)) == taken << 30
 
 
 def test_slabs_hold_several_records_of_large_models():
-    assert slab_bytes_for(2, 2, 64) == 1 << 20
+    assert slab_bytes_for(KVShape.uniform(2, 2, 64, "float32")) == 1 << 20
     llama_8b_raw_page = 32 * 8 * 16 * 128 * 2 * 4
-    assert slab_bytes_for(32, 8, 128) >= 4 * llama_8b_raw_page
+    assert (
+        slab_bytes_for(KVShape.uniform(32, 8, 128, "float16")) >= 4 * llama_8b_raw_page
+    )
 
 
 def test_slabs_hold_several_states_of_hybrid_models():
     state = make_state_layout([("recurrent0", "float32", (128, 64, 128))])
 
-    assert slab_bytes_for(2, 2, 64, [state]) == 4 * (4 << 20)
+    assert slab_bytes_for(
+        KVShape((LayerShape(2, 64),) * 2, "float32", (state,))
+    ) == 4 * (4 << 20)
 
 
 STATE = make_state_layout([("recurrent0", "float32", (64, 128, 128))])  # 4 MiB
 
 
 def hybrid_on_a_cpu(layers: int) -> SimpleNamespace:
-    kv = KVShape(1, 1, 64, "float32", (None,), states=(STATE,) * layers)
+    kv = KVShape((LayerShape(1, 64),), "float32", states=(STATE,) * layers)
     return SimpleNamespace(device=torch.device("cpu"), shape=kv)
 
 

@@ -27,7 +27,7 @@ class ExactRunner(StandIn):
     """Stands for a model: K and V are a fixed function of token, position and layer."""
 
     def forward(self, batch: Batch) -> Tensor:
-        for layer in range(self._runner.info.num_layers):
+        for layer in range(self._runner.shape.num_layers):
             for chunk in batch.chunks:
                 rows = slice(chunk.row, chunk.row + chunk.count)
                 k, v = self.project(batch.tokens[rows], batch.positions[rows], layer)
@@ -37,8 +37,8 @@ class ExactRunner(StandIn):
         return torch.zeros(len(batch.outputs), VOCAB)
 
     def project(self, tokens: Any, positions: Any, layer: int) -> tuple[Tensor, Tensor]:
-        shape = self._runner.shape
-        columns = torch.arange(2 * shape.heads * shape.head_dim)
+        shape = self._runner.shape.layers[layer]
+        columns = torch.arange(shape.values_per_token)
         columns = columns.view(2, shape.heads, 1, -1)
         phases = torch.tensor(tokens) * 31 + torch.tensor(positions) * 17 + layer
         k, v = torch.sin(phases[:, None] * 0.37 + columns * 1.7)

@@ -44,7 +44,7 @@ def serve_short_and_long(runner, codec: str) -> tuple[StepOutput, int]:
     engine = make_engine(
         runner,
         max_batch_tokens=64,
-        workspace_bytes=exact_bytes(runner.shape, 200),
+        workspace_bytes=exact_bytes(runner.shape, [200] * 3),
         arena_bytes=4 << 20,
         watermark=0.0,
     )
@@ -66,8 +66,8 @@ def serve_short_and_long(runner, codec: str) -> tuple[StepOutput, int]:
 def test_prompts_beyond_the_workspace_are_refused_under_load(runner, codec):
     output, _ = serve_short_and_long(runner, codec)
 
-    needed = exact_bytes(runner.shape, 201)
-    room = exact_bytes(runner.shape, 200)
+    needed = exact_bytes(runner.shape, [201] * 3)
+    room = exact_bytes(runner.shape, [200] * 3)
     assert {x.rid for x in output.failed} == {f"long {i}" for i in range(12)}
     for failed in output.failed:
         assert isinstance(failed.error, errors.PromptTooLongError)
@@ -158,7 +158,7 @@ def test_such_keys_are_noticed_behind_a_cached_prefix_too(runner, monkeypatch):
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_keys_that_are_no_numbers_are_refused(codec):
-    plan = parse_plan(codec, KVShape(2, 1, 64, "bfloat16", (None, None)))
+    plan = parse_plan(codec, KVShape.uniform(2, 1, 64, "bfloat16"))
 
     check_range(plan, [1.0, 2.0])
 

@@ -70,7 +70,7 @@ def test_each_layer_group_of_a_plan_has_an_error_of_its_own(runner):
 def test_samples_go_from_the_outermost_layers_inwards_and_through_all_heads(
     num_layers, heads
 ):
-    shape = KVShape(num_layers, heads, 64, "float16", (None,) * num_layers)
+    shape = KVShape.uniform(num_layers, heads, 64, "float16")
     (group,) = parse_plan("fp8", shape).groups
     per_round = -(-num_layers // 2)
 

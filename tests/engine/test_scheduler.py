@@ -8,9 +8,7 @@ from disagg.kv.arena import HostArena
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.pool import Pool
 
-SHAPE = KVShape(
-    num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None)
-)
+SHAPE = KVShape.uniform(2, 2, 64, "float32")
 KIVI = "kivi:bits=2,group=64,residual=64"
 
 

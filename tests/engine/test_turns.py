@@ -26,7 +26,7 @@ from disagg.model.cache import Workspace
 STEP_S = 0.05
 BUDGET = 512
 VOCAB = 4096
-SHAPE = KVShape(num_layers=1, heads=1, head_dim=64, dtype="float32", windows=(None,))
+SHAPE = KVShape.uniform(1, 1, 64, "float32")
 
 
 class Unwritten(Workspace):
@@ -56,7 +56,7 @@ class Load:
         runner: Any = SimpleNamespace(
             shape=SHAPE, info=info, device=device, forward=self.forward
         )
-        runner.workspace = lambda total, rooms: Unwritten(1, 1, total, 64, rooms)
+        runner.workspace = lambda total, rooms: Unwritten(SHAPE.layers, total, rooms)
         config = EngineConfig(
             BUDGET, max_sequences=64, arena_bytes=self.arena_bytes, watermark=0
         )

@@ -120,8 +120,9 @@ def test_attention_is_as_the_model_has_it_scale_cap_and_sinks(kind, tmp_path):
 
     outputs = PagedKV(runner, EXACT, prompt).attend(prompt)
 
-    for window in set(runner.info.windows):
-        layer = runner.info.windows.index(window)
+    windows = [layer.window for layer in runner.info.layers]
+    for window in set(windows):
+        layer = windows.index(window)
         kv = prompt[layer]
         exact = attend_exact(kv.queries.last, kv.k, kv.v, kv.queries.softmax, window)
         assert torch.allclose(outputs[layer], exact.transpose(0, 1), atol=1e-5)

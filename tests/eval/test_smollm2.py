@@ -7,6 +7,7 @@ from disagg.eval.paged import EXACT, PagedKV, prefill
 from disagg.eval.quality import EvalOptions, Judge
 from disagg.eval.recall import greedy
 from disagg.eval.summary import summarize
+from disagg.kv.plan import LayerShape
 from disagg.model.describe import describe_model, fetched_folder
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
@@ -21,12 +22,8 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600), HERE]
 def test_the_folder_is_an_ordinary_model_with_its_licence():
     info = describe_model("smollm2")
 
-    assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (
-        30,
-        9,
-        3,
-        64,
-    )
+    assert info.layers == (LayerShape(heads=3, head_dim=64),) * 30
+    assert info.query_heads == 9
     assert (info.context_length, info.vocab_size, info.eos_ids) == (8192, 49152, (2,))
     assert "Apache-2.0" in (FOLDER / "NOTICE").read_text()
     assert "Apache License" in (FOLDER / "LICENSE").read_text()

@@ -84,6 +84,7 @@ def make_format(
     block: int = 0,
     floating: bool = False,
     valid: bool = False,
+    latent: int | None = None,
 ) -> PageFormat:
     """Any format; by default KIVI's.
 
@@ -99,6 +100,8 @@ def make_format(
         ("k", k_by, tokens, head_dim, group),
         ("v", v_by, head_dim, tokens, v_group or group),
     )
+    if latent is not None:
+        shapes = shapes[:1]
     for name, by, rows, columns, group_size in shapes:
         scale = _make_scale(
             by,
@@ -111,12 +114,8 @@ def make_format(
             shared=name == "k" and k_shared,
         )
         codes_at = page.take(rows * columns * bits // 8)
-        home = page if own else segment
         a = page.take(2 * tokens * rank)
-        b = home.take(2 * head_dim * rank)
-        index = page.take(columns * slots)
-        delta = page.take(2 * columns * slots)
-        matrix = segment.take(2 * block * block)
+        b = (page if own else segment).take(2 * head_dim * rank)
         side = Side(
             rows,
             columns,
@@ -124,13 +123,22 @@ def make_format(
             codes_at,
             scale,
             low_rank=LowRank(rank, a, b, not own) if rank else None,
-            sparse=Sparse(slots, index, delta, slots % 2 == 0) if slots else None,
-            rotation=BlockRotation(block, matrix) if block else None,
+            sparse=_make_sparse(columns, slots, page),
+            rotation=_make_rotation(block, segment),
             floating=floating,
         )
         sides.append(side)
     mask = page.take(tokens // 8) if valid else None
-    return PageFormat(tokens, head_dim, page.end, segment.end, sides[0], sides[1], mask)
+    return PageFormat(
+        tokens,
+        head_dim,
+        page.end,
+        segment.end,
+        k=sides[0],
+        v=sides[1] if latent is None else None,
+        valid=mask,
+        latent=latent,
+    )
 
 
 def _make_scale(
@@ -154,6 +162,20 @@ def _make_scale(
     scale_at = planes.take(2 * count)
     zero_at = planes.take(2 * count) if has_zero else None
     return Scale(by, size, scale_at, zero_at, center=center, shared=shared)
+
+
+def _make_sparse(columns: int, slots: int, planes: Planes) -> Sparse | None:
+    if not slots:
+        return None
+    index = planes.take(columns * slots)
+    delta = planes.take(2 * columns * slots)
+    return Sparse(slots, index, delta, slots % 2 == 0)
+
+
+def _make_rotation(block: int, planes: Planes) -> BlockRotation | None:
+    if not block:
+        return None
+    return BlockRotation(block, planes.take(2 * block * block))
 
 
 def quant_format(bits: int, head_dim: int, k_group: int, v_group: int, tokens: int = T):
@@ -259,6 +281,46 @@ FORMATS = {
 }
 
 
+# by name: as FORMATS, of pages of latents
+LATENTS = {
+    "kivi-2bit": {"head_dim": 288, "group": 32, "latent": 256},
+    "kivi-4bit": {"head_dim": 144, "bits": 4, "group": 16, "latent": 128},
+    "kivi-T128": {"head_dim": 176, "group": 128, "tokens": 128, "latent": 144},
+    "pertoken-2bit": {"head_dim": 320, "k_by": "row", "latent": 256},
+    "pertoken-4bit": {
+        "head_dim": 96,
+        "bits": 4,
+        "k_by": "row",
+        "group": 32,
+        "latent": 80,
+    },
+    "pertoken-8bit": {
+        "head_dim": 80,
+        "bits": 8,
+        "k_by": "row",
+        "group": 16,
+        "latent": 48,
+    },
+    "kcvt": {"head_dim": 160, "bits": 4, "k_shared": True, "latent": 144},
+    "kcvt-8bit": {"head_dim": 112, "bits": 8, "k_shared": True, "latent": 64},
+    "kcvt-2bit": {"head_dim": 96, "bits": 2, "k_shared": True, "latent": 64},
+    "int8": {
+        "head_dim": 576,
+        "bits": 8,
+        "k_by": "row",
+        "group": 576,
+        "zero": False,
+        "latent": 512,
+    },
+    "fp8": FORMATS["fp8"] | {"head_dim": 144, "latent": 128},
+}
+
+
+def latent_format(name: str) -> PageFormat:
+    """A format of LATENTS."""
+    return make_format(**LATENTS[name])
+
+
 def named_format(name: str, **changes) -> PageFormat:
     """A format of FORMATS, with other options where they are passed."""
     return make_format(**(FORMATS[name] | changes))
@@ -269,8 +331,10 @@ def int32(*rows) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def raw_format(dtype: str, head_dim: int) -> ExactFormat:
+def raw_format(dtype: str, head_dim: int, latent: int | None = None) -> ExactFormat:
     size = 16 * head_dim * getattr(torch, dtype).itemsize
+    if latent is not None:
+        return ExactFormat(dtype, head_dim, size, 0, None, latent=latent)
     return ExactFormat(dtype, head_dim, 2 * size, 0, size)
 
 
@@ -318,9 +382,11 @@ def make_case(
         dtype = getattr(torch, fmt.dtype)
         k = k.to(dtype)
         v = v.to(dtype)
+        stored = (k, v) if fmt.v is not None else (k,)
         sides = [
-            x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in (k, v)
+            x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in stored
         ]
+        v = v if fmt.v is not None else k[..., : fmt.latent]
         blocks = torch.cat([x.contiguous().view(torch.uint8) for x in sides], -1)
     arena, pages = place(blocks)
     _repeat_first(pages, lengths, fmt.tokens)
@@ -361,7 +427,8 @@ def _encode(
     tokens = run * fmt.tokens
     heads = k.shape[0]
     if not fmt.hadamard:
-        return encode(k, v, fmt, Segmentation(tokens))
+        stored_v = v if fmt.v is not None else None
+        return encode(k, stored_v, fmt, Segmentation(tokens))
     blocks = []
     segments = []
     parts = zip(k.split(tokens, 1), v.split(tokens, 1), strict=True)

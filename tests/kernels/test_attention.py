@@ -9,12 +9,12 @@ from itertools import product
 import pytest
 import torch
 
+from disagg.kernels import ops
 from disagg.kernels.cpu import attend as cpu
 from disagg.kernels.cpu import library
 from disagg.kernels.formats import ExactFormat, Format
 from disagg.kernels.gpu import attend as gpu
 from disagg.kernels.gpu.combine import merge
-from disagg.kernels.gpu.plan import is_supported
 from disagg.kernels.reference import codes, exact
 from disagg.kernels.view import Partial
 from tests.kernels import cases
@@ -60,7 +60,20 @@ PAGES |= {
     "gear-l-for-1": Pages(cases.named_format("gear-l"), 1),
     "gear-l-shared-for-7": Pages(cases.named_format("gear-l-shared"), 7),
 }
-MORE = ("banded-2-D128", "raw-float16-D80")
+PAGES |= {
+    f"latent-{name}": Pages(cases.latent_format(name), 1 + 2 * i % 16)
+    for i, name in enumerate(cases.LATENTS)
+}
+PAGES |= {
+    f"latent-raw-{dtype}": Pages(cases.raw_format(dtype, 96, latent=80), 7, 2)
+    for dtype in ("float16", "bfloat16", "float32")
+}
+MORE = (
+    "banded-2-D128",
+    "raw-float16-D80",
+    "latent-pertoken-4bit",
+    "latent-raw-bfloat16",
+)
 
 
 @pytest.fixture(params=[library.TORCH, *library.PATHS, TRITON])
@@ -110,7 +123,7 @@ def bounds(case: cases.Case, backend: str) -> dict[str, float]:
     fmt = case.view.fmt
     raw = isinstance(fmt, ExactFormat)
     if backend == TRITON:
-        if not raw and not is_supported(fmt):
+        if not ops.serves_gpu(fmt):
             pytest.skip("left to the reference")
         single = raw and fmt.dtype == "float32"
         return {"tolerance": 1e-5 if single else 1e-3, "near": 2e-3, "rtol": 1e-3}

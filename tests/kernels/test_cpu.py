@@ -28,10 +28,12 @@ from tests.kernels.cases import (
     BANDED,
     BASE,
     FORMATS,
+    LATENTS,
     SIZES,
     assert_alike,
     banded_format,
     int32,
+    latent_format,
     make_case,
     make_format,
     named_format,
@@ -141,13 +143,17 @@ def test_a_missing_compiler_fails_ci_alone(ci, ends, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("head_dim", [256, 512])
-def test_the_largest_codes_and_queries_overflow_no_sum(bits, head_dim, path):
+@pytest.mark.parametrize(
+    ("head_dim", "latent"),
+    [(256, None), (512, None), (576, 512)],
+)
+def test_the_largest_codes_and_queries_overflow_no_sum(bits, head_dim, latent, path):
     fmt = make_format(
         bits=bits,
         head_dim=head_dim,
         k_by="row",
         group=head_dim,
+        latent=latent,
     )
     case = make_case(fmt, [256], heads=1, width=4)
     set_codes_to_the_largest(case)
@@ -167,7 +173,7 @@ def set_codes_to_the_largest(case):
     fmt = case.view.fmt
     pages = case.view.pages[0].tolist()
     assert len(pages) == 4
-    for page, side in product(pages, (fmt.k, fmt.v)):
+    for page, side in product(pages, fmt.sides):
         start = page * 128 + BASE + side.codes
         size = side.rows * side.columns * side.bits // 8
         case.view.arena[start : start + size] = 255
@@ -194,6 +200,18 @@ def test_what_no_query_sees_may_be_nan(path):
         raw_v(case, row, hidden)[:] = torch.inf
     o, _ = answer(case)
 
+    assert torch.equal(o, expected)
+
+
+def test_latents_that_no_query_sees_may_be_nan(path):
+    fmt = raw_format("float16", 64, latent=48)
+    case = make_case(fmt, lengths=[60, 40], heads=2, width=3, m=2)
+    expected, _ = answer(case)
+
+    raw_k(case, 1, token=41)[:] = torch.nan
+    o, _ = answer(case)
+
+    assert o.shape[3] == 48
     assert torch.equal(o, expected)
 
 
@@ -235,11 +253,13 @@ def test_a_query_that_sees_a_nan_key_has_no_answer(width, path):
         "gear",
         "decoquant",
         "fp8",
+        "latent-kivi-T128",
+        "latent-pertoken-4bit",
     ],
 )
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_nan_query_has_no_answer(name, width, path):
-    fmt = named_format(name)
+    fmt = format_called(name)
     case = make_case(fmt, [130, 70], heads=2, width=width)
     case.q[0, 0, 0, 5] = torch.nan
 
@@ -247,6 +267,12 @@ def test_a_nan_query_has_no_answer(name, width, path):
         assert x[0, 0, 0].isnan().all()
         assert x[0, 0, 1:].isfinite().all()
         assert x[1].isfinite().all()
+
+
+def format_called(name):
+    """A format of FORMATS, or of LATENTS behind "latent-"."""
+    latent = name.removeprefix("latent-")
+    return named_format(name) if name == latent else latent_format(latent)
 
 
 LENGTHS = (700, 90, 333)
@@ -257,7 +283,8 @@ def case_of_windows(name, width):
     if name in FORMATS:
         case = cached_case(name, LENGTHS, 3)
     else:
-        fmt = banded_format(2, 128) if name == "banded" else raw_format("bfloat16", 64)
+        fmts = {"banded": banded_format(2, 128), "raw": raw_format("bfloat16", 64)}
+        fmt = fmts[name] if name in fmts else format_called(name)
         case = make_case(fmt, list(LENGTHS), heads=2, width=3)
     heads = 2 * width
     generator = torch.Generator().manual_seed(5)
@@ -283,6 +310,9 @@ def case_of_windows(name, width):
         "fp8",
         "banded",
         "raw",
+        "latent-kivi-4bit",
+        "latent-kcvt-8bit",
+        "latent-pertoken-8bit",
     ],
 )
 @pytest.mark.parametrize("width", [1, 3])
@@ -337,6 +367,7 @@ def test_the_reference_serves_what_the_library_does_not_support():
     assert not is_served(make_format(v_by="row"), case.q)
     assert not is_served(fmt, case.q.double())
     assert not is_served(raw_format("float16", 1024), case.q)
+    assert not is_served(make_format(head_dim=48, latent=32), case.q)
     with pytest.raises(ValueError, match="cpu-neon"), library.forced("cpu-neon"):
         pass
 
@@ -427,6 +458,25 @@ def test_bytes_of_every_kind_are_those_of_the_reference(name, path):
             assert segments is None
         else:
             assert torch.equal(segments, expected_segments)
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_bytes_of_latents_are_those_of_the_reference(name, path):
+    fmt = latent_format(name)
+
+    for k in (sequence_kv(256, 2, fmt.head_dim)[0], hurtful_keys(fmt.head_dim)):
+        expected, expected_segments = bytes_of(k, None, fmt, 128)
+
+        blocks, segments = encoded(k, None, fmt, 128)
+
+        assert torch.equal(blocks, expected)
+        if expected_segments is not None:
+            assert torch.equal(segments, expected_segments)
+
+
+def hurtful_keys(head_dim):
+    *_, (k, _) = hostile(head_dim, 256)
+    return k
 
 
 def test_every_number_of_fp8_is_rounded_and_read_as_torch_does(path):
@@ -706,6 +756,29 @@ def test_a_step_with_sinks_is_attended_as_by_an_attention(kind, dtype, path):
     expected = ops.attend(step_case.queries, step_case.views, with_sinks)
     assert torch.equal(o, expected[:, 0].to(kind))
     assert torch.equal(step_case.arena, written)
+
+
+def test_a_layer_of_latents_is_appended_and_attended(path):
+    raw = raw_format("bfloat16", 96, latent=80)
+    sealed_fmt = latent_format("pertoken-4bit")
+    sealed_case = make_case(sealed_fmt, [130, 64], heads=1, width=16)
+    tail_case = make_case(raw, [40, 7], heads=1, width=16)
+    arena, sealed, tail = in_one_arena(sealed_case.view, tail_case.view)
+    tail = replace(tail, hi=tail.hi + 1)
+    pages = torch.stack([tail.pages[0, 2], tail.pages[1, 0]])
+    rows = NewRows(pages, slots=int32(8, 7), fmt=raw, base=BASE)
+    k = torch.randn(1, 2, 96)
+    queries = torch.randn(2, 1, 16, 96)
+    ready = ops.prepare(arena, rows, [sealed, tail], queries)
+
+    q = queries[:, 0].transpose(0, 1)
+    o = ready.run(0, q, k, k[..., :80], False, Softmax(SCALE))
+
+    expected_arena = arena.clone()
+    append(expected_arena, k.transpose(0, 1), None, rows)
+    expected, _ = attend.attend(queries, [sealed, tail], SCALE)
+    assert torch.equal(arena, expected_arena)
+    assert torch.equal(o, expected[:, 0])
 
 
 def test_what_points_to_a_format_keeps_it():

@@ -6,7 +6,7 @@ numpy for arrays, msgpack and xxhash because the page names them.
 import base64
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -38,6 +38,7 @@ class Layout:
     tokens: int
     planes: Mapping[str, tuple[str, tuple[int, int], int]]
     nbytes: int
+    latent: int | None = None
 
     @classmethod
     def of(
@@ -58,7 +59,18 @@ class Layout:
             for name, (dtype, shape, offset) in self.planes.items()
         )
         identity = (1, self.spec, self.kind, self.tokens, self.nbytes, planes)
+        if self.latent is not None:
+            identity += (self.latent,)
         return fingerprint(identity)
+
+    def without_values(self, latent: int) -> "Layout":
+        planes = [
+            (name, dtype, shape)
+            for name, (dtype, shape, _) in self.planes.items()
+            if name != "v" and not name.startswith("v_")
+        ]
+        layout = Layout.of(self.spec, self.kind, self.tokens, planes)
+        return replace(layout, latent=latent)
 
     def read(self, block: bytes, name: str) -> Array:
         dtype, shape, offset = self.planes[name]
@@ -121,7 +133,17 @@ class Format:
         return {kind: layout for kind, layout in layouts.items() if layout}
 
 
-def format_of(spec: str, head_dim: int, dtype: str) -> Format:
+def format_of(
+    spec: str, head_dim: int, dtype: str, latent: int | None = None
+) -> Format:
+    fmt = ordinary_format(spec, head_dim, dtype)
+    if latent is None:
+        return fmt
+    page, raw = (x.without_values(latent) for x in (fmt.page, fmt.raw))
+    return replace(fmt, page=page, raw=raw)
+
+
+def ordinary_format(spec: str, head_dim: int, dtype: str) -> Format:
     name, _, rest = spec.partition(":")
     options = dict(item.split("=") for item in rest.split(","))
     if name == "raw":
@@ -279,6 +301,8 @@ def read_page(fmt: Format, block: bytes, segment: bytes) -> tuple[Array, Array]:
     if fmt.name == "kivi":
         bits = int(fmt.options["bits"])
         k = scaled(unpack(planes["k_codes"], bits), planes["k_scale"], planes["k_zero"])
+        if fmt.page.latent is not None:
+            return k, k[:, : fmt.page.latent]
         v = scaled(unpack(planes["v_codes"], bits), planes["v_scale"], planes["v_zero"])
         return k, v.T
     return banded_k(fmt, planes, segment), banded_v(fmt, planes, segment)
@@ -329,7 +353,9 @@ def read_layer(
     n: int,
 ) -> tuple[Array, Array]:
     """K and V [H][n][D] of one layer, in the order of tokens."""
-    k, v = np.zeros((2, heads, n, fmt.head_dim))
+    latent = fmt.raw.latent
+    k = np.zeros((heads, n, fmt.head_dim))
+    v = np.zeros((heads, n, latent or fmt.head_dim))
     counts = fmt.counts(n)
     tokens = fmt.page.tokens
     for head in range(heads):
@@ -346,8 +372,9 @@ def read_layer(
             v[head, first : first + tokens] = page_v
         for record in range(counts["raw"]):
             data = items["raw", layer, record]
-            plane_bytes = len(data) // (2 * heads)  # K and V of each head
-            first_plane = data[2 * head * plane_bytes :]
+            planes = len(fmt.raw.planes)  # K and V of each head, or K
+            plane_bytes = len(data) // (planes * heads)
+            first_plane = data[planes * head * plane_bytes :]
             read_raw_page(fmt, first_plane, plane_bytes, record, k[head], v[head])
     return k, v
 
@@ -366,8 +393,12 @@ def read_raw_page(
     position = first if first < fmt.sink else first + sealed
     dtype = fmt.raw.planes["k"][0]
     shape = (rows, fmt.head_dim)
-    k[position : position + rows] = read_plane(data, dtype, shape, 0)
-    v[position : position + rows] = read_plane(data, dtype, shape, plane_bytes)
+    tokens = slice(position, position + rows)
+    k[tokens] = read_plane(data, dtype, shape, 0)
+    if fmt.raw.latent is None:
+        v[tokens] = read_plane(data, dtype, shape, plane_bytes)
+    else:
+        v[tokens] = k[tokens, : fmt.raw.latent]
 
 
 def attend(q: Array, k: Array, v: Array) -> Array:

@@ -31,8 +31,8 @@ def vector_of(name: str) -> dict[str, Any]:
 def test_the_page_alone_says_what_a_handoff_means(name):
     vector = vector_of(name)
     layers, heads, n = vector["layers"], vector["heads"], vector["tokens"]
-    dim = vector["head_dim"]
-    fmt = format_of(vector["codec"], dim, vector["dtype"])
+    dim, latent = vector["head_dim"], vector.get("latent")
+    fmt = format_of(vector["codec"], dim, vector["dtype"], latent)
     frames = [base64.b64decode(frame) for frame in vector["frames"]]
 
     items, commit = read_handoff(fmt, frames, layers)
@@ -44,8 +44,9 @@ def test_the_page_alone_says_what_a_handoff_means(name):
     for layer, meaning in enumerate(vector["meaning"]):
         k, v = read_layer(fmt, items, layer, heads, n)
         assert_near(k[:, positions], array(meaning["k"], heads, -1, dim), 1e-6)
-        assert_near(v[:, positions], array(meaning["v"], heads, -1, dim), 1e-6)
-        output = array(meaning["output"], -1, dim)
+        value_dim = latent or dim
+        assert_near(v[:, positions], array(meaning["v"], heads, -1, value_dim), 1e-6)
+        output = array(meaning["output"], -1, value_dim)
         assert_near(attend(queries, k, v), output, 1e-5)
 
 

@@ -97,3 +97,19 @@ def test_before_a_window_a_segment_stays_for_the_next_page(window):
         assert dropped <= unseen
         assert dropped < sealed or not sealed
         assert unseen - dropped < 2 * segmented.segment_tokens
+
+
+def test_pages_before_a_chunk_are_dropped_when_it_begins():
+    chunked = replace(group(residual=0), window=64, chunked=True)
+
+    dropped = [chunked.dropped(n) for n in (63, 64, 100, 127, 128)]
+    visible = [chunked.numbers(n) // chunked.numbers(1) for n in (64, 65, 100)]
+
+    assert dropped == [0, 64, 64, 64, 128]
+    assert visible == [64, 1, 36]
+
+
+def test_chunks_are_another_group_than_a_sliding_window():
+    sliding = replace(group(), window=64)
+
+    assert sliding.fingerprint != replace(sliding, chunked=True).fingerprint

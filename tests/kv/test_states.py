@@ -15,7 +15,7 @@ from disagg.kv.state import allocate_group
 CONV = ("conv0", "bfloat16", (6, 3))
 RECURRENT = ("recurrent0", "float32", (2, 5, 7))
 LAYOUT = make_state_layout([CONV, RECURRENT])
-KV = KVShape(3, 2, 64, "float32", (None, 32, None))
+KV = KVShape.uniform(3, 2, 64, "float32", (None, 32, None))
 SHAPE = replace(KV, states=(LAYOUT, LAYOUT))
 
 

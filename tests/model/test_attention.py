@@ -4,6 +4,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
 
 from disagg.kernels.view import Softmax
+from disagg.kv.plan import LayerShape
 from disagg.model import attention
 from disagg.model.cache import Workspace
 from tests.synthetic import exact_attention
@@ -100,7 +101,7 @@ def test_a_gpu_attends_as_well(count, dtype):
 def test_a_workspace_returns_memory_and_frees_finished_layers(rooms):
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 3, 20, 8, generator=generator)
-    workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=rooms)
+    workspace = Workspace([LayerShape(3, 8)] * 2, total=20, rooms=rooms)
     chunks = [
         (0, 4),
         (4, 6),

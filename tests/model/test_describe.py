@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from disagg.errors import ConfigError, ModelError
+from disagg.kv.plan import LayerShape
 from disagg.model.capacity import check_model
 from disagg.model.describe import check_weights, describe_model, locate_model
 from tests.model.tiny import CONTEXT, VOCAB, save_config, save_tiny
@@ -34,14 +35,9 @@ def write(folder: Path, **changes: Any) -> str:
 def test_the_sizes_of_a_llama_are_read_from_its_config(tmp_path):
     info = describe_model(write(tmp_path, eos_token_id=[7, 9]))
 
-    assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (
-        3,
-        4,
-        2,
-        32,
-    )
+    assert info.layers == (LayerShape(heads=2, head_dim=32),) * 3
+    assert info.query_heads == 4
     assert (info.context_length, info.vocab_size, info.eos_ids) == (2048, 100, (7, 9))
-    assert info.windows == (None, None, None)
 
 
 OWN_CODE = {"AutoConfig": "configuration_x.XConfig"}
@@ -64,7 +60,8 @@ def test_a_known_type_is_served_by_its_own_class(tmp_path, monkeypatch):
 
 
 def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path):
-    assert describe_model(write(tmp_path, num_key_value_heads="absent")).heads == 4
+    info = describe_model(write(tmp_path, num_key_value_heads="absent"))
+    assert [layer.heads for layer in info.layers] == [4] * 3
 
 
 def test_every_file_may_name_tokens_that_end_a_text(tmp_path):
@@ -125,18 +122,22 @@ def test_the_dtype_is_that_of_config_text_config_or_weights(
     assert describe_model(write(tmp_path, **config), device="cuda").dtype == expected
 
 
+def windows_of(path: str) -> list[int | None]:
+    return [layer.window for layer in describe_model(path).layers]
+
+
 def test_windows_follow_the_layer_types(tmp_path):
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     path = write(
         tmp_path, model_type="qwen3", head_dim=32, layer_types=types, sliding_window=64
     )
 
-    assert describe_model(path).windows == (64, None, 64)
+    assert windows_of(path) == [64, None, 64]
 
 
 def test_a_window_without_layer_types_holds_for_every_layer(tmp_path):
     path = write(tmp_path, model_type="mistral", head_dim=32, sliding_window=64)
-    assert describe_model(path).windows == (64, 64, 64)
+    assert windows_of(path) == [64, 64, 64]
 
 
 def test_fields_missing_in_a_config_come_from_transformers(tmp_path):
@@ -145,8 +146,7 @@ def test_fields_missing_in_a_config_come_from_transformers(tmp_path):
     )  # no window, no head dim
     info = describe_model(path)
 
-    assert info.windows == (4096, 4096, 4096)
-    assert info.head_dim == 32
+    assert info.layers == (LayerShape(2, 32, window=4096),) * 3
 
 
 @pytest.mark.parametrize(

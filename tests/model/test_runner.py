@@ -80,9 +80,12 @@ def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
 def test_windows_that_the_model_does_not_share_are_refused(kind, tmp_path):
     runner = Runner.load(str(save_tiny(kind, tmp_path, sliding_window=20)))
 
-    assert runner.info.windows == (20, 20, 20)
+    layers = runner.info.layers
+    without_windows = tuple(replace(layer, window=None) for layer in layers)
+
+    assert [layer.window for layer in layers] == [20] * 3
     with pytest.raises(ModelError, match="a window of 20"):
-        check_attention(runner._model, replace(runner.info, windows=(None, None, None)))
+        check_attention(runner._model, replace(runner.info, layers=without_windows))
 
 
 @pytest.mark.parametrize("kind", ["glm4", "granite", "gpt_neox", "seed_oss"])

@@ -106,6 +106,22 @@ EXTRA: dict[str, dict[str, Any]] = {
     | {"attn_logit_softcapping": 2.0},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 20},
 }
+# a layer of each type has K and V, for three that have none
+GEMMA_TYPES = ["sliding_attention", "full_attention"]
+EXTRA |= {
+    "gemma4_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 3}
+    | {"layer_types": [*GEMMA_TYPES, *GEMMA_TYPES, "full_attention"]}
+    | {"global_head_dim": 64, "sliding_window": 20, "use_double_wide_mlp": True}
+    | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
+    "gemma3n_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 3}
+    | {"layer_types": [*GEMMA_TYPES, *GEMMA_TYPES, "full_attention"]}
+    | {"sliding_window": 20, "activation_sparsity_pattern": None}
+    | {"intermediate_size": [96] * 5, "laurel_rank": 8, "altup_num_inputs": 2}
+    | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
+}
+EXTRA["llama4_text"] = {"num_hidden_layers": 4, "attention_chunk_size": 20}
+EXTRA["llama4_text"] |= {"floor_scale": 8, "attn_scale": 0.5, "num_local_experts": 2}
+EXTRA["llama4_text"] |= {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2}
 LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 CONV = ["conv", "full_attention", "conv", "conv"]
 SHARED = ["linear_attention", "hybrid", "linear_attention", "hybrid"]

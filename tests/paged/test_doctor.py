@@ -16,7 +16,7 @@ from disagg.paged.doctor import Finding, check_plans, examine
 
 CPU = torch.device("cpu")
 KIVI = "kivi:bits=2,group=64,residual=16"
-PLAN = parse_plan(f"0:raw;1:{KIVI}", KVShape(2, 2, 64, "float32", (None, None)))
+PLAN = parse_plan(f"0:raw;1:{KIVI}", KVShape.uniform(2, 2, 64, "float32"))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,14 @@ def test_every_kernel_of_a_codec_is_held_against_its_reference(spec):
     _, _, attend, replay = findings
     assert attend.error > 0
     assert replay.error > 0
+
+
+@pytest.mark.parametrize("spec", ["raw", "int8", "kivi:bits=4"])
+def test_pages_of_latents_are_held_against_the_reference(spec):
+    findings = examine(spec, 1, 96, CPU, per_head=16, latent=64)
+
+    assert all(x.sound for x in findings), findings
+    assert {x.backend for x in findings[2:]} == {library.backend()}
 
 
 @pytest.mark.parametrize("path", [library.TORCH, *library.paths()])
@@ -97,7 +105,8 @@ def test_plans_that_are_sound_pass():
 def test_plans_are_checked_with_tails_and_queries_of_their_model(monkeypatch):
     examined = Mock(wraps=examine)
     monkeypatch.setattr(doctor_module, "examine", examined)
-    shape = KVShape(2, 2, 64, "bfloat16", (None, None))
+    shape = KVShape.uniform(2, 2, 64, "bfloat16")
 
     check_plans([parse_plan(f"0:raw;1:{KIVI}", shape)], 14, CPU)
-    assert {call.args[4:] for call in examined.call_args_list} == {("bfloat16", 7)}
+    assert {call.args[4:] for call in examined.call_args_list} == {("bfloat16",)}
+    assert {call.kwargs["per_head"] for call in examined.call_args_list} == {7}

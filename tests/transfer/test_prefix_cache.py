@@ -294,7 +294,7 @@ def test_a_reservation_of_pages_that_are_being_verified_may_end(desk):
 
 
 def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
-    shape = KVShape(2, 2, 64, "float16", (None, 256))
+    shape = KVShape.uniform(2, 2, 64, "float16", (None, 256))
     plan = parse_plan("kivi:bits=4,residual=64", shape)
     pool = Pool(HostArena(bytearray(32 << 20)))
     cache = PrefixCache(pool)

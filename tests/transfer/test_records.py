@@ -82,7 +82,7 @@ def test_a_lossy_codec_never_sends_more_than_fp16(name):
     """AlignedKV is not lossy: its pages are fp16 and 0.8 % more. While a prompt of banded has no
     page, sums of its queries are sent that weigh one token.
     """
-    shape = KVShape(2, 2, 64, "float32", (None, None))
+    shape = KVShape.uniform(2, 2, 64, "float32")
     plan = parse_plan(name, shape)
     long_prompts = (2047, 2048, 2049, 2112, 2240, 4200)
     for tokens in (*range(1, 520), *long_prompts):
@@ -223,7 +223,7 @@ def test_a_key_stands_for_model_layout_and_every_token_before():
 
 
 def test_a_sink_is_a_block_of_its_own():
-    shape = KVShape(1, 1, 64, "float16", (None,))
+    shape = KVShape.uniform(1, 1, 64, "float16")
     plan = parse_plan("kivi:sink=64", shape)
     (blocks,) = prefix_blocks(plan, 400)
     assert [block.end for block in blocks] == [64, 128, 192, 256]
@@ -237,7 +237,7 @@ def test_a_sink_is_a_block_of_its_own():
 
 @pytest.mark.parametrize("sink", [0, 64])
 def test_keys_of_pages_are_equal_if_all_they_depend_on_is_equal(sink):
-    shape = KVShape(1, 1, 64, "float16", (None,))
+    shape = KVShape.uniform(1, 1, 64, "float16")
     plan = parse_plan(f"banded:sink={sink}", shape)
 
     def page_keys(n: int, changed: int | None = None) -> tuple[bytes, ...]:

@@ -103,7 +103,7 @@ def test_frames_are_full_and_larger_items_travel_alone(tokens, size):
 def test_the_largest_frames_fit_into_messages_and_credit():
     """Else a prompt would never be sent."""
     frame_bytes = next(x for x in fields(TransferConfig) if x.name == "frame_bytes")
-    plan = parse_plan("raw", KVShape(2, 8, 128, "float32", (None, None)))
+    plan = parse_plan("raw", KVShape.uniform(2, 8, 128, "float32"))
     manifest = Manifest(plan, 2048)
 
     class Zeros:

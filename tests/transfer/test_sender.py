@@ -283,7 +283,7 @@ async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
 @pytest.mark.parametrize("codec", ["raw", "kivi", "gear", "alignedkv", "ott", "h2o"])
 async def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
     """Llama 3.1 70B, 32K tokens: no item and no commit is too large."""
-    plan = parse_plan(codec, KVShape(80, 8, 128, "float16", (None,) * 80))
+    plan = parse_plan(codec, KVShape.uniform(80, 8, 128, "float16"))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 32768)
 
     sender = Sender(Channel("127.0.0.1:1"), attach, plan)

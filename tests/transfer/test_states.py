@@ -85,7 +85,7 @@ def test_a_prompt_without_its_state_never_starts():
 @pytest.mark.parametrize("codec", ["kivi", "raw"])
 def test_prompts_are_worth_sending_by_their_kv_alone(codec):
     """A state has the same bytes at any length: no length of a prompt would be worth it."""
-    kv = KVShape(4, 2, 128, "float16", (None,) * 4)
+    kv = KVShape.uniform(4, 2, 128, "float16")
     large = make_state_layout([("recurrent0", "float32", (64, 128, 128))])
     hybrid = replace(kv, states=(large,))
 

@@ -14,14 +14,23 @@ from disagg.model.states.step import StateStep
 class StepCache(PassThrough):
     """The cache that a model gets: it brings the parts of the row to the layers.
 
-    tokens: rows in all
+    positions: [1, N] of the rows
     """
 
-    def __init__(self, step: StateStep, arena: Tensor, tokens: int):
+    def __init__(self, step: StateStep, arena: Tensor, positions: Tensor):
         super().__init__()
         self.step = step
         self.arena = arena
-        self.tokens = tokens
+        self.tokens = positions.shape[1]
+        self._positions = positions[0]
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """How far the position of each row is from its index: [N].
+
+        Models that ask for the tokens before a row add the index to get positions.
+        """
+        rows = torch.arange(self.tokens, device=self._positions.device)
+        return self._positions - rows
 
 
 class PartCache(PassThrough):
