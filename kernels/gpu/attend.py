@@ -201,6 +201,8 @@ def attend(
     check_tables(units.table, units.starts)
     for view in views:
         check_tables(view.pages, view.lo, view.hi, view.sides)
+        if latent_of(view.fmt) and view.heads != 1:
+            raise ValueError(f"{view.heads} KV heads of latents; expected 1")
     q = _aligned_rows(q)
     if latent_of(views[0].fmt):
         q = scale_query(q)
