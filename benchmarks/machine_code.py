@@ -11,7 +11,8 @@ compiler.
 
 The kernels are those that codecs launch: their code runs on meta tensors, and launches are recorded
 instead of executed. Heads have 128 channels unless the name says another number, as
-kivi-2-D256-4heads does; there are 8 KV heads, and 32 sequences in a step.
+kivi-2-D256-4heads does; there are 8 KV heads, and 32 sequences in a step. Names with `latent` have one
+KV head of 512 + 64 channels and 16 query heads.
 """
 
 import json
@@ -152,6 +153,7 @@ class LaunchRequest(NamedTuple):
 
     per_head: query heads of a KV head
     sequences: of a step
+    latent: channels of it, and the KV heads are one; 0: there are K and V
     """
 
     spec: str
@@ -159,6 +161,7 @@ class LaunchRequest(NamedTuple):
     is_v: bool = False
     per_head: int = 4
     sequences: int = 32
+    latent: int = 0
 
     def launch(self, head_dim: int, chip: GPUTarget) -> Launch:
         """The launch with this head dim."""
@@ -174,7 +177,9 @@ def launches(
 ) -> Iterator[Launch]:
     """Those of one layer: of a prompt, then of a step in which every sequence seals a page."""
     codec = get_codec(request.spec)
-    group = codec.layer_group((LAYER,), HEADS, head_dim, "float16")
+    latent = request.latent or None
+    heads = 1 if latent else HEADS
+    group = codec.layer_group((LAYER,), heads, head_dim, "float16", latent=latent)
     n = next(x for x in count(TOKENS) if group.sealed(x + 1) > group.sealed(x))
     records = GrowingArena(META)
     arena = torch.empty(ARENA_BYTES, dtype=torch.uint8, device=META)
@@ -184,19 +189,19 @@ def launches(
     def empty(tokens: int, heads: int) -> torch.Tensor:
         return torch.empty(tokens, heads, head_dim, dtype=torch.float16, device=META)
 
-    query_heads = HEADS * request.per_head
+    query_heads = heads * request.per_head
     with noted(chip) as prompt_and_append:
-        k = empty(n, HEADS).transpose(0, 1)
-        v = empty(n, HEADS).transpose(0, 1)
+        k = empty(n, heads).transpose(0, 1)
+        v = k[..., :latent] if latent else empty(n, heads).transpose(0, 1)
         q = empty(n, query_heads).transpose(0, 1)
-        queries = Queries.of(q[:, -LAST_QUERIES:], HEADS, n)
+        queries = Queries.of(q[:, -LAST_QUERIES:], heads, n)
         at = upload(RecordIds.of(states[0]), META)
         chunk = PromptChunk(k, v, total=n, queries=queries)
         write_prompt(codec, LayerRecords(group, LAYER, arena), at, chunk)
         new_records = take_records(group, growths, records)
         step = upload(plan_step(codec, group, growths, new_records, CUDA), META)
-        new_k = empty(request.sequences, HEADS)
-        new_v = empty(request.sequences, HEADS)
+        new_k = empty(request.sequences, heads)
+        new_v = new_k[..., :latent] if latent else empty(request.sequences, heads)
         write_step(codec, step, LAYER, arena, new_k, new_v)
     yield from prompt_and_append
     with noted(chip) as attending:  # which a chip may refuse
@@ -247,6 +252,34 @@ OTHERS = {
 OTHERS |= {
     f"{name}-D{WIDE}": launch for name, launch in OTHERS.items() if name not in REFUSED
 }
+LATENT, ROTATED = 512, 64  # channels of DeepSeek's MLA
+LATENT_SPECS = {
+    "raw-fp16": "raw:dtype=fp16",
+    "raw-bf16": "raw:dtype=bf16",
+    "int8": "int8",
+    "fp8": "fp8",
+    "pertoken-4": "pertoken:bits=4",
+    "kivi-2": "kivi:bits=2",
+    "kivi-4": "kivi:bits=4",
+    "kcvt-4": "kcvt:bits=4",
+}
+LATENT_KERNELS = {
+    "attend": "attend_kernel",
+    "encode": "encode_side_kernel",
+    "append": "append_kernel",
+}
+LATENTS = {
+    f"{kind}-latent-{name}": LaunchRequest(spec, kernel, per_head=16, latent=LATENT)
+    for name, spec in LATENT_SPECS.items()
+    for kind, kernel in LATENT_KERNELS.items()
+    if kind != "encode" or not name.startswith("raw")
+}
+LATENTS |= {
+    "query-latent": LaunchRequest(
+        "raw:dtype=fp16", "scale_query_kernel", per_head=16, latent=LATENT
+    )
+}
+OTHERS |= LATENTS
 LOOPS = {
     f"{name}{dim}-{heads}heads": LaunchRequest(spec, "attend_kernel", per_head=heads)
     for dim in ("", f"-D{WIDE}")
@@ -258,6 +291,8 @@ KERNELS = LOOPS | OTHERS
 
 def head_dim_of(kernel: str) -> int:
     """The channels of a head, by the name of a kernel."""
+    if kernel in LATENTS:
+        return LATENT + ROTATED
     match = re.search(r"-D(\d+)", kernel)
     return int(match[1]) if match else HEAD_DIM
 

@@ -344,7 +344,8 @@ class ExactFormat:
     @property
     def tile_pages(self) -> int:
         """Pages that a GPU takes in one iteration."""
-        strips = TILE_STRIPS if self.head_dim <= NARROW else TILE_STRIPS // 2
+        is_tall = self.latent is not None or self.head_dim <= NARROW
+        strips = TILE_STRIPS if is_tall else TILE_STRIPS // 2
         return max(1, strips // self.strips)
 
 

@@ -64,7 +64,7 @@ def attend(
         raise ValueError("no views; expected at least one")
     for view in views:
         _check_view(q, view)
-    if on_gpu(q) and all(serves_gpu(view.fmt) for view in views):
+    if on_gpu(q) and all(serves_gpu(view.fmt, q.device) for view in views):
         partial = _gpu("attend").attend(q, views, softmax.scale, units, softmax.cap)
         merged = _gpu("combine").merge(partial, q.dtype, softmax.sinks)
         o: Tensor = merged[0]
@@ -111,19 +111,18 @@ def bits_read(q: Tensor, view: View, scale: float) -> Bits:
     return counted
 
 
-def serves_gpu(fmt: Format) -> bool:
-    """Whether a GPU attends to such pages by kernels, which a CUDA graph can hold."""
-    if latent_of(fmt) is not None:
-        return False
-    if not isinstance(fmt, PageFormat):
-        return True
-    return bool(_gpu("plan").is_supported(fmt))
+def serves_gpu(fmt: Format, device: torch.device | None = None) -> bool:
+    """Whether a GPU attends to such pages by kernels, which a CUDA graph can hold.
+
+    device: None: some GPU does
+    """
+    return bool(_gpu("plan").is_supported(fmt, device))
 
 
 def attends_by(formats: Sequence[Format], q: Tensor) -> str:
     """What attends to pages of these formats: Triton, a path of the C library, torch, or two."""
     if on_gpu(q):
-        return TRITON if all(serves_gpu(fmt) for fmt in formats) else TORCH
+        return TRITON if all(serves_gpu(fmt, q.device) for fmt in formats) else TORCH
     names = [backend() if cpu_attend.is_served(fmt, q) else TORCH for fmt in formats]
     unique = dict.fromkeys(names)
     return " + ".join(unique)
@@ -139,7 +138,7 @@ def encodes_by(fmt: Format, k: Tensor) -> str:
 
 
 def _seals_on_gpu(fmt: PageFormat, k: Tensor) -> bool:
-    return on_gpu(k) and fmt.v is not None and fmt.is_encodable
+    return on_gpu(k) and fmt.is_encodable
 
 
 def appends_by(device: torch.device) -> str:
@@ -235,9 +234,7 @@ def append(
             f"k is {tuple(k.shape)} and v {tuple(like.shape)}; "
             f"expected [N, H, {rows.fmt.head_dim}]"
         )
-    if on_gpu(arena) and v is None:
-        encoders.append(arena, k, v, rows, sealing)
-    elif on_gpu(arena):
+    if on_gpu(arena):
         _gpu("append").append(arena, k, v, rows, sealing)
     else:
         cpu_append.append(arena, k, v, rows, sealing)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, PageFormat
 from disagg.kernels.gpu.bands import channels_of, rotated, side_of
-from disagg.kernels.gpu.encode import encode_blocks, encode_warps
-from disagg.kernels.gpu.encode_tiles import at, axis_of, encode_tile, finite
+from disagg.kernels.gpu.encode import encode_blocks, encode_warps, part_of
+from disagg.kernels.gpu.encode_tiles import at, encode_tile, finite
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.gpu.lowrank import WIDTH, fit_page, seed_of
 from disagg.kernels.sealing import NewRows, Sealing
@@ -44,7 +44,9 @@ def append_kernel(
     p_k = k_ptr + i_row * k_row + i_head * k_head
     p_v = v_ptr + i_row * v_row + i_head * v_head
     o_k = raw + RAW.k
-    o_v = raw + RAW.v
+    o_v = o_k
+    if RAW.v is not None:
+        o_v = raw + RAW.v
     if i_side == 0:
         append_token(arena_ptr, p_k, raw_page, slot, o_k, RAW, DTYPE)
     else:
@@ -64,7 +66,7 @@ def append_kernel(
                         arena_ptr, p_k, raw_page, slot, o_k, p_tail, block, segment, start,
                         1, band, FMT, RAW, DTYPE,
                     )  # fmt: skip
-            else:
+            elif FMT.v is not None:
                 seal(
                     arena_ptr, p_v, raw_page, slot, o_v, p_tail, block, segment, start,
                     0, 0, FMT, RAW, DTYPE,
@@ -140,9 +142,18 @@ def seal(
     """One side of a page, of K one band; segment: u8 pointer to the one it joins."""
     SIDE: tl.constexpr = side_of(FMT, BAND) if D_AXIS == 1 else FMT.v
     BLOCKS: tl.constexpr = encode_blocks(SIDE) if SIDE.low_rank is None else 1
-    o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
+    top = None
+    if SIDE.floating and BLOCKS > 1:
+        top = tl.max(tl.zeros([2], tl.float32), 0)
+        for i in range(BLOCKS):
+            o_r, m_r, o_c, m_c = part_of(i, BLOCKS, SIDE)
+            x, _ = load_tail(
+                arena_ptr, p_new, new_page, new_slot, offset, p_tail, o_r, m_r, o_c, m_c,
+                D_AXIS, RAW, DTYPE,
+            )  # fmt: skip
+            top = tl.maximum(top, tl.max(tl.max(tl.abs(x), 1), 0))
     for i in range(BLOCKS):
-        o_c, m_c = axis_of(SIDE.columns, SIDE.halves, i, BLOCKS)
+        o_r, m_r, o_c, m_c = part_of(i, BLOCKS, SIDE)
         if D_AXIS == 1:
             channel = channels_of(o_c, segment, BAND, FMT)
             x, m_x = load_tail(
@@ -156,7 +167,7 @@ def seal(
             )  # fmt: skip
             if FMT.hadamard is not None:
                 x = rotated(x, segment, FMT)
-        missing = encode_tile(x, m_x, o_r, o_c, m_r, m_c, block, block, SIDE)
+        missing = encode_tile(x, m_x, o_r, o_c, m_r, m_c, block, block, SIDE, top)
         if SIDE.low_rank is not None:
             missing = tl.where(m_x, missing, 0.0).to(tl.float16)
             if D_AXIS == 1:
@@ -178,7 +189,11 @@ def store_factors(x_t, o_t, o_d, m_d, block, seed, SIDE: tl.constexpr):
 
 
 def append(
-    arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
+    arena: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    rows: NewRows,
+    sealing: Sealing | None = None,
 ) -> None:
     """Write one token per row into raw pages, and the pages that they complete.
 
@@ -187,6 +202,8 @@ def append(
     if not k.shape[0]:
         return
     k = k if k.stride(2) == 1 else k.contiguous()
+    sides = 1 if v is None else 2
+    v = k if v is None else v  # the kernel does not read it then
     v = v if v.stride(2) == 1 else v.contiguous()
     pages = rows.pages.contiguous()
     slots = rows.slots.contiguous()
@@ -201,7 +218,7 @@ def append(
         seals = sealing.rows
         tables = (seals.pages, seals.tails, seals.segments, seals.stretches)
         offsets = (sealing.base, sealing.segment_base, sealing.seed)
-    append_kernel[(k.shape[0], k.shape[1], 2)](
+    append_kernel[(k.shape[0], k.shape[1], sides)](
         arena, k, v, pages, slots, rows.base, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt, bands,
         num_warps=append_warps(fmt), enable_fp_fusion=False,
@@ -214,4 +231,4 @@ def append_warps(fmt: PageFormat | None) -> int:
         return 1
     if fmt.k.low_rank is not None:
         return LOW_RANK_WARPS
-    return max(encode_warps(fmt.k), encode_warps(fmt.values))
+    return max(encode_warps(side) for side in fmt.sides)

@@ -19,14 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.formats import AlignedFormat, PageFormat
+from disagg.kernels.formats import AlignedFormat, PageFormat, latent_of, value_dim
 from disagg.kernels.gpu import aligned
 from disagg.kernels.gpu.bits import PLAIN, PTX, unpack_mode_for
 from disagg.kernels.gpu.codes import attend_codes
 from disagg.kernels.gpu.combine import UnitPartials
 from disagg.kernels.gpu.exact import attend_exact
+from disagg.kernels.gpu.latent import attend_latents, scale_query
 from disagg.kernels.gpu.plan import (
     AMD_COLUMNS,
+    LATENT_ROWS,
     NVIDIA,
     NVIDIA_COLUMNS,
     LoopFormat,
@@ -157,7 +159,13 @@ def attend_unit(
         hi = tl.load(hi_ptr + i_b * queries + i_m, mask=m_c, other=0)
         i_out = i_slot * rows + i_row
         row_ptr = pages_ptr + i_b * width
-        if VIEW.codes:
+        if VIEW.fmt.latent is not None:
+            first = i_block * SHAPE.columns
+            attend_latents(
+                start, end, i_segment, p_q, lo, hi, m_c, arena_ptr, row_ptr, width,
+                bases[0], bases[1], o_ptr, lse_ptr, i_slot * rows + first, rows - first, scale, VIEW,
+            )  # fmt: skip
+        elif VIEW.codes:
             attend_codes(
                 start, end, i_segment, i_head, p_q, lo, hi, m_c, lo_ptr,
                 arena_ptr, row_ptr, bases[0], bases[1], o_ptr, lse_ptr, i_out, scale, VIEW,
@@ -186,15 +194,22 @@ def attend(
     error: about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5 for
            exact tokens of fp32
     """
-    units = units or units_of(views, q.device)
+    if units is None:
+        latent_blocks = -(-q.shape[1] * q.shape[2] // LATENT_ROWS)
+        blocks = latent_blocks if latent_of(views[0].fmt) else 1
+        units = units_of(views, q.device, blocks)
     check_tables(units.table, units.starts)
     for view in views:
         check_tables(view.pages, view.lo, view.hi, view.sides)
+        if latent_of(view.fmt) and view.heads != 1:
+            raise ValueError(f"{view.heads} KV heads of latents; expected 1")
     q = _aligned_rows(q)
-    batch, queries, query_heads, head_dim = q.shape
+    if latent_of(views[0].fmt):
+        q = scale_query(q)
+    batch, queries, query_heads, _ = q.shape
     slots = units.table.shape[0]
     rows = queries * query_heads
-    o = torch.empty(slots, rows, head_dim, device=q.device)
+    o = torch.empty(slots, rows, value_dim(views[0].fmt), device=q.device)
     lse = torch.empty(slots, rows, device=q.device)
     _attend_in_one_launch(q, views, scale, units, o, lse, cap)
     for i, view in enumerate(views):
@@ -276,7 +291,7 @@ def loops_of(
         if isinstance(fmt, PageFormat):
             if chip.codes == PTX:
                 check_slots(fmt)
-            is_floating = fmt.k.floating or fmt.values.floating
+            is_floating = any(side.floating for side in fmt.sides)
             mode = chip.float8 if is_floating else chip.codes
             loops.append(replace(loop, unpack_mode=mode))
         else:

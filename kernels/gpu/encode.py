@@ -47,8 +47,7 @@ def encode_side_kernel(
     SIDE: tl.constexpr = FMT.v if IS_V else side_of(FMT, BAND)
     i_page = tl.program_id(0)
     i_head = tl.program_id(1).to(tl.int64)
-    o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
-    o_c, m_c = axis_of(SIDE.columns, SIDE.halves, tl.program_id(2), BLOCKS)
+    o_r, m_r, o_c, m_c = part_of(tl.program_id(2), BLOCKS, SIDE)
     m_x = m_r[:, None] & m_c[None, :]
     i_segment = i_page // segment_pages
     segment = segments_ptr
@@ -59,8 +58,7 @@ def encode_side_kernel(
     p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
     o_row = o_r[:, None].to(tl.int64) * stride_row
     o_column = channel[None, :].to(tl.int64) * stride_column
-    p_x += o_row + o_column
-    x = finite(tl.load(p_x, mask=m_x, other=0.0))
+    x = finite(tl.load(p_x + o_row + o_column, mask=m_x, other=0.0))
     if FMT.hadamard is not None and IS_V:
         x = rotated(x, segment, FMT)
     page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
@@ -70,7 +68,16 @@ def encode_side_kernel(
         if absent_ptr is not None:
             p_absent += (i_head * tl.num_programs(0) + i_page) * FMT.tokens
         store_mask(block + FMT.valid, p_absent, FMT.tokens)
-    missing = encode_tile(x, m_x, o_r, o_c, m_r, m_c, block, segment, SIDE)
+    top = None
+    if SIDE.floating and BLOCKS > 1:
+        top = tl.max(tl.zeros([2], tl.float32), 0)
+        for i in range(BLOCKS):
+            _, _, o_c, _ = part_of(i, BLOCKS, SIDE)
+            o_column = o_c[None, :].to(tl.int64) * stride_column
+            b_x = finite(tl.load(p_x + o_row + o_column))
+            top = tl.maximum(top, tl.max(tl.max(tl.abs(b_x), 1), 0))
+        o_c = part_of(tl.program_id(2), BLOCKS, SIDE)[2]
+    missing = encode_tile(x, m_x, o_r, o_c, m_r, m_c, block, segment, SIDE, top)
     if SIDE.low_rank is not None:
         i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
         p_out = missing_ptr + i_out + o_r[:, None] * missing_row
@@ -80,7 +87,7 @@ def encode_side_kernel(
 
 def encode(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     fmt: PageFormat,
     cut: Segmentation,
     absent: Tensor | None = None,
@@ -104,7 +111,7 @@ def encode(
 
 def _encode(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     fmt: PageFormat,
     cut: Segmentation,
     absent: Tensor | None,
@@ -122,12 +129,15 @@ def _encode(
         mask = absent.contiguous().view(torch.uint8)
         group = fmt.k.scale.group
         k = quantize.with_group_means(quantize.finite(k), absent, group)
-        v = quantize.with_group_means(quantize.finite(v), absent, group)
+        if v is not None:
+            v = quantize.with_group_means(quantize.finite(v), absent, group)
     if fmt.k.rotation:
         k = _rotate(k, fmt.k.rotation, segments, cut)
     k_missing = k if missing is None else missing[0]
     for band in range(len(fmt.k_sides)):
         _encode_side(k, False, band, fmt, target, segments, k_missing, mask, cut.tokens)
+    if v is None:
+        return
     if fmt.values.rotation:
         v = _rotate(v, fmt.values.rotation, segments, cut)
     v_missing = v if missing is None else missing[1]
@@ -190,14 +200,35 @@ def encode_warps(side: Side) -> int:
 
 @triton.constexpr_function
 def encode_blocks(side: Side) -> int:
-    """Programs that share the columns of a side, where columns are independent and none is padded.
+    """Programs that share a side: parts of its columns, or of its rows where these have the scales.
 
-    Choosing outliers takes registers too.
+    Columns that are independent are shared where none is padded. Choosing outliers takes registers
+    too. A side as wide as a latent is shared in any case: in columns to a power of two, all of one
+    scale read by all, or in rows.
     """
-    if side.scale.by != "column" or is_padded(side.columns // side.halves):
+    part = side.columns // side.halves
+    width = triton.next_power_of_2(part)
+    if side.rows * width * side.halves > 16 * 32 * 32 and is_padded(part):
+        if side.scale.by == "row":
+            rows = side.rows // side.fields
+            return max(1, rows * side.fields * width * side.halves // (8 * 32 * 32))
+        return part // (part & -part)
+    if side.scale.by != "column" or is_padded(part):
         return 1
     fitting = (4 if side.sparse else 8) * 32 * 32
     return triton.next_power_of_2(triton.cdiv(side.rows * side.columns, fitting))
+
+
+@triton.jit
+def part_of(i_block, BLOCKS: tl.constexpr, SIDE: tl.constexpr):
+    """Rows, which of them exist, columns and which of them exist, of one of the programs."""
+    if SIDE.scale.by == "row":
+        o_r, m_r = axis_of(SIDE.rows, SIDE.fields, i_block, BLOCKS)
+        o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
+    else:
+        o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
+        o_c, m_c = axis_of(SIDE.columns, SIDE.halves, i_block, BLOCKS)
+    return o_r, m_r, o_c, m_c
 
 
 def _rotate(

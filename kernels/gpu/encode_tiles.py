@@ -25,7 +25,7 @@ def axis_of(SIZE: tl.constexpr, PARTS: tl.constexpr, block=0, BLOCKS: tl.constex
     Of each part those of one of BLOCKS blocks.
     """
     PART: tl.constexpr = SIZE // PARTS
-    PAD: tl.constexpr = triton.next_power_of_2(PART) // BLOCKS
+    PAD: tl.constexpr = PART // BLOCKS if BLOCKS > 1 else triton.next_power_of_2(PART)
     tl.static_assert(PART * PARTS == SIZE, "fields and halves divide a side")
     o = tl.arange(0, PARTS * PAD)
     within = o % PAD
@@ -147,15 +147,18 @@ def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
-    """Write one side of a block; returns the error of its codes and slots [R, C].
+def encode_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, top=None):
+    """Write one side of a block, or a part of it; returns the error of codes and slots [R, C].
 
     x:       finite numbers in fp32, 0 where m_x is not set
     row, column: [R], [C] indices of the side; m_r, m_c: which of them exist, m_x: both [R, C]
     segment: has the scales of the page, where these are shared
+    top:     of float8, the largest magnitude of the side, where x is a part of it
     """
     if SIDE.floating:
-        store_float8(x, m_x, row, column, block, SIDE)
+        if top is None:
+            top = tl.max(tl.max(tl.where(m_x, tl.abs(x), 0.0), 1), 0)
+        store_float8(x, m_x, row, column, block, top, SIDE)
         missing = x
     elif SIDE.bits == 0:
         mean = finite(sum_rows(x[None, :, :]) * (1.0 / SIDE.rows)).to(tl.float16)
@@ -256,7 +259,7 @@ def store_words(block, codes, row, column, SIDE: tl.constexpr):
     fields = codes << (row // R * SIDE.bits)[:, None] << (column // U * 8)[None, :]
     fields = tl.reshape(fields, [SIDE.fields, R_PAD, SIDE.halves, U_PAD])
     words = tl.sum(tl.sum(fields, 2), 0)
-    w_r = tl.arange(0, R_PAD)[:, None]
+    w_r = tl.min(tl.reshape(row, [SIDE.fields, R_PAD]), 0)[:, None]
     w_u = tl.min(tl.reshape(column, [SIDE.halves, U_PAD]), 0)[None, :]
     p_words = at(block, SIDE.codes, tl.int16) + w_r * U + w_u
     tl.store(p_words, words.to(tl.int16), mask=(w_r < R) & (w_u < U))
@@ -277,12 +280,11 @@ def float8_bits(x):
 
 
 @triton.jit
-def store_float8(x, m_x, row, column, block, SIDE: tl.constexpr):
-    """Store x [R, C] over one scale, as bytes [rows][columns].
+def store_float8(x, m_x, row, column, block, top, SIDE: tl.constexpr):
+    """Store x [R, C] over one scale, as bytes [rows][columns]; top: largest magnitude of the side.
 
     The scale is fp32, padded with zeros to 16 bytes, where the next plane begins.
     """
-    top = tl.max(tl.max(tl.where(m_x, tl.abs(x), 0.0), 1), 0)
     scale = tl.maximum(tl.div_rn(top, 448.0), 2.0**-100)
     o_scale = tl.arange(0, 4)
     p_scale = at(block, SIDE.scale.scale, tl.float32) + o_scale

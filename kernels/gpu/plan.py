@@ -28,6 +28,8 @@ from disagg.kernels.formats import (
     Format,
     PageFormat,
     Side,
+    latent_of,
+    value_dim,
 )
 from disagg.kernels.view import Table, View, WorkPlan
 
@@ -38,6 +40,11 @@ TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
 # what consumer chips have too; data-centre chips have twice that
 NVIDIA_SHARED_BYTES = 96 << 10
 AMD_SHARED_BYTES = 64 << 10
+LATENT_ROWS = 64  # queries of a program over latents: the rows of a product of sm_90
+LATENT_WARPS = 8  # two warpgroups, each with half of the sums
+LATENT_CAPABILITIES = (9,)  # of chips with room for tiles, 227 KB, and wgmma
+MOST_LATENT = 512  # channels, whose sums fill half of the registers
+MOST_ROTATED = 128
 MAX_SLOTS = 2  # sparse ones of a column, beside codes and low rank
 MAX_GRID = 65_535  # programs along the last axis
 MIN_TILES = 4  # fewer cost more in partial results than they win in parallel reads
@@ -75,6 +82,8 @@ def shape_of(fmt: Format, queries: int, group: int, columns: int) -> Shape:
     V. With many channels the sums of more queries would not fit the registers: other programs take
     these queries.
     """
+    if latent_of(fmt):
+        return Shape(group, LATENT_ROWS)
     if not isinstance(fmt, PageFormat):
         return Shape(group, columns)
     groups = (
@@ -115,6 +124,8 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     programs from running, so they have none. With many channels they have one, since loads that
     wait in registers would spill. Pages with low-rank bases of their own have one, since two spill.
     """
+    if latent_of(fmt):
+        return 2
     if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
         return 1 if fmt.head_dim <= NARROW else 2
     if beside and isinstance(fmt, PageFormat) and fmt.has_own_basis:
@@ -122,12 +133,14 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     return _stages(tile_of(fmt).nbytes, nvidia)
 
 
-def is_supported(fmt: PageFormat) -> bool:
-    """Whether the kernel attends to such pages; the reference does to any."""
-    if fmt.v is None:
-        return False
+def is_supported(fmt: Format, device: torch.device | None = None) -> bool:
+    """Whether the kernel attends to such pages, on a device; the reference does to any."""
+    if latent_of(fmt):
+        return _is_supported_latent(fmt) and (device is None or holds_latents(device))
+    if not isinstance(fmt, PageFormat):
+        return True
     k = fmt.k
-    v = fmt.v
+    v = fmt.values
     if not _has_supported_values(v):
         return False
     if fmt.hadamard:
@@ -137,6 +150,30 @@ def is_supported(fmt: PageFormat) -> bool:
     if not _is_power_of_2(fmt.tokens) or fmt.head_dim % 16:
         return False
     return all(_fits_tiles(side, fmt.head_dim) for side in (k, v))
+
+
+def holds_latents(device: torch.device) -> bool:
+    """Whether the tiles of latents fit the shared memory of a device: that of sm_90 and sm_100."""
+    if device.type != "cuda":
+        return True
+    return NVIDIA and torch.cuda.get_device_capability(device)[0] in LATENT_CAPABILITIES
+
+
+def _is_supported_latent(fmt: Format) -> bool:
+    latent = value_dim(fmt)
+    fits = latent <= MOST_LATENT and fmt.head_dim - latent <= MOST_ROTATED
+    if not fits or fmt.head_dim % 8:
+        return False
+    if not isinstance(fmt, PageFormat):
+        return isinstance(fmt, ExactFormat) and fmt.counted and fmt.dtype != "float32"
+    if fmt.tokens != RAW_SLOTS * TILE_STRIPS or fmt.valid is not None:
+        return False
+    scale = fmt.k.scale
+    if scale.by == "column":
+        return fmt.k.fields % (fmt.k.rows // scale.group) == 0
+    if scale.by == "row" and scale.group < fmt.head_dim:
+        return latent % scale.group == 0 and scale.group in (16, 32, 64, 128)
+    return True
 
 
 def _has_supported_values(v: Side) -> bool:
@@ -184,8 +221,10 @@ def tile_of(fmt: Format) -> Tile:
     """The tile of a format: a page, or a few exact ones."""
     if isinstance(fmt, ExactFormat):
         count = fmt.tile_pages
-        warps = warps_of(fmt.head_dim)
+        warps = LATENT_WARPS if fmt.latent else warps_of(fmt.head_dim)
         return Tile(fmt.tokens * count, fmt.block_bytes * count, fmt.counted, warps)
+    if latent_of(fmt):
+        return Tile(fmt.tokens, fmt.block_bytes, warps=LATENT_WARPS)
     banded = isinstance(fmt, PageFormat) and bool(fmt.bands)
     return Tile(fmt.tokens, fmt.block_bytes, warps=warps_of(fmt.head_dim, banded))
 
@@ -290,10 +329,15 @@ def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
     return max(1, resident * count_processors(device) // heads)
 
 
-def units_of(views: Sequence[View], device: torch.device) -> WorkPlan:
-    """A plan for views that have none; the host waits for all lengths."""
+def units_of(
+    views: Sequence[View], device: torch.device, blocks: int = 1
+) -> WorkPlan:
+    """A plan for views that have none; the host waits for all lengths.
+
+    blocks: programs that share a unit and a KV head
+    """
     spans = [Span.of(view) for view in views]
-    table, starts = units_of_spans(spans, views[0].heads, device)
+    table, starts = units_of_spans(spans, views[0].heads * blocks, device)
     return WorkPlan(
         table=torch.from_numpy(table).to(device),
         starts=torch.from_numpy(starts).to(device),
@@ -338,7 +382,7 @@ def _fits_tiles(side: Side, head_dim: int) -> bool:
 def check_slots(fmt: PageFormat) -> None:
     """Refuse sparse slots whose loop over pages does not fit the registers of an NVIDIA GPU."""
     slots = 0
-    for side in (fmt.k, fmt.values):
+    for side in fmt.sides:
         if side.sparse:
             slots = max(slots, side.sparse.slots)
     if slots > MAX_SLOTS:

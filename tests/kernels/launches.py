@@ -83,6 +83,7 @@ class Scenario:
     head_dim: int = 64
     dtype: str = "float16"
     steps: tuple[int, ...] = (1, 1)
+    latent: int | None = None
 
 
 class FakeLauncher:
@@ -224,7 +225,8 @@ def pretend() -> None:
 
 def follow(scenario: Scenario) -> None:
     codec, heads, head_dim = get_codec(scenario.spec), scenario.heads, scenario.head_dim
-    group = codec.layer_group(LAYERS, heads, head_dim, scenario.dtype)
+    latent = scenario.latent
+    group = codec.layer_group(LAYERS, heads, head_dim, scenario.dtype, latent=latent)
     arena, dtype = GrowingArena(DEVICE), getattr(torch, scenario.dtype)
 
     def tokens(count: int, rows: int) -> Tensor:
@@ -234,6 +236,7 @@ def follow(scenario: Scenario) -> None:
     for i in range(scenario.sequences):
         n = full_tail(group, scenario.prompt * (i + 1))
         k, v, q = (tokens(n, x).transpose(0, 1) for x in (heads, heads, rows))
+        v = v if latent is None else k[..., :latent]
         if i == 0:
             whole = slice(group.sealed(n))
             prompt = Prompt(n, k, Queries.of(q[:, -8:], heads, n))
@@ -254,8 +257,10 @@ def follow(scenario: Scenario) -> None:
             planned = plan_step(codec, group, growths, fresh, DEVICE)
         step = upload(planned, DEVICE)
         new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
+        k, v, q = new
+        v = v if latent is None else k[..., :latent]
         with NoHost():
-            take_step(codec, step, arena.bytes, *new)
+            take_step(codec, step, arena.bytes, k, v, q)
         lengths = [n + m for n in lengths]
 
 

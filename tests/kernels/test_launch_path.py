@@ -52,6 +52,8 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "fp8, longer": {"spec": "fp8", "sequences": 4, "prompt": 500, "steps": [1, 1, 3]}
     | PAIRS,
 }
+LATENT: dict[str, Any] = {"heads": 1, "head_dim": 48, "latent": 32, "dtype": "bfloat16"}
+FEW |= {"fp8, latents": {"spec": "fp8", "sequences": 3} | LATENT}
 SERVED = ["raw", "kivi", "gear-l:bits=2,backbone=kivi,group=64"]
 SERVED += [
     "gear:bits=2,backbone=kivi,group=64",
@@ -87,6 +89,11 @@ MANY: dict[str, dict[str, Any]] = {
         for spec in ("raw", "int8", "alignedkv")
         for dtype in ("bfloat16", "float32")
     },
+}
+
+MANY |= {
+    f"{spec}, latents": {"spec": spec, "sequences": 3, "per_head": 20} | LATENT | {"head_dim": 576, "latent": 512}
+    for spec in ("raw", "int8", "kivi", "pertoken", "kcvt")
 }
 
 ELSEWHERE: dict[str, dict[str, Any]] = {  # what once failed on other chips than sm_90

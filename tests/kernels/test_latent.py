@@ -1,0 +1,194 @@
+"""Latents in Triton: attention against the reference, and the bytes that it writes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from disagg.kernels import ops
+from disagg.kernels.formats import ExactFormat, PageFormat
+from disagg.kernels.gpu import append as gpu_append
+from disagg.kernels.gpu import attend as gpu
+from disagg.kernels.gpu import encode as gpu_encode
+from disagg.kernels.gpu import plan
+from disagg.kernels.gpu.combine import merge
+from disagg.kernels.reference import encode as reference
+from disagg.kernels.sealing import NewRows, Sealing, Segmentation, SealRows
+from tests.kernels import cases
+from tests.kernels.cases import DEVICE, int32
+
+DEEPSEEK = {"head_dim": 576, "latent": 512}
+FORMATS = {
+    "kivi-4bit": {"bits": 4},
+    "kivi-2bit": {},
+    "pertoken-4bit": {"bits": 4, "k_by": "row"},
+    "pertoken-2bit": {"k_by": "row"},
+    "int8": {"bits": 8, "k_by": "row", "zero": False, "group": 576},
+    "fp8": cases.FORMATS["fp8"],
+    "kcvt": {"bits": 4, "k_shared": True},
+}
+LARGE = {name: cases.make_format(**options | DEEPSEEK) for name, options in FORMATS.items()}
+LARGE |= {f"raw-{x}": cases.raw_format(x, 576, 512) for x in ("float16", "bfloat16")}
+LATENTS = {name: cases.latent_format(name) for name in cases.LATENTS}
+LATENTS |= {f"raw-{x}": cases.raw_format(x, 96, 80) for x in ("float16", "bfloat16")}
+SERVED = {name: fmt for name, fmt in LATENTS.items() if ops.serves_gpu(fmt)}
+
+
+def check(case: cases.Case, cap: float = 0.0) -> None:
+    """Attention of Triton, within 1e-3."""
+    expected = cases.exact_attention(case, 0.1, cap)
+    q, view = case.on(DEVICE)
+
+    o, lse = merge(gpu.attend(q, [view], 0.1, None, cap))
+
+    answer = (o.cpu(), lse.cpu())
+    cases.assert_alike(answer, expected, tolerance=1e-3, near=2e-3, rtol=1e-3)
+
+
+def small_format(name: str) -> PageFormat | ExactFormat:
+    """48 channels, 32 of them the latent."""
+    if name == "raw":
+        return cases.raw_format("bfloat16", 48, 32)
+    return cases.make_format(**FORMATS[name] | {"head_dim": 48, "latent": 32, "group": 16})
+
+
+@pytest.mark.parametrize("name", ["raw", "pertoken-2bit"])
+def test_a_tile_is_read_once_for_both_products(name):
+    fmt = small_format(name)
+    case = cases.make_case(fmt, lengths=[70, 0], heads=1, width=3)
+
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+@pytest.mark.parametrize("name", SERVED)
+def test_latents_are_attended_as_what_they_hold(name, cap):
+    case = cases.make_case(SERVED[name], lengths=[140, 1], heads=1, width=5, m=2)
+
+    check(case, cap)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_latents_of_512_channels_are_attended(name):
+    case = cases.make_case(LARGE[name], lengths=[70], heads=1, width=20)
+
+    check(case)
+
+
+@pytest.mark.slow
+def test_programs_of_64_rows_share_more_query_heads():
+    fmt = small_format("raw")
+    case = cases.make_case(fmt, lengths=[100], heads=1, width=70)
+
+    check(case)
+
+
+@pytest.mark.slow
+def test_queries_see_what_their_windows_show():
+    fmt = small_format("kivi-4bit")
+    case = cases.make_case(fmt, lengths=[170, 90], heads=1, width=2, m=2)
+
+    check(case.seeing(lo=int32([131, 132], [64, 65])))
+
+
+@pytest.mark.slow
+def test_loud_queries_lose_nothing():
+    fmt = small_format("kivi-2bit")
+    case = cases.make_case(fmt, lengths=[70], heads=1, width=2)
+
+    check(replace(case, q=case.q * 300))
+
+
+def test_latents_of_several_kv_heads_are_refused():
+    case = cases.make_case(small_format("raw"), lengths=[20], heads=2, width=1)
+    q, view = case.on(DEVICE)
+
+    with pytest.raises(ValueError, match="2 KV heads of latents; expected 1"):
+        gpu.attend(q, [view], 0.1)
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        cases.raw_format("float32", 96, 80),
+        cases.raw_format("float16", 1088, 1024),
+        cases.latent_format("kivi-T128"),
+        cases.make_format(head_dim=144, latent=120, k_by="row", group=24, bits=8),
+    ],
+    ids=["fp32", "too wide", "tall pages", "odd groups"],
+)
+def test_what_triton_does_not_serve_is_left_to_the_reference(fmt):
+    assert not ops.serves_gpu(fmt)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_chips_without_room_leave_latents_to_the_reference(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    cuda = torch.device("cuda")
+
+    served = ops.serves_gpu(cases.raw_format("float16", 576, 512), cuda)
+
+    assert served == (capability == (9, 0))
+    assert ops.serves_gpu(cases.raw_format("float16", 64), cuda)
+
+
+def test_units_are_fewer_where_programs_share_them():
+    case = cases.make_case(small_format("raw"), lengths=[4000], heads=1, width=1)
+    tables = [plan.units_of([case.view], torch.device("cpu"), blocks=x) for x in (1, 2)]
+
+    assert len(tables[0].table) >= len(tables[1].table)
+
+
+def test_rows_of_a_wide_page_are_shared_by_programs():
+    check_bytes(LARGE["int8"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FORMATS])
+def test_bytes_of_pages_are_those_of_the_reference(name):
+    check_bytes(LARGE[name])
+    check_bytes(small_format(name))
+
+
+def check_bytes(fmt: PageFormat) -> None:
+    """What an encoder of Triton writes, and an append that seals a page."""
+    k, _ = cases.sequence_kv(64, 1, fmt.head_dim, torch.float16)
+    cut = Segmentation()
+    expected, expected_segments = reference.encode(k, None, fmt, cut)
+
+    blocks, segments = gpu_encode.encode(k.to(DEVICE), None, fmt, cut)
+
+    assert torch.equal(blocks.cpu(), expected)
+    if expected_segments is not None:
+        assert torch.equal(segments.cpu(), expected_segments)
+    if fmt.is_sealable:
+        check_append(fmt, k)
+
+
+def check_append(fmt: PageFormat, k: torch.Tensor) -> None:
+    """The last token of a page is appended, and seals it."""
+    raw = cases.raw_format("float16", fmt.head_dim, fmt.latent)
+    page_units = -(-(cases.BASE + raw.block_bytes) // 128)
+    pages = [3 + page_units * i for i in range(4)]
+    sealed = 3 + page_units * 4
+    arena = torch.zeros((sealed + page_units * 4 + 9) * 128, dtype=torch.uint8)
+    for i in range(63):
+        row = NewRows(int32(pages[i // 16]), int32(i % 16), raw, cases.BASE)
+        reference.append(arena, k[:, i : i + 1].transpose(0, 1), None, row)
+    actual = arena.to(DEVICE, copy=True)
+    new = k[:, 63:64].transpose(0, 1)
+
+    def append(call, device, target):
+        tables = [int32(sealed), int32(pages), int32(0), int32(0)]
+        seals = SealRows(*(x.to(device) for x in tables))
+        sealing = Sealing(seals, fmt, base=32)
+        row = NewRows(int32(pages[3]).to(device), int32(15).to(device), raw, cases.BASE)
+        call(target, new.to(device), None, row, sealing)
+
+    append(reference.append, "cpu", arena)
+    append(gpu_append.append, DEVICE, actual)
+
+    assert torch.equal(actual.cpu(), arena)
+    assert arena[sealed * 128 :].any()
