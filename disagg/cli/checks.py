@@ -120,5 +120,6 @@ def check_arena(config: Config, info: "ModelInfo") -> None:
     from disagg.model.capacity import kv_shape
 
     slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim, info.states)
-    plans = [parse_plan(spec, kv_shape(info)) for spec in config.listed]
+    shape = kv_shape(info, config.state)
+    plans = [parse_plan(spec, shape) for spec in config.listed]
     check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)
