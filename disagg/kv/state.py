@@ -41,19 +41,19 @@ class GroupState:
 
     tail:       raw pages in token order, those of the sink in front
     side:       the side record, where the codec has one
-    wire:       the state as it is handed off, until the first step
     kept_pages: raw pages of the tokens that the side record names
     seals:      how often a prompt or a tail was sealed
     dropped:    pages in front of the runs that were released, since no query sees them any more
+    wire:       the state as it is handed off, until the first step
     """
 
     runs: list[Run] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     side: int | None = None
-    wire: int | None = None
     kept_pages: list[int] = field(default_factory=list)
     seals: int = 0
     dropped: int = 0
+    wire: int | None = None
 
     @property
     def num_pages(self) -> int:
