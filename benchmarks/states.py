@@ -98,7 +98,7 @@ class Judgement:
     def _judge(self, answer: Answer, logits: Tensor) -> Sampled:
         rid, index = answer.rid, len(answer.emitted)
         token = self.text.rows[int(rid)][self.text.prompt + index]
-        choice = logits.float().log_softmax(-1)
+        choice = logits.double().log_softmax(-1)
         self.loss.setdefault(rid, []).append(-float(choice[token]))
         if self.truth:
             truth = self.truth[rid][index]
