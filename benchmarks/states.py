@@ -1,6 +1,6 @@
 """What rounding the states of a hybrid model costs: in the next tokens, and in bytes saved.
 
-    python -m benchmarks.states MODEL --text FILE --json --out FILE
+    python -m benchmarks.states MODELS --text FILE --json --out FILE
     python -m benchmarks.states --configs FILE.jsonl
 
 Prompts are computed as ever; then their answers are forced to be the text behind them. The tokens
@@ -206,7 +206,7 @@ def size_rows(configs: Path) -> Iterator[Row]:
 
 
 def states(
-    model: str | None = Argument(None, help="Folder of a hybrid model."),
+    models: list[str] | None = Argument(None, help="Folders of hybrid models."),
     text: str | None = Option(None, help="File of a text; default: random tokens."),
     prompt: int = Option(1024, help="Tokens of a prompt."),
     answer: int = Option(1001, help="Tokens behind it."),
@@ -217,30 +217,32 @@ def states(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what rounding the states of a hybrid model costs."""
+    """Measure what rounding the states of hybrid models costs."""
     if configs is not None:
         show(result_of(size_rows(configs), BYTES_NOTES), out, as_json)
         return
-    if model is None:
-        raise ConfigError("no model; expected a folder, or --configs")
-    runner = Runner.load(model)
-    if not runner.shape.states:
-        raise ConfigError(f"{model} keeps no states; expected a hybrid model")
-    name = Path(model).name
-    rows = measure_states(
-        runner, _text_for(runner, model, text, prompt, answer, count), name
-    )
+    if not models:
+        raise ConfigError("no model; expected folders, or --configs")
+    rows: list[Row] = []
+    for model in models:
+        runner = Runner.load(model)
+        if not runner.shape.states:
+            raise ConfigError(f"{model} keeps no states; expected a hybrid model")
+        tokens = _text_for(runner, model, text, (prompt, answer, count))
+        rows += measure_states(runner, tokens, Path(model).name)
     show(result_of(rows, NOTES), out, as_json)
 
 
 def _text_for(
-    runner: Runner, model: str, text: str | None, prompt: int, answer: int, count: int
+    runner: Runner, model: str, text: str | None, sizes: tuple[int, int, int]
 ) -> Text:
+    """sizes: tokens of a prompt and behind it, and the number of prompts"""
+    prompt, answer, count = sizes
     if text is None:
         return random_text(runner.info.vocab_size, prompt, answer, count)
     _, content = read_text(text)
-    tokenizer = Tokenizer.load(model)
-    return Text(cut_rows(content, tokenizer, prompt + answer, count), prompt)
+    rows = cut_rows(content, Tokenizer.load(model), prompt + answer, count)
+    return Text(rows, prompt)
 
 
 if __name__ == "__main__":

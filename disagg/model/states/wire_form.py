@@ -27,47 +27,52 @@ def narrow(states: StateRecords, page: int, wire: StateRecords, wire_page: int) 
 
     error: half a step of a code, `row * column / 2`; of BF16, 2**-9 of each element
     """
-    views = wire.views(wire_page)
+    planes = wire.views(wire_page)
     for name, state in states.views(page).items():
-        if views[name].dtype == torch.int8:
-            _encode(state.float(), name, views)
+        if planes[name].dtype == torch.int8:
+            _encode(state.float(), name, planes)
         else:
-            views[name].copy_(state)
+            planes[name].copy_(state)
 
 
 def widen(wire: StateRecords, wire_page: int, states: StateRecords, page: int) -> None:
     """Write the record of a state, from its wire record."""
-    views = wire.views(wire_page)
+    planes = wire.views(wire_page)
     for name, state in states.views(page).items():
-        if views[name].dtype == torch.int8:
-            codes = views[name].float()
-            columns = codes * views[column_scales(name)].float()
-            state.copy_(columns * views[row_scales(name)].float())
-        else:
-            state.copy_(views[name])
+        plane = planes[name]
+        if plane.dtype == torch.int8:
+            rows = planes[row_scales(name)]
+            columns = planes[column_scales(name)]
+            plane = plane.float() * columns.float() * rows.float()
+        state.copy_(plane)
 
 
-def _encode(state: Tensor, name: str, views: Mapping[str, Tensor]) -> None:
+def _encode(state: Tensor, name: str, planes: Mapping[str, Tensor]) -> None:
     """Codes by the scales as they are stored.
 
     The scale of a column is the root of its mean square, in rows of equal size; that of a row fits
     its largest element to the codes.
     """
     equal_rows = state / _row_sizes(state)
-    columns = views[column_scales(name)]
-    mean_squares = equal_rows.square().mean(-2, keepdim=True)
-    columns.copy_(mean_squares.sqrt().clamp_min(LEAST_SCALE))
+    squares = equal_rows.square()
+    column_sizes = squares.mean(-2, keepdim=True).sqrt()
+    columns = planes[column_scales(name)]
+    columns.copy_(column_sizes.clamp_min(LEAST_SCALE))
     equal_columns = state / columns.float()
     largest = equal_columns.abs().amax(-1, keepdim=True)
-    rows = views[row_scales(name)]
-    rows.copy_((largest / MAX_CODE).clamp_min(LEAST_SCALE))
-    codes = (equal_columns / rows.float()).round()
-    views[name].copy_(codes.clamp(-MAX_CODE, MAX_CODE))
+    row_sizes = largest / MAX_CODE
+    rows = planes[row_scales(name)]
+    rows.copy_(row_sizes.clamp_min(LEAST_SCALE))
+    codes = equal_columns / rows.float()
+    codes = codes.round().clamp(-MAX_CODE, MAX_CODE)
+    planes[name].copy_(codes)
 
 
 def _row_sizes(state: Tensor) -> Tensor:
     """Geometric means: a column of large elements changes those of all rows alike."""
     sizes = state.abs()
-    floor = sizes.amax((-2, -1), keepdim=True) * SMALLEST_SHARE
-    sizes = sizes.maximum(floor.clamp_min(LEAST_SCALE))
-    return sizes.log().mean(-1, keepdim=True).exp()
+    largest = sizes.amax((-2, -1), keepdim=True)
+    floor = largest * SMALLEST_SHARE
+    floor = floor.clamp_min(LEAST_SCALE)
+    logs = sizes.maximum(floor).log()
+    return logs.mean(-1, keepdim=True).exp()
