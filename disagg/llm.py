@@ -74,13 +74,13 @@ class LLM:
                  "exact", "bf16", "int8", or "auto": exact with codec raw, else int8
         Raises ModelError, UnknownNameError and ConfigError for arguments that cannot be used.
         """
+        state = check_state_form(state)
         defaults = read_sampling_defaults(model, generation_config)
         self.default_params = SamplingParams(**defaults)
         self._runner = Runner.load(model, dtype, device, context)
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
-        state = check_state_form(state)
         self._prefill = Engine(self._runner, config, state=state)
         self._decode = Engine(self._runner, config, state=state)
         self._plan = cache(self._checked_plan)
