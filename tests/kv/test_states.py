@@ -121,6 +121,20 @@ def test_a_rounded_state_has_a_second_record_until_it_decodes(form):
     assert rounded.state_bytes == exact.state_bytes == exact.wire_state_bytes
 
 
+def test_planes_of_a_wire_record_are_those_of_the_page_format():
+    (group, _) = large_plan(INT8).states
+
+    planes = [(x.name, x.dtype, x.shape, x.offset) for x in group.sent.planes]
+
+    assert (group.sent.spec, group.sent.kind) == ("state:int8", Kind.WIRE)
+    assert planes == [
+        ("conv0", "bfloat16", (6, 3), 0),
+        ("recurrent0", "int8", (2, 16, 32), 128),
+        ("recurrent0_rows", "bfloat16", (2, 16, 1), 128 + 1024),
+        ("recurrent0_columns", "bfloat16", (2, 1, 32), 128 + 1024 + 128),
+    ]
+
+
 def test_int8_has_fewer_bytes_than_bf16_and_bf16_than_exact():
     sizes = [large_plan(form).wire_state_bytes for form in (INT8, BF16, EXACT)]
 
