@@ -68,7 +68,8 @@ def witnessed() -> Iterator[tuple[Digests, Digests]]:
         tokens = admission.job.moved
         if tokens:
             engine = self.context.engine
-            manifest = Manifest(engine.plan(admission.job.codec), tokens)
+            plan = engine.plan(admission.job.codec).moving
+            manifest = Manifest(plan, tokens)
             arrived[_digests_of(engine.pool.arena, manifest, admission.groups)] += 1
         admit(self, admission)
 

@@ -23,6 +23,12 @@ T = TypeVar("T")
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
+STATE_FORMS = (
+    AUTO,
+    "exact",
+    "bf16",
+    "int8",
+)  # of a hybrid model's states at a hand-off
 MAX_WORKERS = 1024  # of a role
 MAX_DOORS = 64
 
@@ -49,12 +55,19 @@ class Bounded:
     def __post_init__(self) -> None:
         room = type(self).__name__.removesuffix("Config").lower()
         for each in dataclasses.fields(self):
-            key = f"{room}.{each.name}"
+            key = f"{room}.{each.name}".removeprefix(".")
             value = getattr(self, each.name)
             if "least" in each.metadata and value is not None:
                 _check_bounds(key, value, **each.metadata)
             if "names" in each.metadata and value not in each.metadata["names"]:
                 raise UnknownNameError.of(key, str(value), each.metadata["names"])
+
+
+def check_state_form(form: str) -> str:
+    """The form of states, if there is such a one; else UnknownNameError."""
+    if form not in STATE_FORMS:
+        raise UnknownNameError.of("state", str(form), STATE_FORMS)
+    return form
 
 
 def _check_bounds(key: str, value: float, least: float, most: float) -> None:
@@ -312,7 +325,7 @@ class SecurityConfig(Bounded):
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Bounded):
     """How the KV cache is compressed.
 
     codec:  a codec spec for all layers; or a plan with one for each range of layers,
@@ -320,10 +333,14 @@ class Config:
             each request
     codecs: the codecs that "auto" chooses from. On a GPU also the only ones, besides codec, that
             requests may name, because workers compile them at start
+    state:  for hybrid models, whose layers partly keep a state of fixed size instead of K and V: a
+            state is rounded to this once, when the prompt is computed. "exact", "bf16", "int8"
+            with a scale for each row and column, or "auto": exact with codec raw, else int8
     """
 
     codec: str = DEFAULT_CODEC
     codecs: list[str] = field(default_factory=list)
+    state: str = one_of(*STATE_FORMS)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)

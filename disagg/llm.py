@@ -17,7 +17,7 @@ from itertools import count
 from operator import index
 from threading import Lock
 
-from disagg.config import DEFAULT_CODEC, EngineConfig
+from disagg.config import DEFAULT_CODEC, EngineConfig, check_state_form
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
@@ -63,22 +63,26 @@ class LLM:
         config: EngineConfig | None = None,
         context: int | None = None,
         generation_config: str = AUTO,
+        state: str = AUTO,
     ):
         """Load a model, by name or path; without one, the packaged model.
 
         codec:   a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
         context: maximum tokens of a prompt with its answer; None: the default of the model
         generation_config: where `default_params` come from: "auto" (the model), "none", or a path
+        state:   what the states of a hybrid model are rounded to when a prompt is computed:
+                 "exact", "bf16", "int8", or "auto": exact with codec raw, else int8
         Raises ModelError, UnknownNameError and ConfigError for arguments that cannot be used.
         """
+        state = check_state_form(state)
         defaults = read_sampling_defaults(model, generation_config)
         self.default_params = SamplingParams(**defaults)
         self._runner = Runner.load(model, dtype, device, context)
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
-        self._prefill = Engine(self._runner, config)
-        self._decode = Engine(self._runner, config)
+        self._prefill = Engine(self._runner, config, state=state)
+        self._decode = Engine(self._runner, config, state=state)
         self._plan = cache(self._checked_plan)
         pool = self._decode.pool
         plan = self._plan(codec)  # raises its errors now

@@ -43,8 +43,9 @@ def test_what_is_shown_can_be_loaded_again(tmp_path):
         ({"codex": "raw"}, "codec, codecs, engine"),
         ({"server.prot": 1}, "server.metrics_key, server.pd_ports, server.port"),
         ({"model.device": "tpu"}, "unknown model.device 'tpu'; known: auto, cpu, cuda"),
+        ({"state": "int4"}, "unknown state 'int4'; known: auto, bf16, exact, int8"),
     ],
-    ids=["top", "nested", "value"],
+    ids=["top", "nested", "value", "value at the top"],
 )
 def test_an_unknown_name_lists_the_known_ones(flags, known_names):
     with pytest.raises(UnknownNameError, match=known_names):

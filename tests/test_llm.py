@@ -10,7 +10,12 @@ import pytest
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
 from disagg.config import EngineConfig
-from disagg.errors import ConfigError, PromptTooLongError, RequestError
+from disagg.errors import (
+    ConfigError,
+    PromptTooLongError,
+    RequestError,
+    UnknownNameError,
+)
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
 from disagg.transfer.records import Manifest
@@ -204,6 +209,11 @@ def test_a_codec_that_is_no_name_is_refused(llm):
         llm.generate("x", codec=5)
     with pytest.raises(ConfigError, match="codec is 5; expected the name of one"):
         LLM(codec=5)
+
+
+def test_an_unknown_form_of_states_is_refused(tiny):
+    with pytest.raises(UnknownNameError, match="unknown state 'int4'; known: auto"):
+        LLM(str(tiny), state="int4")
 
 
 def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):

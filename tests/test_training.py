@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from disagg.model.describe import DEFAULT_MODEL
 from training import rows as rows_module
 from training.figures import DISTANCES, LENGTH, MARKS, refresh_card, share_right
+from training.hybrid import KINDS, hybrid_model
 from training.train import TrainConfig, Training
 
 
@@ -221,3 +222,15 @@ def test_a_refreshed_card_keeps_its_text_around_new_figures(tmp_path):
     assert "After 8,192 tokens (2 steps)" in text
     assert "perplexity 20.1" in text
     assert "| guided | 50% | 25% | 0% |" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hybrid_begins_with_what_the_default_model_knows(kind, tokenizer):
+    """Worse than that model, and far better than untrained weights: 8.3 nats a token."""
+    ids = tokenizer("It was the best of times, it was the worst of times.")["input_ids"]
+    tokens = torch.tensor([ids])
+
+    with torch.no_grad():
+        loss = hybrid_model(kind)(tokens, labels=tokens).loss
+
+    assert loss < 7.7

@@ -120,7 +120,7 @@ def check_arena(config: Config, info: "ModelInfo") -> None:
     from disagg.engine.arena import check_slabs, slab_bytes_for
     from disagg.model.capacity import kv_shape
 
-    shape = kv_shape(info)
+    shape = kv_shape(info, config.state)
     slab_bytes = slab_bytes_for(shape)
     plans = [parse_plan(spec, shape) for spec in config.listed]
     check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)

@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 from disagg.cli import options
 from disagg.cli.output import print_json, print_table
+from disagg.config import AUTO
 
 if TYPE_CHECKING:
     from disagg.kv.page import Layout
@@ -83,7 +84,7 @@ def layouts_of(spec: str, model: str | None) -> dict[str, Any]:
     from disagg.model.capacity import kv_shape
     from disagg.model.describe import describe_model
 
-    plan = parse_plan(spec, kv_shape(describe_model(model)))
+    plan = parse_plan(spec, kv_shape(describe_model(model), AUTO))
     groups = [
         {
             "layers": ", ".join(map(str, group.layers)),

@@ -148,7 +148,14 @@ def _facts(fit: "ModelFit") -> list[str]:
     states = []
     if fit.state_bytes:
         megabytes = f"{fit.state_bytes / 1e6:,.1f} MB"
-        states = [f"states: {megabytes} a sequence in {fit.num_states} layers"]
+        forms = [
+            f"{nbytes / 1e6:,.1f} {form}"
+            for form, nbytes in fit.wire_state_bytes.items()
+        ]
+        states = [
+            f"states: {megabytes} a sequence in {fit.num_states} layers · "
+            f"handed off as MB: {', '.join(forms)}"
+        ]
     return [
         f"{fit.architecture}: served",
         f"layers that see: {', '.join(spans)} · {_heads(fit)}",

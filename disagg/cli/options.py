@@ -28,6 +28,10 @@ ChatTemplate = Annotated[
 Codec = Annotated[
     str | None, Option(help=f'Codec spec or plan, such as "{DEFAULT_CODEC}".')
 ]
+State = Annotated[
+    str | None,
+    Option(help='States of hybrid models: "exact", "bf16", "int8"; default: "auto".'),
+]
 ConfigFile = Annotated[
     Path | None,
     Option("--config", help="YAML file of settings; `serve --show-config` lists them."),

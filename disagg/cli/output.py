@@ -67,8 +67,9 @@ def _print_bytes(kv: Mapping[str, Any]) -> None:
     fp16 = kv["fp16_bytes"]
     wire = kv["wire_bytes"]
     resident = kv["resident_bytes"]
+    wire_states = kv.get("wire_state_bytes", 0)
     states = kv.get("state_bytes", 0)
-    saves_nothing = not wire or min(wire, resident) - states >= fp16
+    saves_nothing = not wire or min(wire - wire_states, resident - states) >= fp16
     if kv["tokens"] < SHORT_TOKENS and saves_nothing:
         outcome = "too few to hand off; computed on the decode worker"
         if wire:
@@ -79,9 +80,10 @@ def _print_bytes(kv: Mapping[str, Any]) -> None:
         "as fp16": fp16,
         "as fp8": kv["fp8_bytes"],
         "on the wire": wire,
+        "states, in these": wire_states if wire else 0,
         "cached there before": kv.get("cached_bytes"),
         "resident in decode": resident,
-        "states, in these": states,
+        "states, resident": states,
     }
     rows = [
         (

@@ -57,6 +57,7 @@ def serve(
         None, help="Dtype of the model: auto, float32, bfloat16 or float16."
     ),
     codec: options.Codec = None,
+    state: options.State = None,
     codecs: str | None = Option(
         None,
         help='Codecs for --codec auto; on a GPU, for requests too: "fp8,int8".',
@@ -119,6 +120,7 @@ def serve(
         "model.name": model or model_argument,
         "model.dtype": dtype,
         "codec": codec,
+        "state": state,
         "codecs": split_specs(codecs),
         "cluster.name": name,
         "cluster.prefill": prefill,

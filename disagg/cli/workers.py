@@ -102,7 +102,7 @@ def draw(report: dict[str, Any]) -> None:
             parts.append(f"{report[key]} {key}")
     fp16_bytes = report.get("fp16_bytes")
     if fp16_bytes:
-        kv_bytes = report["wire_bytes"] - report.get("state_bytes", 0)
+        kv_bytes = report["wire_bytes"] - report.get("wire_state_bytes", 0)
         share = 100 * kv_bytes / fp16_bytes
         parts.append(f"{report['wire_bytes']:,} bytes sent, {share:.0f} % of fp16")
     print_table(" · ".join(parts), COLUMNS, map(row_of, report["workers"]))

@@ -12,10 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from disagg.codecs.contract import Codec
+from disagg.codecs.raw import Raw
 from disagg.codecs.registry import get_codec
+from disagg.config import AUTO
 from disagg.errors import ConfigError, quoted
-from disagg.kv.page import Layout
+from disagg.kv.page import EXACT, INT8, Layout
 from disagg.kv.plan import LayerGroup, LayerShape, Plan, state_group
+
+ROUNDED = INT8  # the form of states beside KV that is compressed, by default
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class KVShape:
     dtype:  that the model computes in, "float32"
     states: of each layer that keeps a state, its planes; they are numbered behind those of KV
     rope_switch: as in `Plan`
+    state_form: in which states are handed off; AUTO: EXACT with codec raw, else ROUNDED
     """
 
     layers: tuple[LayerShape, ...]
     dtype: str
     states: tuple[Layout, ...] = ()
     rope_switch: int | None = None
+    state_form: str = EXACT
 
     @classmethod
     def uniform(
@@ -113,10 +119,19 @@ def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:
         )
         groups.append(_group_of(codec, layers, layer_shape, shape.dtype))
     group_of = [distinct_kinds.index(kind) for kind in kinds]
+    form = _state_form(groups, shape)
     for layer, layout in enumerate(shape.states, shape.num_layers):
         group_of.append(len(groups))
-        groups.append(state_group(layer, layout))
+        groups.append(state_group(layer, layout, form))
     return Plan(tuple(groups), tuple(group_of), shape.rope_switch)
+
+
+def _state_form(groups: Sequence[LayerGroup], shape: KVShape) -> str:
+    """The form in which states are handed off beside these groups of K and V."""
+    if shape.state_form != AUTO:
+        return shape.state_form
+    is_exact = all(isinstance(codec_of(group), Raw) for group in groups)
+    return EXACT if is_exact else ROUNDED
 
 
 def codec_of(group: LayerGroup) -> Codec:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -51,6 +52,7 @@ from disagg.engine.prompts import Prompts
 from disagg.engine.sampler import Sampled, choose, score_prompts
 from disagg.engine.scheduler import ScheduledTokens, Scheduler
 from disagg.engine.sequence import Sequence, Status
+from disagg.engine.states import drop_exact_states, widen_states
 from disagg.engine.steps import (
     StepAllocation,
     allocate_step,
@@ -67,7 +69,7 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.kv.decode_slots import DecodeSlots
-from disagg.kv.page import ARENA_UNIT
+from disagg.kv.page import ARENA_UNIT, EXACT
 from disagg.kv.plan import Plan
 from disagg.model.runner import Runner
 from disagg.model.states.records import scratch_bytes
@@ -85,9 +87,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         codecs: Seq[str] = (),
         probed: Seq[str] = (),
+        state: str = EXACT,
     ):
-        """codecs: those that may be served; none: all · probed: those whose error is sampled"""
-        shape = runner.shape
+        """codecs: those that may be served; none: all · probed: those whose error is sampled
+
+        state: the form in which states are handed off
+        """
+        shape = replace(runner.shape, state_form=state)
         slab_bytes = slab_bytes_for(shape)
         arena_bytes, workspace_bytes = measure_memory(config, runner)
         self.pool, self.arena = make_pool(
@@ -242,6 +248,7 @@ class Engine:
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
             sequence.groups = message.groups
+            self._widen_states(sequence)
             sequence.n = message.moved or sequence.prompt_len
             sequence.choose_rotation(shared=True)
             sequence.slot_promised = True
@@ -446,8 +453,19 @@ class Engine:
         sequence.workspace = None
         self.counts["cached_tokens"] += sequence.cached
         self.counts["computed_tokens"] += sequence.prompt_len - sequence.cached
-        is_local = sequence.handoff is None
-        sequence.enter(Status.DECODE if is_local else Status.HELD)
+        if sequence.handoff is None:
+            self._widen_states(sequence)
+            sequence.enter(Status.DECODE)
+        else:
+            self.pool.release(drop_exact_states(sequence))
+            sequence.enter(Status.HELD)
+
+    def _widen_states(self, sequence: Sequence) -> None:
+        """From now on steps change its states: as exact as they are, also when they were sent."""
+        wire_pages = widen_states(sequence, self.arena)
+        if wire_pages:
+            wait_for_kernels(self._runner.device)
+            self.pool.release(wire_pages)
 
     # -- moving to another worker
 

@@ -24,6 +24,7 @@ from disagg.engine.limits import check_range
 from disagg.engine.messages import as_disagg_error
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Handoff, Sequence
+from disagg.engine.states import narrow_state
 from disagg.errors import CapacityError, PromptTooLongError, RequestError
 from disagg.kv.page import Item, Kind
 from disagg.kv.plan import Plan
@@ -194,22 +195,24 @@ class Prompts:
             )
 
     def on_state(self, entry: ScheduledTokens, index: int) -> None:
-        """A layer with a state is done with several tokens: offer the state, if it is final.
+        """A layer with a state is done with several tokens: hand the state off, if it is final.
 
         index: of the layer among those with a state
         """
         self._on_layer()
         sequence = entry.sequence
         is_final = sequence.n + entry.count == sequence.prompt_len
-        if entry.decodes or not is_final or sequence.handoff is None:
+        if entry.decodes or not is_final or sequence.error is not None:
             return
+        group = sequence.plan.states[index]
         group_index = len(sequence.plan.paged) + index
-        (layer,) = sequence.plan.groups[group_index].layers
-        if sequence.error is None:
-            try:
-                sequence.handoff.offer([Item(Kind.SIDE, group_index, layer, 0)])
-            except Exception as error:
-                sequence.error = as_disagg_error(error)
+        (layer,) = group.layers
+        try:
+            kind = narrow_state(group, sequence.groups[group_index], self._arena)
+            if sequence.handoff is not None:
+                sequence.handoff.offer([Item(kind, group_index, layer, 0)])
+        except Exception as error:
+            sequence.error = as_disagg_error(error)
 
     def check_numbers(self, scheduled: Iterable[ScheduledTokens]) -> None:
         """After a step: note an error for each prompt whose K or V its pages cannot hold.

@@ -398,8 +398,9 @@ def handoff_stats(
         cached_tokens=cached_tokens,
         fp16_bytes=2 * numbers,
         fp8_bytes=numbers,
-        resident_bytes=plan.nbytes(tokens),
+        resident_bytes=plan.resident_bytes(tokens),
         state_bytes=plan.state_bytes,
+        wire_state_bytes=plan.wire_state_bytes,
         encode_ms=encode_ms,
     )
 

@@ -26,6 +26,7 @@ ARENA_UNIT = 128  # bytes; page ids count these, so int32 ids reach 256 GiB
 PLANE_ALIGN = 16  # bytes; one vector load of a GPU thread
 RAW_TOKENS = 16  # tokens of a raw page
 STATE = "state"  # stands for a codec spec where a layer keeps a state: no codec
+EXACT, BF16, INT8 = "exact", "bf16", "int8"  # the forms in which states are handed off
 # tokens that share a segment in most codecs, counted from the first page
 SEGMENT_TOKENS = 2048
 
@@ -59,6 +60,7 @@ class Kind(StrEnum):
     SEGMENT = "segment"
     SIDE = "side"
     RAW = "raw"
+    WIRE = "wire"  # a state in the form in which it is handed off
 
     __hash__ = (
         str.__hash__
@@ -211,6 +213,42 @@ def make_state_layout(planes: Iterable[tuple[str, str, tuple[int, ...]]]) -> Lay
     Planes start on boundaries of the arena's unit, since a step gathers them unit by unit.
     """
     return make_layout(STATE, Kind.SIDE, 0, planes, plane_align=ARENA_UNIT)
+
+
+def make_wire_layout(state: Layout, form: str) -> Layout | None:
+    """The record in which a state is handed off: its matrices in fewer bits, all else as it is.
+
+    form:    EXACT; BF16; or INT8: codes, and a scale for each row and each column
+    returns: None where the state is handed off as it is: it has no matrices, or the form is EXACT
+    """
+    planes: list[tuple[str, str, tuple[int, ...]]] = []
+    for plane in state.planes:
+        if form == EXACT or not is_state_matrix(plane):
+            planes.append((plane.name, plane.dtype, plane.shape))
+        elif form == BF16:
+            planes.append((plane.name, "bfloat16", plane.shape))
+        else:
+            *heads, rows, columns = plane.shape
+            planes.append((plane.name, "int8", plane.shape))
+            planes.append((row_scales(plane.name), "bfloat16", (*heads, rows, 1)))
+            planes.append((column_scales(plane.name), "bfloat16", (*heads, 1, columns)))
+    wire = make_layout(f"{STATE}:{form}", Kind.WIRE, 0, planes, plane_align=ARENA_UNIT)
+    return wire if wire.block_bytes < state.block_bytes else None
+
+
+def is_state_matrix(plane: Plane) -> bool:
+    """Whether a plane is what a recurrence sums up; a convolution keeps its last inputs."""
+    return plane.name.startswith("recurrent") and len(plane.shape) > 1
+
+
+def row_scales(name: str) -> str:
+    """The plane with the scales of the rows of a matrix."""
+    return f"{name}_rows"
+
+
+def column_scales(name: str) -> str:
+    """The plane with the scales of the columns of a matrix."""
+    return f"{name}_columns"
 
 
 def fingerprint_of(identity: object) -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 from disagg.errors import LayoutError
 from disagg.kv.page import (
     ARENA_UNIT,
+    EXACT,
     RAW_TOKENS,
     SEGMENT_TOKENS,
     STATE,
@@ -33,6 +34,7 @@ from disagg.kv.page import (
     Layout,
     align,
     fingerprint_of,
+    make_wire_layout,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ class LayerGroup:
 
     def layout(self, kind: Kind) -> Layout:
         """The layout of a prompt's records of `kind`; LayoutError where the codec has none."""
-        layout: Layout | None = getattr(self, kind)
+        layout: Layout | None = getattr(self, kind, None)
         if layout is None:
             raise LayoutError(f"codec {self.codec} has no {kind} records")
         return layout
@@ -271,10 +273,28 @@ class StateGroup(LayerGroup):
     """A layer that keeps a state instead of K and V: one side record, whatever the length.
 
     The record is final with the prompt. No query sees a token of it, and no token is in a page.
+
+    wire:  the record that is handed off in its place; None: the side record itself is
+    moves: the sequence moves in the middle of its answer: its state is sent as it is
     """
+
+    wire: Layout | None = None
+    moves: bool = False
 
     def layouts(self) -> Iterator[Layout]:
         yield self.layout(Kind.SIDE)
+        if self.wire is not None:
+            yield self.wire
+
+    @property
+    def sent(self) -> Layout:
+        """The layout of the record that is handed off."""
+        return self.page if self.wire is None or self.moves else self.wire
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the state is handed off in a record of its own."""
+        return self.sent.kind is Kind.WIRE
 
     def record(self, layout: Layout) -> RecordShape:
         """Not zeroed: the first chunk of a prompt writes all of it, or a sender does."""
@@ -294,14 +314,15 @@ class StateGroup(LayerGroup):
         return 1
 
     def inventory(self, n: int) -> Counter[Kind]:
-        return Counter({Kind.SIDE: 1})
+        kinds = (Kind.SIDE, Kind.WIRE) if self.is_rounded else (Kind.SIDE,)
+        return Counter(dict.fromkeys(kinds, 1))
 
     def is_side_sent(self, n: int) -> bool:
-        return True
+        return not self.is_rounded
 
 
-def state_group(layer: int, layout: Layout) -> StateGroup:
-    """The group of one layer with a state of this layout."""
+def state_group(layer: int, layout: Layout, form: str = EXACT) -> StateGroup:
+    """The group of one layer with a state of this layout, and the form of its hand-off."""
     return StateGroup(
         layers=(layer,),
         codec=STATE,
@@ -313,6 +334,7 @@ def state_group(layer: int, layout: Layout) -> StateGroup:
         page=layout,
         raw=layout,
         side=layout,
+        wire=make_wire_layout(layout, form),
     )
 
 
@@ -345,10 +367,28 @@ class Plan:
         return tuple(x for x in self.groups if not isinstance(x, StateGroup))
 
     @cached_property
+    def states(self) -> tuple[StateGroup, ...]:
+        """The groups with a state, which are the last ones."""
+        return tuple(x for x in self.groups if isinstance(x, StateGroup))
+
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of the states of a sequence, whatever its length."""
-        states = self.groups[len(self.paged) :]
-        return sum(group.record(group.page).nbytes for group in states)
+        return sum(group.record(group.page).nbytes for group in self.states)
+
+    @cached_property
+    def wire_state_bytes(self) -> int:
+        """Bytes of these states as they are handed off."""
+        return sum(group.record(group.sent).nbytes for group in self.states)
+
+    @cached_property
+    def moving(self) -> "Plan":
+        """The plan of a sequence that moves in the middle of its answer."""
+        groups = tuple(
+            replace(group, moves=True) if isinstance(group, StateGroup) else group
+            for group in self.groups
+        )
+        return replace(self, groups=groups)
 
     @property
     def spec(self) -> str:
@@ -381,5 +421,10 @@ class Plan:
         return records
 
     def nbytes(self, n: int) -> int:
-        """Bytes resident for n tokens."""
+        """Bytes of all records of n tokens, those included that only the hand-off needs."""
         return sum(count * shape.nbytes for shape, count in self.records(n).items())
+
+    def resident_bytes(self, n: int) -> int:
+        """Bytes of n tokens while they decode: states that were handed off rounded are exact."""
+        wire = sum(x.record(x.sent).nbytes for x in self.states if x.is_rounded)
+        return self.nbytes(n) - wire

@@ -44,6 +44,7 @@ class GroupState:
     kept_pages: raw pages of the tokens that the side record names
     seals:      how often a prompt or a tail was sealed
     dropped:    pages in front of the runs that were released, since no query sees them any more
+    wire:       the state as it is handed off, until the first step
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -52,6 +53,7 @@ class GroupState:
     kept_pages: list[int] = field(default_factory=list)
     seals: int = 0
     dropped: int = 0
+    wire: int | None = None
 
     @property
     def num_pages(self) -> int:
@@ -96,6 +98,7 @@ class GroupState:
             Kind.SEGMENT: self._segments(),
             Kind.RAW: self.tail + self.kept_pages,
             Kind.SIDE: [] if self.side is None else [self.side],
+            Kind.WIRE: [] if self.wire is None else [self.wire],
         }
         return {kind: ids for kind, ids in records.items() if ids}
 
@@ -122,11 +125,13 @@ def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupSt
     num_tail = -(-(n - sealed) // RAW_TOKENS)
     raws = ids.get(Kind.RAW, [])
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
+    wire = ids[Kind.WIRE][0] if Kind.WIRE in ids else None
     segments = ids.get(Kind.SEGMENT, [])
     return GroupState(
         runs=_runs(group, group.dropped(n), ids.get(Kind.PAGE, []), segments),
         tail=raws[:num_tail],
         side=side,
+        wire=wire,
         kept_pages=raws[num_tail:],
         seals=1 if sealed else 0,
         dropped=group.dropped_pages(n),

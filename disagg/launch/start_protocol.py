@@ -12,7 +12,15 @@ from disagg.errors import DisaggError, VersionError, error_from
 from disagg.transfer.messages import Role, WorkerInfo
 
 VERSION = 1  # of these messages
-WORKER_GROUPS = ("codec", "codecs", "model", "engine", "transfer", "security")
+WORKER_GROUPS = (
+    "codec",
+    "codecs",
+    "state",
+    "model",
+    "engine",
+    "transfer",
+    "security",
+)
 WORKER_CLUSTER_KEYS = ("gpus", "ports", "runtime_env", "orphan_s")
 
 Message = dict[str, Any]

@@ -7,16 +7,16 @@ memory │ weights │ arena: pages of all sequences │ workspaces: exact KV of
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
-from disagg.config import DEFAULT_CODEC
+from disagg.config import AUTO, DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
-from disagg.kv.page import RAW_TOKENS
+from disagg.kv.page import BF16, EXACT, INT8, RAW_TOKENS
 from disagg.kv.plan import LayerShape, Plan
 from disagg.model.architecture import language_model, read_architecture
 from disagg.model.describe import (
@@ -44,7 +44,8 @@ class CodecFit:
     """One codec under a model, in prompts as long as the model's context.
 
     bytes_per_token: mean of such a prompt, without its states
-    state_tokens: how many tokens of KV take as many bytes as the states of one sequence
+    state_tokens: how many tokens of KV take as many bytes as the states of one sequence, both as
+             they are handed off by default
     tokens:  how many fit; None: the memory is not known
     refused: why the codec cannot hold this model's heads
     """
@@ -71,6 +72,7 @@ class ModelFit:
     exact_bytes_per_token: without windows and codecs
     num_states:    layers that keep a state; `num_layers` are those with K and V
     state_bytes:   of these states of one sequence, whatever its length
+    wire_state_bytes: of the same states at a hand-off, by their form
     """
 
     model: str
@@ -91,13 +93,14 @@ class ModelFit:
     exact_bytes_per_token: int = 0
     num_states: int = 0
     state_bytes: int = 0
+    wire_state_bytes: Mapping[str, int] = field(default_factory=dict)
     recommended: str = ""
     codecs: tuple[CodecFit, ...] = ()
 
 
-def kv_shape(info: ModelInfo) -> KVShape:
-    """The shape of a model's KV, for plans."""
-    return KVShape(info.layers, info.dtype, info.states, info.rope_switch)
+def kv_shape(info: ModelInfo, state: str = EXACT) -> KVShape:
+    """The shape of a model's KV, for plans; state: the form of its states at a hand-off."""
+    return KVShape(info.layers, info.dtype, info.states, info.rope_switch, state)
 
 
 def head_size(layer: LayerShape) -> str:
@@ -140,10 +143,19 @@ def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
     return nbytes - workspace, workspace
 
 
+def wire_state_bytes(shape: KVShape) -> dict[str, int]:
+    """Bytes of the states of one sequence at a hand-off, by their form; empty: it has none."""
+    forms = (EXACT, BF16, INT8) if shape.states else ()
+    plans = [parse_plan("raw", replace(shape, state_form=form)) for form in forms]
+    return {
+        form: plan.wire_state_bytes for form, plan in zip(forms, plans, strict=True)
+    }
+
+
 def tokens_that_fit(plan: Plan, nbytes: int, context: int) -> int:
     """Tokens of prompts as long as the context, the last of which may be shorter."""
-    num_prompts, bytes_left = divmod(nbytes, plan.nbytes(context))
-    last = bisect_right(range(1, context), bytes_left, key=plan.nbytes)
+    num_prompts, bytes_left = divmod(nbytes, plan.resident_bytes(context))
+    last = bisect_right(range(1, context), bytes_left, key=plan.resident_bytes)
     return num_prompts * context + last
 
 
@@ -197,6 +209,7 @@ def check_model(
         exact_bytes_per_token=exact_bytes(shape, [1] * shape.num_layers),
         num_states=len(shape.states),
         state_bytes=shape.state_bytes,
+        wire_state_bytes=wire_state_bytes(shape),
         recommended=next(x.spec for x in suggested if not x.refused),
         # without duplicates: the default spec may be that of a codec itself
         codecs=tuple(dict.fromkeys([suggested[0], *others])),
@@ -234,18 +247,18 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
     """The size of a model's KV under a codec."""
     context = info.context_length
     try:
-        plan = parse_plan(spec, kv_shape(info))
+        plan = parse_plan(spec, kv_shape(info, AUTO))
     except ConfigError as error:
         return CodecFit(spec, refused=str(error))
     tokens = None
     if arena_bytes is not None:
         tokens = tokens_that_fit(plan, arena_bytes, context)
-    bytes_per_token = (plan.nbytes(context) - plan.state_bytes) / context
+    bytes_per_token = (plan.resident_bytes(context) - plan.state_bytes) / context
     return CodecFit(
         spec=plan.spec,
         bytes_per_token=bytes_per_token,
         tokens=tokens,
-        state_tokens=round(plan.state_bytes / bytes_per_token),
+        state_tokens=round(plan.wire_state_bytes / bytes_per_token),
     )
 
 

@@ -131,7 +131,7 @@ class Router:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         # of all hand-offs; states of hybrid models are a part of what is sent
-        self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0, "state_bytes": 0})
+        self._bytes = Counter(fp16_bytes=0, wire_bytes=0, wire_state_bytes=0)
         self._closing = False
         self._is_placing = False  # `_place` will run in the next turn of the loop
 

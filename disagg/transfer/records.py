@@ -20,7 +20,7 @@ from disagg.kv.state import GroupState
 from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
 # what a page depends on comes first
-KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)
+KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW, Kind.WIRE)
 HEADER_BYTES = 512  # upper bound of a frame's prelude and header, without its items
 ITEM_HEADER_BYTES = 20  # index, size and digest of each item
 LONGEST = 2048  # tokens: a codec should make a prompt of this length smaller, if any
@@ -178,7 +178,7 @@ def least_worth_sending(plan: Plan) -> int:
         manifest = Manifest(plan, end - 1)
         overhead = 2 * len(plan.group_of) * HEADER_BYTES
         overhead += 2 * ITEM_HEADER_BYTES * manifest.num_items
-        kv_bytes = manifest.total_bytes - plan.state_bytes
+        kv_bytes = manifest.total_bytes - plan.wire_state_bytes
         if kv_bytes + overhead > 2 * plan.numbers(end - 1):
             return end if end < LONGEST else 0
     return RAW_TOKENS
@@ -231,7 +231,10 @@ class Addresses:
         return [(start, self._manifest.nbytes(item))]
 
     def unsent(self) -> Iterator[Span]:
-        """Records that items do not cover completely. A receiver fills them with zeros first."""
+        """Records that items do not cover completely. A receiver fills them with zeros first.
+
+        Not those that are written whole before they are read: states, from their wire records.
+        """
         for index, group in enumerate(self._manifest.plan.groups):
             ids = self._ids[index]
             records = []
@@ -240,8 +243,9 @@ class Addresses:
             if Kind.SIDE in ids and not group.is_side_sent(self._manifest.tokens):
                 records.append((Kind.SIDE, 0))
             for kind, record in records:
-                nbytes = group.record(group.layout(kind)).nbytes
-                yield ids[kind][record] * ARENA_UNIT, nbytes
+                shape = group.record(group.layout(kind))
+                if shape.zeroed:
+                    yield ids[kind][record] * ARENA_UNIT, shape.nbytes
 
 
 class ArenaSource:

@@ -83,7 +83,8 @@ class ReceiverPolicy:
                 f"{job.name} has no prompt, or moves with "
                 f"{job.tokens} of {len(job.prompt)} tokens"
             )
-        return self.plan_of(job.codec)
+        plan = self.plan_of(job.codec)
+        return plan.moving if job.moved else plan
 
 
 @dataclass(frozen=True)

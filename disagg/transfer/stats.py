@@ -16,6 +16,7 @@ class HandoffStats:
     cached_bytes:   of records that were not sent, because the decode worker had cached them
     resident_bytes: of the prompt's records at the decode worker
     state_bytes:    of these, the states of a hybrid model, which have no fp16 to compare with
+    wire_state_bytes: the same states as they are handed off, of payload_bytes
     encode_ms:      compression
     queue_ms:       the longest wait of an item until its frame was sent
     wire_ms:        from the first frame to the acknowledgement
@@ -39,6 +40,7 @@ class HandoffStats:
     cached_bytes: int = 0
     resident_bytes: int = 0
     state_bytes: int = 0
+    wire_state_bytes: int = 0
     encode_ms: float = 0.0
     queue_ms: float = 0.0
     wire_ms: float = 0.0

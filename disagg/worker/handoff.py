@@ -77,6 +77,8 @@ class OutgoingHandoff(Generic[EngineResult]):
     ):
         job = submit.job
         plan = context.engine.plan(job.codec)
+        if job.moved:
+            plan = plan.moving
         attach = Attach(
             ticket=Ticket(submit.nonce, submit.decode_epoch, gen=0),
             model=context.model,

@@ -208,7 +208,7 @@ class WorkerService:
             room=self._tokens_that_fit(self._engine.pool.arena.nbytes),
             step_tokens=self._config.engine.max_batch_tokens,
             sizes={
-                plan.spec: {tokens: plan.nbytes(tokens) for tokens in SIZES}
+                plan.spec: {tokens: plan.resident_bytes(tokens) for tokens in SIZES}
                 for plan in plans
             },
             speaks=self._speaks(),

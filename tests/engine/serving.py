@@ -9,6 +9,7 @@ from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill, StepOutput
 from disagg.engine.sequence import Request, SamplingParams
+from disagg.kv.page import EXACT
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 
@@ -43,9 +44,9 @@ class Nowhere:
         return False
 
 
-def make_engine(runner: Runner | StandIn, **config: Any) -> Engine:
+def make_engine(runner: Runner | StandIn, state: str = EXACT, **config: Any) -> Engine:
     config.setdefault("arena_bytes", 32 << 20)
-    return Engine(cast(Runner, runner), EngineConfig(**config))
+    return Engine(cast(Runner, runner), EngineConfig(**config), state=state)
 
 
 def request(

@@ -194,8 +194,13 @@ or sound is refused by name.
 |---|---|
 """
 HYBRID_NOTES = """
-- States are large. `disagg models check` shows their bytes for one sequence, and how many tokens of
-  KV take as much. They are sent uncompressed, in the model's dtype (often fp32).
+- States are large. `disagg models check` shows their bytes for one sequence, stored and sent, and
+  how many tokens of KV take as much. Steps compute with exact states, most often in fp32. The
+  setting `state` rounds them once, when a prompt is computed: to `bf16` (half of the bytes), or to
+  `int8` with a scale for each row and column (a quarter). By default they are `int8`, and exact
+  with codec `raw`. [Codecs](codecs.md#states-of-hybrid-models) shows the cost.
+- A sequence that moves in the middle of its answer sends its states as they are: rounded again,
+  they would change the answer. So a move sends 2 to 4 times the state bytes of a prompt.
 - A prefill worker computes every prompt of a hybrid in full, even if it has seen the prefix
   before. A decode worker caches pages of prefixes as usual and does not receive them again, but it
   always receives the state.

@@ -63,12 +63,22 @@ def test_states_are_shown_beside_the_bytes_of_tokens(tmp_path: Path) -> None:
     assert raw.state_tokens == round(shape.state_bytes / raw.bytes_per_token)
 
 
+def test_states_are_compared_with_tokens_as_both_are_sent(tmp_path: Path) -> None:
+    fit = check_model(str(save_config("qwen3_5_text", tmp_path)))
+
+    sent = fit.wire_state_bytes
+    assert sent["exact"] == fit.state_bytes > sent["bf16"] > sent["int8"]
+    int8 = next(codec for codec in fit.codecs if codec.spec == "int8")
+    assert int8.state_tokens == round(sent["int8"] / int8.bytes_per_token)
+
+
 def test_the_command_says_how_large_states_are(tmp_path, disagg):
     path = save_config("lfm2", tmp_path)
 
     output = disagg("models check", path).out
 
     assert "states: 0.0 MB a sequence in 3 layers" in output
+    assert "handed off as MB: 0.0 exact, 0.0 bf16, 0.0 int8" in output
     assert "tokens as large as the states" in " ".join(output.split())
 
 

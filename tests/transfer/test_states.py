@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
-from disagg.errors import CorruptFrameError, TransferError
-from disagg.kv.page import Kind, make_state_layout
+from disagg.errors import CorruptFrameError, LayoutError, TransferError
+from disagg.kv.page import ARENA_UNIT, BF16, EXACT, INT8, Kind, make_state_layout
 from disagg.kv.plan import Plan, state_group
 from disagg.transfer.records import Manifest, least_worth_sending
-from tests.transfer.desk import Desk
+from tests.transfer.desk import Desk, corrupt
 from tests.transfer.prompts import GROUPS, PLAN, make_prompt, make_related
 
 STATE = make_state_layout([("conv0", "float16", (3, 5)), ("recurrent0", "int32", (9,))])
@@ -17,6 +17,17 @@ HYBRID = Plan(
     groups=(*GROUPS, state_group(3, STATE), state_group(4, STATE)),
     group_of=(*PLAN.group_of, 2, 3),
 )
+
+LARGE = make_state_layout(
+    [("conv0", "float16", (3, 5)), ("recurrent0", "float32", (2, 16, 32))]
+)
+ROUNDED = {
+    form: Plan(
+        groups=(*GROUPS, state_group(3, LARGE, form), state_group(4, LARGE, form)),
+        group_of=(*PLAN.group_of, 2, 3),
+    )
+    for form in (EXACT, BF16, INT8)
+}
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300, 2300])
@@ -94,3 +105,75 @@ def test_prompts_are_worth_sending_by_their_kv_alone(codec):
     plain_length = least_worth_sending(parse_plan(codec, kv))
     # the item of the state has a header
     assert abs(length - plain_length) <= 16
+
+
+# -- states that are rounded for their hand-off
+
+
+def test_the_items_of_rounded_states_are_their_wire_records():
+    plan = ROUNDED[INT8]
+    manifest = Manifest(plan, 300)
+    *_, first, second = manifest.items
+
+    assert {first.kind, second.kind} == {Kind.WIRE}
+    sent_bytes = manifest.nbytes(first) + manifest.nbytes(second)
+    assert sent_bytes == plan.wire_state_bytes < plan.state_bytes
+
+
+def test_a_hand_off_brings_wire_records_and_makes_room_for_exact_ones():
+    prompt = make_prompt(300, plan=ROUNDED[INT8])
+    desk = Desk(1 << 21, plan=ROUNDED[INT8])
+
+    assert desk.give(prompt) == prompt.manifest.total_bytes
+
+    groups = desk.admitted().groups
+    assert prompt.equals(desk.pool.arena, groups)
+    assert all(None not in (state.side, state.wire) for state in groups[-2:])
+    desk.free()
+    desk.assert_nothing_held()
+
+
+def test_records_that_are_widened_into_are_not_filled_with_zeros_first():
+    desk = Desk(1 << 21, plan=ROUNDED[INT8])
+    for start in range(0, 1 << 21, 1 << 12):
+        desk.pool.arena.write([(start, b"\xff" * (1 << 12))])
+
+    desk.give(make_prompt(300, plan=ROUNDED[INT8]))
+
+    side = desk.admitted().groups[-1].side
+    exact = desk.pool.arena.read(side * ARENA_UNIT, LARGE.block_bytes)
+    assert set(exact) == {0xFF}
+
+
+def test_a_damaged_wire_record_is_refused():
+    prompt = make_prompt(300, plan=ROUNDED[INT8])
+    desk = Desk(1 << 21, plan=ROUNDED[INT8])
+    ticket = desk.begin(prompt)
+    frame = corrupt(prompt.frame(ticket, prompt.manifest.items[-1:]))
+
+    with pytest.raises(CorruptFrameError, match="wire 0 of layer 4"):
+        desk.store(frame)
+
+
+@pytest.mark.parametrize("form", [EXACT, BF16])
+def test_a_sender_with_another_form_of_states_is_refused(form):
+    prompt = make_prompt(300, plan=ROUNDED[form])
+    desk = Desk(1 << 21, plan=ROUNDED[INT8])
+
+    with pytest.raises(LayoutError, match="reserved were"):
+        desk.begin(prompt)
+
+
+def test_a_sequence_that_moves_brings_exact_states_and_reserves_no_others():
+    plan = ROUNDED[INT8]
+    sequence = make_prompt(300, plan=plan.moving)
+    desk = Desk(1 << 21, plan=plan)
+
+    sent_bytes = desk.give(sequence, moved=300)
+
+    assert sent_bytes == sequence.manifest.total_bytes
+    groups = desk.admitted().groups
+    assert sequence.equals(desk.pool.arena, groups)
+    assert {state.wire for state in groups} == {None}
+    desk.free()
+    desk.assert_nothing_held()

@@ -1,17 +1,21 @@
 """Hybrid models over real gRPC: hand-off, moves, death of a worker."""
 
+from dataclasses import replace
+
 import pytest
 
+from disagg.config import Config
+from disagg.errors import LayoutError
 from disagg.model.runner import Runner
 from disagg.transfer.messages import Role
 from tests.model.tiny import random_prompt, save_tiny
-from tests.worker.pairs import paired
+from tests.worker.pairs import house, paired
 
 ANSWER, HEARD = 120, 20  # tokens of an answer that moves, and of them before it does
-KINDS = ["qwen3_5_text", "granitemoehybrid"]  # the delta rule, Mamba 2
+DELTA, MAMBA = "qwen3_5_text", "granitemoehybrid"  # the delta rule, Mamba 2
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[DELTA, MAMBA])
 def hybrids(request, tmp_path_factory) -> list[Runner]:
     """A small random model three times: an engine has a model of its own."""
     folder = save_tiny(request.param, tmp_path_factory.mktemp("hybrid"), head_dim=64)
@@ -58,3 +62,49 @@ async def test_a_known_prefix_is_not_sent_again_and_its_states_are(hybrids):
         assert ended.kv["payload_bytes"] > ended_again.kv["payload_bytes"]
         assert ended_again.kv["payload_bytes"] >= state_bytes
         assert ended_again.kv["cached_bytes"] > 0
+
+
+# -- states that are rounded for their hand-off
+
+ROUNDED = Config(state="int8")
+
+
+@pytest.mark.parametrize("hybrids", [DELTA], indirect=True)
+async def test_a_sequence_moves_with_its_states_as_they_are(hybrids):
+    """Rounded again, they would change the answer."""
+    prompt = tuple(random_prompt(150))
+    async with paired(hybrids, ROUNDED) as home:
+        expected, ended = await home.complete(prompt, "raw", max_tokens=ANSWER)
+        asking = await home.begin(prompt, "raw", HEARD, ANSWER)
+        leaving = await home.relieve(hybrids[2])
+
+        tokens, _ = await asking
+
+        assert tokens == expected
+        moved_bytes = leaving.service.decode.counts["moved_bytes"]
+        assert moved_bytes > ended.kv["state_bytes"] > ended.kv["wire_state_bytes"] > 0
+
+
+@pytest.mark.parametrize("hybrids", [MAMBA], indirect=True)
+async def test_a_replay_after_a_death_rounds_the_states_alike(hybrids):
+    prompt = tuple(random_prompt(150))
+    async with paired(hybrids, ROUNDED) as home:
+        expected, _ = await home.complete(prompt, "raw", max_tokens=ANSWER)
+        asking = await home.begin(prompt, "raw", HEARD, ANSWER)
+        home.add("d2", Role.DECODE, hybrids[2])
+        await home.kill("d")
+
+        tokens, _ = await asking
+
+        assert tokens == expected
+
+
+@pytest.mark.parametrize("hybrids", [DELTA], indirect=True)
+async def test_workers_that_round_states_otherwise_are_refused(hybrids):
+    async with house(ROUNDED) as home:
+        home.add("p", Role.PREFILL, hybrids[0])
+        home.config = replace(home.config, state="bf16")
+        home.add("d", Role.DECODE, hybrids[1])
+
+        with pytest.raises(LayoutError, match="same release, model and settings"):
+            await home.complete(tuple(random_prompt(150)), "raw")
