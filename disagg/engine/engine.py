@@ -363,7 +363,9 @@ class Engine:
         self, scheduled: Seq[ScheduledTokens], allocation: StepAllocation
     ) -> None:
         """One forward pass, and one more token for each sequence that has fed all its tokens."""
-        states = plan_states(scheduled, self._scratch_page, self._prompts.on_state)
+        states = plan_states(
+            scheduled, self._scratch_page, self._prompts.cuts, self._prompts.on_state
+        )
         batch = build_batch(
             scheduled, allocation, self.arena, self._prompts.chunk, states
         )
