@@ -144,6 +144,11 @@ class Engine:
         return not is_short and self._scheduler.exclusive is None
 
     @property
+    def most_snapshots(self) -> int | None:
+        """How many snapshots of states it caches at most; None: its model has no states."""
+        return self._prompts.most_snapshots
+
+    @property
     def load(self) -> EngineLoad:
         """Its sequences by state, and its free room. Any thread."""
         scheduler = self._scheduler

@@ -278,7 +278,8 @@ def _make_snapshots(
         return None
     plan = parse_plan("raw", shape)
     groups = plan.groups[len(plan.paged) :]
-    return StateSnapshots(pool, arena, groups, config.snapshot_share)
+    share = config.snapshot_share if config.prefix_cache else 0.0
+    return StateSnapshots(pool, arena, groups, share)
 
 
 def _pages_at_receiver(
