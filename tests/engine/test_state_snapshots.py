@@ -11,6 +11,10 @@ from disagg.kv import snapshot_borders
 from disagg.kv.page import ARENA_UNIT
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
+from disagg.router.prefix_index import keys_of
+from disagg.router.request_state import token_array
+from disagg.router.worker_state import WorkerState
+from disagg.transfer.messages import Role, WorkerInfo
 from tests.engine.forced import collect, forced_logits, make_forced
 from tests.engine.margins import assert_same, serve_watched
 from tests.engine.serving import (
@@ -140,6 +144,36 @@ def test_a_resumed_prompt_is_handed_off_as_a_cold_one(hybrid):
 
     assert list(resumed.tokens) == list(cold.tokens)
     assert resumed.kv.cached_tokens == 128
+
+
+def test_a_short_prompt_leaves_no_snapshot(hybrid):
+    engine = make_engine(hybrid("qwen3_5_text"))
+    for _ in range(2):
+        serve(engine, [random_prompt(70)], CODEC, ANSWER)
+
+    assert not snapshots_of(engine)
+    assert counted(engine) == (140, 0)
+
+
+def test_routers_expect_the_snapshots_that_engines_take(hybrid):
+    """Prompts that grow and prompts that share a beginning, cut where routers look."""
+    engine = make_engine(hybrid("qwen3_5_text"))
+    info = WorkerInfo("p", Role.PREFILL, "p", 1, snapshots=engine.most_snapshots)
+    worker = WorkerState(info)
+    story = random_prompt(400)
+    ends = [(72, 0), (200, 1), (328, 2), (128, 70), (128, 71), (128, 80), (392, 3)]
+    expected, resumed = [], []
+    for shared, more in ends:
+        prompt = story[:shared] + random_prompt(more, seed=3)
+        keys = keys_of(token_array(prompt))
+        expected.append(min(worker.resumable_tokens(keys), len(prompt) - 1))
+        worker.add_prompt(keys, len(prompt))
+        before = engine.counts["cached_tokens"]
+        serve(engine, [prompt], CODEC, 1)
+        resumed.append(engine.counts["cached_tokens"] - before)
+
+    assert resumed == expected
+    assert len(set(resumed)) > 3
 
 
 def test_prompts_that_are_scored_are_computed_whole(hybrid):

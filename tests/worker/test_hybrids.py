@@ -58,3 +58,15 @@ async def test_a_known_prefix_is_not_sent_again_and_its_states_are(hybrids):
         assert ended.kv["payload_bytes"] > ended_again.kv["payload_bytes"]
         assert ended_again.kv["payload_bytes"] >= state_bytes
         assert ended_again.kv["cached_bytes"] > 0
+
+
+async def test_a_prompt_that_comes_again_goes_where_its_states_are(hybrids):
+    prompt = tuple(random_prompt(150))
+    async with paired(hybrids) as home:
+        home.add("p2", Role.PREFILL, hybrids[2])
+        first, ended = await home.complete(prompt, "raw")
+        second, ended_again = await home.complete(prompt, "raw")
+
+        assert second == first
+        assert ended.kv["cached_tokens"] == 0
+        assert ended_again.kv["cached_tokens"] == 128
