@@ -50,9 +50,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": LAYERS}
     | {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64}
     | {"num_local_experts": 0, "shared_intermediate_size": 512},
-    "mamba1": SIZES
-    | {"model_type": "jamba", "architectures": ["JambaForCausalLM"]}
-    | {"attn_layer_period": 4, "attn_layer_offset": 3, "num_experts": 1},
 }
 TURNS = 8
 FIRST_TURN, NEXT_TURN = 400, 150  # tokens; an answer and a question are a turn
@@ -125,8 +122,11 @@ def measure_all(models: Sequence[str]) -> Row:
         measure(runner, [tuple(range(100))], share=0)  # warms up
         for name, prompts in workloads().items():
             for share in (0, EngineConfig.snapshot_share):
-                row = {"model": model, "workload": name}
-                row["state_bytes"] = runner.shape.state_bytes
+                row = {
+                    "model": model,
+                    "workload": name,
+                    "state_bytes": runner.shape.state_bytes,
+                }
                 rows.append(row | measure(runner, prompts, share))
     return result_of(rows, NOTES)
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.codecs.planning import codec_of, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.error_probe import CodecErrorProbe
 from disagg.engine.exact_prefixes import ExactPrefixes
@@ -58,7 +58,7 @@ class Prompts:
         on_layer: Callable[[], None],
     ):
         self.prefixes = ExactPrefixes(pool, arena, runner.shape)
-        self._snapshots = _make_snapshots(runner.shape, config, pool, arena)
+        self._snapshots = _make_snapshots(runner, config, pool, arena)
         self._runner = runner
         self._config = config
         self._arena = arena
@@ -234,7 +234,8 @@ class Prompts:
             return
         if self._snapshots is not None:
             self._snapshots.take(sequence, end, index)
-        if end < sequence.prompt_len or sequence.handoff is None:
+        is_final = end == sequence.prompt_len
+        if not is_final or sequence.handoff is None:
             return
         group_index = len(sequence.plan.paged) + index
         (layer,) = sequence.plan.groups[group_index].layers
@@ -271,14 +272,18 @@ class Prompts:
 
 
 def _make_snapshots(
-    shape: KVShape, config: EngineConfig, pool: Pool, arena: Tensor
+    runner: Runner, config: EngineConfig, pool: Pool, arena: Tensor
 ) -> StateSnapshots | None:
-    """The snapshots of a model; None where it has no states."""
-    if not shape.states:
+    """The snapshots of a model; None where it has no states.
+
+    Models that go on from a state token by token compute whole prompts sooner.
+    """
+    if not runner.shape.states:
         return None
-    plan = parse_plan("raw", shape)
+    plan = parse_plan("raw", runner.shape)
     groups = plan.groups[len(plan.paged) :]
-    share = config.snapshot_share if config.prefix_cache else 0.0
+    is_useful = config.prefix_cache and runner.continues_chunks
+    share = config.snapshot_share if is_useful else 0.0
     return StateSnapshots(pool, arena, groups, share)
 
 

@@ -26,7 +26,7 @@ from disagg.model.linear import pack_linears
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
 from disagg.model.states.cache import StepCache
-from disagg.model.states.layers import split_states
+from disagg.model.states.layers import continues_everywhere, split_states
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, fingerprint_with, load_model
 from disagg.paged.page_tables import upload
@@ -97,6 +97,7 @@ class Runner:
         self.info = info
         self.device = model.device
         self.shape = kv_shape(info)
+        self.continues_chunks = continues_everywhere(model)
         self._model = model
         self._cache_name = cache_name(model)
         if fix_rotary(model, info.context_length):

@@ -37,6 +37,12 @@ CODEC = "raw"
 ANSWER = 8  # tokens
 
 
+class Continuing(StandIn):
+    """A runner whose states are worth a snapshot, also those of Mamba 1."""
+
+    continues_chunks = True
+
+
 def counted(engine: Engine) -> tuple[int, int]:
     return engine.counts["computed_tokens"], engine.counts["cached_tokens"]
 
@@ -63,7 +69,7 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(kind, hybrid):
     turn = SYSTEM + random_prompt(40)
     next_turn = turn + random_prompt(50)
     expected = serve_watched(runner, next_turn, CODEC, ANSWER)
-    engine = make_engine(runner, max_batch_tokens=50)
+    engine = make_engine(Continuing(runner), max_batch_tokens=50)
     serve(engine, [turn], CODEC, ANSWER)
 
     (tokens,) = serve(engine, [next_turn], CODEC, ANSWER)
@@ -78,7 +84,7 @@ def test_the_third_prompt_resumes_what_two_have_shared(kind, hybrid):
     runner = hybrid(kind)
     prompts = questions(3)
     expected = serve_watched(runner, prompts[-1], CODEC, ANSWER)
-    engine = make_engine(runner)
+    engine = make_engine(Continuing(runner))
     cached = []
     for prompt in prompts:
         tokens = serve(engine, [prompt], CODEC, ANSWER)
@@ -153,6 +159,16 @@ def test_a_short_prompt_leaves_no_snapshot(hybrid):
 
     assert not snapshots_of(engine)
     assert counted(engine) == (140, 0)
+
+
+def test_states_that_go_on_token_by_token_are_computed_in_full(hybrid):
+    """Mamba 1: a chunk behind a snapshot would take longer than the whole prompt."""
+    engine = make_engine(hybrid("jamba"))
+    for _ in range(2):
+        serve(engine, [random_prompt(100)], CODEC, 1)
+
+    assert engine.most_snapshots == 0
+    assert counted(engine) == (200, 0)
 
 
 def test_routers_expect_the_snapshots_that_engines_take(hybrid):
