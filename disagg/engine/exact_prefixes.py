@@ -213,6 +213,7 @@ class ExactPrefixes:
         if num_cached == num_units:
             return cached, num_units
         self._release(cached)
+        sequence.stored_units = num_cached
         return [], 0
 
     def _mark_used(self, sequence: Sequence, num_units: int) -> None:

@@ -262,13 +262,13 @@ class Prompts:
                 sequence.error = error
 
     def close(self, whole: bool) -> None:
-        """After a step: cache the units that it completed, and then its snapshots.
+        """After a step: cache its snapshots, and the units that it completed.
 
         whole: whether the step was completed; else nothing is cached
         """
-        self.prefixes.close(whole)
         if self._snapshots is not None:
             self._snapshots.close(whole)
+        self.prefixes.close(whole)
 
 
 def _make_snapshots(

@@ -96,13 +96,15 @@ class StateSnapshots:
             self._copy(layer, sequence.state_pages[layer], new.pages[layer])
 
     def close(self, whole: bool) -> None:
-        """After a step: cache the snapshots whose K and V are cached too.
+        """After a step: cache the snapshots whose K and V will be cached too.
+
+        They count as used before K and V, so that they are evicted first: that frees the most.
 
         whole: whether the step was completed; else nothing is cached
         """
         for key, new in self._new.items():
-            num_cached = new.sequence.stored_units * RAW_TOKENS
-            if whole and new.sequence.error is None and new.border <= num_cached:
+            cacheable = len(new.sequence.keys[0]) * RAW_TOKENS
+            if whole and new.sequence.error is None and new.border <= cacheable:
                 self._pool.keep(key, new.pages, note=None)
                 self._mark_used(key)
             self._pool.release(new.pages)
