@@ -115,6 +115,10 @@ class EngineConfig(Bounded):
                       sequences, up to a quarter of the host's memory
     watermark:        share of the arena that is kept free for running sequences to grow
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
+    snapshot_share:   share of the arena that state snapshots may fill. A hybrid model reuses a
+                      prefix only with a snapshot, which is as large as the states of a sequence.
+                      Like all cached KV they give way to sequences. 0: a hybrid model computes
+                      every prompt whole
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below
@@ -130,6 +134,7 @@ class EngineConfig(Bounded):
     memory_share: float = at_least(0.01, most=1, default=0.9)
     watermark: float = at_least(0, most=1, default=0.02)
     prefix_cache: bool = True
+    snapshot_share: float = at_least(0, most=1, default=0.5)
     torch_threads: int | None = at_least(1, most=1024, default=None)
     stuck_s: float = at_least(1, default=45.0)
 

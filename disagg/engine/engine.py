@@ -148,6 +148,11 @@ class Engine:
         return not is_short and self._scheduler.exclusive is None
 
     @property
+    def most_snapshots(self) -> int | None:
+        """How many snapshots of states it caches at most; None: its model has no states."""
+        return self._prompts.most_snapshots
+
+    @property
     def load(self) -> EngineLoad:
         """Its sequences by state, and its free room. Any thread."""
         scheduler = self._scheduler
@@ -374,7 +379,9 @@ class Engine:
         self, scheduled: Seq[ScheduledTokens], allocation: StepAllocation
     ) -> None:
         """One forward pass, and one more token for each sequence that has fed all its tokens."""
-        states = plan_states(scheduled, self._scratch_page, self._prompts.on_state)
+        states = plan_states(
+            scheduled, self._scratch_page, self._prompts.cuts, self._prompts.on_state
+        )
         batch = build_batch(
             scheduled, allocation, self.arena, self._prompts.chunk, states
         )

@@ -12,6 +12,7 @@ writes them, so they take no room from sequences. (`transfer/prefix_cache.py` is
 pages that a decode worker received; `router/prefix_index.py` about which worker has which prefix.)
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -75,12 +76,26 @@ class ExactPrefixes:
         self._arena = arena
         self._new: list[NewUnits] = []
 
-    def restore(self, sequence: Sequence, limit: int) -> int:
-        """Fill a workspace with the cached leading tokens, at most `limit`; returns how many."""
+    def restore(
+        self,
+        sequence: Sequence,
+        limit: int,
+        resume: Callable[[int], int] | None = None,
+    ) -> int:
+        """Fill a workspace with the cached leading tokens, at most `limit`; returns how many.
+
+        resume: called with the tokens that are cached; gives those behind which the model can go
+                on, which are no more. None: it can go on behind all
+        """
         sequence.keys = content_keys(
             MODEL, self._plan, sequence.request.tokens, sequence.is_long
         )
         cached, num_units = self._find(sequence, limit // RAW_TOKENS)
+        sequence.stored_units = num_units
+        if resume is not None:
+            self._release(cached)
+            resumed = resume(num_units * RAW_TOKENS)
+            cached, num_units = self._find_all(sequence, resumed // RAW_TOKENS)
         num_tokens = num_units * RAW_TOKENS
         try:
             if num_units:
@@ -88,7 +103,6 @@ class ExactPrefixes:
                 self._mark_used(sequence, num_units)
         finally:
             self._release(cached)
-        sequence.stored_units = num_units
         return num_tokens
 
     def open(self, sequence: Sequence, done: int) -> NewUnits:
@@ -191,6 +205,17 @@ class ExactPrefixes:
                 return cached, num_units
             self._release(cached)
             num_units = min(ends)
+
+    def _find_all(
+        self, sequence: Sequence, num_units: int
+    ) -> tuple[list[list[CachedPages]], int]:
+        """Like `_find`, but exactly `num_units` units, or none if some of them were evicted."""
+        cached, num_cached = self._find(sequence, num_units)
+        if num_cached == num_units:
+            return cached, num_units
+        self._release(cached)
+        sequence.stored_units = num_cached
+        return [], 0
 
     def _mark_used(self, sequence: Sequence, num_units: int) -> None:
         """Note a use of the cached units of a prompt.

@@ -4,19 +4,20 @@
     chunk   the next tokens of a prompt. When a layer has attended, its K and V are
               encoded    into the records of the sequence, which are offered at once
               measured   against the exact ones, if the prompt is a sample
-              copied     to raw pages of the prefix cache
-    close   after the step: cache the units that all layers have written
+              copied     to raw pages of the prefix cache; states to snapshots
+    close   after the step: cache the units that all layers have written, and the snapshots
 
 Knows no queues, and no sequences that decode.
 """
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.planning import codec_of
+from disagg.codecs.planning import codec_of, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.error_probe import CodecErrorProbe
 from disagg.engine.exact_prefixes import ExactPrefixes
@@ -24,11 +25,13 @@ from disagg.engine.limits import check_range
 from disagg.engine.messages import as_disagg_error
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Handoff, Sequence
+from disagg.engine.state_snapshots import StateSnapshots
 from disagg.engine.states import narrow_state
 from disagg.errors import CapacityError, PromptTooLongError, RequestError
-from disagg.kv.page import Item, Kind
+from disagg.kv.page import RAW_TOKENS, Item, Kind
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Pool
+from disagg.kv.snapshot_borders import snapshot_borders
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
@@ -56,12 +59,18 @@ class Prompts:
         on_layer: Callable[[], None],
     ):
         self.prefixes = ExactPrefixes(pool, arena, runner.shape)
+        self._snapshots = _make_snapshots(runner, config, pool, arena)
         self._runner = runner
         self._config = config
         self._arena = arena
         self._workspace_bytes = workspace_bytes
         self._error_probe = CodecErrorProbe(probed)
         self._on_layer = on_layer
+
+    @property
+    def most_snapshots(self) -> int | None:
+        """How many snapshots of states are cached at most; None: the model has no states."""
+        return None if self._snapshots is None else self._snapshots.count
 
     # -- room
 
@@ -104,8 +113,7 @@ class Prompts:
             if budget < sequence.prompt_len:
                 dtype = getattr(torch, self._runner.info.dtype)
                 sequence.workspace.reserve(dtype, self._runner.device)
-            # a prefix of a hybrid model would need its states too, which are not cached
-            if self._config.prefix_cache and not sequence.plan.state_bytes:
+            if self._config.prefix_cache and self.most_snapshots != 0:
                 self._restore(sequence)
         except (MemoryError, RuntimeError) as error:
             raise CapacityError(
@@ -119,11 +127,23 @@ class Prompts:
         Always computed: its last token, the last queries that its codecs need, and all of a prompt
         that is scored.
         """
+        queries = [codec_of(x).last_queries for x in sequence.plan.paged]
+        least_computed = max(1, *queries)
         limit = 0
         if not sequence.scored:
-            queries = [codec_of(x).last_queries for x in sequence.plan.paged]
-            limit = max(0, sequence.prompt_len - max(1, *queries))
-        sequence.begin(self.prefixes.restore(sequence, limit))
+            limit = max(0, sequence.prompt_len - least_computed)
+        if self._snapshots is None:
+            sequence.begin(self.prefixes.restore(sequence, limit))
+            return
+        resume = partial(self._snapshots.restore, sequence)
+        sequence.begin(self.prefixes.restore(sequence, limit, resume))
+        borders = snapshot_borders(
+            tokens=sequence.prompt_len,
+            shared=sequence.stored_units * RAW_TOKENS,
+            resumed=sequence.cached,
+            least_computed=least_computed,
+        )
+        self._snapshots.plan(sequence, borders)
 
     # -- compute
 
@@ -194,15 +214,28 @@ class Prompts:
                 ]
             )
 
-    def on_state(self, entry: ScheduledTokens, index: int) -> None:
-        """A layer with a state is done with several tokens: hand the state off, if it is final.
+    def cuts(self, entry: ScheduledTokens) -> list[int]:
+        """Tokens behind which layers with a state stop in a step: borders, and the last one."""
+        end = entry.sequence.n + entry.count
+        if entry.decodes or self._snapshots is None:
+            return [end]
+        borders = self._snapshots.open(entry.sequence, end)
+        return sorted({*borders, end})
 
+    def on_state(self, entry: ScheduledTokens, end: int, index: int) -> None:
+        """A layer with a state has passed several tokens: copy the state for a snapshot, and
+        offer it if it is final.
+
+        end:   tokens of the sequence that it has passed
         index: of the layer among those with a state
         """
         self._on_layer()
         sequence = entry.sequence
-        is_final = sequence.n + entry.count == sequence.prompt_len
-        if entry.decodes or not is_final or sequence.error is not None:
+        if entry.decodes:
+            return
+        if self._snapshots is not None:
+            self._snapshots.take(sequence, end, index)
+        if end != sequence.prompt_len or sequence.error is not None:
             return
         group = sequence.plan.states[index]
         group_index = len(sequence.plan.paged) + index
@@ -231,11 +264,29 @@ class Prompts:
                 sequence.error = error
 
     def close(self, whole: bool) -> None:
-        """After a step: cache the units that it completed.
+        """After a step: cache its snapshots, and the units that it completed.
 
         whole: whether the step was completed; else nothing is cached
         """
+        if self._snapshots is not None:
+            self._snapshots.close(whole)
         self.prefixes.close(whole)
+
+
+def _make_snapshots(
+    runner: Runner, config: EngineConfig, pool: Pool, arena: Tensor
+) -> StateSnapshots | None:
+    """The snapshots of a model; None where it has no states.
+
+    Models that go on from a state token by token compute whole prompts sooner.
+    """
+    if not runner.shape.states:
+        return None
+    plan = parse_plan("raw", runner.shape)
+    groups = plan.groups[len(plan.paged) :]
+    is_useful = config.prefix_cache and runner.continues_chunks
+    share = config.snapshot_share if is_useful else 0.0
+    return StateSnapshots(pool, arena, groups, share)
 
 
 def _pages_at_receiver(

@@ -278,6 +278,7 @@ class Sequence:
     first_cached: the same at its first start, before it could find its own; None: not started
     keys:      of the units of its exact KV, by layer group
     stored_units: leading units of them that are in the prefix cache
+    borders:   tokens behind which its states are copied for later prompts, with keys of the copies
     groups:    its records, one state per layer group; empty: none
     slot_promised: it came with a decode slot of its own
     has_slot:  this engine gave it a decode slot
@@ -306,6 +307,7 @@ class Sequence:
     first_cached: int | None = None
     keys: Seq[Seq[bytes]] = ()
     stored_units: int = 0
+    borders: Mapping[int, bytes] = field(default_factory=dict)
     groups: tuple[GroupState, ...] = ()
     slot_promised: bool = False
     has_slot: bool = False

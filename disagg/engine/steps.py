@@ -4,7 +4,7 @@ All records of a step are allocated before any state changes. The plans of all g
 before layer 0; layers only follow them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -116,12 +116,15 @@ def build_batch(
 def plan_states(
     scheduled: Sequence[ScheduledTokens],
     scratch: int,
-    on_layer: Callable[[ScheduledTokens, int], None],
+    cuts: Callable[[ScheduledTokens], Iterable[int]],
+    on_layer: Callable[[ScheduledTokens, int, int], None],
 ) -> StateStep:
     """What one forward pass does in layers with a state; nothing where a model has none.
 
     scratch:  page of a record that no sequence owns
-    on_layer: called with a part and the index of a layer that is done with it
+    cuts:     the tokens of a sequence behind which these layers stop, the last of them included
+    on_layer: called with the tokens of a sequence behind which a layer has stopped, and the
+              index of the layer
     """
     parts: list[StatePart] = []
     rows: list[int] = []
@@ -135,14 +138,17 @@ def plan_states(
             rows.append(row)
             pages_of_rows.append(pages)
         else:
-            part = StatePart(
-                row=row,
-                count=entry.count,
-                pages=pages,
-                fresh=entry.sequence.n == 0,
-                on_layer=partial(on_layer, entry),
-            )
-            parts.append(part)
+            start = entry.sequence.n
+            for end in cuts(entry):
+                part = StatePart(
+                    row=row + start - entry.sequence.n,
+                    count=end - start,
+                    pages=pages,
+                    fresh=start == 0,
+                    on_layer=partial(on_layer, entry, end),
+                )
+                parts.append(part)
+                start = end
         row += entry.count
     if not rows:
         return StateStep(tuple(parts), scratch=scratch)

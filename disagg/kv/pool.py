@@ -193,6 +193,11 @@ class Pool:
         entries = self._cache.entries.values()
         return [entry.key for entry in entries if isinstance(entry.note, note_type)]
 
+    @atomic
+    def kept_of(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of these keys that pages are kept under, in the same order."""
+        return [key for key in keys if key in self._cache.entries]
+
     def _make_room(self, shape: RecordShape, count: int) -> None:
         """Evict until `count` records fit, or until nothing is left to evict."""
         spared = min(self.num_slabs // SLABS_PER_SPARED, MAX_SPARED_SLABS)

@@ -28,7 +28,7 @@ from disagg.model.longrope import LongRows, long_rows, split_rotary
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
 from disagg.model.states.cache import StepCache
-from disagg.model.states.layers import split_states
+from disagg.model.states.layers import continues_everywhere, split_states
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, fingerprint_with, load_model
 from disagg.paged.page_tables import upload
@@ -100,6 +100,7 @@ class Runner:
         # packed weights, which may be the model's first ones, are on no device
         self.device = model.get_input_embeddings().weight.device
         self.shape = kv_shape(info)
+        self.continues_chunks = continues_everywhere(model)
         self._model = model
         self._cache_name = cache_name(model)
         self._long_rows = LongRows()

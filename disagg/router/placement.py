@@ -360,7 +360,7 @@ class Placement:
         def cost(worker: WorkerState) -> tuple[bool, int, int, float]:
             has_refused = worker.name in request.avoid
             num_requests = self._num_requests[worker.name] if request.exclusive else 0
-            cached_tokens = worker.prefixes.tokens(request.prompt_keys)
+            cached_tokens = worker.resumable_tokens(request.prompt_keys)
             tokens_left = self._tokens_left[worker.name] - cached_tokens
             return has_refused, num_requests, tokens_left, worker.recent_tokens
 

@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from disagg.kv.snapshot_borders import snapshot_borders
+
 UNIT_TOKENS = 64
 MAX_UNITS = 1 << 15  # remembered of each worker: 2 million tokens
 KEY_BYTES = 12
@@ -58,6 +60,39 @@ class KnownPrefixes:
                 self._older = self._recent
                 self._recent = {}
             self._recent[key] = None
+
+
+class KnownSnapshots:
+    """The snapshots of states that one worker has, where its model keeps states.
+
+    They are expected where its engine takes them, and forgotten in the order of use.
+    """
+
+    def __init__(self, count: int):
+        """count: how many the worker caches at most"""
+        self._count = count
+        self._keys: dict[bytes, None] = {}
+
+    def tokens(self, keys: Sequence[bytes], cached_tokens: int) -> int:
+        """Leading tokens of a prompt that the worker need not compute.
+
+        keys: of its prefixes · cached_tokens: those whose K and V the worker has
+        """
+        for units in range(cached_tokens // UNIT_TOKENS, 0, -1):
+            if keys[units - 1] in self._keys:
+                return UNIT_TOKENS * units
+        return 0
+
+    def add(self, keys: Sequence[bytes], tokens: int, cached_tokens: int) -> None:
+        """The worker computes a prompt of so many tokens, of which it had some in its cache."""
+        resumed = self.tokens(keys, cached_tokens)
+        borders = [resumed, *snapshot_borders(tokens, cached_tokens, resumed)]
+        for units in [border // UNIT_TOKENS for border in borders if border]:
+            key = keys[units - 1]
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        while len(self._keys) > self._count:
+            del self._keys[next(iter(self._keys))]
 
 
 def reason_of(tokens: int, longest: int) -> str:

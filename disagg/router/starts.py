@@ -94,16 +94,18 @@ class Starts:
         self, request: RequestState, prefill: WorkerState, decode: WorkerState
     ) -> None:
         """Count why a request goes to these workers; from now on they have its prefixes."""
-        prefill_tokens = prefill.prefixes.tokens(request.prompt_keys)
-        request.cached_tokens = min(prefill_tokens, len(request.job.prompt) - 1)
-        self._count_prefix(Role.PREFILL, prefill, request.prompt_keys)
+        keys = request.prompt_keys
+        num_tokens = len(request.job.prompt)
+        resumable = prefill.resumable_tokens(keys)
+        longest = max(x.resumable_tokens(keys) for x in self._workers.values())
+        self.routed[Role.PREFILL.value, reason_of(resumable, longest)] += 1
+        request.cached_tokens = min(resumable, num_tokens - 1)
+        prefill.add_prompt(keys, num_tokens)
         if decode is not prefill:
-            self._count_prefix(Role.DECODE, decode, request.page_keys)
+            self._count_pages(decode, request.page_keys)
 
-    def _count_prefix(
-        self, role: Role, worker: WorkerState, keys: tuple[bytes, ...]
-    ) -> None:
+    def _count_pages(self, decode: WorkerState, keys: tuple[bytes, ...]) -> None:
         longest = max(x.prefixes.tokens(keys) for x in self._workers.values())
-        reason = reason_of(worker.prefixes.tokens(keys), longest)
-        self.routed[role.value, reason] += 1
-        worker.prefixes.add(keys)
+        reason = reason_of(decode.prefixes.tokens(keys), longest)
+        self.routed[Role.DECODE.value, reason] += 1
+        decode.prefixes.add(keys)

@@ -1,9 +1,10 @@
 """The workers that take part, as a router sees them: their load, room, failures and prefixes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from disagg.router.prefix_index import KnownPrefixes
+from disagg.router.prefix_index import KnownPrefixes, KnownSnapshots
 from disagg.transfer.messages import Load, WorkerInfo
 
 OPENS_AT = 3  # consecutive failures that open a circuit breaker
@@ -23,6 +24,7 @@ class WorkerState:
     open_until:     the circuit breaker is open: no request goes to the worker before this time
     recent_tokens:  tokens of prompts that it got lately, fading with time
     prefixes:       prefixes of prompts that it has in its cache
+    snapshots:      those of its states; None: its model has none, and resumes any prefix
     """
 
     info: WorkerInfo
@@ -34,10 +36,28 @@ class WorkerState:
     open_until: float = -math.inf
     recent_tokens: float = 0.0
     prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
+    snapshots: KnownSnapshots | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = self.info.snapshots
+        self.snapshots = None if count is None else KnownSnapshots(count)
 
     @property
     def name(self) -> str:
         return self.info.name
+
+    def resumable_tokens(self, keys: Sequence[bytes]) -> int:
+        """Leading tokens of a prompt with these keys that it probably need not compute."""
+        cached_tokens = self.prefixes.tokens(keys)
+        if self.snapshots is None:
+            return cached_tokens
+        return self.snapshots.tokens(keys, cached_tokens)
+
+    def add_prompt(self, keys: Sequence[bytes], tokens: int) -> None:
+        """It computes a prompt of so many tokens, and caches its prefixes."""
+        if self.snapshots is not None:
+            self.snapshots.add(keys, tokens, self.prefixes.tokens(keys))
+        self.prefixes.add(keys)
 
     def room(self, token_bytes: float, now: float) -> float:
         """Length of the longest prompt that may find room, as far as the router can tell.

@@ -75,6 +75,7 @@ class WorkerInfo:
     min_tokens: shorter prompts are served whole where they decode, if that is here
     room:       tokens of its own codec that its arena holds
     step_tokens: of prompts, the most that it computes in one step
+    snapshots:  of states, the most that it caches; None: it resumes any prefix without them
     sizes:      bytes of two prompts, by tokens, under each listed codec
     speaks:     versions and fingerprints; only workers with equal ones can hand over to each other
     """
@@ -87,6 +88,7 @@ class WorkerInfo:
     min_tokens: int = 0
     room: int = 0
     step_tokens: int = EngineConfig.max_batch_tokens
+    snapshots: int | None = None
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
     speaks: tuple[str, ...] = ()
 

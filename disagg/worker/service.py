@@ -207,6 +207,7 @@ class WorkerService:
             min_tokens=self._min_tokens(),
             room=self._tokens_that_fit(self._engine.pool.arena.nbytes),
             step_tokens=self._config.engine.max_batch_tokens,
+            snapshots=self._engine.most_snapshots,
             sizes={
                 plan.spec: {tokens: plan.resident_bytes(tokens) for tokens in SIZES}
                 for plan in plans

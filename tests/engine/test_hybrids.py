@@ -127,22 +127,6 @@ def test_the_figures_of_a_hand_off_count_states_apart(hybrid):
     assert stats.fp16_bytes == without.fp16_bytes
 
 
-# -- prefixes
-
-
-def test_a_prompt_that_was_computed_before_is_computed_again(hybrid):
-    """Its K and V may be here still; its states are not."""
-    engine = make_engine(hybrid("qwen3_5_text"))
-    prompt = random_prompt(70)
-    first = serve(engine, [prompt], "raw", 8)
-
-    second = serve(engine, [prompt], "raw", 8)
-
-    assert second == first
-    assert engine.counts["cached_tokens"] == 0
-    assert engine.counts["computed_tokens"] == 2 * 70
-
-
 # -- little room
 
 

@@ -29,6 +29,7 @@ INFO = WorkerInfo(
     min_tokens=7,
     room=1000,
     step_tokens=512,
+    snapshots=9,
     sizes={"raw": {64: 100, 128: 200}},
     speaks=("frames 4", "model fingerprint"),
 )

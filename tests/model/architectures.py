@@ -201,12 +201,16 @@ HYBRID_NOTES = """
   with codec `raw`. [Codecs](codecs.md#states-of-hybrid-models) shows the cost.
 - A sequence that moves in the middle of its answer sends its states as they are: rounded again,
   they would change the answer. So a move sends 2 to 4 times the state bytes of a prompt.
-- A prefill worker computes every prompt of a hybrid in full, even if it has seen the prefix
-  before. A decode worker caches pages of prefixes as usual and does not receive them again, but it
-  always receives the state.
+- A prefix is computed once, as for other models, but a prompt resumes only where a worker has a
+  snapshot of the states: near the end of a prompt that came before (so the next turn of a chat
+  computes what is new), every 4,096 tokens, and where two prompts have parted, for the third one. A
+  snapshot is as large as the state of a sequence; all of them fill at most
+  `engine.snapshot_share` of the arena, and give way to sequences. A decode worker caches pages of
+  prefixes as usual and does not receive them again, but it always receives the state.
 - Mamba 1 (`jamba`, `zamba`): transformers cannot continue from a state with several tokens at once.
   So these layers compute replays, and all chunks of a prompt after the first, token by token. Set
-  `engine.max_batch_tokens` above the length of your prompts to compute them in one chunk.
+  `engine.max_batch_tokens` above the length of your prompts to compute them in one chunk. Going on
+  from a snapshot would take longer than the whole prompt, so no snapshots are taken of them.
 - Without the packages `flash-linear-attention`, `causal-conv1d` and `mamba-ssm`, transformers
   computes these layers with plain torch, which is correct, but slow for long prompts. Hybrids have
   not been tried on a GPU.

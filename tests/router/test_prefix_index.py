@@ -6,7 +6,13 @@ from array import array
 import pytest
 
 from disagg.router import prefix_index
-from disagg.router.prefix_index import MAX_UNITS, UNIT_TOKENS, KnownPrefixes, keys_of
+from disagg.router.prefix_index import (
+    MAX_UNITS,
+    UNIT_TOKENS,
+    KnownPrefixes,
+    KnownSnapshots,
+    keys_of,
+)
 
 
 def keys(first: int, units: int) -> tuple[bytes, ...]:
@@ -72,3 +78,40 @@ def test_the_prefixes_of_a_worker_take_three_megabytes_at_most():
 
     key_bytes = 48 * MAX_UNITS
     assert nbytes + key_bytes < 3_000_000
+
+
+# -- snapshots of states
+
+
+def test_a_worker_resumes_the_next_turn_of_a_chat():
+    snapshots = KnownSnapshots(8)
+    chat = keys(0, 10)
+
+    snapshots.add(chat[:5], tokens=5 * UNIT_TOKENS + 20, cached_tokens=0)
+
+    assert snapshots.tokens(chat, cached_tokens=5 * UNIT_TOKENS) == 5 * UNIT_TOKENS
+
+
+def test_a_worker_resumes_a_shared_prefix_when_it_has_seen_it_twice():
+    snapshots = KnownSnapshots(8)
+    shared = 4 * UNIT_TOKENS
+    prompts = [keys(0, 4) + keys(number, 8)[4:] for number in (1, 2, 3)]
+    resumed = []
+    for number, prompt in enumerate(prompts):
+        cached_tokens = shared if number else 0
+        resumed.append(snapshots.tokens(prompt, cached_tokens))
+        snapshots.add(prompt, tokens=8 * UNIT_TOKENS, cached_tokens=cached_tokens)
+
+    assert resumed == [0, 0, shared]
+
+
+def test_the_snapshot_used_last_is_expected_longest():
+    snapshots = KnownSnapshots(2)
+    chats = [keys(number, 4) for number in range(3)]
+    tokens = 4 * UNIT_TOKENS + 20
+    for chat in (chats[0], chats[1], chats[0], chats[2]):
+        snapshots.add(chat, tokens, cached_tokens=snapshots.tokens(chat, tokens))
+
+    resumed = [snapshots.tokens(chat, 4 * UNIT_TOKENS) for chat in chats]
+
+    assert resumed == [4 * UNIT_TOKENS, 0, 4 * UNIT_TOKENS]

@@ -108,3 +108,15 @@ async def test_workers_that_round_states_otherwise_are_refused(hybrids):
 
         with pytest.raises(LayoutError, match="same release, model and settings"):
             await home.complete(tuple(random_prompt(150)), "raw")
+
+
+async def test_a_prompt_that_comes_again_goes_where_its_states_are(hybrids):
+    prompt = tuple(random_prompt(150))
+    async with paired(hybrids) as home:
+        home.add("p2", Role.PREFILL, hybrids[2])
+        first, ended = await home.complete(prompt, "raw")
+        second, ended_again = await home.complete(prompt, "raw")
+
+        assert second == first
+        assert ended.kv["cached_tokens"] == 0
+        assert ended_again.kv["cached_tokens"] == 128

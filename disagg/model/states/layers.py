@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from disagg.errors import ModelError
@@ -34,6 +34,12 @@ def split_states(model: PreTrainedModel, layouts: Sequence[Layout]) -> None:
         for module in modules:
             split = SplitLayer(module.forward, index, layouts[index], continues)
             setattr(module, "forward", split)  # noqa: B010 (mypy: a method)
+
+
+def continues_everywhere(model: nn.Module) -> bool:
+    """Whether all layers that are split go on from a state with several tokens at once."""
+    forwards = [module.forward for module in model.modules()]
+    return all(x.continues for x in forwards if isinstance(x, SplitLayer))
 
 
 @dataclass(frozen=True)
