@@ -21,7 +21,7 @@ BODY = {"max_tokens": 200, "ignore_eos": True}
 SAMPLINGS = ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.9, "seed": 7})
 BODIES = [
     BODY | sampling | {"prompt": PROMPT * repeats}
-    for repeats in (1, 3, 9, 20)
+    for repeats in (1, 9, 40, 100)  # up to 1,500 tokens
     for sampling in SAMPLINGS
 ]
 __all__ = ["home", "pool"]
@@ -55,10 +55,11 @@ def kill_a_decode_worker(state: RunningService, crowd: Crowd) -> None:
 
 
 def kill_the_prefill_worker(state: RunningService, crowd: Crowd) -> None:
-    """As soon as the first answer has begun: other prompts are not computed yet."""
+    """As soon as the first answer has begun: other prompts are computed again by its successor."""
     crowd.send()
     wait_for(lambda: any(stream.pieces for stream in crowd.streams))
     kill(state, "prefill")
+    assert not all(stream.pieces for stream in crowd.streams)
 
     check(crowd, "the prefill worker")
 
