@@ -53,7 +53,10 @@ def test_exact_kv_of_a_hybrid_gives_the_logits_of_the_model_itself(kind, hybrid)
     PagedKV(runner, "kivi:bits=2", prompt).feed(row[70:])
 
     kv = PagedKV(runner, EXACT, prompt)
-    logits = torch.cat([kv.feed(row[70:90]), *(kv.feed([x]) for x in row[90:])])
+    parts = [kv.feed(row[70:90])]
+    for token in row[90:]:
+        parts.append(kv.feed([token]))
+    logits = torch.cat(parts)
 
     model = AutoModelForCausalLM.from_pretrained(runner.info.path)
     with torch.inference_mode():

@@ -35,7 +35,7 @@ class StateRecords:
         states = {}
         for name, plane in self.planes.items():
             if self._is_large(plane):
-                views = [self._view(page, plane) for page in pages.tolist()]
+                views = self._each(pages, plane)
                 states[name] = torch.cat(views)
             else:
                 states[name] = self._gather_units(pages, plane)
@@ -46,16 +46,22 @@ class StateRecords:
         for name, state in states.items():
             plane = self.planes[name]
             if self._is_large(plane):
-                for page, own_state in zip(pages.tolist(), state, strict=True):
-                    self._view(page, plane).copy_(own_state)
+                views = self._each(pages, plane)
+                for view, own_state in zip(views, state, strict=True):
+                    view.copy_(own_state)
             else:
                 self._scatter_units(pages, plane, state)
 
     def _is_large(self, plane: Plane) -> bool:
-        return self.arena.device.type == "cpu" and plane.nbytes >= LARGE_BYTES
+        return self.arena.is_cpu and plane.nbytes >= LARGE_BYTES
+
+    def _each(self, pages: Tensor, plane: Plane) -> list[Tensor]:
+        """The states of several sequences where they are."""
+        return [self._view(page, plane) for page in pages.tolist()]
 
     def _view(self, page: int, plane: Plane) -> Tensor:
-        states = self.arena[plane.span(page)].view(_dtype_of(plane))
+        span = plane.span(page)
+        states = self.arena[span].view(_dtype_of(plane))
         return states.view(1, *plane.shape)
 
     def _gather_units(self, pages: Tensor, plane: Plane) -> Tensor:
