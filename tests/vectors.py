@@ -103,8 +103,11 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     prompt = Prompt(plan, (1,) * n, pool, states, checklist, source)
     ticket = Ticket(nonce=1, epoch=2, gen=1)
     frames = [*prompt.frames(ticket), prompt.commit(ticket)]
+    fields = asdict(vector)
+    if not vector.states:
+        del fields["states"]
     return {
-        **asdict(vector),
+        **fields,
         "codec": group.codec,
         "plan": plan.fingerprint,
         "frames": [encoded(b"".join(pack(frame))) for frame in frames],

@@ -205,7 +205,7 @@ def banded_segment(spec: str, head_dim: int) -> Layout:
 def state_layouts(vector: Mapping[str, Any]) -> list[Layout]:
     """Of layers that keep a state."""
     layouts = []
-    for state in vector["states"]:
+    for state in vector.get("states", ()):
         planes = [(name, dtype, tuple(shape)) for name, dtype, shape in state]
         layouts.append(Layout.of("state", "side", 0, planes, 128))
     return layouts
