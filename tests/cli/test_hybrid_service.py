@@ -76,7 +76,7 @@ def check(crowd: Crowd, victim: str) -> None:
     assert [stream.error for stream in streams] == [None] * STREAMS
     assert [crowd.is_exact(stream) for stream in streams] == [True] * STREAMS
     pause_s = longest_pause_s(streams)
-    print(f"\n{victim} killed: {STREAMS} streams exact after {pause_s:.1f} s at most")
+    print(f"\n{victim} killed: {STREAMS} streams exact, pauses up to {pause_s:.1f} s")
 
 
 def wait_until_whole(state: RunningService) -> None:
