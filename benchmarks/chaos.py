@@ -2,6 +2,7 @@
 
     python -m benchmarks.chaos --seed 12 --minutes 10 --json --out FILE
     python -m benchmarks.chaos --fault hang --fault router_cut_off
+    python -m benchmarks.chaos --model FOLDER --codec raw
 
 Every answer is compared with the answer to the same prompt before any fault. Every 6 to 12 seconds
 a random fault hits a random worker or door that has none; `faults.py` says what each is. A fault of
@@ -39,8 +40,14 @@ from disagg.bench.tables import table
 from disagg.bench.workers import prompt_of
 from disagg.cli.bench import Out, show, without_none
 from disagg.cli.checks import check_codecs
-from disagg.cli.options import Json, refuse_idle
-from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig
+from disagg.cli.options import Json, Model, refuse_idle
+from disagg.config import (
+    DEFAULT_CODEC,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    RouterConfig,
+)
 from disagg.errors import UnknownNameError
 
 NUM_PROMPTS = 8  # different ones, of 40 to 320 tokens
@@ -74,6 +81,7 @@ class ChaosOptions:
     calm:     no faults
     """
 
+    model: str | None = None
     seed: int = 1
     minutes: float = 10.0
     prefill: int = 2
@@ -101,7 +109,8 @@ def measure_chaos(options: ChaosOptions) -> Row:
 async def _measure(options: ChaosOptions) -> Row:
     router = RouterConfig(deadline_s=options.deadline_s)
     engine = EngineConfig(stuck_s=faults.REPLACE_S)
-    config = Config(codec=options.codec, engine=engine, router=router)
+    model = ModelConfig(options.model)
+    config = Config(codec=options.codec, model=model, engine=engine, router=router)
     group = FrontGroup(config, FaultyWorker)
     await group.open(options.doors)
     async with running(group, options.prefill, options.decode):
@@ -140,7 +149,10 @@ async def _measure(options: ChaosOptions) -> Row:
 async def _crowds(group: FrontGroup, options: ChaosOptions) -> list[Crowd]:
     """The clients of each door, and the answers that they have to get."""
     numbers = range(NUM_PROMPTS)
-    prompts = [prompt_of(STEP_TOKENS * (number + 1), number) for number in numbers]
+    prompts = [
+        prompt_of(STEP_TOKENS * (number + 1), number, options.model)
+        for number in numbers
+    ]
     (door, *_) = group.doors.values()
     expected = [
         await door.ask("answer", prompt, options.codec, options.tokens)
@@ -234,6 +246,7 @@ def draw_chaos(result: Row) -> str:
 
 
 def chaos(
+    model: Model = None,
     seed: int | None = Option(None, help="Seed of the faults; default: 1."),
     minutes: float = Option(10.0, min=0.1, help="Duration."),
     codec: str | None = Option(None, help="Codec spec."),
@@ -249,9 +262,9 @@ def chaos(
     refuse_idle(
         calm, "with --calm, which has no faults", seed=seed is not None, fault=fault
     )
-    check_codecs(None, [] if codec is None else [codec])
+    check_codecs(model, [] if codec is None else [codec])
     fields = without_none(codec=codec, seed=seed, faults=fault)
-    options = ChaosOptions(minutes=minutes, streams=streams, calm=calm, **fields)
+    options = ChaosOptions(model, minutes=minutes, streams=streams, calm=calm, **fields)
     show(measure_chaos(options), out, as_json, draw_chaos)
 
 

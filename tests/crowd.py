@@ -1,9 +1,10 @@
 """Many streams at once, each compared with what it has to be, whatever dies meanwhile."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,11 @@ from tests.cli.test_private import BODY, PROMPT
 from tests.processes import wait_for
 
 STREAMS, PROMPTS, TOKENS = 40, 4, 200
+Body = Mapping[str, Any]  # of a request
+BODIES = tuple(
+    BODY | {"prompt": f"{number}. {PROMPT}", "max_tokens": TOKENS}
+    for number in range(PROMPTS)
+)
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Stream:
     """
 
     number: int
+    body: Body
     pieces: list[str] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
     error: DisaggError | None = None
@@ -34,7 +41,7 @@ class Stream:
 
     def read(self, state: RunningService) -> "Stream":
         try:
-            complete(state, body_of(self.number), self._show)
+            complete(state, self.body, self._show)
         except DisaggError as error:
             self.error = error
         return self
@@ -54,16 +61,16 @@ class Stream:
         )
 
 
-def body_of(number: int) -> dict[str, object]:
-    prompt = f"{number % PROMPTS}. {PROMPT}"
-    return BODY | {"prompt": prompt, "max_tokens": TOKENS}
-
-
 @dataclass
 class Crowd:
-    """Streams that have begun, and what each has to be."""
+    """Streams that have begun, and what each has to be.
+
+    bodies:   what streams ask for, in turn
+    expected: the answer to each
+    """
 
     state: RunningService
+    bodies: Sequence[Body]
     expected: list[str]
     pool: ThreadPoolExecutor
     size: int
@@ -71,17 +78,25 @@ class Crowd:
     futures: list[Future[Stream]] = field(default_factory=list)
 
     def begin(self) -> None:
-        self.streams = [Stream(number) for number in range(self.size)]
+        """Returns when every stream has a piece."""
+        self.send()
+        wait_for(lambda: all(stream.pieces for stream in self.streams))
+
+    def send(self) -> None:
+        """Ask for all answers."""
+        self.streams = [
+            Stream(number, self.bodies[number % len(self.bodies)])
+            for number in range(self.size)
+        ]
         self.futures = [
             self.pool.submit(stream.read, self.state) for stream in self.streams
         ]
-        wait_for(lambda: all(stream.pieces for stream in self.streams))
 
     def end(self) -> list[Stream]:
         return [future.result() for future in self.futures]
 
     def is_exact(self, stream: Stream) -> bool:
-        return stream.text == self.expected[stream.number % PROMPTS]
+        return stream.text == self.expected[stream.number % len(self.bodies)]
 
 
 @pytest.fixture
@@ -91,11 +106,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def crowd_of(
-    state: RunningService, pool: ThreadPoolExecutor, size: int = STREAMS
+    state: RunningService,
+    pool: ThreadPoolExecutor,
+    size: int = STREAMS,
+    bodies: Sequence[Body] = BODIES,
 ) -> Crowd:
-    expected = [Stream(number).read(state).text for number in range(PROMPTS)]
+    expected = [Stream(0, body).read(state).text for body in bodies]
     assert all(expected)
-    return Crowd(state, expected, pool, size)
+    return Crowd(state, bodies, expected, pool, size)
 
 
 def count_cut(crowd: Crowd, streams: list[Stream]) -> tuple[int, int]:

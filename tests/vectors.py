@@ -14,8 +14,10 @@ import torch
 
 from disagg.codecs.contract import Queries
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
-from disagg.kv.plan import LayerShape
-from disagg.kv.state import allocate_group
+from disagg.kv.page import make_state_layout
+from disagg.kv.plan import LayerGroup, LayerShape
+from disagg.kv.state import GroupState, allocate_group
+from disagg.model.states.records import StateRecords
 from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import compress
 from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
@@ -25,6 +27,9 @@ from tests.transfer.prompts import Prompt, make_pool
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "vectors"
 QUERY_HEADS = 2  # for each KV head
+# of layers with a state, the planes: name, dtype and shape
+DELTA = (("conv0", "bfloat16", (24, 3)), ("recurrent0", "float32", (2, 4, 5)))
+CONV = (("conv0", "bfloat16", (9, 2)),)
 POSITIONS = (0, 63, 64, 65, 127, 128, 191, 576, 640)
 
 
@@ -38,6 +43,7 @@ class Vector:
     head_dim: int = 64
     dtype: str = "float16"
     latent: int | None = None
+    states: tuple[tuple[tuple[str, str, tuple[int, ...]], ...], ...] = ()
 
 
 VECTORS = (
@@ -57,15 +63,23 @@ VECTORS = (
         dtype="bfloat16",
         latent=64,
     ),
+    Vector(
+        "kivi-4-states",
+        "kivi:bits=4,group=64,residual=16",
+        150,
+        dtype="bfloat16",
+        states=(DELTA, CONV),
+    ),
 )
 
 
 def make_vector(vector: Vector) -> dict[str, Any]:
     heads, n, dim = vector.heads, vector.tokens, vector.head_dim
     layer_shape = LayerShape(heads, dim, latent=vector.latent)
-    shape = KVShape((layer_shape,) * vector.layers, vector.dtype)
+    layouts = tuple(map(make_state_layout, vector.states))
+    shape = KVShape((layer_shape,) * vector.layers, vector.dtype, layouts)
     plan = parse_plan(vector.codec, shape)
-    (group,) = plan.groups
+    group, *state_groups = plan.groups
     codec, pool = codec_of(group), make_pool(1 << 21, 1 << 18)
     state = allocate_group(group, n, pool)
     at = RecordIds.of(state)
@@ -91,14 +105,20 @@ def make_vector(vector: Vector) -> dict[str, Any]:
             "output": array(output),
         }
         layers.append(meaning)
+    states = [state]
+    for state_group in state_groups:
+        states.append(allocate_group(state_group, n, pool))
+        layers.append(fill_state(state_group, states[-1], arena, rng))
     checklist = Manifest(plan, n)
-    source = ArenaSource(pool.arena, checklist, [state])
-    prompt = Prompt(plan, (1,) * n, pool, [state], checklist, source)
+    source = ArenaSource(pool.arena, checklist, states)
+    prompt = Prompt(plan, (1,) * n, pool, states, checklist, source)
     ticket = Ticket(nonce=1, epoch=2, gen=1)
     frames = [*prompt.frames(ticket), prompt.commit(ticket)]
     fields = asdict(vector)
     if vector.latent is None:
         del fields["latent"]
+    if not vector.states:
+        del fields["states"]
     return {
         **fields,
         "codec": group.codec,
@@ -108,6 +128,19 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         "positions": positions,
         "meaning": layers,
     }
+
+
+def fill_state(
+    group: LayerGroup, state: GroupState, arena: torch.Tensor, rng: np.random.Generator
+) -> dict[str, str]:
+    """Write numbers into the planes of a state: what they mean, by plane."""
+    records = StateRecords(arena, group.page)
+    assert state.side is not None
+    meaning = {}
+    for name, tensor in records.views(state.side).items():
+        tensor.copy_(numbers(rng, *tensor.shape))
+        meaning[name] = array(tensor)
+    return meaning
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> torch.Tensor:

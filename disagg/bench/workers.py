@@ -102,6 +102,7 @@ async def visit(
     return times, kv
 
 
-def prompt_of(tokens: int, number: int) -> Prompt:
+def prompt_of(tokens: int, number: int, model: str | None = None) -> Prompt:
     """A prompt of this length; prompts with different numbers share no page."""
-    return tuple(Tokenizer.load().encode(f"{number}. " + TEXT * tokens)[:tokens])
+    tokenizer = Tokenizer.load(model)
+    return tuple(tokenizer.encode(f"{number}. " + TEXT * tokens)[:tokens])

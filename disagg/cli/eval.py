@@ -159,6 +159,7 @@ def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
         model={
             "name": judge.options.model or "default",
             "fingerprint": judge.runner.fingerprint,
+            **judge.layers(),
         },
         options=_options(judge),
         perplexity=exact_perplexity(rows),
@@ -247,6 +248,17 @@ def _show(result: Row) -> None:
         columns = ["codec", *(f">{case}" for case in recall[0] if case != "codec")]
         print_table("% of pass keys found, by tokens @ depth", columns, cells)
     print(f"exact perplexity: {_texts(result['perplexity'])}")
+    _show_layers(result["model"])
+
+
+def _show_layers(model: Row) -> None:
+    """Say which layers codecs apply to, where these are not all."""
+    if model["state_layers"]:
+        print(
+            f"layers with K and V, which codecs apply to: {model['kv_layers']}; "
+            f"layers with states, exact under every codec: {model['state_layers']}, "
+            f"{model['state_bytes']:,} bytes a sequence"
+        )
 
 
 def _show_stress(result: Row, by_factor: dict[str, dict[str, float]]) -> None:
@@ -256,6 +268,7 @@ def _show_stress(result: Row, by_factor: dict[str, dict[str, float]]) -> None:
     _print(f"{_title(result)}; {title}", stress_rows(result["summary"]))
     for factor, perplexity in by_factor.items():
         print(f"exact perplexity, x {factor}: {_texts(perplexity)}")
+    _show_layers(result["model"])
 
 
 def _texts(perplexity: dict[str, float]) -> str:

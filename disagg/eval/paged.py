@@ -20,6 +20,8 @@ from disagg.kv.plan import LayerGroup
 from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
+from disagg.model.states.records import record_pages
+from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
 from disagg.paged.layer import LayerRecords, PromptChunk, views_of, write_prompt
@@ -44,8 +46,24 @@ class LayerKV:
     queries: Queries
 
 
-def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
-    """Exact K and V of a prompt, layer by layer."""
+@dataclass(frozen=True)
+class PromptKV:
+    """A prompt as the model computed it.
+
+    layers: those with K and V
+    states: [bytes] u8 - the records of the other layers, side by side
+    """
+
+    layers: tuple[LayerKV, ...]
+    states: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layers[0].k.shape[1]
+
+
+def prefill(runner: Runner, tokens: Sequence[int]) -> PromptKV:
+    """Exact K and V of a prompt, layer by layer, and its states."""
     total = len(tokens)
     layers: list[LayerKV] = []
     workspace = runner.workspace(total)
@@ -54,9 +72,29 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
         layers.append(LayerKV(k, v, workspace.queries(layer)))
 
     chunk = Chunk(0, total, 0, workspace, sink)
-    arena = torch.zeros(ARENA_UNIT, dtype=torch.uint8, device=runner.device)
-    runner.forward(Batch(tokens, range(total), [total - 1], arena, (chunk,)))
-    return layers
+    *pages, end = record_pages(runner.shape.states)
+    nbytes = max(1, end) * ARENA_UNIT
+    arena = torch.zeros(nbytes, dtype=torch.uint8, device=runner.device)
+    batch = Batch(
+        tokens,
+        range(total),
+        [total - 1],
+        arena,
+        (chunk,),
+        states=_state_step(pages, total, is_first=True),
+    )
+    runner.forward(batch)
+    return PromptKV(tuple(layers), arena)
+
+
+def _state_step(pages: Sequence[int], count: int, is_first: bool = False) -> StateStep:
+    """What a pass over `count` tokens of one sequence does in layers with a state."""
+    if not pages:
+        return NO_STATES
+    if count == 1 and not is_first:
+        return StateStep(singles=StateRows.of([0], [pages]))
+    part = StatePart(0, count, pages, fresh=is_first, on_layer=lambda index: None)
+    return StateStep((part,))
 
 
 class PagedKV:
@@ -66,19 +104,31 @@ class PagedKV:
            compressed
     """
 
-    def __init__(
-        self, runner: Runner, spec: str, prompt: Sequence[LayerKV], seals: bool = True
-    ):
+    def __init__(self, runner: Runner, spec: str, prompt: PromptKV, seals: bool = True):
         self.plan = parse_plan(spec, runner.shape)
-        self.num_tokens = prompt[0].k.shape[1]
+        self.num_tokens = prompt.num_tokens
         self._runner = runner
         self._arena = GrowingArena(runner.device)
         self._groups: list[tuple[LayerGroup, GroupState]] = []
-        for group in self.plan.groups:
-            state = self._write(group, prompt)
+        for group in self.plan.paged:
+            state = self._write(group, prompt.layers)
             if not seals:
                 group = replace(group, residual=NEVER)
             self._groups.append((group, state))
+        self._state_pages = self._copy_states(prompt.states)
+
+    def _copy_states(self, states: Tensor) -> list[int]:
+        """Copy the states of a prompt into new records: the page of each."""
+        layouts = self._runner.shape.states
+        groups = self.plan.groups[len(self.plan.paged) :]
+        starts = record_pages(layouts)
+        pages = []
+        for group, layout, start in zip(groups, layouts, starts, strict=False):
+            (page,) = self._arena.allocate(group.record(layout), 1)
+            for plane in layout.planes:
+                self._arena.bytes[plane.span(page)] = states[plane.span(start)]
+            pages.append(page)
+        return pages
 
     def _write(self, group: LayerGroup, prompt: Sequence[LayerKV]) -> GroupState:
         """Encode a prompt into new records of a layer group."""
@@ -98,17 +148,17 @@ class PagedKV:
             write_prompt(codec_of(group), records, record_ids, chunk)
         return state
 
-    def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:
+    def attend(self, prompt: PromptKV) -> list[Tensor]:
         """Attention outputs of the last queries of the prompt, per layer: [W, Hq, D] fp32."""
         outputs: dict[int, Tensor] = {}
         device = self._runner.device
-        width = prompt[0].queries.last.shape[1]
+        width = prompt.layers[0].queries.last.shape[1]
         for group, state in self._groups:
             growth = SequenceGrowth(state, self.num_tokens - width, width, 0)
             tables = build_tables(codec_of(group), group, [growth], width, device)
             tables, units = upload((tables, plan_units(group, tables, device)), device)
             for layer in group.layers:
-                queries = prompt[layer].queries
+                queries = prompt.layers[layer].queries
                 q = queries.last.transpose(0, 1)[None].float().contiguous()
                 softmax = queries.softmax or Softmax(group.head_dim**-0.5)
                 views = views_of(group, layer, self._arena.bytes, tables)
@@ -145,6 +195,7 @@ class PagedKV:
             outputs=range(count),
             arena=self._arena.bytes,
             decodes=tuple(decodes),
+            states=_state_step(self._state_pages, count),
         )
         logits = self._runner.forward(batch)
         for decode in decodes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from disagg.codecs.describe import FP16_BYTES, bits_per_element
 from disagg.codecs.planning import makes_plan, parse_plan
 from disagg.errors import ConfigError, ModelError
-from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
+from disagg.eval.paged import EXACT, PagedKV, PromptKV, prefill
 from disagg.eval.recall import Recall, greedy, same_tokens
 from disagg.eval.texts import PYTHON, cut_rows, read_text
 from disagg.kv.plan import Plan
@@ -103,13 +103,13 @@ class Case:
 class _Truth:
     """The results of exact KV on one row.
 
-    prompt:  K and V
+    prompt:  K, V and states
     outputs: of attention, per layer [W, Hq, D]
     logp:    [score - 1, V]
     greedy:  greedy tokens
     """
 
-    prompt: Sequence[LayerKV]
+    prompt: PromptKV
     outputs: Sequence[Tensor]
     logp: Tensor
     greedy: Sequence[int]
@@ -122,11 +122,6 @@ class Judge:
         torch.set_num_threads(options.threads)
         self.options = options
         info = describe_model(options.model)
-        if info.states:
-            raise ModelError(
-                f"{info.architecture} keeps states; the quality of codecs is measured on "
-                "models whose layers all have K and V"
-            )
         shape = kv_shape(info)
         if options.factors != EvalOptions.factors and shape.layers[0].latent:
             raise ModelError(
@@ -213,11 +208,20 @@ class Judge:
         """The bytes of a plan: at hand-off, and after an answer of `ANSWER_TOKENS`."""
         plan = parse_plan(spec, self.runner.shape)
         prompt = self.options.prompt
-        bits = sum(len(group.layers) * bits_per_element(group) for group in plan.groups)
+        bits = sum(len(group.layers) * bits_per_element(group) for group in plan.paged)
         return {
-            "bits": round(bits / len(plan.group_of), 3),
+            "bits": round(bits / self.runner.len(info.layers), 3),
             "handoff_pct": round(percent_of_fp16(plan, prompt), 2),
             "answer_pct": round(percent_of_fp16(plan, prompt + ANSWER_TOKENS), 2),
+        }
+
+    def layers(self) -> Row:
+        """How many layers codecs apply to, and what the others keep of a sequence."""
+        shape = self.runner.shape
+        return {
+            "kv_layers": shape.num_layers,
+            "state_layers": len(shape.states),
+            "state_bytes": shape.state_bytes,
         }
 
     def _set_outliers(self, factor: int) -> None:
@@ -236,9 +240,7 @@ class Judge:
             greedy=self._greedy(EXACT, prompt, tokens),
         )
 
-    def _greedy(
-        self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]
-    ) -> list[int]:
+    def _greedy(self, codec: str, prompt: PromptKV, tokens: Sequence[int]) -> list[int]:
         """Greedy tokens after the first scored one; their tails are always sealed."""
         kv = PagedKV(self.runner, codec, prompt)
         return greedy(kv, tokens[self.options.prompt], self.options.free)
@@ -257,8 +259,9 @@ def _check_lengths(options: EvalOptions, context: int) -> None:
 
 
 def percent_of_fp16(plan: Plan, tokens: int) -> float:
-    """The bytes of a sequence in all layers, tail included, in percent of fp16.
+    """The bytes of K and V of a sequence in all layers, tail included, in percent of fp16.
 
     In layers with windows only tokens visible to the next one count, in both terms.
     """
-    return 100 * plan.nbytes(tokens) / (FP16_BYTES * plan.numbers(tokens))
+    nbytes = plan.nbytes(tokens) - plan.state_bytes
+    return 100 * nbytes / (FP16_BYTES * plan.numbers(tokens))

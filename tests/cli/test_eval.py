@@ -27,6 +27,18 @@ def test_one_run_prints_a_table_writes_a_file_and_draws(disagg, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_on_a_hybrid_says_which_layers_codecs_apply_to(disagg, hybrid):
+    model = hybrid("qwen3_5_text").info.path
+
+    table = disagg(SHORT, "--model", model, "--codec", "fp8").out
+
+    state_bytes = hybrid("qwen3_5_text").shape.state_bytes
+    assert table.splitlines()[-1] == (
+        "layers with K and V, which codecs apply to: 1; "
+        f"layers with states, exact under every codec: 3, {state_bytes:,} bytes a sequence"
+    )
+
+
 def test_a_run_resumes_where_it_broke_off(disagg, tmp_path, monkeypatch):
     out = tmp_path / "a.json"
     disagg(SHORT, "--codec", "fp8", "--out", out)

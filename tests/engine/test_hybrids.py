@@ -11,6 +11,7 @@ from disagg.engine.sequence import handoff_stats
 from disagg.kv.page import ARENA_UNIT, Kind
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
+from disagg.model.states.records import StateRecords
 from disagg.model.states.step import StateStep
 from tests.engine.forced import collect, forced_logits, make_forced
 from tests.engine.serving import Nowhere, make_engine, request, run_until_idle, serve
@@ -148,6 +149,31 @@ def test_sequences_that_lost_their_states_compute_them_again(kind, tmp_path):
         own = [x for x in answers if x.token.rid == rid]
         assert [x.token.index for x in own] == list(range(TOKENS))
         assert relative_error(torch.stack([x.logits for x in own]), logits) < 1e-3
+
+
+# -- steps
+
+
+def test_a_step_gathers_each_state_once_for_all_rows(hybrid, monkeypatch):
+    engine = make_engine(hybrid("qwen3_5_text"))
+    for rid in range(16):
+        engine.submit(Prefill(request(str(rid), random_prompt(5), "raw", 8)))
+    while engine.step().prefilled:
+        pass
+    copies = []
+    for name in ("gather", "scatter"):
+        copy = getattr(StateRecords, name)
+
+        def noted(records, pages, *states, name=name, copy=copy):
+            copies.append((name, len(pages)))
+            return copy(records, pages, *states)
+
+        monkeypatch.setattr(StateRecords, name, noted)
+
+    assert len(engine.step().tokens) == 16
+
+    assert copies == [("gather", 16), ("scatter", 16)] * 3
+    run_until_idle(engine)
 
 
 # -- recorded steps

@@ -14,6 +14,7 @@ from disagg.model.runner import Runner
 from disagg.paged.compressed_kv import compress
 from tests.engine.serving import make_engine, serve
 from tests.model.tiny import random_prompt, save_tiny
+from tests.synthetic import relative_error
 
 ROW = random_prompt(400)
 PROMPT = 310  # ten tokens later a tail of 64 is full and seals
@@ -41,6 +42,26 @@ def test_greedy_tokens_are_those_of_an_engine(codec, runner):
     while len(tokens) < len(expected):
         tokens.append(int(kv.feed(tokens[-1:]).argmax()))
     assert tokens == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+def test_exact_kv_of_a_hybrid_gives_the_logits_of_the_model_itself(kind, hybrid):
+    """In blocks and in single tokens, from a prompt that other codecs have fed before."""
+    runner = hybrid(kind)
+    row = random_prompt(100)
+    prompt = prefill(runner, row[:70])
+    PagedKV(runner, "kivi:bits=2", prompt).feed(row[70:])
+
+    kv = PagedKV(runner, EXACT, prompt)
+    parts = [kv.feed(row[70:90])]
+    for token in row[90:]:
+        parts.append(kv.feed([token]))
+    logits = torch.cat(parts)
+
+    model = AutoModelForCausalLM.from_pretrained(runner.info.path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([row])).logits[0, 70:]
+    assert relative_error(logits, expected) < 1e-4
 
 
 @pytest.mark.parametrize("seals", [False, True], ids=["prompt", "streaming"])
@@ -77,7 +98,7 @@ def test_attention_of_last_queries_equals_a_one_layer_cache(codec, runner):
 
     outputs = PagedKV(runner, codec, prompt).attend(prompt)
 
-    for layer, kv in enumerate(prompt):
+    for layer, kv in enumerate(prompt.layers):
         queries = kv.queries.last
         cache = compress(get_codec(codec), kv.k, kv.v, layer, queries)
         expected = cache.attend(queries[:, -1])
@@ -123,6 +144,6 @@ def test_attention_is_as_the_model_has_it_scale_cap_and_sinks(kind, tmp_path):
     windows = [layer.window for layer in runner.info.layers]
     for window in set(windows):
         layer = windows.index(window)
-        kv = prompt[layer]
+        kv = prompt.layers[layer]
         exact = attend_exact(kv.queries.last, kv.k, kv.v, kv.queries.softmax, window)
         assert torch.allclose(outputs[layer], exact.transpose(0, 1), atol=1e-5)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from disagg.codecs.registry import codec_names
-from disagg.errors import ConfigError, ModelError
+from disagg.errors import ConfigError
 from disagg.eval.paged import EXACT
 from disagg.eval.quality import CODECS, EvalOptions, Judge
 from disagg.eval.summary import (
@@ -15,7 +15,7 @@ from disagg.eval.summary import (
     perplexity_by_factor,
     summarize,
 )
-from tests.model.tiny import save_config, save_tiny
+from tests.model.tiny import save_tiny
 
 SPECS = (EXACT, "kivi:bits=4,residual=64", "kivi:bits=2,residual=64")
 SHAPE = {"rows": 2, "prompt": 200, "score": 60, "free": 5}
@@ -50,11 +50,32 @@ def test_fewer_bits_are_farther_from_exact(judge, rows):
     assert (four["bits"], two["bits"]) == (4.5, 2.5)
 
 
-def test_models_that_keep_states_are_refused_by_name(tmp_path):
-    folder = str(save_config("qwen3_5_text", tmp_path))
+@pytest.fixture(scope="module")
+def hybrid_judge(hybrid):
+    return Judge(EvalOptions(str(hybrid("qwen3_5_text").info.path), SPECS, **SHAPE))
 
-    with pytest.raises(ModelError, match="Qwen3_5ForCausalLM keeps states"):
-        Judge(EvalOptions(folder, SPECS, **SHAPE))
+
+def test_of_a_hybrid_only_layers_that_attend_lose_anything(hybrid_judge):
+    rows = [hybrid_judge.measure(case) for case in hybrid_judge.cases()[: len(SPECS)]]
+
+    exact, four, two = summarize(rows, hybrid_judge.sizes)
+
+    assert exact["kl"] == exact["error"] == 0
+    assert 0 < four["kl"] < two["kl"]
+    assert {len(row["errors"]) for row in rows} == {1}
+
+
+def test_sizes_of_a_hybrid_are_of_its_kv(hybrid_judge):
+    shape = hybrid_judge.runner.shape
+
+    sizes = hybrid_judge.sizes("raw:dtype=fp16")
+
+    assert sizes == {"bits": 16, "handoff_pct": 104, "answer_pct": 100.65}
+    assert hybrid_judge.layers() == {
+        "kv_layers": 1,
+        "state_layers": 3,
+        "state_bytes": shape.state_bytes,
+    }
 
 
 def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):

@@ -19,14 +19,15 @@ SIZES = {"uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "float32": 4}
 BANDS = {3: ((4, 2), (2, 2)), 2: ((4, 1), (2, 2), (0, 1))}  # bits, quarters of D
 
 Array = np.ndarray
+Shape = tuple[int, ...]
 
 
 def fingerprint(value: object) -> str:
     return blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
-def align(size: int) -> int:
-    return -(-size // 16) * 16
+def align(size: int, unit: int = 16) -> int:
+    return -(-size // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,26 @@ class Layout:
     spec: str
     kind: str
     tokens: int
-    planes: Mapping[str, tuple[str, tuple[int, int], int]]
+    planes: Mapping[str, tuple[str, Shape, int]]
     nbytes: int
     latent: int | None = None
 
     @classmethod
     def of(
-        cls, spec: str, kind: str, tokens: int, planes: list[tuple[str, str, Any]]
+        cls,
+        spec: str,
+        kind: str,
+        tokens: int,
+        planes: list[tuple[str, str, Any]],
+        unit: int = 16,
     ) -> "Layout":
         laid_out = {}
         end = 0
         for name, dtype, shape in planes:
-            offset = align(end)
+            offset = align(end, unit)
             laid_out[name] = (dtype, shape, offset)
-            end = offset + SIZES[dtype] * shape[0] * shape[1]
-        return cls(spec, kind, tokens, laid_out, align(end))
+            end = offset + SIZES[dtype] * int(np.prod(shape))
+        return cls(spec, kind, tokens, laid_out, align(end, unit))
 
     @property
     def fingerprint(self) -> str:
@@ -77,10 +83,8 @@ class Layout:
         return read_plane(block, dtype, shape, offset)
 
 
-def read_plane(
-    data: bytes, dtype: str, shape: tuple[int, int], offset: int = 0
-) -> Array:
-    count = shape[0] * shape[1]
+def read_plane(data: bytes, dtype: str, shape: Shape, offset: int = 0) -> Array:
+    count = int(np.prod(shape))
     if dtype == "bfloat16":
         words = np.frombuffer(data, "<u2", count, offset).astype(np.uint32) << 16
         return words.view(np.float32).reshape(shape)
@@ -220,10 +224,22 @@ def banded_segment(spec: str, head_dim: int) -> Layout:
     return Layout.of(spec, "segment", 512, planes)
 
 
-def plan_fingerprint(fmt: Format, layers: int, heads: int) -> str:
+def state_layouts(vector: Mapping[str, Any]) -> list[Layout]:
+    """Of layers that keep a state."""
+    layouts = []
+    for state in vector.get("states", ()):
+        planes = [(name, dtype, tuple(shape)) for name, dtype, shape in state]
+        layouts.append(Layout.of("state", "side", 0, planes, 128))
+    return layouts
+
+
+def plan_fingerprint(fmt: Format, layers: int, heads: int, states: list[Layout]) -> str:
     prints = [x.fingerprint for x in fmt.layouts().values()]
-    group = fingerprint((tuple(range(layers)), None, heads, fmt.head_dim, prints))
-    return fingerprint(((0,) * layers, [group]))
+    groups = [(tuple(range(layers)), None, heads, fmt.head_dim, prints)]
+    for layer, layout in enumerate(states, layers):
+        groups.append(((layer,), None, 1, 0, [layout.fingerprint]))
+    group_of = (0,) * layers + tuple(range(1, len(groups)))
+    return fingerprint((group_of, [*map(fingerprint, groups)]))
 
 
 # -- frames
@@ -252,7 +268,7 @@ def digests_of(data: bytes) -> list[int]:
 
 
 def read_handoff(
-    fmt: Format, frames: list[bytes], layers: int
+    fmt: Format, frames: list[bytes], layers: int, states: int
 ) -> tuple[dict[tuple[str, int, int], bytes], dict[str, Any]]:
     """Items by (kind, layer, record), and the commit; complete, and of these layouts."""
     parts: dict[int, bytes] = {}
@@ -269,6 +285,7 @@ def read_handoff(
         for kind, count in fmt.counts(commit["tokens"]).items()
         for record in range(count)
     ]
+    keys += [("side", layer, 0) for layer in range(layers, layers + states)]
     items = [parts[place] for place in range(len(parts))]
     assert [*map(xxh3_64_intdigest, items)] == digests_of(commit["digests"])
     return dict(zip(keys, items, strict=True)), commit

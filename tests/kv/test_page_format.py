@@ -17,6 +17,7 @@ from tests.kv.page_format import (
     plan_fingerprint,
     read_handoff,
     read_layer,
+    state_layouts,
 )
 from tests.vectors import FOLDER, VECTORS, make_vector
 
@@ -33,21 +34,29 @@ def test_the_page_alone_says_what_a_handoff_means(name):
     layers, heads, n = vector["layers"], vector["heads"], vector["tokens"]
     dim, latent = vector["head_dim"], vector.get("latent")
     fmt = format_of(vector["codec"], dim, vector["dtype"], latent)
+    states = state_layouts(vector)
     frames = [base64.b64decode(frame) for frame in vector["frames"]]
 
-    items, commit = read_handoff(fmt, frames, layers)
+    items, commit = read_handoff(fmt, frames, layers, len(states))
     assert commit["tokens"] == n
-    assert commit["plan"] == vector["plan"] == plan_fingerprint(fmt, layers, heads)
+    plan = plan_fingerprint(fmt, layers, heads, states)
+    assert commit["plan"] == vector["plan"] == plan
 
     queries = array(vector["queries"], -1, dim)
     positions = vector["positions"]
-    for layer, meaning in enumerate(vector["meaning"]):
+    for layer, meaning in enumerate(vector["meaning"][:layers]):
         k, v = read_layer(fmt, items, layer, heads, n)
         assert_near(k[:, positions], array(meaning["k"], heads, -1, dim), 1e-6)
         value_dim = latent or dim
         assert_near(v[:, positions], array(meaning["v"], heads, -1, value_dim), 1e-6)
         output = array(meaning["output"], -1, value_dim)
         assert_near(attend(queries, k, v), output, 1e-5)
+    for layer, layout in enumerate(states, layers):
+        block = items["side", layer, 0]
+        assert len(block) == layout.nbytes
+        for name, (_, shape, _) in layout.planes.items():
+            expected = array(vector["meaning"][layer][name], *shape)
+            assert np.array_equal(layout.read(block, name), expected)
 
 
 def assert_near(x: np.ndarray, expected: np.ndarray, bound: float) -> None:

@@ -46,17 +46,19 @@ def test_keys_are_those_of_a_checkpoint_with_outliers(
     changed = Runner.load(str(folder))
 
     assert torch.allclose(logits_of(changed), plain_logits, atol=1e-4)
-    layers = zip(prefill(changed, PROMPT), prefill(plain, PROMPT), strict=True)
+    layers = zip(
+        prefill(changed, PROMPT).layers, prefill(plain, PROMPT).layers, strict=True
+    )
     for of_checkpoint, of_call in layers:
         assert torch.allclose(of_checkpoint.k, of_call.k, rtol=1e-4, atol=1e-4)
         assert torch.equal(of_checkpoint.v, of_call.v)
 
 
 def test_some_channels_are_outliers_and_the_others_stay(runner: Runner) -> None:
-    before = prefill(runner, PROMPT)[0].k
+    before = prefill(runner, PROMPT).layers[0].k
     runner.key_outliers = KeyOutliers(64)
     try:
-        after = prefill(runner, PROMPT)[0].k
+        after = prefill(runner, PROMPT).layers[0].k
     finally:
         runner.key_outliers = None
 

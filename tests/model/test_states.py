@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 
 from disagg.errors import ModelError
-from disagg.kv.page import ARENA_UNIT, make_state_layout
+from disagg.kv.page import ARENA_UNIT, make_state_layout, units_for
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.states.layers import split_states
@@ -86,15 +87,35 @@ def test_a_hybrid_that_sees_images_is_served_by_its_language_model(tmp_path):
 # -- records
 
 
-def test_gathered_states_are_those_that_were_scattered():
-    planes = [("conv0", "bfloat16", (6, 3)), ("recurrent0", "float32", (2, 5, 7))]
+class CopiedBytes(TorchDispatchMode):
+    """Counts the bytes that operations write; views write none."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index_copy_.default:
+            *_, source = args
+            self.nbytes += source.nbytes
+        elif not func.is_view:
+            self.nbytes += output.nbytes
+        return output
+
+
+SMALL, LARGE = (2, 5, 7), (17, 31, 37)  # copied unit by unit, and whole
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+def test_gathered_states_are_those_that_were_scattered(shape):
+    planes = [("conv0", "bfloat16", (6, 3)), ("recurrent0", "float32", shape)]
     layout = make_state_layout(planes)
-    arena = torch.full((64 * ARENA_UNIT,), 0xFF, dtype=torch.uint8)
+    units = units_for(layout.block_bytes)
+    arena = torch.full((8 * units * ARENA_UNIT,), 0xFF, dtype=torch.uint8)
     records = StateRecords(arena, layout)
-    pages = torch.tensor([40, 8, 20], dtype=torch.int32)
+    pages = units * torch.tensor([6, 1, 3], dtype=torch.int32)
     states = {
         "conv0": torch.randn(3, 6, 3).bfloat16(),
-        "recurrent0": torch.randn(3, 2, 5, 7),
+        "recurrent0": torch.randn(3, *shape),
     }
 
     records.scatter(pages, states)
@@ -102,10 +123,29 @@ def test_gathered_states_are_those_that_were_scattered():
     gathered = records.gather(pages)
     for name, state in states.items():
         assert torch.equal(gathered[name], state)
-        assert torch.equal(records.views(8)[name][0], state[1])
+        assert torch.equal(records.views(units)[name][0], state[1])
     written = arena.view(-1, ARENA_UNIT).ne(0xFF).any(1).nonzero().flatten()
-    spans = [range(page, page + 4) for page in (8, 20, 40)]
+    spans = [range(page, page + units) for page in sorted(pages.tolist())]
     assert written.tolist() == [unit for span in spans for unit in span]
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 32), (32, 32, 32)], ids=["small", "large"])
+def test_states_are_copied_once_in_and_once_out(shape):
+    """Beside them there are only the places of their units: 8 bytes, twice, for 128."""
+    layout = make_state_layout([("recurrent0", "float32", shape)])
+    units = units_for(layout.block_bytes)
+    arena = torch.zeros(16 * units * ARENA_UNIT, dtype=torch.uint8)
+    records = StateRecords(arena, layout)
+    pages = units * torch.arange(16, dtype=torch.int32)
+
+    with CopiedBytes() as gathering:
+        states = records.gather(pages)
+    with CopiedBytes() as scattering:
+        records.scatter(pages, states)
+
+    state_bytes = arena.numel()
+    assert state_bytes <= gathering.nbytes < 1.2 * state_bytes
+    assert state_bytes <= scattering.nbytes < 1.2 * state_bytes
 
 
 # -- parts of a row

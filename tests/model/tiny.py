@@ -1,5 +1,12 @@
-"""Tiny random models of several architectures, saved as real checkpoints."""
+"""Tiny random models of several architectures, saved as real checkpoints.
 
+    python -m tests.model.tiny qwen3_next FOLDER
+
+writes one with the tokenizer of the packaged model, which `disagg serve --model FOLDER` serves.
+"""
+
+import argparse
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,11 +20,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from disagg.model.describe import DEFAULT_MODEL, describe_model
 from disagg.model.outliers import EVERY_HEAD, PAIRS
 from tests.model import families
 
 VOCAB = 260
 CONTEXT = 512
+READABLE_CONTEXT = 2048
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -346,6 +355,19 @@ def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
+def save_readable(kind: str, folder: Path, **changes: Any) -> Path:
+    """Build a random model that reads and writes the tokens of the packaged one, and save it."""
+    sizes = {
+        "vocab_size": describe_model(None).vocab_size,
+        "max_position_embeddings": READABLE_CONTEXT,
+        "head_dim": 64,
+    }
+    save_tiny(kind, folder, **sizes | changes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEFAULT_MODEL / name, folder / name)
+    return folder
+
+
 def add_outliers(folder: Path, factor: float, layers: Iterable[int]) -> None:
     """Give keys outlier channels in the weights of a saved model, and take them from its queries.
 
@@ -386,3 +408,15 @@ def random_prompt(n: int, seed: int = 0) -> list[int]:
     """Token ids that any tiny model knows."""
     generator = torch.Generator().manual_seed(1000 * seed + n)
     return torch.randint(0, VOCAB - 4, (n,), generator=generator).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", help="model_type of transformers, such as qwen3_next")
+    parser.add_argument("folder", type=Path, help="folder to write")
+    arguments = parser.parse_args()
+    save_readable(arguments.kind, arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,17 @@
 """Hybrid models over real gRPC: hand-off, moves, death of a worker."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
-from disagg.config import Config
+from disagg.codecs.planning import parse_plan
+from disagg.config import Config, EngineConfig
 from disagg.errors import LayoutError
 from disagg.model.runner import Runner
 from disagg.transfer.messages import Role
+from disagg.transfer.records import Manifest
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
 from tests.worker.pairs import house, paired
 
@@ -20,6 +24,39 @@ def hybrids(request, tmp_path_factory) -> list[Runner]:
     """A small random model three times: an engine has a model of its own."""
     folder = save_tiny(request.param, tmp_path_factory.mktemp("hybrid"), head_dim=64)
     return [Runner.load(str(folder)) for _ in range(3)]
+
+
+async def test_a_crowd_has_the_answers_of_generate(hybrids):
+    """Prompts in chunks beside rows that decode, handed off under raw pages."""
+    reference = ReferenceModel(str(hybrids[0].info.path))
+    prompts = [tuple(random_prompt(n)) for n in (5, 23, 70, 111, 150)]
+    config = Config(engine=EngineConfig(max_batch_tokens=32))
+    async with paired(hybrids, config) as home:
+        asking = [home.complete(prompt, "raw", max_tokens=24) for prompt in prompts]
+        answers = await asyncio.gather(*asking)
+
+    for prompt, (tokens, _) in zip(prompts, answers, strict=True):
+        assert tokens == list(reference.generate(list(prompt), 24).tokens)
+
+
+async def test_sampled_answers_of_a_crowd_are_those_of_one_client(hybrids):
+    prompts = [tuple(random_prompt(n)) for n in (23, 70, 150)]
+    sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "max_tokens": 24}
+    async with paired(hybrids) as home:
+        alone = [(await home.complete(x, "raw", **sampling))[0] for x in prompts]
+        asking = [home.complete(prompt, "raw", **sampling) for prompt in prompts]
+        crowd = await asyncio.gather(*asking)
+
+    assert [tokens for tokens, _ in crowd] == alone
+
+
+async def test_workers_count_the_bytes_that_the_manifest_says(hybrids):
+    prompt = tuple(random_prompt(150))
+    async with paired(hybrids) as home:
+        _, ended = await home.complete(prompt, "raw")
+
+    manifest = Manifest(parse_plan("raw", hybrids[0].shape), len(prompt))
+    assert ended.kv["payload_bytes"] == manifest.total_bytes
 
 
 async def test_a_running_sequence_moves_with_its_states(hybrids):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from disagg.kv.page import ARENA_UNIT, Layout, Plane, units_for
 
 WORDS = ARENA_UNIT // 8  # int64 words: states are gathered in units of the arena
+LARGE_BYTES = 64 << 10  # of a plane: on a CPU one copy each is faster than unit by unit
 
 
 @dataclass(frozen=True)
@@ -27,38 +28,62 @@ class StateRecords:
 
     def views(self, page: int) -> dict[str, Tensor]:
         """The states of one sequence where they are: [1, ...]."""
-        views = {}
-        for name, plane in self.planes.items():
-            states = self.arena[plane.span(page)].view(_dtype_of(plane))
-            views[name] = states.view(1, *plane.shape)
-        return views
+        return {name: self._view(page, plane) for name, plane in self.planes.items()}
 
     def gather(self, pages: Tensor) -> dict[str, Tensor]:
         """Copies of the states of several sequences: [B, ...]."""
         states = {}
         for name, plane in self.planes.items():
-            places = self._places(pages, plane)
-            words = self._units.index_select(0, places.flatten())
-            items = words.view(_dtype_of(plane))
-            items = items.view(len(pages), -1)
-            num_items = math.prod(plane.shape)
-            own_items = items[:, :num_items]
-            states[name] = own_items.reshape(len(pages), *plane.shape)
+            if self._is_large(plane):
+                views = self._each(pages, plane)
+                states[name] = torch.cat(views)
+            else:
+                states[name] = self._gather_units(pages, plane)
         return states
 
     def scatter(self, pages: Tensor, states: Mapping[str, Tensor]) -> None:
         """Copy the states of several sequences to their records."""
         for name, state in states.items():
             plane = self.planes[name]
-            places = self._places(pages, plane)
-            items = state.to(_dtype_of(plane))
-            items = items.reshape(len(pages), -1)
-            room = places.shape[1] * ARENA_UNIT // items.element_size()
-            padding = room - items.shape[1]
+            if self._is_large(plane):
+                views = self._each(pages, plane)
+                for view, own_state in zip(views, state, strict=True):
+                    view.copy_(own_state)
+            else:
+                self._scatter_units(pages, plane, state)
+
+    def _is_large(self, plane: Plane) -> bool:
+        return self.arena.is_cpu and plane.nbytes >= LARGE_BYTES
+
+    def _each(self, pages: Tensor, plane: Plane) -> list[Tensor]:
+        """The states of several sequences where they are."""
+        return [self._view(page, plane) for page in pages.tolist()]
+
+    def _view(self, page: int, plane: Plane) -> Tensor:
+        span = plane.span(page)
+        states = self.arena[span].view(_dtype_of(plane))
+        return states.view(1, *plane.shape)
+
+    def _gather_units(self, pages: Tensor, plane: Plane) -> Tensor:
+        places = self._places(pages, plane)
+        words = self._units.index_select(0, places.flatten())
+        items = words.view(_dtype_of(plane))
+        items = items.view(len(pages), -1)
+        num_items = math.prod(plane.shape)
+        own_items = items[:, :num_items]
+        return own_items.reshape(len(pages), *plane.shape)
+
+    def _scatter_units(self, pages: Tensor, plane: Plane, state: Tensor) -> None:
+        places = self._places(pages, plane)
+        items = state.to(_dtype_of(plane))
+        items = items.reshape(len(pages), -1)
+        room = places.shape[1] * ARENA_UNIT // items.element_size()
+        padding = room - items.shape[1]
+        if padding:  # else it would be a copy
             items = nn.functional.pad(items, (0, padding))
-            words = items.contiguous().view(torch.int64)
-            words = words.view(-1, WORDS)
-            self._units.index_copy_(0, places.flatten(), words)
+        words = items.contiguous().view(torch.int64)
+        words = words.view(-1, WORDS)
+        self._units.index_copy_(0, places.flatten(), words)
 
     @cached_property
     def _units(self) -> Tensor:
