@@ -210,7 +210,7 @@ class Judge:
         prompt = self.options.prompt
         bits = sum(len(group.layers) * bits_per_element(group) for group in plan.paged)
         return {
-            "bits": round(bits / self.runner.len(info.layers), 3),
+            "bits": round(bits / len(self.runner.info.layers), 3),
             "handoff_pct": round(percent_of_fp16(plan, prompt), 2),
             "answer_pct": round(percent_of_fp16(plan, prompt + ANSWER_TOKENS), 2),
         }
