@@ -230,10 +230,12 @@ def test_a_step_that_breaks_leaves_no_snapshot(hybrid):
     prompt = random_prompt(100)
     engine.submit(Prefill(request("a", prompt, CODEC, 2)))
     failed = engine.step().failed
+    num_cached = engine.pool.cached_pages
 
     answers = serve(engine, [prompt], CODEC, 2)
 
     assert len(failed) == 1
+    assert num_cached == 0
     assert counted(engine) == (100, 0)
     assert answers == serve(make_engine(runner), [prompt], CODEC, 2)
 
@@ -264,7 +266,7 @@ def test_answers_in_little_room_are_those_without_snapshots(tmp_path):
 # -- room
 
 
-@pytest.mark.parametrize("evicted", ["snapshot", "units"])
+@pytest.mark.parametrize("evicted", ["snapshot", "a unit"])
 def test_a_prefix_that_is_evicted_while_it_is_restored_is_computed(
     evicted, hybrid, monkeypatch
 ):
@@ -276,15 +278,12 @@ def test_a_prefix_that_is_evicted_while_it_is_restored_is_computed(
     snapshots = engine._prompts._snapshots
     read = snapshots._read
 
-    def evict_all() -> None:
-        for key in engine.pool.kept_keys():
-            engine.pool.drop(key)
-
     def racing_read(key, sequence):
         if evicted == "snapshot":
-            evict_all()
+            engine.pool.drop(key)
         is_read = read(key, sequence)
-        evict_all()
+        if evicted == "a unit":
+            engine.pool.drop(sequence.keys[0][11])
         return is_read
 
     monkeypatch.setattr(snapshots, "_read", racing_read)
