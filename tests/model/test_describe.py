@@ -165,13 +165,14 @@ def test_fields_missing_in_a_config_come_from_transformers(tmp_path):
         ),
     ],
 )
-def test_contexts_end_where_rotary_frequencies_change(
+def test_frequencies_change_behind_the_switch_or_the_context(
     kind, max_length, in_json, tmp_path
 ):
     sizes = {"hidden_size": 128, "max_position_embeddings": max_length}
     file = save_config(kind, tmp_path, **sizes) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | in_json))
-    length = describe_model(str(tmp_path)).context_length
+    info = describe_model(str(tmp_path))
+    length = info.rope_switch or info.context_length
     config = AutoConfig.from_pretrained(tmp_path)
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     layer = ["full_attention"] if kind == "gemma3_text" else []
