@@ -125,9 +125,7 @@ class LayerGroup:
     @cached_property
     def fingerprint(self) -> str:
         layouts = [layout.fingerprint for layout in self.layouts()]
-        window: object = self.window
-        if self.chunked:
-            window = (self.window, "chunked")
+        window = f"chunks of {self.window}" if self.chunked else self.window
         identity = (self.layers, window, self.heads, self.head_dim, layouts)
         return fingerprint_of(identity)
 

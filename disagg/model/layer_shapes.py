@@ -71,7 +71,7 @@ def layer_shapes(sizes: Mapping[str, Any]) -> tuple[LayerShape, ...]:
             head_dim=head_dims[index] or head_dim,
             window=windows[index],
             latent=latent,
-            chunked=types[index] == CHUNKED,
+            chunked=types[index] == CHUNKED and windows[index] is not None,
         )
         for index in range(num_layers)
     ]
@@ -103,10 +103,11 @@ def _windows(sizes: Mapping[str, Any]) -> list[int | None]:
     is_off = sizes.get("use_sliding_window") is False
     if is_off or sizes.get("model_type") in WHOLE_ATTENTION:
         sliding = None
-    windows = {SLIDING: sliding, CHUNKED: sizes.get("attention_chunk_size")}
-    for size in windows.values():
+    chunk = sizes.get("attention_chunk_size")
+    for name, size in (("sliding_window", sliding), ("attention_chunk_size", chunk)):
         if size is not None and not _is_size(size):
-            raise ValueError(f"a window of {size!r}; expected a number of tokens")
+            raise ValueError(f"{name} is {size!r}; expected a number of tokens")
+    windows = {SLIDING: sliding, CHUNKED: chunk}
     return [windows.get(kind) for kind in _layer_types(sizes)]
 
 
