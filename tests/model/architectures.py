@@ -103,7 +103,7 @@ REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
 KINDS = [*SERVED_KINDS, *REFUSED_KINDS]
 # tried only with the page
 MORE_SERVED = " ".join([*families.SERVED.values(), *families.SEEING.values()]).split()
-MORE_REFUSED = families.REFUSED.split()
+MORE_REFUSED = [*families.REFUSED.split(), *families.LATENTS.split()]
 LENGTHS = (5, 37, 70)
 ANSWER = 24
 SERVED = "served"

@@ -86,7 +86,11 @@ GEMMA_3N = GEMMA_4 | {
     "laurel_rank": 8,
     "altup_num_inputs": 2,
 }
-LLAMA_4 = {"num_hidden_layers": 4, "attention_chunk_size": 20, "num_local_experts": 2}
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 20,
+    "num_local_experts": 2,
+}
 LLAMA_4 |= {"floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 96}
 CONV = {
     "num_hidden_layers": 4,
@@ -131,6 +135,7 @@ VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qianfan_ocr": ({}, {}),
     "qwen2_5_omni_thinker": (mrope(2, 3, 3), {}),
     "qwen3_5": (DELTA, {}),
+    "qwen4_exp": (EXPERTS | {"num_hidden_layers": 4}, {}),
     "qwen3_5_moe": (DELTA | EXPERTS | SHARED_EXPERT, {}),
     "video_llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
     "vipllava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
@@ -188,6 +193,11 @@ REFUSED = """
     gpt_neox_japanese idefics janus jetmoe mimo_v2_flash minimax_m3_vl
     minimax_m3_vl_text mllama modernbert-decoder moshi openai-gpt qwen4_exp
     recurrent_gemma rwkv trocr unlimited_ocr xglm xlstm
+"""
+# they keep latents, or have indexers
+LATENTS = """
+    axk1 axk2 deepseek_v2 deepseek_v32 deepseek_v4 glm4_moe_lite glm_moe_dsa hy_v4
+    kimi_k25 longcat_flash minicpm3 mistral4 sarvam_mla youtu
 """
 # encoders, encoders with a decoder, heads that draft for other models, diffusion
 NO_DECODERS = """

@@ -6,6 +6,12 @@ from pathlib import Path
 import pytest
 import transformers
 from packaging.version import Version
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING_TOO,
+)
 
 from disagg.engine.messages import Prefill
 from disagg.errors import ModelError, RequestError
@@ -108,3 +114,14 @@ def test_a_config_alone_says_what_the_page_of_models_says(kind, tmp_path):
 @pytest.mark.slow
 def test_the_page_of_models_is_what_its_command_makes():
     assert PAGE.read_text() == table()
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) != MADE_WITH, reason="other architectures"
+)
+def test_the_page_of_models_names_every_architecture_that_generates_text():
+    page = PAGE.read_text()
+
+    missing = [kind for kind in (*CAUSAL, *SEEING_TOO) if f"`{kind}`" not in page]
+
+    assert not missing

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.errors import ConfigError
+from disagg.engine.messages import Move, Prefill
+from disagg.errors import ConfigError, TransferError
 from disagg.llm import LLM, SamplingParams
 from disagg.model.describe import describe_model
 from disagg.model.rotary import Reach, rotary_reach
 from disagg.model.runner import Runner
 from tests.engine.forced import forced_logits
 from tests.engine.margins import assert_same
-from tests.engine.serving import make_engine, serve
+from tests.engine.serving import Nowhere, make_engine, request, serve
 from tests.model.reference import ReferenceModel
 from tests.model.test_graphs import EagerRecorder
 from tests.model.tiny import random_prompt, save_tiny
@@ -247,6 +248,18 @@ def test_a_text_may_grow_long_after_a_hand_off(tmp_path):
 
     for completion, right in zip(completions, expected, strict=True):
         assert_same(completion.tokens, right)
+
+
+def test_no_sequence_grows_long_while_it_moves(tmp_path):
+    engine = make_engine(Runner.load(saved_longrope(tmp_path)))
+    engine.submit(Prefill(request("a", random_prompt(120), "raw", 40)))
+    engine.step()
+    engine.submit(Move("a", 130, Nowhere()))
+
+    (failed,) = engine.step().failed
+
+    assert type(failed.error) is TransferError
+    assert "computes all its 130 tokens again" in str(failed.error)
 
 
 def test_no_prefix_of_a_short_text_serves_a_long_one(tmp_path):
