@@ -89,7 +89,9 @@ VISION_FAMILIES = {
     "Qwen-VL 2 to 3": "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe",
 }
 PROBED = "nemotron"  # refused when their weights have loaded
-OTHERS = "biogpt bloom falcon falcon_mamba mamba mamba2 minimax mpt qwen4_exp_text stablelm"
+OTHERS = (
+    "biogpt bloom falcon falcon_mamba mamba mamba2 minimax mpt qwen4_exp_text stablelm"
+)
 INDEXED = "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"
 OTHERS += f" {INDEXED}"
 SERVED_FAMILIES = (
@@ -103,7 +105,7 @@ REFUSED_KINDS = f"{PROBED} {OTHERS}".split()
 KINDS = [*SERVED_KINDS, *REFUSED_KINDS]
 # tried only with the page
 MORE_SERVED = " ".join([*families.SERVED.values(), *families.SEEING.values()]).split()
-MORE_REFUSED = [*families.REFUSED.split(), *families.LATENTS.split()]
+MORE_REFUSED = families.REFUSED.split()
 LENGTHS = (5, 37, 70)
 ANSWER = 24
 SERVED = "served"

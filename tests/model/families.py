@@ -194,11 +194,6 @@ REFUSED = """
     minimax_m3_vl_text mllama modernbert-decoder moshi openai-gpt qwen4_exp
     recurrent_gemma rwkv trocr unlimited_ocr xglm xlstm
 """
-# they keep latents, or have indexers
-LATENTS = """
-    axk1 axk2 deepseek_v2 deepseek_v32 deepseek_v4 glm4_moe_lite glm_moe_dsa hy_v4
-    kimi_k25 longcat_flash minicpm3 mistral4 sarvam_mla youtu
-"""
 # encoders, encoders with a decoder, heads that draft for other models, diffusion
 NO_DECODERS = """
     bart bert bert-generation big_bird bigbird_pegasus blenderbot

@@ -205,7 +205,9 @@ def test_a_real_model_is_served_as_it_is_meant(name, tmp_path):
 
     assert fit.served, fit.reason
     assert (fit.num_layers, fit.heads, fit.head_dim) == expected.shape
-    assert fit.exact_bytes_per_token == expected.kv_bytes == 2 * expected.sides * numbers
+    assert (
+        fit.exact_bytes_per_token == expected.kv_bytes == 2 * expected.sides * numbers
+    )
     assert fit.dtype == "bfloat16"
     assert fit.context_length == fit.max_context == expected.context
     assert fit.windows == (expected.windows or {None: layers})
