@@ -215,10 +215,10 @@ def _compare_latents(setting: Setting) -> Iterator[Row]:
     if setting.rehearsal:
         case = cases.tiny([case])[0]
     case = replace(case, sequences=sequences, spread=0)
-    kvq = tuple(x.to(device) for x in tokens_of(case, tokens + 512, 0))
+    k, v, q = (x.to(device) for x in tokens_of(case, tokens + 512, 0))
     arena, copied = _arena(kind), copy_speed(device)
-    k = kvq[0][0, :tokens].expand(sequences, -1, -1).contiguous()
-    product = partial(_attend_by_products, queries_of(kvq[2], sequences), k, case)
+    rows = k[0, :tokens].expand(sequences, -1, -1).contiguous()
+    product = partial(_attend_by_products, queries_of(q, sequences), rows, case)
     baselines = {"products": _captured(product, kind)}
     for spec in (cases.RAW,) if setting.rehearsal else LATENT_SPECS:
         if setting.seconds_left < 0:
@@ -227,7 +227,7 @@ def _compare_latents(setting: Setting) -> Iterator[Row]:
         layer = Layer(one, DirtyArena(torch.empty(256, dtype=torch.uint8), 128))
         one = replace(one, pages=max(1, tokens // layer.group.page.tokens))
         shape = f"{sequences}x{tokens} latents"
-        yield _measure(one, None, shape, arena, kvq, baselines, copied)
+        yield _measure(one, None, shape, arena, (k, v, q), baselines, copied)
 
 
 def _attend_by_products(q: Tensor, k: Tensor, case: Case) -> Tensor:
