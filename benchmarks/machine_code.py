@@ -11,8 +11,8 @@ compiler.
 
 The kernels are those that codecs launch: their code runs on meta tensors, and launches are recorded
 instead of executed. Heads have 128 channels unless the name says another number, as
-kivi-2-D256-4heads does; there are 8 KV heads, and 32 sequences in a step. Names with `latent` have one
-KV head of 512 + 64 channels and 16 query heads.
+kivi-2-D256-4heads does; there are 8 KV heads, and 32 sequences in a step. Names with `latent` have
+one KV head of 512 + 64 channels and 16 query heads.
 """
 
 import json

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -30,8 +30,15 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.compiling import Compiles
 from benchmarks.gpu.environment import copy_speed
-from benchmarks.gpu.equality import exact_attention
-from benchmarks.gpu.layer import CUDA, DirtyArena, Layer, interpreted, registers
+from benchmarks.gpu.equality import exact_attention, filled_up
+from benchmarks.gpu.layer import (
+    CUDA,
+    DirtyArena,
+    Layer,
+    interpreted,
+    registers,
+    tokens_of,
+)
 from benchmarks.gpu.setting import Setting
 from disagg.bench.inputs import make_prompt
 from disagg.bench.kernels import SPECS, _try_capture, time_cpu, time_cuda
@@ -41,6 +48,7 @@ SHAPES = ((32, 8192), (1, 131072), (8, 2048))  # sequences x tokens
 TINY_SHAPES = ((1, 64),)
 TINY_SPECS = (cases.RAW,)
 SERVED = "as served"  # registers
+LATENT_SPECS = tuple(dict.fromkeys(case.spec for case in cases.latents()))
 PROFILED = (cases.KIVI, cases.BANDED, cases.RAW)
 ARENA_BYTES = {"cuda": 3 << 30, "cpu": 8 << 20}
 RUNS = {"cuda": 15, "cpu": 1}
@@ -141,7 +149,7 @@ def prepare(
     new_q = queries_of(q, case.sequences)
     call = partial(layer.attend, step, new_q)
     output = call()[0].cpu().double()
-    kv = torch.stack(layer.cache(0).reconstruct()).double()
+    kv = filled_up(*layer.cache(0).reconstruct()).double()
     present = layer.cache(0).present()
     exact = _exact(case, new_q[0], kv, present).cpu()
     return Attending(call, layer.nbytes, float((output - exact).norm() / exact.norm()))
@@ -170,6 +178,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     """
     with interpreted() if setting.rehearsal else nullcontext():
         yield from _compare(setting)
+        yield from _compare_latents(setting)
     yield from profile(setting)
 
 
@@ -196,6 +205,35 @@ def _compare(setting: Setting) -> Iterator[Row]:
     for shape, one in late:
         if setting.seconds_left > 0 and kind == "cuda":
             yield _flex(shape, one)
+
+
+def _compare_latents(setting: Setting) -> Iterator[Row]:
+    """Codecs of DeepSeek's latents beside products of torch, at the first shape."""
+    device, kind = setting.device, setting.device.type
+    sequences, tokens = (TINY_SHAPES if setting.rehearsal else SHAPES)[0]
+    case = cases.latents()[0]
+    if setting.rehearsal:
+        case = cases.tiny([case])[0]
+    case = replace(case, sequences=sequences, spread=0)
+    k, v, q = (x.to(device) for x in tokens_of(case, tokens + 512, 0))
+    arena, copied = _arena(kind), copy_speed(device)
+    rows = k[0, :tokens].expand(sequences, -1, -1).contiguous()
+    product = partial(_attend_by_products, queries_of(q, sequences), rows, case)
+    baselines = {"products": _captured(product, kind)}
+    for spec in (cases.RAW,) if setting.rehearsal else LATENT_SPECS:
+        if setting.seconds_left < 0:
+            return
+        one = replace(case, spec=spec, pages=1)
+        layer = Layer(one, DirtyArena(torch.empty(256, dtype=torch.uint8), 128))
+        one = replace(one, pages=max(1, tokens // layer.group.page.tokens))
+        shape = f"{sequences}x{tokens} latents"
+        yield _measure(one, None, shape, arena, (k, v, q), baselines, copied)
+
+
+def _attend_by_products(q: Tensor, k: Tensor, case: Case) -> Tensor:
+    """Attention of q [B, Hq, D] over latents k [B, n, D] by two products of matrices."""
+    scores = q @ k.transpose(1, 2) * case.head_dim**-0.5
+    return scores.softmax(2) @ k[..., : case.latent]
 
 
 def _arena(kind: str) -> DirtyArena:

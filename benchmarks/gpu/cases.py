@@ -31,6 +31,7 @@ class Case:
     window:   tokens that a query sees, itself included; None: all
     cap:      of scores, 0: none; sinks: whether the softmax has them
     pages:    of the first prompt, about; each further one has `spread` more
+    latent:   channels of K that are V too; 0: V has its own
     block:    tokens that every sequence appends in the second step; the first appends
               one
     """
@@ -43,6 +44,7 @@ class Case:
     window: int | None = None
     cap: float = 0.0
     sinks: bool = False
+    latent: int = 0
     sequences: int = 2
     pages: int = 2
     spread: int = 1
@@ -55,6 +57,7 @@ class Case:
         marks = [f"window{self.window}"] if self.window else []
         marks += [f"cap{self.cap:g}"] if self.cap else []
         marks += ["sinks"] if self.sinks else []
+        marks += [f"latent{self.latent}"] if self.latent else []
         size = f"{self.sequences}x{self.pages}pages"
         return " ".join([self.spec, shape, *marks, size])
 
@@ -105,13 +108,29 @@ def models() -> list[Case]:
     ]
 
 
+def latents() -> list[Case]:
+    """Latents of DeepSeek's MLA, and of a narrower one, with as many query heads as models have."""
+    specs = (RAW, INT8, "fp8", KIVI, "kivi:bits=2,group=64", "pertoken:bits=4", "kcvt")
+    deepseek = Case(RAW, 1, 16, 576, "bfloat16", latent=512)
+    return [
+        *(replace(deepseek, spec=spec) for spec in specs),
+        *(replace(deepseek, spec=spec, per_head=128) for spec in (RAW, INT8)),
+        *(replace(deepseek, spec=spec, sequences=1, pages=256) for spec in (RAW, KIVI)),
+        replace(deepseek, spec="kivi:bits=4,group=32", head_dim=288, latent=256),
+        replace(deepseek, spec="raw", cap=2.0),
+    ]
+
+
 def equality() -> list[Case]:
     """The cases to compare with the reference, the most served first."""
-    return [*served(), *softmaxes(), *shapes(), *models()]
+    return [*served(), *latents(), *softmaxes(), *shapes(), *models()]
 
 
 def tiny(cases: Sequence[Case]) -> list[Case]:
     """The same codecs and softmaxes in layers that an interpreter gets through."""
     few = (replace(x, sequences=2, pages=1, spread=0, block=2) for x in cases)
-    small = (replace(x, heads=1, per_head=2, head_dim=64) for x in few)
+    small = (
+        replace(x, heads=1, per_head=2, head_dim=64, latent=48 if x.latent else 0)
+        for x in few
+    )
     return [replace(x, dtype="float16") for x in small]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import Case
@@ -88,7 +89,11 @@ def rehearsed() -> list[Case]:
     without.
     """
     return cases.tiny(
-        [Case(cases.KIVI, window=70, cap=2.0, sinks=True), Case(cases.RAW)]
+        [
+            Case(cases.KIVI, window=70, cap=2.0, sinks=True),
+            Case(cases.RAW),
+            Case("fp8", latent=1),
+        ]
     )
 
 
@@ -169,7 +174,12 @@ class _Clock:
 
 def _numbers(layer: Layer, row: int) -> Tensor:
     """K and V that attention sees: [2, H, n, D]."""
-    return torch.stack(layer.cache(row).reconstruct()).cpu().double()
+    return filled_up(*layer.cache(row).reconstruct()).cpu().double()
+
+
+def filled_up(k: Tensor, v: Tensor) -> Tensor:
+    """k and v [2, H, n, D]; v of latents has fewer channels, and zeros behind them."""
+    return torch.stack([k, pad(v, (0, k.shape[2] - v.shape[2]))])
 
 
 def _errors(case: Case, answers: Answers, expected: Answers) -> Row:
@@ -222,7 +232,7 @@ def exact_answers(case: Case, answers: Answers) -> list[Tensor]:
 
 def exact_attention(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tensor:
     """Attention of q [Hq, W, D], of the last W tokens, over kv [2, H, n, D]: [Hq, W, D]
-    fp64.
+    fp64; of latents these channels alone.
     """
     (width, dim), (heads, n) = q.shape[1:], present.shape
     places = torch.arange(n, device=kv.device)
@@ -239,7 +249,8 @@ def exact_attention(case: Case, q: Tensor, kv: Tensor, present: Tensor) -> Tenso
         extra = sinks.double().view(heads, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, extra], 3)
     p = scores.softmax(3)[..., :n]
-    return torch.einsum("hgwn,hnd->hgwd", p, kv[1]).flatten(0, 1)
+    o = torch.einsum("hgwn,hnd->hgwd", p, kv[1]).flatten(0, 1)
+    return o[..., : case.latent or dim]
 
 
 def headline(rows: list[Row]) -> list[str]:

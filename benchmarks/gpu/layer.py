@@ -88,7 +88,12 @@ class Layer:
         self.case, self.arena, self._plans = case, arena, plans
         self.codec = get_codec(case.spec, case.head_dim)
         self.group = self.codec.layer_group(
-            (LAYER,), case.heads, case.head_dim, case.dtype, case.window
+            (LAYER,),
+            case.heads,
+            case.head_dim,
+            case.dtype,
+            case.window,
+            case.latent or None,
         )
         lead = self.group.sink + self.group.residual
         counts = [case.pages + i * case.spread for i in range(case.sequences)]
@@ -207,10 +212,10 @@ def tokens_of(case: Case, n: int, seed: int) -> Inputs:
     heads, rows = case.heads, case.heads * case.per_head
     sizes = [(heads, n), (heads, n), (rows, n)]
     dtype = getattr(torch, case.dtype)
-    tensors = [
+    k, v, q = (
         torch.randn(*x, case.head_dim, generator=source).to(dtype) for x in sizes
-    ]
-    return tensors[0], tensors[1], tensors[2]
+    )
+    return k, k[..., : case.latent] if case.latent else v, q
 
 
 def rows_of(inputs: Sequence[Inputs], device: torch.device) -> list[Tensor]:

@@ -305,7 +305,9 @@ class PagedLayer:
     def captured(self) -> bool:
         """Whether it runs as a CUDA graph; the torch reference cannot, as it reads lengths."""
         views = views_of(self.group, LAYER, self.arena, self.tables[:1])
-        return self.q.is_cuda and all(serves_gpu(view.fmt, self.q.device) for view in views)
+        return self.q.is_cuda and all(
+            serves_gpu(view.fmt, self.q.device) for view in views
+        )
 
     def exact(self) -> Tensor:
         """The exact result of `attend`, in fp64: [B, 1, Hq, D]."""

@@ -163,7 +163,8 @@ def attend_unit(
             first = i_block * SHAPE.columns
             attend_latents(
                 start, end, i_segment, p_q, lo, hi, m_c, arena_ptr, row_ptr, width,
-                bases[0], bases[1], o_ptr, lse_ptr, i_slot * rows + first, rows - first, scale, VIEW,
+                bases[0], bases[1], o_ptr, lse_ptr, i_slot * rows + first, rows - first, scale,
+                VIEW,
             )  # fmt: skip
         elif VIEW.codes:
             attend_codes(

@@ -147,7 +147,9 @@ def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, top=None):
+def encode_tile(
+    x, m_x, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, top=None
+):
     """Write one side of a block, or a part of it; returns the error of codes and slots [R, C].
 
     x:       finite numbers in fp32, 0 where m_x is not set

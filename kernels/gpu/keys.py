@@ -9,7 +9,16 @@ Here all keys are computed in one order, before any launch.
 from functools import cache
 from importlib import import_module
 
-MODULES = ("bits", "encode", "append", "attend", "latent", "combine", "lowrank", "aligned")
+MODULES = (
+    "bits",
+    "encode",
+    "append",
+    "attend",
+    "latent",
+    "combine",
+    "lowrank",
+    "aligned",
+)
 
 
 @cache

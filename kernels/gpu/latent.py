@@ -175,9 +175,7 @@ def softmax_rows(s, m, l, CAP: tl.constexpr):
 
 
 @triton.jit
-def load_part(
-    items_ptr, pages, base, segment, j: tl.constexpr, VIEW: tl.constexpr
-):
+def load_part(items_ptr, pages, base, segment, j: tl.constexpr, VIEW: tl.constexpr):
     """Part j of a tile as an operand: [T, channels].
 
     items_ptr: of int16 for codes, else of the items of raw pages
@@ -209,7 +207,9 @@ def rows_of(items_ptr, pages, base, FMT: tl.constexpr):
         page = tl.where(o_t // STRIP == j, pages[j], page)
     SIZE: tl.constexpr = items_ptr.dtype.element_ty.primitive_bitwidth // 8
     o_slot = o_t % STRIP * FMT.head_dim + (base + FMT.k) // SIZE
-    return items_ptr + tl.multiple_of(page.to(tl.int64) * (128 // SIZE) + o_slot, 16 // SIZE)
+    return items_ptr + tl.multiple_of(
+        page.to(tl.int64) * (128 // SIZE) + o_slot, 16 // SIZE
+    )
 
 
 @triton.jit
@@ -263,7 +263,9 @@ def scales_of(home, f: tl.constexpr, o_c, m_c, SIDE: tl.constexpr):
     """
     R: tl.constexpr = SIDE.rows // SIDE.fields
     if SIDE.scale.by == "block":
-        p_scale = (home + SIDE.scale.scale // 2).to(tl.pointer_type(tl.float32), bitcast=True)
+        p_scale = (home + SIDE.scale.scale // 2).to(
+            tl.pointer_type(tl.float32), bitcast=True
+        )
         b_scale = tl.full([1, 1], 0.0, tl.float32) + tl.load(p_scale) * HALF
         return b_scale, b_scale * SIDE.scale.center
     else:
@@ -300,7 +302,15 @@ def repeat_columns(x, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "queries", "stride_b", "stride_m", "stride_h"])
 def scale_query_kernel(
-    q_ptr, o_ptr, heads, queries, stride_b, stride_m, stride_h, stride_o, D: tl.constexpr
+    q_ptr,
+    o_ptr,
+    heads,
+    queries,
+    stride_b,
+    stride_m,
+    stride_h,
+    stride_o,
+    D: tl.constexpr,
 ):
     """One row of `scale_query`."""
     i_row = tl.program_id(0)
@@ -327,7 +337,9 @@ def scale_query(q: Tensor) -> Tensor:
     returns: [B, M, Hq, D + 8] fp16
     """
     batch, queries, heads, head_dim = q.shape
-    scaled = torch.empty(batch, queries, heads, head_dim + 8, dtype=torch.float16, device=q.device)
+    scaled = torch.empty(
+        batch, queries, heads, head_dim + 8, dtype=torch.float16, device=q.device
+    )
     scale_query_kernel[(batch * queries * heads,)](
         q, scaled, heads, queries, *q.stride()[:3], scaled.stride(2), head_dim,
         num_warps=1, enable_fp_fusion=False,

@@ -329,9 +329,7 @@ def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
     return max(1, resident * count_processors(device) // heads)
 
 
-def units_of(
-    views: Sequence[View], device: torch.device, blocks: int = 1
-) -> WorkPlan:
+def units_of(views: Sequence[View], device: torch.device, blocks: int = 1) -> WorkPlan:
     """A plan for views that have none; the host waits for all lengths.
 
     blocks: programs that share a unit and a KV head

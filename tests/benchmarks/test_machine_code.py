@@ -156,3 +156,12 @@ def test_with_256_channels_no_other_kernel_spills():
     wide = [name for name in machine_code.OTHERS if name.endswith("-D256")]
     for row in compile_all(wide, ["sm_90"]):
         assert row["spill_bytes"] == 0, row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_kernel_of_latents_spills():
+    for row in compile_all(machine_code.LATENTS, ["sm_90"]):
+        assert "reason" not in row, row
+        assert row["spill_bytes"] == 0, row
+        assert row["shared_bytes"] <= 227 << 10, row

@@ -13,7 +13,7 @@ from disagg.kernels.gpu import encode as gpu_encode
 from disagg.kernels.gpu import plan
 from disagg.kernels.gpu.combine import merge
 from disagg.kernels.reference import encode as reference
-from disagg.kernels.sealing import NewRows, Sealing, Segmentation, SealRows
+from disagg.kernels.sealing import NewRows, Sealing, SealRows, Segmentation
 from tests.kernels import cases
 from tests.kernels.cases import DEVICE, int32
 
@@ -27,7 +27,9 @@ FORMATS = {
     "fp8": cases.FORMATS["fp8"],
     "kcvt": {"bits": 4, "k_shared": True},
 }
-LARGE = {name: cases.make_format(**options | DEEPSEEK) for name, options in FORMATS.items()}
+LARGE = {
+    name: cases.make_format(**options | DEEPSEEK) for name, options in FORMATS.items()
+}
 LARGE |= {f"raw-{x}": cases.raw_format(x, 576, 512) for x in ("float16", "bfloat16")}
 LATENTS = {name: cases.latent_format(name) for name in cases.LATENTS}
 LATENTS |= {f"raw-{x}": cases.raw_format(x, 96, 80) for x in ("float16", "bfloat16")}
@@ -49,7 +51,9 @@ def small_format(name: str) -> PageFormat | ExactFormat:
     """48 channels, 32 of them the latent."""
     if name == "raw":
         return cases.raw_format("bfloat16", 48, 32)
-    return cases.make_format(**FORMATS[name] | {"head_dim": 48, "latent": 32, "group": 16})
+    return cases.make_format(
+        **FORMATS[name] | {"head_dim": 48, "latent": 32, "group": 16}
+    )
 
 
 @pytest.mark.parametrize("name", ["raw", "pertoken-2bit"])

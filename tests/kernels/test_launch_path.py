@@ -92,7 +92,9 @@ MANY: dict[str, dict[str, Any]] = {
 }
 
 MANY |= {
-    f"{spec}, latents": {"spec": spec, "sequences": 3, "per_head": 20} | LATENT | {"head_dim": 576, "latent": 512}
+    f"{spec}, latents": {"spec": spec, "sequences": 3, "per_head": 20}
+    | LATENT
+    | {"head_dim": 576, "latent": 512}
     for spec in ("raw", "int8", "kivi", "pertoken", "kcvt")
 }
 
