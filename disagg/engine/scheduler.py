@@ -83,8 +83,7 @@ class Scheduler:
     @property
     def free_bytes(self) -> int:
         """Room for prompts: bytes without an owner, minus those reserved for growing sequences."""
-        free = self._pool.arena.nbytes - self._pool.used_bytes
-        return max(0, free - self._reserve_bytes)
+        return max(0, self._pool.free_bytes - self._reserve_bytes)
 
     def queue(self, sequence: Sequence) -> None:
         """Wait for room."""
@@ -196,7 +195,9 @@ class Scheduler:
             return False
         if is_alone:
             return True
-        return sequence.plan.nbytes(sequence.length + 1) <= self.free_bytes
+        records = sequence.plan.records(sequence.length + 1)
+        nbytes = sum(count * shape.nbytes for shape, count in records.items())
+        return nbytes <= self.free_bytes and self._pool.has_room(records)
 
     def _take_slot(self, sequence: Sequence) -> bool:
         """Give a sequence a decode slot where it needs one; False: none is free.
