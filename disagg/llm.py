@@ -77,8 +77,8 @@ class LLM:
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
-        self._prefill = Engine(self._runner, config)
-        self._decode = Engine(self._runner, config)
+        self._prefill = Engine(self._runner, config, expected=[self._codec])
+        self._decode = Engine(self._runner, config, expected=[self._codec])
         self._plan = cache(self._checked_plan)
         pool = self._decode.pool
         plan = self._plan(codec)  # raises its errors now

@@ -116,9 +116,11 @@ def check_arena(config: Config, info: "ModelInfo") -> None:
     if config.engine.arena_bytes is None:
         return
     from disagg.codecs.planning import parse_plan
-    from disagg.engine.arena import check_slabs, slab_bytes_for
-    from disagg.model.capacity import kv_shape
+    from disagg.engine.arena import check_slabs
+    from disagg.model.capacity import kv_shape, slab_bytes_for
 
-    slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim, info.states)
-    plans = [parse_plan(spec, kv_shape(info)) for spec in config.listed]
-    check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)
+    arena_bytes = config.engine.arena_bytes
+    shape = kv_shape(info)
+    plans = [parse_plan(spec, shape) for spec in config.listed]
+    slab_bytes = slab_bytes_for(shape, plans, arena_bytes, info.context_length)
+    check_slabs(arena_bytes, slab_bytes, plans, info.context_length)

@@ -12,18 +12,16 @@ from torch import Tensor
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError
 from disagg.kv.arena import Copies, HostArena
-from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Layout, align
+from disagg.kv.page import ARENA_UNIT, align
 from disagg.kv.plan import Plan
-from disagg.kv.pool import DEFAULT_SLAB_BYTES, Pool
+from disagg.kv.pool import Pool
 from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
-from disagg.model.states.records import scratch_bytes
 
 CPU_ARENA_BYTES = 256 << 20  # and room for states, up to one part in 4 of the memory
 STATES_PART = 4
 SPARE_PART = 20  # one part in this many of a GPU's memory is left to activations
 MAX_WRITES = 8  # in flight; each holds a frame in pinned memory
-RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
 log = logging.getLogger(__name__)
 
@@ -223,16 +221,3 @@ def _warn_of_few_states(arena: int, max_sequences: int, state_bytes: int) -> Non
             state_bytes,
             max_sequences,
         )
-
-
-def slab_bytes_for(
-    layers: int, heads: int, head_dim: int, states: Sequence[Layout] = ()
-) -> int:
-    """The size of slabs that hold a few records of any codec, of at most 16 exact fp32 tokens.
-
-    states: of layers with a state, whose records are to fit too
-    """
-    largest_record = layers * heads * RAW_TOKENS * head_dim * 2 * 4
-    largest_record = max(largest_record, scratch_bytes(states))
-    slab_bytes = max(DEFAULT_SLAB_BYTES, RECORDS_PER_SLAB * largest_record)
-    return align(slab_bytes, ARENA_UNIT)

@@ -26,7 +26,6 @@ from disagg.config import EngineConfig
 from disagg.engine.arena import (
     make_pool,
     measure_memory,
-    slab_bytes_for,
     wait_for_kernels,
 )
 from disagg.engine.limits import check_pool, check_tokens
@@ -69,6 +68,7 @@ from disagg.errors import (
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import ARENA_UNIT
 from disagg.kv.plan import Plan
+from disagg.model.capacity import slab_bytes_for
 from disagg.model.runner import Runner
 from disagg.model.states.records import scratch_bytes
 
@@ -85,13 +85,21 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         codecs: Seq[str] = (),
         probed: Seq[str] = (),
+        expected: Seq[str] = ("raw",),
     ):
-        """codecs: those that may be served; none: all · probed: those whose error is sampled"""
+        """
+        codecs:   those that may be served; none: all
+        probed:   those whose error is sampled
+        expected: those that slabs are sized for; others waste more of their ends
+        """
         shape = runner.shape
-        slab_bytes = slab_bytes_for(
-            shape.num_layers, shape.heads, shape.head_dim, shape.states
-        )
         arena_bytes, workspace_bytes = measure_memory(config, runner)
+        slab_bytes = slab_bytes_for(
+            shape,
+            [parse_plan(spec, shape) for spec in expected],
+            arena_bytes,
+            runner.info.context_length,
+        )
         self.pool, self.arena = make_pool(
             arena_bytes, slab_bytes, runner.device, scratch_bytes(shape.states)
         )
@@ -269,7 +277,7 @@ class Engine:
             )
         num_tokens = len(request.tokens)
         plan = self.plan(request.codec)
-        check_pool(plan, num_tokens, self.pool.arena.nbytes)
+        check_pool(plan, num_tokens, self.pool)
         if not isinstance(message, Admit):
             self._prompts.check(plan, num_tokens)
         return plan

@@ -23,9 +23,13 @@ from disagg.kv.arena import Arena
 from disagg.kv.page import ARENA_UNIT
 from disagg.kv.page_cache import CachedPages, PageCache
 from disagg.kv.plan import RecordShape
-from disagg.kv.slabs import SlabAllocator, check_count
+from disagg.kv.slabs import (
+    DEFAULT_SLAB_BYTES,
+    SlabAllocator,
+    check_count,
+    records_per_slab,
+)
 
-DEFAULT_SLAB_BYTES = 1 << 20
 # while pages of its own shape can be evicted, an allocation leaves one slab in 8 to other shapes,
 # and at most 4: one for each kind of record
 SLABS_PER_SPARED = 8
@@ -242,6 +246,18 @@ class Pool:
     def free_bytes(self) -> int:
         """Bytes for further records, if cached pages are evicted for them."""
         return self._slabs.free_bytes
+
+    def empty(self) -> SlabAllocator:
+        """The slabs of this pool with all pages free."""
+        return SlabAllocator(self.arena.nbytes, self.slab_bytes)
+
+    def bytes_of(self, records: Mapping[RecordShape, int]) -> int:
+        """Bytes of the arena that records take, with their parts of the ends of slabs."""
+        num_slabs = sum(
+            count / records_per_slab(shape, self.slab_bytes)
+            for shape, count in records.items()
+        )
+        return round(num_slabs * self.slab_bytes)
 
     @property
     @atomic

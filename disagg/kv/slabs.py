@@ -16,11 +16,12 @@ from disagg.errors import CapacityError, LayoutError
 from disagg.kv.page import ARENA_UNIT, align
 from disagg.kv.plan import RecordShape
 
-
+DEFAULT_SLAB_BYTES = 1 << 20
 # sizes of slabs to choose from: of so many of the largest records, in steps of this many bytes
-LEAST_RECORDS = 2
-MOST_RECORDS = 16
+LEAST_RECORDS = 3
+MOST_RECORDS = 18
 SLAB_STEP = 128 << 10
+OPEN_SLABS = 2  # of each shape, that are partly free, about
 
 
 def records_per_slab(shape: RecordShape, slab_bytes: int) -> int:
@@ -33,7 +34,7 @@ def records_per_slab(shape: RecordShape, slab_bytes: int) -> int:
     return slab_bytes // shape.nbytes
 
 
-def slabs_for(records: Mapping[RecordShape, int], slab_bytes: int) -> int:
+def num_slabs_for(records: Mapping[RecordShape, int], slab_bytes: int) -> int:
     """How many slabs hold these records and no others; CapacityError if one fits no slab."""
     return sum(
         -(-count // records_per_slab(shape, slab_bytes))
@@ -48,34 +49,33 @@ def choose_slab_bytes(
 ) -> int:
     """The size of slabs under which an arena holds most of each of these prompts.
 
-    A slab wastes the end that is too short for a record, and the free pages of the last slab of a
-    shape. So the records at hand decide, and small arenas get small slabs.
+    largest_record: of most codecs; all of them have records of less than three times its size
+
+    A slab wastes the end that is too short for a record, so the records at hand decide. Slabs that
+    are partly free waste more, so small arenas get small slabs.
     """
-    sizes = range(
-        align(LEAST_RECORDS * largest_record, SLAB_STEP),
-        MOST_RECORDS * largest_record + SLAB_STEP,
-        SLAB_STEP,
-    )
     prompts = list(prompts)
-    return max(
-        sizes,
-        key=lambda size: min(_usable_part(x, arena_bytes, size) for x in prompts),
-    )
+    own_records = [shape.nbytes for records in prompts for shape in records]
+    least = max(DEFAULT_SLAB_BYTES, LEAST_RECORDS * largest_record, *own_records)
+    most = least * MOST_RECORDS // LEAST_RECORDS
+    sizes = range(align(least, SLAB_STEP), most + SLAB_STEP, SLAB_STEP)
+    num_shapes = len(set().union(*prompts))
+
+    def usable_part(slab_bytes: int) -> float:
+        num_slabs = arena_bytes // slab_bytes - OPEN_SLABS * num_shapes
+        part = min(_used_part(records, slab_bytes) for records in prompts)
+        return num_slabs * slab_bytes * part
+
+    return max(sizes, key=usable_part)
 
 
-def _usable_part(
-    records: Mapping[RecordShape, int], arena_bytes: int, slab_bytes: int
-) -> float:
-    """The part of an arena full of equal prompts that holds their records, about.
-
-    The last slab of each shape is half full on average.
-    """
-    slabs = sum(
+def _used_part(records: Mapping[RecordShape, int], slab_bytes: int) -> float:
+    """The part of many slabs, full of these records, that is not an end of a slab."""
+    num_slabs = sum(
         count / records_per_slab(shape, slab_bytes) for shape, count in records.items()
     )
     record_bytes = sum(count * shape.nbytes for shape, count in records.items())
-    full_slabs = arena_bytes // slab_bytes - len(records) / 2
-    return full_slabs * record_bytes / slabs / arena_bytes
+    return record_bytes / num_slabs / slab_bytes
 
 
 @dataclass
@@ -261,9 +261,7 @@ class SlabAllocator:
         open_pages = sum(slabs.free_pages for slabs in self._open.values())
         check_count("bytes", self.used_bytes, used_bytes)
         check_count("free pages", open_pages, free_pages)
-        check_count(
-            "owned pages", self._owned_pages.total(), sum(num_owned.values())
-        )
+        check_count("owned pages", self._owned_pages.total(), sum(num_owned.values()))
         check_count("slabs with owned pages", +self._owned_slabs, +owned_slabs)
 
 

@@ -4,11 +4,11 @@ memory │ weights │ arena: pages of all sequences │ workspaces: exact KV of
        └────────────────────────────────── `share` ────────────────────────────────┘
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,8 @@ from disagg.codecs.registry import codec_names
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
 from disagg.kv.page import RAW_TOKENS
-from disagg.kv.plan import Plan
+from disagg.kv.plan import Plan, RecordShape
+from disagg.kv.slabs import SlabAllocator, choose_slab_bytes
 from disagg.model.architecture import language_model, read_architecture
 from disagg.model.describe import (
     ModelInfo,
@@ -30,6 +31,7 @@ from disagg.model.describe import (
 )
 from disagg.model.loading import check_storage, stays_packed
 from disagg.model.quantization import read_quantization
+from disagg.model.states.records import scratch_bytes
 from disagg.model.storage import read_storage
 
 # the first of these that takes the model's heads is recommended
@@ -45,7 +47,7 @@ class CodecFit:
 
     bytes_per_token: mean of such a prompt, without its states
     state_tokens: how many tokens of KV take as many bytes as the states of one sequence
-    tokens:  how many fit; None: the memory is not known
+    tokens:  how many fit, if this is the only codec that is served; None: the memory is not known
     refused: why the codec cannot hold this model's heads
     """
 
@@ -132,11 +134,47 @@ def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
     return nbytes - workspace, workspace
 
 
-def tokens_that_fit(plan: Plan, nbytes: int, context: int) -> int:
+def slab_bytes_for(
+    shape: KVShape, plans: Sequence[Plan], arena_bytes: int, context: int
+) -> int:
+    """The size of the slabs of an arena that is to hold prompts under these plans.
+
+    A slab also holds a record of any other codec, and three of 16 exact fp32 tokens or of a state.
+    """
+    exact_page = 4 * shape.num_layers * shape.heads * 2 * RAW_TOKENS * shape.head_dim
+    largest_record = max(exact_page, scratch_bytes(shape.states))
+    prompts = [plan.records(context) for plan in plans]
+    return choose_slab_bytes(arena_bytes, largest_record, prompts)
+
+
+class Room(Protocol):
+    """An arena of slabs."""
+
+    def has_room(self, records: Mapping[RecordShape, int]) -> bool:
+        """Whether all these records fit into what is free."""
+
+
+def tokens_that_fit(plan: Plan, room: Room, context: int) -> int:
     """Tokens of prompts as long as the context, the last of which may be shorter."""
-    num_prompts, bytes_left = divmod(nbytes, plan.nbytes(context))
-    last = bisect_right(range(1, context), bytes_left, key=plan.nbytes)
-    return num_prompts * context + last
+    prompt = plan.records(context)
+
+    def is_too_much(tokens: int) -> bool:
+        num_prompts, rest = divmod(tokens, context)
+        records = Counter(plan.records(rest)) if rest else Counter[RecordShape]()
+        for record, count in prompt.items():
+            records[record] += num_prompts * count
+        return not room.has_room(records)
+
+    most = context
+    while not is_too_much(most):
+        most *= 2
+    # whole prompts first: tokens of a short one may take more room than those of a long one
+    num_prompts = bisect_left(
+        range(most // context), True, key=lambda x: is_too_much((x + 1) * context)
+    )
+    whole = num_prompts * context
+    rest = bisect_left(range(1, context), True, key=lambda x: is_too_much(whole + x))
+    return whole + rest
 
 
 def check_model(
@@ -223,13 +261,18 @@ def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:
     """The size of a model's KV under a codec."""
     context = info.context_length
+    shape = kv_shape(info)
     try:
-        plan = parse_plan(spec, kv_shape(info))
+        plan = parse_plan(spec, shape)
     except ConfigError as error:
         return CodecFit(spec, refused=str(error))
     tokens = None
     if arena_bytes is not None:
-        tokens = tokens_that_fit(plan, arena_bytes, context)
+        slab_bytes = slab_bytes_for(shape, [plan], arena_bytes, context)
+        tokens = 0
+        if slab_bytes <= arena_bytes:
+            slabs = SlabAllocator(arena_bytes, slab_bytes)
+            tokens = tokens_that_fit(plan, slabs, context)
     bytes_per_token = (plan.nbytes(context) - plan.state_bytes) / context
     return CodecFit(
         spec=plan.spec,

@@ -19,7 +19,7 @@ from disagg.kv.page import Kind
 from disagg.kv.plan import LayerGroup, Plan, RecordShape
 from disagg.kv.pool import Pool
 from disagg.kv.prefix_keys import PrefixBlock, content_keys, joined, prefix_blocks
-from disagg.kv.slabs import slabs_for
+from disagg.kv.slabs import num_slabs_for
 from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
@@ -121,7 +121,7 @@ class PrefixCache:
         num_slabs = self._pool.num_slabs
         slab_bytes = self._pool.slab_bytes
         try:
-            fits = slabs_for(records, slab_bytes) <= num_slabs
+            fits = num_slabs_for(records, slab_bytes) <= num_slabs
         except CapacityError:
             fits = False
         if not fits:
@@ -274,9 +274,9 @@ class PrefixCache:
         """
         free_bytes = self._pool.free_bytes
         nbytes = sum(count * shape.nbytes for shape, count in records.items())
-        if not spare_bytes or nbytes + spare_bytes <= free_bytes:
-            if self._pool.has_room(records):
-                return
+        leaves_spare = not spare_bytes or nbytes + spare_bytes <= free_bytes
+        if leaves_spare and self._pool.has_room(records):
+            return
         raise CapacityError(
             f"{nbytes} bytes needed for {tokens} tokens; of {free_bytes} free ones, in "
             f"slabs of one record size each, {spare_bytes} stay free for sequences that grow"

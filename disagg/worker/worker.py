@@ -85,7 +85,11 @@ class Worker:
         self._listed = config.listed
         compiled = self._listed if self._runner.graphs else ()
         self.engine = Engine(
-            self._runner, config.engine, codecs=compiled, probed=self._listed
+            self._runner,
+            config.engine,
+            codecs=compiled,
+            probed=self._listed,
+            expected=self._listed,
         )
         check_slabs(
             self.engine.pool.arena.nbytes,

@@ -13,7 +13,6 @@ from disagg.engine.arena import (
     SideStream,
     make_pool,
     measure_memory,
-    slab_bytes_for,
 )
 from disagg.kv.page import make_state_layout
 from disagg.kv.plan import RecordShape
@@ -107,18 +106,6 @@ def test_what_others_leave_of_a_gpu_is_not_all_taken(monkeypatch, free, taken):
         device=CUDA, shape=KVShape(1, 1, 64, "float16", (None,)), info=info
     )
     assert sum(measure_memory(EngineConfig(), runner)) == taken << 30
-
-
-def test_slabs_hold_several_records_of_large_models():
-    assert slab_bytes_for(2, 2, 64) == 1 << 20
-    llama_8b_raw_page = 32 * 8 * 16 * 128 * 2 * 4
-    assert slab_bytes_for(32, 8, 128) >= 4 * llama_8b_raw_page
-
-
-def test_slabs_hold_several_states_of_hybrid_models():
-    state = make_state_layout([("recurrent0", "float32", (128, 64, 128))])
-
-    assert slab_bytes_for(2, 2, 64, [state]) == 4 * (4 << 20)
 
 
 STATE = make_state_layout([("recurrent0", "float32", (64, 128, 128))])  # 4 MiB
