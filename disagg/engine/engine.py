@@ -25,6 +25,7 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import (
     make_pool,
+    max_rows,
     measure_memory,
     wait_for_kernels,
 )
@@ -94,11 +95,9 @@ class Engine:
         """
         shape = runner.shape
         arena_bytes, workspace_bytes = measure_memory(config, runner)
+        plans = [parse_plan(spec, shape) for spec in expected]
         slab_bytes = slab_bytes_for(
-            shape,
-            [parse_plan(spec, shape) for spec in expected],
-            arena_bytes,
-            runner.info.context_length,
+            shape, plans, arena_bytes, runner.info.context_length
         )
         self.pool, self.arena = make_pool(
             arena_bytes, slab_bytes, runner.device, scratch_bytes(shape.states)
@@ -111,7 +110,8 @@ class Engine:
         self._config = config
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self.decode_slots = DecodeSlots(config.max_sequences)
+        rows = max_rows(config, runner.device, plans[0], arena_bytes)
+        self.decode_slots = DecodeSlots(rows)
         self._scheduler = Scheduler(
             self.pool, config.max_batch_tokens, self.decode_slots, config.watermark
         )

@@ -71,7 +71,9 @@ class Worker:
         host: str = "127.0.0.1",
         security: Security | None = None,
         runner: Runner | None = None,
+        workers: int = 1,
     ):
+        """workers: of this host"""
         self.config = config
         self._initial_role = role
         self.name = name
@@ -80,7 +82,7 @@ class Worker:
         self._security = security
         model = config.model
         self._runner = runner or Runner.load(
-            model.name, model.dtype, model.device, model.context
+            model.name, model.dtype, model.device, model.context, workers
         )
         self._listed = config.listed
         compiled = self._listed if self._runner.graphs else ()
@@ -125,7 +127,7 @@ class Worker:
                 self.engine,
                 self._runner,
                 self._listed,
-                self.config.engine.max_sequences,
+                self.engine.decode_slots.count,
                 report=partial(setattr, self, "doing"),
             )
         self._io_thread.start()
