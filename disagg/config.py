@@ -69,7 +69,10 @@ class ModelConfig(Bounded):
     """Which model is served.
 
     name:   a folder or a Hugging Face name; None: the model that ships in the package
-    dtype:  "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
+    dtype:  "auto", "float32", "bfloat16" or "float16". With "auto" a GPU computes in the dtype of
+            the checkpoint. A CPU with bf16 units (AVX-512 bf16 or AMX) computes models stored in
+            bfloat16 in bfloat16, if their weights are 100 MB or more; other CPUs and other models
+            use float32. Set it where the CPUs of workers differ
     device: "auto" (one GPU per worker if the host has GPUs), "cpu" or "cuda"
     context: maximum tokens of a prompt with its answer. A shorter context saves memory; a longer
             one is possible up to the limit that `disagg models check` shows. None: the default of

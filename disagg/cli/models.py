@@ -132,6 +132,9 @@ def _facts(fit: "ModelFit") -> list[str]:
     if fit.max_context > fit.context_length:
         context += f", with model.context up to {fit.max_context:,}"
     ends = ", ".join(map(str, fit.eos_ids)) or "none"
+    dtype = f"dtype on accelerators: {fit.dtype}"
+    if fit.cpu_dtype:
+        dtype += f" · on the CPU of this host: {fit.cpu_dtype}"
     exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     states = []
     if fit.state_bytes:
@@ -141,6 +144,7 @@ def _facts(fit: "ModelFit") -> list[str]:
         f"{fit.architecture}: served",
         f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}",
         f"{context} · weights {fit.weights_bytes / 1e6:,.0f} MB",
+        dtype,
         f"tokens that end an answer: {ends}",
         f"{exact} · recommended: {fit.recommended}",
         *states,

@@ -52,6 +52,7 @@ CODECS = (
     "h2o",
     "alignedkv",
 )
+EXACT_DTYPE = "float32"  # of the model: its own rounding would hide that of the codecs
 FILLER_CHARS = 200_000  # characters of the first text between pass keys
 ANSWER_TOKENS = 1024  # resident bytes are also reported after an answer of this length
 
@@ -122,7 +123,7 @@ class Judge:
     def __init__(self, options: EvalOptions):
         torch.set_num_threads(options.threads)
         self.options = options
-        info = describe_model(options.model)
+        info = describe_model(options.model, EXACT_DTYPE)
         if info.states:
             raise ModelError(
                 f"{info.architecture} keeps states; the quality of codecs is measured on "
@@ -141,7 +142,7 @@ class Judge:
             name: cut_rows(text, tokenizer, length, options.rows)
             for name, text in texts.items()
         }
-        self.runner = Runner.load(options.model)
+        self.runner = Runner.load(options.model, EXACT_DTYPE)
         first_text = next(iter(texts.values()))
         self.recall = Recall(
             self.runner,

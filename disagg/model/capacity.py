@@ -66,6 +66,7 @@ class ModelFit:
     max_context:   the limit of `model.context`
     eos_ids:       the tokens that end an answer
     windows:       number of layers by the tokens that their queries see; None: all
+    dtype:         that an accelerator computes in · cpu_dtype: the CPU of this host, by the weights
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
     num_states:    layers that keep a state; `num_layers` are those with K and V
@@ -77,6 +78,7 @@ class ModelFit:
     served: bool
     reason: str = ""
     dtype: str = ""
+    cpu_dtype: str = ""
     num_layers: int = 0
     heads: int = 0
     head_dim: int = 0
@@ -214,6 +216,7 @@ def check_model(
         architecture=info.architecture,
         served=True,
         dtype=info.dtype,
+        cpu_dtype=describe_model(str(path), dtype, "cpu").dtype if weights else "",
         num_layers=info.num_layers,
         heads=info.heads,
         head_dim=info.head_dim,

@@ -188,6 +188,7 @@ class WorkerService:
             "failures": dict(failures),
             "node": socket.gethostname(),
             "backend": backend_of(self._runner),
+            "dtype": self._runner.info.dtype,
             "tokens_fit": self._tokens_that_fit(self._engine.pool),
         }
         return WorkerStatus(self.epoch, gauges, info, self._speaks())

@@ -119,7 +119,8 @@ class Worker:
         backend = backend_of(self._runner)
         has_no_library = backend.startswith("torch")
         level = logging.WARNING if has_no_library else logging.INFO
-        log.log(level, "%s: %s", self.name, backend)
+        dtype = self._runner.info.dtype
+        log.log(level, "%s: %s, computes in %s", self.name, backend, dtype)
         if self._runner.graphs:
             query_heads = self._runner.info.query_heads
             check_plans(list(self.engine.listed), query_heads, self._runner.device)
