@@ -19,6 +19,7 @@ from disagg.cli.options import Json
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import CapacityError
+from disagg.kv.arena import HostArena
 from disagg.kv.page import make_state_layout
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Pool
@@ -60,8 +61,7 @@ CODECS = (
     "decoquant",
 )
 THREE = (DEFAULT_CODEC, "fp8", "raw")
-EIGHT = ("banded:bits=3", "kivi:bits=4,residual=64", "kivi:bits=2", "fp8", "int8")
-EIGHT += ("raw", "gear:bits=2", "ott")
+EIGHT = (*CODECS[:1], *CODECS[2:8], "ott")
 TOKENS = 8192
 CHURN = (
     ("Llama 3.1 8B", 256 * MIB, (64, 4096)),
@@ -75,13 +75,16 @@ NOTES = (
 )
 
 
-class Nowhere:
+class Nowhere(HostArena):
     """An arena without memory."""
 
-    on_host = True
-
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+        super().__init__(bytearray())
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
 
     def zero(self, spans: object) -> None:
         """There are no bytes."""

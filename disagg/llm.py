@@ -124,17 +124,8 @@ class LLM:
         Raises RequestError for a prompt that cannot be answered, ConfigError for a codec; in both
         cases no prompt is answered.
         """
-        if not isinstance(params, SamplingParams | None):
-            raise RequestError(
-                f"params are {reprlib.repr(params)}; expected SamplingParams(...)"
-            )
-        if not isinstance(n, int) or n < 1:
-            raise RequestError(f"n is {reprlib.repr(n)}; expected an integer from 1")
+        _check_options(params, n, stop)
         codec = _codec_name(codec or self._codec)
-        if isinstance(stop, str) or not all(isinstance(x, str) for x in stop):
-            raise RequestError(
-                f"stop is {reprlib.repr(stop)}; expected a list of texts"
-            )
         params = params or self.default_params
         answers = self._prepare_all(prompts, params, codec, n, stop)
         waiting = deque(answers)
@@ -287,6 +278,18 @@ def _for_each_of_two(config: EngineConfig, runner: Runner) -> EngineConfig:
         arena_bytes=config.arena_bytes or arena_bytes // 2,
         workspace_bytes=config.workspace_bytes or workspace_bytes // 2,
     )
+
+
+def _check_options(params: object, n: object, stop: object) -> None:
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(
+            f"params are {reprlib.repr(params)}; expected SamplingParams(...)"
+        )
+    if not isinstance(n, int) or n < 1:
+        raise RequestError(f"n is {reprlib.repr(n)}; expected an integer from 1")
+    is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not is_list or not all(isinstance(text, str) for text in stop):
+        raise RequestError(f"stop is {reprlib.repr(stop)}; expected a list of texts")
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:
