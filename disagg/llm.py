@@ -280,7 +280,7 @@ def _for_each_of_two(config: EngineConfig, runner: Runner) -> EngineConfig:
     )
 
 
-def _check_options(params: object, n: object, stop: object) -> None:
+def _check_options(params: object, n: object, stop: Any) -> None:
     if not isinstance(params, SamplingParams | None):
         raise RequestError(
             f"params are {reprlib.repr(params)}; expected SamplingParams(...)"
