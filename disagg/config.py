@@ -82,7 +82,10 @@ class ModelConfig(Bounded):
     """Which model is served.
 
     name:   a folder or a Hugging Face name; None: the model that ships in the package
-    dtype:  "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
+    dtype:  "auto", "float32", "bfloat16" or "float16". With "auto" a GPU computes in the dtype of
+            the checkpoint. A CPU with bf16 units (AVX-512 bf16 or AMX) computes models stored in
+            bfloat16 in bfloat16, if their weights are 100 MB or more; other CPUs and other models
+            use float32. Set it where the CPUs of workers differ
     device: "auto" (one GPU per worker if the host has GPUs), "cpu" or "cuda"
     context: maximum tokens of a prompt with its answer. A shorter context saves memory; a longer
             one is possible up to the limit that `disagg models check` shows. None: the default of
@@ -105,14 +108,18 @@ class EngineConfig(Bounded):
 
     max_batch_tokens: maximum tokens per step, prompt tokens included. Longer prompts are computed
                       in chunks; shorter prompts and decoding on the same worker wait for one chunk
-    max_sequences:    maximum sequences per decode step
+    max_sequences:    maximum sequences per decode step; None: 64 on a GPU, which records steps of
+                      every size at start. On a CPU one for every 1,024 tokens of the codec that
+                      the arena holds, from 64 to 256
     arena_bytes:      memory for KV pages; None: derived from memory_share
     workspace_bytes:  limit for the exact KV of prompts during prefill; None: derived from
                       memory_share
-    memory_share:     share of GPU memory for weights, arena and workspaces. On a CPU the arena has
-                      256 MiB, and workspaces get this share of one eighth of the host's memory. For
-                      a hybrid model the arena also has room for the states of max_sequences
-                      sequences, up to a quarter of the host's memory
+    memory_share:     share of GPU memory for weights, arena and workspaces. On a CPU the workers of
+                      a host divide this share of its memory (or of the container's limit): each
+                      gets an eighth of its part as arena, from 256 MiB to 8 GiB, and an eighth for
+                      workspaces. Both take memory only as they are used. For a hybrid model the
+                      arena also has room for the states of max_sequences sequences (of 64, where
+                      that is not set), up to a quarter of the host's memory
     watermark:        share of the arena that is kept free for running sequences to grow
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     snapshot_share:   share of the arena that state snapshots may fill. A hybrid model reuses a
@@ -126,7 +133,7 @@ class EngineConfig(Bounded):
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
-    max_sequences: int = at_least(1, default=64)
+    max_sequences: int | None = at_least(1, default=None)
     arena_bytes: int | None = at_least(
         1 << 20, most=1 << 38, default=None
     )  # int32 ids of 128 B

@@ -9,13 +9,15 @@ the service; only sockets, processes and Ray are missing.
 
 import math
 import reprlib
+import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from operator import index
 from threading import Lock
+from typing import Any
 
 from disagg.config import DEFAULT_CODEC, EngineConfig, check_state_form
 from disagg.engine.arena import check_slabs, measure_memory
@@ -25,13 +27,17 @@ from disagg.engine.sampling_defaults import AUTO, read_sampling_defaults
 from disagg.engine.sequence import MAX_NUMBER, Logprobs, Request, SamplingParams
 from disagg.errors import CapacityError, ConfigError, RequestError
 from disagg.kv.plan import Plan
+from disagg.model.chat import ChatTemplate
 from disagg.model.runner import Runner
+from disagg.model.text_stream import TextStream
 from disagg.model.tokenizer import Tokenizer
 from disagg.paged.doctor import check_plans
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission, ReceiverPolicy, Reservations
 from disagg.transfer.stats import HandoffStats
 from disagg.worker.in_process import InProcessHandoff
+
+Message = Mapping[str, Any]  # "role" and "content", and what else a chat template reads
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
 
@@ -81,8 +87,9 @@ class LLM:
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
-        self._prefill = Engine(self._runner, config, state=state)
-        self._decode = Engine(self._runner, config, state=state)
+        expected = [self._codec]
+        self._prefill = Engine(self._runner, config, state=state, expected=expected)
+        self._decode = Engine(self._runner, config, state=state, expected=expected)
         self._plan = cache(self._checked_plan)
         pool = self._decode.pool
         plan = self._plan(codec)  # raises its errors now
@@ -108,25 +115,24 @@ class LLM:
         params: SamplingParams | None = None,
         codec: str | None = None,
         n: int = 1,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         """Answer prompts, all in one batch; `n` completions for each, in order.
 
         prompts: a text, several texts, or sequences of token ids
         params:  None: `default_params`, which the model brings, or else greedy
         codec:   replaces the codec of this object for this call
-        n:       completions with the seed of `params` and with those that follow, as over HTTP
+        n:       completions with the seed of `params` and with those that follow, as over HTTP;
+                 without a seed each has one of its own
+        stop:    texts that end an answer, which does not have them
         Calls of several threads take turns: one call with all prompts is faster.
         Raises RequestError for a prompt that cannot be answered, ConfigError for a codec; in both
         cases no prompt is answered.
         """
-        if not isinstance(params, SamplingParams | None):
-            raise RequestError(
-                f"params are {reprlib.repr(params)}; expected SamplingParams(...)"
-            )
-        if not isinstance(n, int) or n < 1:
-            raise RequestError(f"n is {reprlib.repr(n)}; expected an integer from 1")
+        _check_options(params, n, stop)
         codec = _codec_name(codec or self._codec)
-        answers = self._prepare_all(prompts, params or self.default_params, codec, n)
+        params = params or self.default_params
+        answers = self._prepare_all(prompts, params, codec, n, stop)
         waiting = deque(answers)
         with self._lock:
             self._plan(codec)  # raises its errors before anything is admitted
@@ -136,10 +142,38 @@ class LLM:
                     self._start(waiting)
                     self._step(by_rid)
                 self._prefill.step()  # frees the records that were acknowledged last
+                self._decode.step()  # and those of answers that a stop string ended
             except BaseException:
                 self._abandon(answers)
                 raise
-        return [answer.completion(self._tokenizer) for answer in answers]
+        return [answer.completion() for answer in answers]
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        codec: str | None = None,
+        n: int = 1,
+        stop: Sequence[str] = (),
+    ) -> list[Completion]:
+        """Answer conversations, which the chat template of the model writes, as `generate` does.
+
+        conversations: the messages of one, [{"role": "user", "content": "Hello"}], or of several
+        RequestError for a model without a chat template, and for messages that it cannot take.
+        """
+        if self._template is None:
+            raise RequestError("the model has no chat template; use generate()")
+        is_one = all(isinstance(x, Mapping) for x in conversations)
+        several = [conversations] if is_one else conversations
+        prompts = []
+        for messages in several:
+            text = self._template.render(messages, add_generation_prompt=True)  # type: ignore[arg-type]
+            prompts.append(self._tokenizer.encode(text, special=False))
+        return self.generate(prompts, params, codec, n, stop)
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return ChatTemplate.load(str(self._runner.info.path))
 
     def _checked_plan(self, codec: str) -> Plan:
         """The plan of a codec; on a GPU, ConfigError unless the GPU computes with it correctly."""
@@ -154,15 +188,15 @@ class LLM:
         params: SamplingParams,
         codec: str,
         n: int,
+        stop: Sequence[str],
     ) -> list["_PendingAnswer"]:
         """The answers to begin: `n` for each prompt."""
         try:
             texts = [prompts] if isinstance(prompts, str) else [*prompts]
-            seeds = [(params.seed + i) % MAX_NUMBER for i in range(n)]
             return [
-                self._prepare(text, replace(params, seed=seed), codec)
+                self._prepare(text, replace(params, seed=seed), codec, stop)
                 for text in texts
-                for seed in seeds
+                for seed in _seeds(params.seed, n)
             ]
         except TypeError as error:
             raise RequestError(
@@ -171,11 +205,17 @@ class LLM:
             ) from error
 
     def _prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, codec: str
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        codec: str,
+        stop: Sequence[str],
     ) -> "_PendingAnswer":
-        tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        rid = str(next(self._rids))
-        return _PendingAnswer(Request(rid, tuple(map(index, tokens)), params, codec))
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = tuple(map(index, ids))
+        request = Request(str(next(self._rids)), tokens, params, codec)
+        decoder = self._tokenizer.detokenizer(tokens)
+        return _PendingAnswer(request, TextStream(decoder, stop, params.min_tokens))
 
     def _start(self, waiting: deque["_PendingAnswer"]) -> None:
         """Prefill prompts, in order, while the decode engine has room for them."""
@@ -194,14 +234,25 @@ class LLM:
         """One step of each engine, with the hand-offs between them; answers: by request."""
         prefill_output = self._prefill.step()
         for prefilled in prefill_output.prefilled:
-            answers[prefilled.rid].on_prefilled(prefilled)
+            answer = answers[prefilled.rid]
+            answer.on_prefilled(prefilled)
+            self._end_if_stopped(answer)
         decode_output = self._decode.step()
         for failed in (*prefill_output.failed, *decode_output.failed):
             raise failed.error
         for token in decode_output.tokens:
-            answers[token.rid].on_token(token)
+            answer = answers[token.rid]
+            answer.on_token(token)
             if token.finish_reason:
                 self._receiver.reservations.finished(token.rid, 0)
+            self._end_if_stopped(answer)
+
+    def _end_if_stopped(self, answer: "_PendingAnswer") -> None:
+        """Free what an answer holds after a stop string."""
+        if answer.stream.stopped:
+            answer.finish_reason = "stop"
+            rid = answer.request.rid
+            self._receiver.reservations.abort(rid, 0, "a stop string ended it")
 
     def _admit_to_decode(self, admission: Admission) -> None:
         """The KV of a prompt is complete: decode it."""
@@ -234,6 +285,25 @@ def _for_each_of_two(config: EngineConfig, runner: Runner) -> EngineConfig:
     )
 
 
+def _check_options(params: object, n: object, stop: Any) -> None:
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(
+            f"params are {reprlib.repr(params)}; expected SamplingParams(...)"
+        )
+    if not isinstance(n, int) or n < 1:
+        raise RequestError(f"n is {reprlib.repr(n)}; expected an integer from 1")
+    is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not is_list or not all(isinstance(text, str) for text in stop):
+        raise RequestError(f"stop is {reprlib.repr(stop)}; expected a list of texts")
+
+
+def _seeds(seed: int | None, n: int) -> list[int]:
+    """Seeds of the answers to one prompt: those that follow a seed, or random ones."""
+    if seed is None:
+        return [secrets.randbelow(MAX_NUMBER) for _ in range(n)]
+    return [(seed + i) % MAX_NUMBER for i in range(n)]
+
+
 def _codec_name(codec: object) -> str:
     if isinstance(codec, str):
         return codec
@@ -245,6 +315,8 @@ class _PendingAnswer:
     """A prompt and its answer so far."""
 
     request: Request
+    stream: TextStream
+    text: str = ""
     handoff: InProcessHandoff | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
@@ -254,24 +326,28 @@ class _PendingAnswer:
         """Its prompt is computed; the first token may be the whole answer."""
         assert self.handoff is not None
         self.handoff.finish(prefilled)
-        self.tokens.append(prefilled.first_token)
-        self.finish_reason = prefilled.finish_reason or ""
+        self._add(prefilled.first_token, prefilled.finish_reason)
         self.logprobs = prefilled.logprobs
 
     def on_token(self, token: Token) -> None:
         """Take the next token; the last one may come a second time."""
         assert len(self.tokens) - 1 <= token.index <= len(self.tokens)
-        self.tokens[token.index :] = [token.token]
+        if token.index == len(self.tokens):
+            self._add(token.token, token.finish_reason)
         self.finish_reason = token.finish_reason or ""
         self.logprobs += token.logprobs
 
-    def completion(self, tokenizer: Tokenizer) -> Completion:
+    def _add(self, token: int, finish_reason: str | None) -> None:
+        self.tokens.append(token)
+        self.finish_reason = finish_reason or ""
+        if finish_reason != "stop":  # the token that ends a text is not part of it
+            self.text += self.stream.add(token)
+
+    def completion(self) -> Completion:
         assert self.handoff is not None
         assert self.handoff.stats is not None
-        text_tokens = self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
-        decoder = tokenizer.detokenizer(self.request.tokens)
         return Completion(
-            text=decoder.add(text_tokens) + decoder.finish(),
+            text=self.text + self.stream.finish(),
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.tokens),

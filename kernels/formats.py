@@ -176,7 +176,8 @@ class HadamardRotation:
 
     A kernel permutes q, and undoes the rotation of V on its output once.
 
-        column c of K       holds channel order[c]; so score = sum_c q[order[c]] K[t, c]
+        column c of K       holds channel order[c] & (head_dim - 1), of which the AND changes no
+                            permutation; so score = sum_c q[order[c]] K[t, c]
         channel d of V      V[t] = rotate(v[t]), for each HADAMARD_SIZE channels, where
                             rotate(x) = y = H (s * x) / 8, undone by x = s * (H y) / 8
         s[d]                -1 where bit d of `signs` is 1, else 1

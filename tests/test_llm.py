@@ -1,5 +1,6 @@
 """The whole path in one process."""
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -87,12 +88,13 @@ def test_the_authors_sampling_applies_where_none_is_given(tiny, tmp_path):
         generation_config=str(file),
     )
     explicit = SamplingParams(max_tokens=12, temperature=0.8, top_k=9)
+    assert llm.default_params == explicit
+    explicit = llm.default_params = replace(explicit, seed=5)
 
     (unsaid,) = llm.generate([random_prompt(40)])
     (said,) = llm.generate([random_prompt(40)], explicit)
     (greedy,) = llm.generate([random_prompt(40)], SamplingParams(max_tokens=12))
 
-    assert llm.default_params == explicit
     assert unsaid.tokens == said.tokens != greedy.tokens
 
 
@@ -128,6 +130,70 @@ def test_behind_the_largest_seed_comes_0(llm):
     (_, last) = llm.generate(prompts, params, n=2)
 
     assert last.tokens == expected.tokens
+
+
+def test_without_a_seed_equal_prompts_get_answers_of_their_own(llm):
+    params = SamplingParams(max_tokens=12, temperature=1.0)
+
+    answers = llm.generate(2 * [random_prompt(40)], params, n=2)
+    answers += llm.generate([random_prompt(40)], params)
+
+    assert len({answer.tokens for answer in answers}) == 5
+
+
+def test_an_answer_ends_before_a_stop_string(llm):
+    prompts = ["Call me Ishmael.", "Some years ago"]
+    params = SamplingParams(max_tokens=30)
+    whole = [answer.text for answer in llm.generate(prompts, params)]
+    stop = whole[0][7:9]
+
+    answers = llm.generate(prompts, params, stop=[stop])
+
+    assert answers[0].text == whole[0][: whole[0].index(stop)]
+    assert answers[0].finish_reason == "stop"
+    assert len(answers[0].tokens) < 30
+    assert answers[1].text == whole[1].partition(stop)[0]
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("prompt", ["Call me Ishmael.", "Some years ago", "x"])
+def test_the_first_character_may_end_an_answer(prompt, llm):
+    (whole,) = llm.generate(prompt, SamplingParams(max_tokens=30))
+
+    params = SamplingParams(max_tokens=30)
+    (answer,) = llm.generate(prompt, params, stop=[whole.text[0]])
+
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+    assert answer.tokens == whole.tokens[: len(answer.tokens)]
+    assert_empty(llm)
+
+
+def test_stop_is_a_list_of_texts(llm):
+    with pytest.raises(RequestError, match="stop is 'a'; expected a list of texts"):
+        llm.generate("Call me Ishmael.", stop="a")
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def test_conversations_are_answered_as_their_template_writes_them(tiny, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    llm = LLM(str(folder), KIVI, config=EngineConfig(arena_bytes=16 << 20))
+    messages = [{"role": "user", "content": "Hello"}]
+    tokens = llm._tokenizer.encode("<user>Hello<assistant>", special=False)
+    (expected,) = llm.generate([tokens])
+
+    (one,) = llm.chat(messages)
+    several = llm.chat([messages, messages])
+
+    assert [x.tokens for x in (one, *several)] == 3 * [expected.tokens]
+
+
+def test_a_model_without_a_template_has_no_chat(llm):
+    with pytest.raises(RequestError, match="no chat template; use generate"):
+        llm.chat([{"role": "user", "content": "Hello"}])
 
 
 def test_n_of_0_is_refused(llm):

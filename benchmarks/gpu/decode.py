@@ -32,8 +32,8 @@ from disagg.bench.decode import (
 from disagg.bench.inputs import slabs_for
 from disagg.bench.result import Row
 from disagg.codecs.planning import parse_plan
-from disagg.engine.arena import slab_bytes_for
 from disagg.kv.plan import Plan
+from disagg.model.capacity import slab_bytes_for
 from disagg.model.runner import Runner
 
 CODECS = cases.DECODED
@@ -141,7 +141,7 @@ def _time(runner: Runner, spec: str, size: Size, steps: int) -> Row:
 def _arena_bytes(runner: Runner, plan: Plan, tokens: int) -> int:
     """What a stream takes of an arena, room to grow included."""
     streams = 8
-    slab = slab_bytes_for(runner.shape)
+    slab = slab_bytes_for(runner.shape, [plan], streams * plan.nbytes(tokens), tokens)
     return slab * slabs_for(plan, tokens, slab, streams, SPARE_RECORDS) // streams
 
 

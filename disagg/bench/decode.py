@@ -21,11 +21,12 @@ from disagg.bench.inputs import check_device, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, progress, result_of
 from disagg.codecs.contract import Queries
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.engine.arena import make_pool, slab_bytes_for
+from disagg.engine.arena import make_pool
 from disagg.errors import ConfigError
 from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Decode
+from disagg.model.capacity import slab_bytes_for
 from disagg.model.runner import Runner
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
@@ -252,7 +253,8 @@ class Decoding:
         self.modules_s: list[float] = []
         self._runner = runner
         self._n = tokens
-        slab_bytes = slab_bytes_for(runner.shape)
+        arena_bytes = num_sequences * self.plan.nbytes(tokens + steps)
+        slab_bytes = slab_bytes_for(runner.shape, [self.plan], arena_bytes, tokens)
         slabs = slabs_for(
             self.plan, tokens + steps, slab_bytes, num_sequences, SPARE_RECORDS
         )

@@ -30,11 +30,12 @@ from disagg.codecs import get_codec
 from disagg.codecs.contract import Codec, Queries
 from disagg.codecs.exact import exact_format
 from disagg.codecs.planning import KVShape
-from disagg.errors import ConfigError, PromptTooLongError
+from disagg.errors import CapacityError, ConfigError, PromptTooLongError
 from disagg.kernels.ops import attend, prepare, serves_gpu
 from disagg.kernels.sealing import NewRows
 from disagg.kernels.view import Softmax, WorkPlan
 from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.slabs import num_slabs_for
 from disagg.kv.state import GroupState, allocate_group
 from disagg.paged.append import RecordIds, SequenceGrowth
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena
@@ -78,15 +79,11 @@ def slabs_for(
         for group in plan.groups:
             for layout in group.layouts():
                 counts[group.record(layout)] += spare
-    total = 0
-    for shape, count in counts.items():
-        if shape.nbytes > slab_bytes:
-            raise PromptTooLongError(
-                f"a record of {shape.nbytes} bytes; slabs: {slab_bytes}"
-            )
-        records_of_slab = slab_bytes // shape.nbytes
-        total += -(-sequences * count // records_of_slab)
-    return total
+    records = {shape: sequences * count for shape, count in counts.items()}
+    try:
+        return num_slabs_for(records, slab_bytes)
+    except CapacityError as error:
+        raise PromptTooLongError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,11 @@ def check_arena(config: Config, info: "ModelInfo") -> None:
     if config.engine.arena_bytes is None:
         return
     from disagg.codecs.planning import parse_plan
-    from disagg.engine.arena import check_slabs, slab_bytes_for
-    from disagg.model.capacity import kv_shape
+    from disagg.engine.arena import check_slabs
+    from disagg.model.capacity import kv_shape, slab_bytes_for
 
+    arena_bytes = config.engine.arena_bytes
     shape = kv_shape(info, config.state)
-    slab_bytes = slab_bytes_for(shape)
     plans = [parse_plan(spec, shape) for spec in config.listed]
-    check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)
+    slab_bytes = slab_bytes_for(shape, plans, arena_bytes, info.context_length)
+    check_slabs(arena_bytes, slab_bytes, plans, info.context_length)

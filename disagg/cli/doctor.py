@@ -40,6 +40,7 @@ def doctor(
         report("loading torch and the codecs")
         from disagg.codecs.contract import LATENT_CODECS
         from disagg.codecs.registry import codec_names, get_codec
+        from disagg.model.cpu import has_bfloat16_units
         from disagg.model.runner import pick_device
         from disagg.paged.doctor import examine, name_of
 
@@ -52,13 +53,16 @@ def doctor(
             report(f"{spec} on {device}")
             findings += examine(spec, HEADS, head_dim, device, latent=latent or None)
     is_sound = all(finding.sound for finding in findings)
+    name = name_of(device)
     if as_json:
         rows = [{**asdict(finding), "sound": finding.sound} for finding in findings]
-        name = name_of(device)
-        print_json({"device": device, "name": name, "sound": is_sound, "rows": rows})
+        result = {"device": device, "name": name, "sound": is_sound, "rows": rows}
+        print_json(result | {"cpu_bfloat16_units": has_bfloat16_units()})
     else:
+        if device == "cpu":
+            name += ", bf16 units" if has_bfloat16_units() else ", no bf16 units"
         rows_of_text = [row_of(finding) for finding in findings]
-        print_table(f"{device}: {name_of(device)}", COLUMNS, rows_of_text)
+        print_table(f"{device}: {name}", COLUMNS, rows_of_text)
         print(LEGEND)
         print(verdict(findings))
     if not is_sound:

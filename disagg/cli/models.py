@@ -143,6 +143,9 @@ def _facts(fit: "ModelFit") -> list[str]:
     if fit.max_context > fit.context_length:
         context += f", with model.context up to {fit.max_context:,}"
     ends = ", ".join(map(str, fit.eos_ids)) or "none"
+    dtype = f"dtype on accelerators: {fit.dtype}"
+    if fit.cpu_dtype:
+        dtype += f" · on the CPU of this host: {fit.cpu_dtype}"
     what = "latents" if fit.latent else "KV"
     exact = f"exact {what} {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     states = []
@@ -160,6 +163,7 @@ def _facts(fit: "ModelFit") -> list[str]:
         f"{fit.architecture}: served",
         f"layers that see: {', '.join(spans)} · {_heads(fit)}",
         f"{context} · weights {fit.weights_bytes / 1e6:,.0f} MB",
+        dtype,
         f"tokens that end an answer: {ends}",
         f"{exact} · recommended: {fit.recommended}",
         *states,

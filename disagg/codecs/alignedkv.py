@@ -23,8 +23,9 @@ from disagg.kv.plan import LayerGroup
 class AlignedKV(Codec):
     """All bits are stored; attention reads only those that change the sum.
 
-    It saves memory traffic in attention, not memory. The planes of a page lie one after another, so
-    the coarse ones can be sent first.
+    It saves memory traffic in attention, not memory, and no time without a kernel of its own: on a
+    CPU torch computes it, at 0.02 to 0.04 times the speed of exact attention. The planes of a page
+    lie one after another, so the coarse ones can be sent first.
 
     error:  none stored for fp16 (else the rounding to fp16, saturated at +-65504); attention is off
             by about 2**-10, for each query head by itself

@@ -22,7 +22,8 @@ class DecoQuant(QuantizedCodec):
             block, where t is the token in T_L and s = fp16(max|t| / (2**(bits-1) - 1))
     cost:   not measured
     source: DecoQuant, arXiv:2405.12591, with n = 2 local tensors, as its in-context-learning code
-            has it (a longer chain is the same with a larger block); T_S and scales per KV head
+            has it (a longer chain is the same with a larger block); T_S and scales per KV head.
+            Singular values below 1 % of the largest count as 1 %; T_L fits whatever T_S is
     """
 
     name: ClassVar[str] = "decoquant"

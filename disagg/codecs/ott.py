@@ -50,8 +50,12 @@ class Ott(QuantizedCodec):
     rank:        of a low-rank matrix for what the codes miss, as in GEAR; 0: none
     error:       none for kept tokens; else that of KIVI on the tokens and means of a group
     cost:        group=128: 2.38 bits, +32.2 %, KL 0.2845
-    source:      OTT, arXiv:2505.10938; scores per KV head, one competition for a prompt, which ends
-                 in the same pool as one for each group; ranks compose with GEAR, arXiv:2403.05527
+    source:      OTT, arXiv:2505.10938, with these differences. The paper's group is 128, of which
+                 the cost is; the default of 64 was not measured. Scores are per KV head. All tokens
+                 of a prompt compete once, which ends in the same pool; but the paper lets each
+                 group compete, and tokens beaten then stay exact too. A head without free slots
+                 takes none of a page and may take some of the next; in the paper tracing ends.
+                 Ranks compose with GEAR, arXiv:2403.05527
     """
 
     name: ClassVar[str] = "ott"

@@ -1,7 +1,6 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,22 +8,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disagg.codecs.planning import KVShape
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError
 from disagg.kv.arena import Copies, HostArena
-from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, align
+from disagg.kv.page import ARENA_UNIT, align
 from disagg.kv.plan import Plan
-from disagg.kv.pool import DEFAULT_SLAB_BYTES, Pool
+from disagg.kv.pool import Pool
 from disagg.model.capacity import split_memory
+from disagg.model.host_memory import total_memory
 from disagg.model.runner import Runner
-from disagg.model.states.records import scratch_bytes
 
-CPU_ARENA_BYTES = 256 << 20  # and room for states, up to one part in 4 of the memory
-STATES_PART = 4
+# on a CPU the arenas of all workers take one part in so many of the memory, within these limits
+ARENA_PART = 8
+LEAST_ARENA_BYTES = 256 << 20
+MOST_ARENA_BYTES = 8 << 30
+STATES_PART = 4  # and states up to one part in 4 of it
+# rows of a decode step, where the setting leaves them to the arena
+LEAST_ROWS = 64
+MOST_ROWS = 256
+ROW_TOKENS = 1024  # that the arena has for each row
 SPARE_PART = 20  # one part in this many of a GPU's memory is left to activations
 MAX_WRITES = 8  # in flight; each holds a frame in pinned memory
-RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
 log = logging.getLogger(__name__)
 
@@ -204,17 +208,38 @@ def measure_memory(config: EngineConfig, runner: Runner) -> tuple[int, int]:
             usable, runner.shape, runner.info.context_length
         )
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        states = config.max_sequences * runner.shape.state_bytes
-        arena = CPU_ARENA_BYTES + min(states, memory // STATES_PART)
-        workspace = int(config.memory_share * memory) // 8
+        memory = total_memory()
+        # the pages of an arena take memory when they are first written
+        share = int(config.memory_share * memory)
+        arena = max(LEAST_ARENA_BYTES, min(share // ARENA_PART, MOST_ARENA_BYTES))
+        states = (config.max_sequences or LEAST_ROWS) * runner.shape.state_bytes
+        arena += min(states, memory // STATES_PART)
+        workspace = share // ARENA_PART
     arena = config.arena_bytes or arena
     _warn_of_few_states(arena, config.max_sequences, runner.shape.state_bytes)
     return arena, config.workspace_bytes or workspace
 
 
-def _warn_of_few_states(arena: int, max_sequences: int, state_bytes: int) -> None:
+def max_rows(
+    config: EngineConfig, device: torch.device, plan: Plan, arena_bytes: int
+) -> int:
+    """Sequences in a decode step: as configured, else those that the arena of a CPU has room for.
+
+    A GPU records steps of every size at start, so its default is a small one.
+    """
+    if config.max_sequences is not None:
+        return config.max_sequences
+    if device.type == "cuda":
+        return LEAST_ROWS
+    rows = arena_bytes // plan.nbytes(ROW_TOKENS)
+    return max(LEAST_ROWS, min(rows, MOST_ROWS))
+
+
+def _warn_of_few_states(
+    arena: int, max_sequences: int | None, state_bytes: int
+) -> None:
     """Log how many sequences of a hybrid model fit, if their states alone limit them."""
+    max_sequences = max_sequences or LEAST_ROWS
     if max_sequences * state_bytes > arena:
         log.warning(
             "an arena of %d bytes holds the states of %d sequences, %d bytes each; "
@@ -224,15 +249,3 @@ def _warn_of_few_states(arena: int, max_sequences: int, state_bytes: int) -> Non
             state_bytes,
             max_sequences,
         )
-
-
-def slab_bytes_for(shape: KVShape) -> int:
-    """The size of slabs that hold a few records of any codec, of at most 16 exact fp32 tokens.
-
-    Records of states fit too.
-    """
-    values_per_token = sum(layer.values_per_token for layer in shape.layers)
-    largest_record = 4 * RAW_TOKENS * values_per_token
-    largest_record = max(largest_record, scratch_bytes(shape.states))
-    slab_bytes = max(DEFAULT_SLAB_BYTES, RECORDS_PER_SLAB * largest_record)
-    return align(slab_bytes, ARENA_UNIT)

@@ -26,8 +26,8 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import (
     make_pool,
+    max_rows,
     measure_memory,
-    slab_bytes_for,
     wait_for_kernels,
 )
 from disagg.engine.limits import check_pool, check_tokens
@@ -71,6 +71,7 @@ from disagg.errors import (
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import ARENA_UNIT, EXACT
 from disagg.kv.plan import Plan
+from disagg.model.capacity import slab_bytes_for
 from disagg.model.runner import Runner
 from disagg.model.states.records import scratch_bytes
 
@@ -88,14 +89,20 @@ class Engine:
         codecs: Seq[str] = (),
         probed: Seq[str] = (),
         state: str = EXACT,
+        expected: Seq[str] = ("raw",),
     ):
-        """codecs: those that may be served; none: all · probed: those whose error is sampled
-
-        state: the form in which states are handed off
+        """
+        codecs:   those that may be served; none: all
+        probed:   those whose error is sampled
+        state:    the form in which states are handed off
+        expected: codecs that slabs are sized for; others waste more of their ends
         """
         shape = replace(runner.shape, state_form=state)
-        slab_bytes = slab_bytes_for(shape)
         arena_bytes, workspace_bytes = measure_memory(config, runner)
+        plans = [parse_plan(spec, shape) for spec in expected]
+        slab_bytes = slab_bytes_for(
+            shape, plans, arena_bytes, runner.info.context_length
+        )
         self.pool, self.arena = make_pool(
             arena_bytes, slab_bytes, runner.device, scratch_bytes(shape.states)
         )
@@ -107,7 +114,8 @@ class Engine:
         self._config = config
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self.decode_slots = DecodeSlots(config.max_sequences)
+        rows = max_rows(config, runner.device, plans[0], arena_bytes)
+        self.decode_slots = DecodeSlots(rows)
         self._scheduler = Scheduler(
             self.pool, config.max_batch_tokens, self.decode_slots, config.watermark
         )
@@ -280,7 +288,7 @@ class Engine:
             )
         num_tokens = len(request.tokens)
         plan = self.plan(request.codec)
-        check_pool(plan, num_tokens, self.pool.arena.nbytes)
+        check_pool(plan, num_tokens, self.pool)
         if not isinstance(message, Admit):
             self._prompts.check(plan, num_tokens)
         return plan

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from disagg.codecs.exact import largest_number
 from disagg.engine.sequence import Request
-from disagg.errors import PromptTooLongError, RequestError
+from disagg.errors import CapacityError, PromptTooLongError, RequestError
 from disagg.kv.plan import Plan
+from disagg.kv.pool import Pool
+from disagg.kv.slabs import num_slabs_for
 from disagg.model.describe import ModelInfo
 
 
@@ -33,13 +35,18 @@ def check_tokens(request: Request, emitted: Iterable[int], info: ModelInfo) -> N
         )
 
 
-def check_pool(plan: Plan, num_tokens: int, pool_bytes: int) -> None:
+def check_pool(plan: Plan, num_tokens: int, pool: Pool) -> None:
     """PromptTooLongError for a prompt that an empty pool has no room for."""
-    needed = plan.nbytes(num_tokens + 1)
-    if needed > pool_bytes:
+    records = plan.records(num_tokens + 1)
+    try:
+        num_slabs = num_slabs_for(records, pool.slab_bytes)
+    except CapacityError as error:
+        raise PromptTooLongError(f"prompt of {num_tokens} tokens: {error}") from error
+    if num_slabs > pool.num_slabs:
+        needed = num_slabs * pool.slab_bytes
         raise PromptTooLongError(
-            f"prompt of {num_tokens} tokens needs {needed} bytes of KV; "
-            f"the pool holds {pool_bytes}"
+            f"prompt of {num_tokens} tokens needs {needed} bytes of KV, in slabs of "
+            f"{pool.slab_bytes}; the pool holds {pool.num_slabs * pool.slab_bytes}"
         )
 
 

@@ -270,7 +270,9 @@ def _draw(
         )
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
-    points = [uniform(x.seed, index) for x, index in zip(params, indices, strict=True)]
+    points = [
+        uniform(x.seed or 0, index) for x, index in zip(params, indices, strict=True)
+    ]
     target = _column(points, sums) * total
     # rounding must not reach the end of the line
     target = target.minimum(total.nextafter(torch.zeros_like(total)))
@@ -318,16 +320,17 @@ def _survivors(
     top_k = _column([x.top_k or weights.shape[-1] for x in params], weights)
     top_p = [x.top_p for x in params]
     min_p = _column([x.min_p for x in params], weights)
-    in_top_k = ranks < top_k
-    ranked = highest * in_top_k
+    # as in vLLM, min_p comes first: top_p is a share of what it leaves
+    least = min_p * highest[:, :1]
+    survives = (ranks < top_k) & (highest >= least)
+    ranked = highest * survives
     total = torch.where(
         top_k < width,
         ranked.sum(-1, keepdim=True, dtype=torch.float64),
-        weights.sum(-1, keepdim=True, dtype=torch.float64),
+        (weights * (weights >= least)).sum(-1, keepdim=True, dtype=torch.float64),
     )
     sum_before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
-    survives = in_top_k & (sum_before < _column(top_p, total) * total)
-    survives &= ranked >= min_p * ranked[:, :1]
+    survives &= sum_before < _column(top_p, total) * total
     # NaN survives nowhere
     return survives.sum(dim=-1, keepdim=True).clamp_min(1)
 

@@ -18,7 +18,7 @@ from disagg.engine.sequence import Sequence, Status, urgency
 from disagg.errors import CapacityError
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.pool import Pool
-from disagg.kv.state import allocate_group
+from disagg.kv.state import GroupState, allocate_groups
 from disagg.paged.page_tables import appendable
 
 
@@ -83,8 +83,7 @@ class Scheduler:
     @property
     def free_bytes(self) -> int:
         """Room for prompts: bytes without an owner, minus those reserved for growing sequences."""
-        free = self._pool.arena.nbytes - self._pool.used_bytes
-        return max(0, free - self._reserve_bytes)
+        return max(0, self._pool.free_bytes - self._reserve_bytes)
 
     def queue(self, sequence: Sequence) -> None:
         """Wait for room."""
@@ -177,11 +176,9 @@ class Scheduler:
         if not self._take_slot(sequence):
             return False
         try:
-            for group in sequence.plan.groups:
-                state = allocate_group(group, sequence.prompt_len, self._pool)
-                sequence.groups += (state,)
+            sequence.groups = self._allocate(sequence, is_alone)
         except CapacityError:
-            self._free(sequence)
+            self._give_slot_back(sequence)
             if is_alone:
                 raise
             return False
@@ -190,6 +187,17 @@ class Scheduler:
         if is_alone and not sequence.emitted:
             self.alone_since_start = sequence
         return True
+
+    def _allocate(self, sequence: Sequence, is_alone: bool) -> tuple[GroupState, ...]:
+        """Records for a prompt; CapacityError takes none."""
+        try:
+            return allocate_groups(sequence.plan, sequence.prompt_len, self._pool)
+        except CapacityError:
+            if not is_alone:
+                raise
+            # cached pages lie scattered over too many slabs
+            self._pool.evict_all()
+            return allocate_groups(sequence.plan, sequence.prompt_len, self._pool)
 
     def _may_start(self, sequence: Sequence, is_alone: bool) -> bool:
         """Whether the rules let a sequence start now; is_alone: the pool is empty."""
@@ -202,7 +210,9 @@ class Scheduler:
             return False
         if is_alone:
             return True
-        return sequence.plan.nbytes(sequence.length + 1) <= self.free_bytes
+        records = sequence.plan.records(sequence.length + 1)
+        nbytes = sum(count * shape.nbytes for shape, count in records.items())
+        return nbytes <= self.free_bytes and self._pool.has_room(records)
 
     def _take_slot(self, sequence: Sequence) -> bool:
         """Give a sequence a decode slot where it needs one; False: none is free.

@@ -115,7 +115,8 @@ class SamplingParams:
     top_p:       choose among the fewest tokens whose probabilities add up to this
     top_k:       choose among this many tokens; 0: all
     min_p:       choose among tokens at least this times as probable as the most likely one
-    seed:        with the index of a token, the only source of randomness
+    seed:        with the index of a token, the only source of randomness; None: `LLM` draws one for
+                 each answer, and an engine takes 0
     presence_penalty:   subtracted from the logit of each token of the answer, once
     frequency_penalty:  the same, once for each time that the token was generated
     repetition_penalty: divides the logits of tokens of prompt and answer; multiplies negative ones
@@ -133,7 +134,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -157,6 +158,8 @@ class SamplingParams:
     def _check_integers(self) -> None:
         for name, least in LEAST_INTEGERS.items():
             number = getattr(self, name)
+            if name == "seed" and number is None:
+                continue
             _require(
                 isinstance(number, int) and least <= number < MAX_NUMBER,
                 f"{name} is {number!r}; expected an integer from {least} to 2**63-1",

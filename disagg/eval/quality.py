@@ -51,6 +51,7 @@ CODECS = (
     "h2o",
     "alignedkv",
 )
+EXACT_DTYPE = "float32"  # of the model: its own rounding would hide that of the codecs
 FILLER_CHARS = 200_000  # characters of the first text between pass keys
 ANSWER_TOKENS = 1024  # resident bytes are also reported after an answer of this length
 
@@ -121,7 +122,7 @@ class Judge:
     def __init__(self, options: EvalOptions):
         torch.set_num_threads(options.threads)
         self.options = options
-        info = describe_model(options.model)
+        info = describe_model(options.model, EXACT_DTYPE)
         shape = kv_shape(info)
         if options.factors != EvalOptions.factors and shape.layers[0].latent:
             raise ModelError(
@@ -139,7 +140,7 @@ class Judge:
             name: cut_rows(text, tokenizer, length, options.rows)
             for name, text in texts.items()
         }
-        self.runner = Runner.load(options.model)
+        self.runner = Runner.load(options.model, EXACT_DTYPE)
         first_text = next(iter(texts.values()))
         self.recall = Recall(
             self.runner,

@@ -422,7 +422,15 @@ class Plan:
         """Bytes of all records of n tokens, those included that only the hand-off needs."""
         return sum(count * shape.nbytes for shape, count in self.records(n).items())
 
+    def resident_records(self, n: int) -> Counter[RecordShape]:
+        """Records of n tokens while they decode: states that were handed off rounded are exact."""
+        records = self.records(n)
+        for group in self.states:
+            if group.is_rounded:
+                records[group.record(group.sent)] -= 1
+        return +records
+
     def resident_bytes(self, n: int) -> int:
-        """Bytes of n tokens while they decode: states that were handed off rounded are exact."""
-        wire = sum(x.record(x.sent).nbytes for x in self.states if x.is_rounded)
-        return self.nbytes(n) - wire
+        """Bytes of these records."""
+        records = self.resident_records(n)
+        return sum(count * shape.nbytes for shape, count in records.items())

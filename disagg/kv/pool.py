@@ -13,7 +13,7 @@ The pool never looks inside a page, except to zero those that may be partly fill
 call: every call is atomic. Bytes are not locked; they belong to the owner of the page.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
@@ -23,9 +23,13 @@ from disagg.kv.arena import Arena
 from disagg.kv.page import ARENA_UNIT
 from disagg.kv.page_cache import CachedPages, PageCache
 from disagg.kv.plan import RecordShape
-from disagg.kv.slabs import SlabAllocator, check_count
+from disagg.kv.slabs import (
+    DEFAULT_SLAB_BYTES,
+    SlabAllocator,
+    check_count,
+    records_per_slab,
+)
 
-DEFAULT_SLAB_BYTES = 1 << 20
 # while pages of its own shape can be evicted, an allocation leaves one slab in 8 to other shapes,
 # and at most 4: one for each kind of record
 SLABS_PER_SPARED = 8
@@ -65,7 +69,7 @@ class Pool:
 
     @property
     def slab_bytes(self) -> int:
-        """Size of a slab, which is that of the largest record."""
+        """Size of a slab: at least that of the largest record."""
         return self._slabs.slab_bytes
 
     @property
@@ -88,7 +92,7 @@ class Pool:
 
         Cached pages are evicted if that makes enough room, and stay otherwise.
         """
-        if count * shape.nbytes <= self.arena.nbytes - self.used_bytes:
+        if self._slabs.has_room({shape: count}):
             self._make_room(shape, count)
         free_pages = self._slabs.free_pages(shape)
         if free_pages < count:
@@ -111,6 +115,7 @@ class Pool:
                         f"page {page} is not allocated, so it cannot be shared"
                     )
                 self._cache.on_owned(page)
+                self._slabs.own(page)
                 self._count_cached(page, -1)
             self._owners[page] = owners + 1
 
@@ -130,6 +135,7 @@ class Pool:
                 self._owners[page] = owners - 1
                 continue
             del self._owners[page]
+            self._slabs.disown(page)
             if is_kept:
                 self._cache.on_released(page)
                 self._count_cached(page, 1)
@@ -188,6 +194,12 @@ class Pool:
                 self._slabs.free(page)
 
     @atomic
+    def evict_all(self) -> None:
+        """Keep no page any longer that has no owner."""
+        while self._evict(self._cache.shapes()):
+            pass
+
+    @atomic
     def kept_keys(self, note_type: type = object) -> list[bytes]:
         """The keys of pages kept with a note of this type, in the order of keeping."""
         entries = self._cache.entries.values()
@@ -229,6 +241,29 @@ class Pool:
         """How many records of a shape can be allocated without evicting cached pages."""
         return self._slabs.free_pages(shape)
 
+    @atomic
+    def has_room(self, records: Mapping[RecordShape, int]) -> bool:
+        """Whether all these records can be allocated, if cached pages are evicted for them."""
+        return self._slabs.has_room(records)
+
+    @property
+    @atomic
+    def free_bytes(self) -> int:
+        """Bytes for further records, if cached pages are evicted for them."""
+        return self._slabs.free_bytes
+
+    def empty(self) -> SlabAllocator:
+        """The slabs of this pool with all pages free."""
+        return SlabAllocator(self.arena.nbytes, self.slab_bytes)
+
+    def bytes_of(self, records: Mapping[RecordShape, int]) -> int:
+        """Bytes of the arena that records take, with their parts of the ends of slabs."""
+        num_slabs = sum(
+            count / records_per_slab(shape, self.slab_bytes)
+            for shape, count in records.items()
+        )
+        return round(num_slabs * self.slab_bytes)
+
     @property
     @atomic
     def referenced_pages(self) -> int:
@@ -256,7 +291,8 @@ class Pool:
     def check_integrity(self) -> None:
         """LayoutError unless every page is owned, kept or free, once, and all counts are right."""
         kept_pages = self._cache.entry_of.keys()
-        self._slabs.check_integrity(self._owners.keys() | kept_pages)
+        in_use = self._owners.keys() | kept_pages
+        self._slabs.check_integrity(in_use, self._owners.keys())
         cached = kept_pages - self._owners.keys()
         cached_bytes = sum(self._slabs.slab_of(page).shape.nbytes for page in cached)
         check_count("cached pages", self.cached_pages, len(cached))

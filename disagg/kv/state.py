@@ -8,7 +8,7 @@ from typing import Protocol
 
 from disagg.errors import DisaggError
 from disagg.kv.page import RAW_TOKENS, Kind, Layout
-from disagg.kv.plan import LayerGroup, RecordShape
+from disagg.kv.plan import LayerGroup, Plan, RecordShape
 
 
 class Allocator(Protocol):
@@ -117,6 +117,19 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
         allocator.release(list(chain.from_iterable(ids.values())))
         raise
     return lay_out(group, n, ids)
+
+
+def allocate_groups(plan: Plan, n: int, allocator: Allocator) -> tuple[GroupState, ...]:
+    """The records that n tokens need in all groups; CapacityError and none taken if not."""
+    states: list[GroupState] = []
+    try:
+        for group in plan.groups:
+            states.append(allocate_group(group, n, allocator))
+    except DisaggError:
+        for state in states:
+            allocator.release(state.ids())
+        raise
+    return tuple(states)
 
 
 def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupState:

@@ -9,7 +9,7 @@ import ray
 
 from disagg.config import changed_keys
 from disagg.errors import DisaggError, OccupiedError
-from disagg.launch.resources import worker_config
+from disagg.launch.resources import worker_config, workers_of_host
 from disagg.launch.start_protocol import (
     Message,
     config_of,
@@ -100,9 +100,13 @@ class WorkerActor:
         torch.set_num_threads(1)
         authority = Authority(**self._authority) if self._authority else None
         security = protected(self._config.security, authority, address)
-        gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
-        config = worker_config(self._config, gpus, host_resources())
-        self._worker = Worker(config, Role(self._role), self._name, address, security)
+        gpus = ray.get_runtime_context().get_assigned_resources().get("GPU")
+        resources = host_resources()
+        config = worker_config(self._config, gpus, resources)
+        workers = workers_of_host(self._config, resources)
+        self._worker = Worker(
+            config, Role(self._role), self._name, address, security, workers=workers
+        )
         self._worker.start()
         settle_memory()
 

@@ -9,6 +9,8 @@ from disagg.config import MAX_WORKERS, Config
 from disagg.errors import ConfigError
 from disagg.transfer.messages import Role
 
+LEAST_SHARE = 0.01  # of memory, as of the setting
+
 
 def equal_share(units: int, config: Config) -> float:
     """Units per worker: one, or an equal fraction of one so that all workers fit."""
@@ -66,28 +68,32 @@ def _workers_that_fit(gpus: int, share: float) -> int:
 
 
 def worker_config(
-    config: Config, gpus: float, host_resources: Mapping[str, float]
+    config: Config, gpus: float | None, host_resources: Mapping[str, float]
 ) -> Config:
-    """The settings of one worker, with its share of a GPU's memory and its number of threads.
+    """The settings of one worker, with its share of the memory and its number of threads.
 
-    gpus:           of this worker
+    gpus:           of this worker; None: it computes on the CPU
     host_resources: Ray's resources of this host; the units of a pool are room for workers
 
-    Unless the number of threads is set, the workers that fit on this host share its cores.
+    The workers that fit on this host share its cores, unless the number of threads is set, and on
+    CPUs its memory.
     """
+    workers = workers_of_host(config, host_resources)
+    part = 1 / workers if gpus is None else min(1, gpus)
+    cores = int(host_resources.get("CPU", 0)) or os.cpu_count() or 1
     engine = replace(
         config.engine,
-        memory_share=config.engine.memory_share * min(1, gpus),
-        torch_threads=config.engine.torch_threads or _threads(config, host_resources),
+        memory_share=max(LEAST_SHARE, config.engine.memory_share * part),
+        torch_threads=config.engine.torch_threads or max(1, cores // workers),
     )
     return replace(config, engine=engine)
 
 
-def _threads(config: Config, host_resources: Mapping[str, float]) -> int:
-    cores = int(host_resources.get("CPU", 0)) or os.cpu_count() or 1
+def workers_of_host(config: Config, host_resources: Mapping[str, float]) -> int:
+    """How many workers fit on this host, at least 1."""
     workers = 0
     for role, count in config.cluster.roles.items():
         if config.cluster.pools:
             count = min(count, int(host_resources.get(role, 0)))
         workers += count
-    return max(1, cores // max(1, workers))
+    return max(1, workers)

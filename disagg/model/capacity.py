@@ -4,11 +4,11 @@ memory │ weights │ arena: pages of all sequences │ workspaces: exact KV of
        └────────────────────────────────── `share` ────────────────────────────────┘
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,8 @@ from disagg.codecs.registry import codec_names
 from disagg.config import AUTO, DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
 from disagg.kv.page import BF16, EXACT, INT8, RAW_TOKENS
-from disagg.kv.plan import LayerShape, Plan
+from disagg.kv.plan import LayerShape, Plan, RecordShape
+from disagg.kv.slabs import SlabAllocator, choose_slab_bytes
 from disagg.model.architecture import language_model, read_architecture
 from disagg.model.describe import (
     ModelInfo,
@@ -30,6 +31,7 @@ from disagg.model.describe import (
 )
 from disagg.model.loading import check_storage, stays_packed
 from disagg.model.quantization import read_quantization
+from disagg.model.states.records import scratch_bytes
 from disagg.model.storage import read_storage
 
 # the first of these that takes the model's heads is recommended
@@ -46,7 +48,7 @@ class CodecFit:
     bytes_per_token: mean of such a prompt, without its states
     state_tokens: how many tokens of KV take as many bytes as the states of one sequence, both as
              they are handed off by default
-    tokens:  how many fit; None: the memory is not known
+    tokens:  how many fit, if this is the only codec that is served; None: the memory is not known
     refused: why the codec cannot hold this model's heads
     """
 
@@ -68,6 +70,7 @@ class ModelFit:
     head_sizes:    number of layers by "KV heads x channels"
     latent:        of these channels, those of a latent; 0: K and V are stored
     windows:       number of layers by the tokens that their queries see; None: all
+    dtype:         that an accelerator computes in · cpu_dtype: the CPU of this host, by the weights
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
     num_states:    layers that keep a state; `num_layers` are those with K and V
@@ -80,6 +83,7 @@ class ModelFit:
     served: bool
     reason: str = ""
     dtype: str = ""
+    cpu_dtype: str = ""
     num_layers: int = 0
     heads: int = 0
     head_dim: int = 0
@@ -152,11 +156,50 @@ def wire_state_bytes(shape: KVShape) -> dict[str, int]:
     }
 
 
-def tokens_that_fit(plan: Plan, nbytes: int, context: int) -> int:
+def slab_bytes_for(
+    shape: KVShape, plans: Sequence[Plan], arena_bytes: int, context: int
+) -> int:
+    """The size of the slabs of an arena that is to hold prompts under these plans.
+
+    A slab also holds a record of any other codec, and three of 16 exact fp32 tokens or of a state.
+    """
+    values_per_token = sum(layer.values_per_token for layer in shape.layers)
+    exact_page = 4 * RAW_TOKENS * values_per_token
+    largest_record = max(exact_page, scratch_bytes(shape.states))
+    prompts = [plan.records(context) for plan in plans]
+    return choose_slab_bytes(arena_bytes, largest_record, prompts)
+
+
+class Room(Protocol):
+    """An arena of slabs."""
+
+    def has_room(self, records: Mapping[RecordShape, int]) -> bool:
+        """Whether all these records fit into what is free."""
+
+
+def tokens_that_fit(plan: Plan, room: Room, context: int) -> int:
     """Tokens of prompts as long as the context, the last of which may be shorter."""
-    num_prompts, bytes_left = divmod(nbytes, plan.resident_bytes(context))
-    last = bisect_right(range(1, context), bytes_left, key=plan.resident_bytes)
-    return num_prompts * context + last
+    prompt = plan.resident_records(context)
+
+    def is_too_much(tokens: int) -> bool:
+        num_prompts, rest = divmod(tokens, context)
+        records = (
+            Counter(plan.resident_records(rest)) if rest else Counter[RecordShape]()
+        )
+        for record, count in prompt.items():
+            records[record] += num_prompts * count
+        return not room.has_room(records)
+
+    most = context
+    while not is_too_much(most):
+        most *= 2
+    # whole prompts first: tokens of a short one may take more room than those of a long one
+    num_prompts = bisect_left(
+        range(most // context), True, key=lambda x: is_too_much((x + 1) * context)
+    )
+    whole = num_prompts * context
+    rest = bisect_left(range(1, context), True, key=lambda x: is_too_much(whole + x))
+    return whole + rest
 
 
 def check_model(
@@ -196,6 +239,7 @@ def check_model(
         architecture=info.architecture,
         served=True,
         dtype=info.dtype,
+        cpu_dtype=describe_model(str(path), dtype, "cpu").dtype if weights else "",
         num_layers=len(info.layers),
         heads=info.layers[0].heads,
         head_dim=info.layers[0].head_dim,
@@ -246,13 +290,18 @@ def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:
     """The size of a model's KV under a codec."""
     context = info.context_length
+    shape = kv_shape(info, AUTO)
     try:
-        plan = parse_plan(spec, kv_shape(info, AUTO))
+        plan = parse_plan(spec, shape)
     except ConfigError as error:
         return CodecFit(spec, refused=str(error))
     tokens = None
     if arena_bytes is not None:
-        tokens = tokens_that_fit(plan, arena_bytes, context)
+        slab_bytes = slab_bytes_for(shape, [plan], arena_bytes, context)
+        tokens = 0
+        if slab_bytes <= arena_bytes:
+            slabs = SlabAllocator(arena_bytes, slab_bytes)
+            tokens = tokens_that_fit(plan, slabs, context)
     bytes_per_token = (plan.resident_bytes(context) - plan.state_bytes) / context
     return CodecFit(
         spec=plan.spec,

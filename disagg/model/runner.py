@@ -126,12 +126,14 @@ class Runner:
         dtype: str = "auto",
         device: str = "cpu",
         context: int | None = None,
+        workers: int = 1,
     ) -> "Runner":
         """Load a model by name in the local cache, by path, or the packaged one.
 
-        dtype:   "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
-                 bfloat16), "float32", "bfloat16", "float16"
+        dtype:   "auto" (as of `ModelConfig`, or float16 where a GPU has no bfloat16), "float32",
+                 "bfloat16", "float16"
         context: maximum tokens of a prompt with its answer; None: the default of the model
+        workers: processes of this host that load it
         ModelError if there is none, or if its attention is not plain softmax attention; ConfigError
         for a device that `pick_device` refuses, and for a context that is too long.
         """
@@ -148,7 +150,7 @@ class Runner:
         keep_latents(model, info.layers)
         with torch.inference_mode():
             check_attention(model, info)
-        pack_linears(model)
+        pack_linears(model, workers)
         return cls(model, info, fingerprint_model(info.path))
 
     @classmethod

@@ -16,6 +16,7 @@ from disagg.engine.sampling_defaults import read_sampling_defaults
 from disagg.errors import CancelledError, ConfigError, DisaggError, reason_of
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
+from disagg.model.text_stream import TextStream
 from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import RequestRouter
@@ -23,7 +24,7 @@ from disagg.router.router import Router
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
 from disagg.server.metrics import AnswerTimes, ServerMetrics
-from disagg.server.output_text import Score, TextDelta, TextStream
+from disagg.server.output_text import Score, TextDelta
 from disagg.server.pd_ports import PdPorts
 from disagg.server.reader import (
     Generation,

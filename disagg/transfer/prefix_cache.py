@@ -9,16 +9,17 @@ The pool stores and counts; this file knows no peer, no lease and no clock.
 """
 
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
 from disagg.kv.page import Kind
-from disagg.kv.plan import LayerGroup, Plan
+from disagg.kv.plan import LayerGroup, Plan, RecordShape
 from disagg.kv.pool import Pool
 from disagg.kv.prefix_keys import PrefixBlock, content_keys, joined, prefix_blocks
+from disagg.kv.slabs import num_slabs_for
 from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
@@ -116,19 +117,17 @@ class PrefixCache:
         Each slab holds records of one shape, so slabs are counted. What others hold now does not
         matter.
         """
+        records = plan.records(tokens)
+        num_slabs = self._pool.num_slabs
         slab_bytes = self._pool.slab_bytes
-        counts = plan.records(tokens)
-        fits = all(shape.nbytes <= slab_bytes for shape in counts)
-        if fits:
-            num_slabs = 0
-            for shape, count in counts.items():
-                records_per_slab = slab_bytes // shape.nbytes
-                num_slabs += -(-count // records_per_slab)
-            fits = num_slabs <= self._pool.num_slabs
+        try:
+            fits = num_slabs_for(records, slab_bytes) <= num_slabs
+        except CapacityError:
+            fits = False
         if not fits:
             raise PromptTooLongError(
-                f"a prompt of {tokens} tokens is {sum(counts.values())} records; "
-                f"a pool of {self._pool.num_slabs} slabs of {slab_bytes} bytes cannot hold them"
+                f"a prompt of {tokens} tokens is {sum(records.values())} records; "
+                f"a pool of {num_slabs} slabs of {slab_bytes} bytes cannot hold them"
             )
 
     def hold(
@@ -149,6 +148,7 @@ class PrefixCache:
         try:
             return self._hold(plan, job, keys, keys, 0)
         except CapacityError:  # the cached blocks lie scattered over too many slabs
+            self._pool.evict_all()
             return self._hold(plan, job, keys, no_keys, 0)
 
     def release(self, groups: Iterable[GroupState]) -> None:
@@ -253,8 +253,10 @@ class PrefixCache:
                 kind_pages = group_pages[kind]
                 shape = group.record(group.layout(kind))
                 missing.append((kind_pages, shape, count - len(kind_pages)))
-        missing_bytes = sum(shape.nbytes * count for _, shape, count in missing)
-        self._check_spare(spare_bytes, tokens, missing_bytes)
+        records = Counter[RecordShape]()
+        for _, shape, count in missing:
+            records[shape] += count
+        self._check_room(spare_bytes, tokens, records)
         for kind_pages, shape, count in missing:
             new_pages = self._pool.claim(shape, count)
             owned += new_pages
@@ -264,14 +266,22 @@ class PrefixCache:
             for group, group_pages in zip(plan.groups, pages, strict=True)
         )
 
-    def _check_spare(self, spare_bytes: int, tokens: int, nbytes: int) -> None:
-        """CapacityError if `nbytes` leave less than `spare_bytes` free. Nothing is evicted yet."""
-        free = self._pool.arena.nbytes - self._pool.used_bytes
-        if spare_bytes and nbytes + spare_bytes > free:
-            raise CapacityError(
-                f"{nbytes} bytes needed for {tokens} tokens; of {free} free ones "
-                f"{spare_bytes} stay free for sequences that grow"
-            )
+    def _check_room(
+        self, spare_bytes: int, tokens: int, records: Mapping[RecordShape, int]
+    ) -> None:
+        """CapacityError if records do not fit, or leave less than `spare_bytes` free.
+
+        Nothing is evicted yet.
+        """
+        free_bytes = self._pool.free_bytes
+        nbytes = sum(count * shape.nbytes for shape, count in records.items())
+        leaves_spare = not spare_bytes or nbytes + spare_bytes <= free_bytes
+        if leaves_spare and self._pool.has_room(records):
+            return
+        raise CapacityError(
+            f"{nbytes} bytes needed for {tokens} tokens; of {free_bytes} free ones, in "
+            f"slabs of one record size each, {spare_bytes} stay free for sequences that grow"
+        )
 
 
 def _cached_items(

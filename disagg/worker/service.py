@@ -27,7 +27,7 @@ from disagg.errors import (
 )
 from disagg.kernels.cpu.library import describe_backend
 from disagg.kv.plan import Plan
-from disagg.model.capacity import tokens_that_fit
+from disagg.model.capacity import Room, tokens_that_fit
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
 from disagg.transfer.messages import (
@@ -177,7 +177,6 @@ class WorkerService:
         gauges = self._gauges()
         failures = self.receiver.failures + self.prefill.failures
         del failures[AbortedError.reason]
-        free_bytes = int(gauges["arena_bytes"] - gauges["used_bytes"])
         info = {
             "pid": os.getpid(),
             "links": self.peers.as_info(),
@@ -189,7 +188,8 @@ class WorkerService:
             "failures": dict(failures),
             "node": socket.gethostname(),
             "backend": backend_of(self._runner),
-            "tokens_fit": self._tokens_that_fit(free_bytes),
+            "dtype": self._runner.info.dtype,
+            "tokens_fit": self._tokens_that_fit(self._engine.pool),
         }
         return WorkerStatus(self.epoch, gauges, info, self._speaks())
 
@@ -198,6 +198,7 @@ class WorkerService:
     def info(self, address: str) -> WorkerInfo:
         """How the worker can be reached, at its address, and what it holds."""
         plans = self._listed_plans()
+        pool = self._engine.pool
         return WorkerInfo(
             self.name,
             self.role,
@@ -205,11 +206,11 @@ class WorkerService:
             self.epoch,
             model=self._runner.fingerprint,
             min_tokens=self._min_tokens(),
-            room=self._tokens_that_fit(self._engine.pool.arena.nbytes),
+            room=self._tokens_that_fit(pool.empty()),
             step_tokens=self._config.engine.max_batch_tokens,
             snapshots=self._engine.most_snapshots,
             sizes={
-                plan.spec: {tokens: plan.resident_bytes(tokens) for tokens in SIZES}
+                plan.spec: {x: pool.bytes_of(plan.resident_records(x)) for x in SIZES}
                 for plan in plans
             },
             speaks=self._speaks(),
@@ -301,10 +302,10 @@ class WorkerService:
             stalled_s=self._engine.progress.stalled_s,
         )
 
-    def _tokens_that_fit(self, nbytes: int) -> int:
+    def _tokens_that_fit(self, room: Room) -> int:
         """Tokens of its own codec, in prompts as long as the context."""
         context = self._runner.info.context_length
-        return tokens_that_fit(self._engine.plan(self._codec), nbytes, context)
+        return tokens_that_fit(self._engine.plan(self._codec), room, context)
 
     def _min_tokens(self) -> int:
         """Shorter prompts are computed where they decode."""

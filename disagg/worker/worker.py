@@ -71,7 +71,9 @@ class Worker:
         host: str = "127.0.0.1",
         security: Security | None = None,
         runner: Runner | None = None,
+        workers: int = 1,
     ):
+        """workers: of this host"""
         self.config = config
         self._initial_role = role
         self.name = name
@@ -80,7 +82,7 @@ class Worker:
         self._security = security
         model = config.model
         self._runner = runner or Runner.load(
-            model.name, model.dtype, model.device, model.context
+            model.name, model.dtype, model.device, model.context, workers
         )
         self._listed = config.listed
         compiled = self._listed if self._runner.graphs else ()
@@ -90,6 +92,7 @@ class Worker:
             codecs=compiled,
             probed=self._listed,
             state=config.state,
+            expected=self._listed,
         )
         check_slabs(
             self.engine.pool.arena.nbytes,
@@ -117,7 +120,8 @@ class Worker:
         backend = backend_of(self._runner)
         has_no_library = backend.startswith("torch")
         level = logging.WARNING if has_no_library else logging.INFO
-        log.log(level, "%s: %s", self.name, backend)
+        dtype = self._runner.info.dtype
+        log.log(level, "%s: %s, computes in %s", self.name, backend, dtype)
         if self._runner.graphs:
             query_heads = self._runner.info.query_heads
             check_plans(list(self.engine.listed), query_heads, self._runner.device)
@@ -125,7 +129,7 @@ class Worker:
                 self.engine,
                 self._runner,
                 self._listed,
-                self.config.engine.max_sequences,
+                self.engine.decode_slots.count,
                 report=partial(setattr, self, "doing"),
             )
         self._io_thread.start()

@@ -23,7 +23,7 @@ APART void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room 
     for (int64_t c = 0; f->order >= 0 && c < f->head_dim; c++) {
         int16_t from;
         memcpy(&from, segment + f->order + 2 * c, 2);
-        for (int h = 0; h < TILE; h++) t->turned[h][c] = t->q[h][from];
+        for (int h = 0; h < TILE; h++) t->turned[h][c] = t->q[h][from & (f->head_dim - 1)];
     }
     if (k->turn) turn(k, segment, t->q[0], t->turned[0], f->head_dim, 0);
     memset(t->low_q, 0, sizeof t->low_q), memset(t->low_v, 0, sizeof t->low_v);
@@ -89,7 +89,8 @@ static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, flo
 static void cap_scores(const Tile *t, float *s, int64_t tokens) {
     for (int64_t h = 0; t->cap > 0 && h < TILE; h++)
         for (int64_t i = 0; i < tokens; i += LANES) {
-            V x = v_load(s + h * LINE + i), size = v_max(v_abs(x), v_set(1e-30f));
+            V x = v_max(v_set(-1e30f), v_min(v_set(1e30f), v_load(s + h * LINE + i))); /* NaN stays */
+            V size = v_max(v_abs(x), v_set(1e-30f));
             V e = v_exp2(size * v_set(-2 / t->cap)), top = v_set(t->cap * 1.44269504f);
             v_store(s + h * LINE + i, top * (1 - e) * x / ((1 + e) * size));
         }

@@ -191,10 +191,12 @@ static void encode_side(const Side *s, float *x, float *y, uint8_t *block, const
     if (s->bits) pack(s, x, block + s->codes);
 }
 
-/* K [tokens][head dim] in the order of a segment, band after band: y [tokens][columns] of each */
+/* K [tokens][head dim] in the order of a segment, band after band: y [tokens][columns] of each. The order
+ * may come from a peer, so only the low bits of it are read: head_dim is a power of two */
 static void encode_bands(const Format *f, const float *x, float *y, const uint8_t *segment, uint8_t *block) {
     int16_t order[MAX_DIM];
     memcpy(order, segment + f->order, 2 * f->head_dim);
+    for (int64_t c = 0; c < f->head_dim; c++) order[c] &= (int16_t)(f->head_dim - 1);
     const int16_t *from = order;
     for (const Side *s = f->k; s < f->k + f->bands; from += s->columns, s++) {
         for (int64_t t = 0; t < f->tokens; t++)

@@ -35,7 +35,8 @@ def channels_of(o_c, segment, BAND: tl.constexpr, FMT: tl.constexpr):
         return o_c
     else:
         p_order = at(segment, FMT.hadamard.order, tl.int16) + first_of_band(FMT, BAND)
-        return tl.load(p_order + o_c).to(tl.int32)
+        # the order may come from a peer; the number of channels is a power of two
+        return tl.load(p_order + o_c).to(tl.int32) & (FMT.head_dim - 1)
 
 
 @triton.jit

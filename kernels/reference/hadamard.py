@@ -16,9 +16,12 @@ def read_order(
     rotation: HadamardRotation,
     head_dim: int,
 ) -> Tensor:
-    """The channel of each column of K: [..., head_dim] i64."""
+    """The channel of each column of K: [..., head_dim] i64.
+
+    Of each number only the low bits count, so that one from a peer is never out of range.
+    """
     order = blocks.plane(torch.int16, rotation.order, (1, head_dim))
-    return order.squeeze(-2).long()
+    return order.squeeze(-2).long() & (head_dim - 1)
 
 
 def read_signs(

@@ -13,8 +13,9 @@ from disagg.bench import capacity, decode
 from disagg.bench.inputs import shape_of, slabs_for
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
-from disagg.engine.arena import make_pool, slab_bytes_for
+from disagg.engine.arena import make_pool
 from disagg.kv.pool import Pool
+from disagg.model.capacity import slab_bytes_for
 from disagg.model.graphs import Recording
 from disagg.model.runner import Runner
 
@@ -84,18 +85,19 @@ def test_arenas_of_one_size_are_freed_before_the_next(monkeypatch, runner):
 def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
     defaults = decode.DecodeOptions()
     steps = decode.WARM_UP + defaults.steps * defaults.rounds
-    slab_bytes = slab_bytes_for(shape_of())
     weight_bytes = capacity.WEIGHT_BYTES * capacity.parameters()
 
     for size in decode.SIZES["cuda"]:
         num_sequences, tokens = decode.parse_size(size)
-        slabs = 0
+        nbytes = 0
         for spec in decode.CODECS:
             plan = parse_plan(spec, shape_of())
-            slabs += slabs_for(
+            arena_bytes = num_sequences * plan.nbytes(tokens + steps)
+            slab_bytes = slab_bytes_for(shape_of(), [plan], arena_bytes, tokens)
+            nbytes += slab_bytes * slabs_for(
                 plan, tokens + steps, slab_bytes, num_sequences, decode.SPARE_RECORDS
             )
-        assert slabs * slab_bytes + weight_bytes < capacity.USABLE * 80e9, size
+        assert nbytes + weight_bytes < capacity.USABLE * 80e9, size
 
 
 @pytest.mark.parametrize(

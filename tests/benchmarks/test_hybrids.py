@@ -7,6 +7,7 @@ from benchmarks.hybrid_steps import HybridStepsOptions, StepTime
 from disagg.codecs.planning import KVShape
 from disagg.errors import UnknownNameError
 from disagg.kv.page import make_state_layout
+from disagg.kv.plan import LayerShape
 
 MIB = 1 << 20
 
@@ -14,7 +15,7 @@ MIB = 1 << 20
 def test_a_hand_off_is_kv_and_states():
     """Two layers of 8 KV heads and 128 channels in 16 bits: 8 KiB a token; and a state of 1 MiB."""
     state = make_state_layout([("recurrent0", "float32", (64, 64, 64))])
-    shape = KVShape(2, 8, 128, "bfloat16", (None, None), (state,))
+    shape = KVShape((LayerShape(8, 128),) * 2, "bfloat16", (state,))
 
     sizes = hybrid_bytes.sizes_of(shape, "raw:dtype=fp16", 1024)
 

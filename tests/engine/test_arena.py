@@ -5,15 +5,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from disagg.codecs.planning import KVShape
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import (
     MAX_WRITES,
     DeviceArena,
     SideStream,
     make_pool,
+    max_rows,
     measure_memory,
-    slab_bytes_for,
 )
 from disagg.kv.page import make_state_layout
 from disagg.kv.plan import LayerShape, RecordShape
@@ -109,22 +109,6 @@ def test_what_others_leave_of_a_gpu_is_not_all_taken(monkeypatch, free, taken):
     assert sum(measure_memory(EngineConfig(), runner)) == taken << 30
 
 
-def test_slabs_hold_several_records_of_large_models():
-    assert slab_bytes_for(KVShape.uniform(2, 2, 64, "float32")) == 1 << 20
-    llama_8b_raw_page = 32 * 8 * 16 * 128 * 2 * 4
-    assert (
-        slab_bytes_for(KVShape.uniform(32, 8, 128, "float16")) >= 4 * llama_8b_raw_page
-    )
-
-
-def test_slabs_hold_several_states_of_hybrid_models():
-    state = make_state_layout([("recurrent0", "float32", (128, 64, 128))])
-
-    assert slab_bytes_for(
-        KVShape((LayerShape(2, 64),) * 2, "float32", (state,))
-    ) == 4 * (4 << 20)
-
-
 STATE = make_state_layout([("recurrent0", "float32", (64, 128, 128))])  # 4 MiB
 
 
@@ -133,10 +117,48 @@ def hybrid_on_a_cpu(layers: int) -> SimpleNamespace:
     return SimpleNamespace(device=torch.device("cpu"), shape=kv)
 
 
-def test_the_default_arena_of_a_host_has_room_for_states():
+def test_the_default_arena_of_a_host_has_room_for_states(monkeypatch):
+    monkeypatch.setattr("disagg.engine.arena.total_memory", lambda: 1 << 30)
+
     arena, _ = measure_memory(EngineConfig(max_sequences=4), hybrid_on_a_cpu(3))
 
     assert arena == (256 << 20) + 4 * 3 * (4 << 20)
+
+
+HOSTS = [  # GiB of memory, share of a worker, GiB of its arena
+    (1, 0.9, 0.25),
+    (16, 0.45, 0.9),
+    (64, 0.45, 3.6),
+    (512, 0.9, 8),
+]
+
+
+@pytest.mark.parametrize(("memory", "share", "arena"), HOSTS)
+def test_the_arena_of_a_cpu_follows_memory_within_limits(
+    memory, share, arena, monkeypatch
+):
+    monkeypatch.setattr("disagg.engine.arena.total_memory", lambda: memory << 30)
+
+    nbytes, _ = measure_memory(EngineConfig(memory_share=share), hybrid_on_a_cpu(0))
+
+    assert nbytes == int(arena * (1 << 30))
+
+
+ROWS = [
+    (EngineConfig(), "cpu", 1, 64),
+    (EngineConfig(), "cpu", 100, 100),
+    (EngineConfig(), "cpu", 1000, 256),
+    (EngineConfig(), "cuda", 1000, 64),
+    (EngineConfig(max_sequences=7), "cpu", 1000, 7),
+]
+
+
+@pytest.mark.parametrize(("config", "device", "prompts", "rows"), ROWS)
+def test_rows_follow_the_arena_of_a_cpu(config, device, prompts, rows):
+    plan = parse_plan("kivi", KVShape.uniform(4, 2, 64, "float32"))
+    arena_bytes = prompts * plan.nbytes(1024)
+
+    assert max_rows(config, torch.device(device), plan, arena_bytes) == rows
 
 
 def test_an_arena_for_few_states_says_how_many(caplog):

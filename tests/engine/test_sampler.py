@@ -154,6 +154,22 @@ def plain_scores(
     return scores
 
 
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_top_p_is_a_share_of_what_min_p_leaves(top_k):
+    """As in vLLM: of .5 and .3, which min_p leaves, the first is more than 0.6."""
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.05, 0.05]]).log()
+    tokens = set()
+
+    for seed in range(100):
+        params = SamplingParams(
+            temperature=1.0, min_p=0.3, top_p=0.6, top_k=top_k, seed=seed
+        )
+        (sampled,) = sample(logits, [Request("r", (0,), params, "raw")], [[]], [])
+        tokens.add(sampled.token)
+
+    assert tokens == {0}
+
+
 def plain_sample(logits: Tensor, request: Request, emitted: Sequence[int]) -> int:
     """One row by the book, token by token."""
     params = request.params
@@ -166,14 +182,15 @@ def plain_sample(logits: Tensor, request: Request, emitted: Sequence[int]) -> in
         token: math.exp((scores[token] - best) / params.temperature)
         for token in ranked[: params.top_k or VOCAB]
     }
+    weights = {token: x for token, x in weights.items() if x >= params.min_p}
     total = sum(weights.values())
     survivors = {}
     before = 0.0
     for token, weight in weights.items():
-        if before < params.top_p * total and weight >= params.min_p:
+        if before < params.top_p * total:
             survivors[token] = weight
         before += weight
-    target = uniform(params.seed, len(emitted)) * sum(survivors.values())
+    target = uniform(params.seed or 0, len(emitted)) * sum(survivors.values())
     end = 0.0
     for token in sorted(survivors):
         end += survivors[token]

@@ -150,6 +150,25 @@ def test_scores_are_capped(name, cap, backend):
     check(case_of(name, backend == TRITON), backend, cap)
 
 
+@pytest.mark.parametrize("offset", [64, 64 * 300, -64 * 300])
+def test_an_order_out_of_range_is_attended_as_its_low_bits(offset, backend):
+    """A peer wrote it: as an index it read other memory."""
+    case = cases.make_case(cases.banded_format(3, 64), [200], heads=2, width=2)
+    expected = attend(case, backend)
+    view = case.view
+    for page in view.segments.unique().tolist():
+        start = page * 128 + cases.SEGMENT_BASE
+        segment = view.arena[start : start + 2 * view.fmt.segment_bytes]
+        for block in segment.view(2, -1):
+            first = view.fmt.hadamard.order
+            order = block[first : first + 2 * 64].view(torch.int16)
+            order += offset
+
+    answer = attend(case, backend)
+
+    assert all(map(torch.equal, answer, expected))
+
+
 @pytest.mark.parametrize("name", [*cases.FORMATS, *MORE])
 def test_a_query_that_sees_nothing_gets_zero_and_minus_infinity(name, backend):
     case = case_of(name, backend == TRITON)

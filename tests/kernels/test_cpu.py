@@ -20,8 +20,9 @@ from disagg.kernels.cpu.append import append
 from disagg.kernels.cpu.attend import is_served
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
 from disagg.kernels.cpu.step import LayerCalls
-from disagg.kernels.reference import codes, softmax
+from disagg.kernels.reference import codes, exact, softmax
 from disagg.kernels.reference import encode as encoders
+from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.sealing import NewRows, Segmentation, in_order
 from disagg.kernels.view import Softmax, View
 from tests.kernels.cases import (
@@ -215,14 +216,14 @@ def test_latents_that_no_query_sees_may_be_nan(path):
     assert torch.equal(o, expected)
 
 
-def raw_k(case, row, token):
-    """K [D] fp16 of a token in raw pages, first head: a view of the arena."""
+def raw_k(case, row, token, dtype=torch.float16):
+    """K [D] of a token in raw pages, first head: a view of the arena."""
     fmt = case.view.fmt
     index, slot = divmod(token, fmt.tokens)
     page = int(case.view.pages[row, index])
-    size = 2 * fmt.head_dim
+    size = dtype.itemsize * fmt.head_dim
     start = page * 128 + BASE + fmt.k + slot * size
-    return case.view.arena[start : start + size].view(torch.float16)
+    return case.view.arena[start : start + size].view(dtype)
 
 
 def raw_v(case, row, token):
@@ -242,6 +243,34 @@ def test_a_query_that_sees_a_nan_key_has_no_answer(width, path):
         assert x[0, 0, :width].isnan().all()
         assert x[0, 0, width:].isfinite().all()
         assert x[1].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [7e36, 3e38, torch.inf])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_score_of_any_size_is_capped(size, sign, path):
+    fmt = raw_format("float32", 64)
+    case = make_case(fmt, [60, 40], heads=2, width=2)
+    case.q[0, 0, 0] = 0.5
+    as_floats = raw_k(case, 0, token=20, dtype=torch.float32)
+    as_floats[:] = 0
+    as_floats[0] = sign * size
+
+    o, lse = attend.attend(case.q, [case.view], SCALE, 30.0)
+
+    expected_o, expected_lse = exact.attend(case.q, case.view, SCALE, 30.0)
+    assert expected_o.isfinite().all()
+    torch.testing.assert_close(o, expected_o, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_nan_score_stays_one_under_a_cap(path):
+    case = make_case(raw_format("float16", 64), [60, 40], heads=2, width=2)
+    raw_k(case, 0, token=20)[0] = torch.nan
+
+    o, _ = attend.attend(case.q, [case.view], SCALE, 30.0)
+
+    assert o[0, 0, :2].isnan().all()
+    assert o[1].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -438,6 +467,20 @@ def test_ties_between_codes_are_rounded_as_in_the_reference(path):
     blocks, _ = encoded(k, v, fmt, 64)
 
     assert torch.equal(blocks, expected)
+
+
+def test_an_order_out_of_range_encodes_as_its_low_bits(path):
+    fmt = banded_format(3, 64)
+    k, v = sequence_kv(128, heads=2, head_dim=64)
+    frozen = random_segment(fmt, heads=2, seed=1)
+    order = DenseBlocks(frozen).plane(torch.int16, fmt.hadamard.order, (1, 64))
+    expected = encoded(k, v, fmt, 2048, frozen)[0]
+    order += 64 * 300
+
+    blocks, _ = encoded(k, v, fmt, 2048, frozen)
+
+    assert torch.equal(blocks, expected)
+    assert torch.equal(blocks, bytes_of(k, v, fmt, frozen=frozen)[0])
 
 
 @pytest.mark.parametrize("name", ENCODED)

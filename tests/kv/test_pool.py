@@ -116,6 +116,48 @@ def test_an_empty_slab_serves_another_shape(pool):
     assert pool.free_pages(ODD) == 24
 
 
+def test_the_fullest_slab_is_filled_first_so_that_others_drain(pool):
+    pages = pool.allocate(SMALL, 48)
+    first, second, third = pages[:16], pages[16:32], pages[32:]
+    pool.release([*first[:12], *second[:4], *third[:8]])
+
+    more = pool.allocate(SMALL, 6)
+    pool.release(first[12:])
+
+    assert set(more[:4]) == set(second[:4])
+    assert set(more[4:]) < set(third[:8])
+    assert pool.free_pages(ODD) == 12
+
+
+def test_room_is_for_all_records_together_and_counts_slabs(pool):
+    pool.allocate(SMALL, 17)
+
+    assert pool.free_bytes == 15 * SMALL.nbytes + 2 * SLAB_BYTES
+    assert pool.has_room({SMALL: 31, ODD: 6})
+    assert not pool.has_room({SMALL: 31, ODD: 7})
+    assert not pool.has_room({ODD: 13})
+
+
+def test_cached_pages_are_room_if_no_page_beside_them_is_owned(pool):
+    keep(pool, b"a", 48)
+
+    assert pool.has_room({ODD: 24})
+    assert pool.free_bytes == 4 * SLAB_BYTES
+
+    pool.take([b"a"])
+    assert not pool.has_room({ODD: 7})
+
+
+def test_all_cached_pages_can_be_evicted_but_no_owned_one(pool):
+    keep(pool, b"a", 2)
+    keep(pool, b"b", 2)
+    pool.take([b"b"])
+
+    pool.evict_all()
+
+    assert pool.kept_keys() == [b"b"]
+
+
 def test_integrity_check_sees_a_page_owned_and_free(pool):
     (page,) = pool.allocate(SMALL, 1)
     pool._slabs.slab_of(page).free.append(page)
@@ -264,12 +306,14 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, shape: RecordShape, count: int) -> None:
         free = self.pool.free_pages(shape)
         cached = self.pool.cached_pages
+        has_room = self.pool.has_room({shape: count})
         try:
             pages = self.pool.allocate(shape, count)
         except CapacityError:
             assert count > free
             assert not self.pool.cached_pages or self.owned
         else:
+            assert has_room
             assert count <= free or cached
             assert not set(pages) & self.owned_pages()
             self.owned.append(pages)

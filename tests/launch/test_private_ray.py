@@ -45,6 +45,8 @@ def test_a_session_that_ends_leaves_no_folder_and_no_environment(
     before = dict(os.environ)
     with Session() as session:
         assert os.environ["RAY_AUTH_TOKEN"] == session.token
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+        assert os.environ["LRU_CACHE_CAPACITY"] == "256"
         assert (
             int(dict(os.environ)["RAY_health_check_timeout_ms"]) >= 60_000
         )  # busy is not dead

@@ -58,3 +58,9 @@ def test_a_worker_with_half_a_gpu_uses_half_of_its_memory():
     config = load_config(None, {"engine.memory_share": 0.8})
 
     assert worker_config(config, 0.5, {}).engine.memory_share == 0.4
+
+
+def test_the_workers_of_a_host_without_gpus_divide_its_memory():
+    config = load_config(None, {"engine.memory_share": 0.8, "cluster.decode": 3})
+
+    assert worker_config(config, None, {}).engine.memory_share == 0.2

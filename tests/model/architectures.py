@@ -275,7 +275,8 @@ unpacking them. They are used if their package is installed, which was not teste
   before they change. With a longer `model.context`, every text gets the frequencies of that length,
   which may cost short texts some quality.
 - `model.dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, or else
-  the dtype of most of the weights. On a CPU it is float32.
+  the dtype of most of the weights. A CPU with bf16 units takes bfloat16 for models that are stored
+  in it, from 100 MB of weights on; else a CPU takes float32.
 - An answer ends at any end token of `generation_config.json`, `config.json` and the tokenizer. Some
   tools write an architecture's default ids into `config.json`. So an id that only this file names
   is ignored if it is an ordinary word of the vocabulary.

@@ -1,15 +1,19 @@
 """What `models check` says of a model is what the engine then does with it."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from benchmarks import slabs
+from benchmarks.slabs import MODELS
 from disagg.cli.models import parse_bytes
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
+from disagg.kv.slabs import SlabAllocator
 from disagg.model.capacity import check_model, kv_shape, split_memory, tokens_that_fit
 from disagg.model.describe import describe_model
 from tests.model.test_describe import write
@@ -82,18 +86,41 @@ def test_the_command_says_how_large_states_are(tmp_path, disagg):
     assert "tokens as large as the states" in " ".join(output.split())
 
 
-def test_as_many_tokens_fit_as_plans_count_and_not_one_more(tmp_path: Path) -> None:
-    info = describe_model(write(tmp_path))
-    plan = parse_plan(DEFAULT_CODEC, kv_shape(info))
-    room = 3 * plan.nbytes(2048) + plan.nbytes(700)
+@pytest.mark.parametrize("model", MODELS)
+def test_an_arena_holds_what_its_bytes_promise(model: str) -> None:
+    arena_bytes = 1 << 30 if model in ("Qwen2.5 7B", "SmolLM2 135M") else 6 << 30
+
+    for row in slabs.compare(model, arena_bytes, tokens=2048):
+        assert row["held_of_promised"] == pytest.approx(1, abs=0.03), row
+        assert row["used"] > 0.97, row
+
+
+def test_small_arenas_have_room_for_every_shape_of_records() -> None:
+    row = slabs.fill_row(
+        "Llama 3.1 8B", 256 << 20, 2048, DEFAULT_CODEC, [DEFAULT_CODEC]
+    )
+
+    assert row["held_of_promised"] > 0.97
+    assert row["used"] > 0.8
+
+
+def test_any_codec_fits_the_slabs_that_suit_another() -> None:
+    for spec in (*slabs.CODECS, "alignedkv", "h2o"):
+        row = slabs.fill_row("Llama 3.1 8B", 1 << 30, 2048, spec, ["banded:bits=2"])
+
+        assert row["held_tokens"] >= 2048
+
+
+def test_as_many_tokens_fit_as_slabs_hold_and_not_one_more() -> None:
+    plan = parse_plan(DEFAULT_CODEC, MODELS["SmolLM2 135M"])
+    room = SlabAllocator(64 << 20, 1 << 20)
 
     fitting = tokens_that_fit(plan, room, 2048)
 
-    assert (
-        plan.nbytes(fitting - 3 * 2048)
-        <= plan.nbytes(700)
-        < plan.nbytes(fitting + 1 - 3 * 2048)
-    )
+    num_prompts, rest = divmod(fitting, 2048)
+    whole = Counter({x: num_prompts * n for x, n in plan.records(2048).items()})
+    assert room.has_room(whole + plan.records(rest))
+    assert not room.has_room(whole + plan.records(rest + 1))
 
 
 def test_workspaces_take_the_longest_prompts_need_or_a_third(

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from disagg.errors import ConfigError, ModelError
 from disagg.kv.plan import LayerShape
+from disagg.model import cpu, describe
 from disagg.model.capacity import check_model
 from disagg.model.describe import check_weights, describe_model, locate_model
 from tests.model.tiny import CONTEXT, VOCAB, save_config, save_tiny
@@ -71,18 +72,47 @@ def test_every_file_may_name_tokens_that_end_a_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "expected"),
+    ("dtype", "device", "stored", "units", "nbytes", "expected"),
     [
-        ("auto", "cpu", "float32"),
-        ("auto", "cuda", "bfloat16"),
-        ("float16", "cpu", "float16"),
+        ("auto", "cpu", "bfloat16", True, 100_000_000, "bfloat16"),
+        ("auto", "cpu", "bfloat16", True, 99_999_999, "float32"),
+        ("auto", "cpu", "bfloat16", False, 100_000_000, "float32"),
+        ("auto", "cpu", "float16", True, 100_000_000, "float32"),
+        ("auto", "cuda", "bfloat16", False, 99, "bfloat16"),
+        ("float16", "cpu", "bfloat16", True, 100_000_000, "float16"),
     ],
 )
-def test_auto_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(
-    dtype, device, expected, tmp_path
+def test_auto_is_bfloat16_on_a_cpu_where_that_pays(
+    dtype, device, stored, units, nbytes, expected, tmp_path, monkeypatch
 ):
-    path = write(tmp_path, dtype="bfloat16")
+    monkeypatch.setattr(describe, "has_bfloat16_units", lambda: units)
+    path = write(tmp_path, dtype=stored)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(nbytes)  # takes no room on the disk
+
     assert describe_model(path, dtype, device).dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_units"),
+    [
+        ("fpu avx512_bf16 amx_tile", True),
+        ("fpu amx_bf16", True),
+        ("fpu avx512f avx512_vnni", False),
+        ("", False),
+    ],
+)
+def test_bfloat16_units_are_those_that_linux_lists(
+    flags, has_units, tmp_path, monkeypatch
+):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+
+    assert cpu.has_bfloat16_units.__wrapped__() is has_units
+
+
+def test_the_packaged_model_is_too_small_for_bfloat16():
+    assert describe_model().dtype == "float32"
 
 
 BF16 = torch.zeros(64, dtype=torch.bfloat16)

@@ -197,8 +197,10 @@ def test_a_prompt_too_long_for_an_empty_pool_is_no_lack_of_room():
 
 
 def test_a_reservation_leaves_the_watermark_free(prompt):
-    room = 2 * prompt.plan.nbytes(300)
-    desk = Desk(1 << 20, watermark_bytes=(1 << 20) - room)
+    without_watermark = Desk(1 << 20)
+    for rid in ("first", "second"):
+        without_watermark.reserve(prompt, rid=rid)
+    desk = Desk(1 << 20, watermark_bytes=without_watermark.pool.free_bytes)
     desk.reserve(prompt)
     desk.reserve(prompt, rid="second")
 

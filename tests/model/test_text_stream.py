@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.model.text_stream import TextStream
 from disagg.model.tokenizer import Tokenizer
-from disagg.server.output_text import TextStream
 from tests.model.tiny import byte_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer())
