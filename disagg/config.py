@@ -102,6 +102,9 @@ class EngineConfig(Bounded):
                       sequences, up to a quarter of the host's memory
     watermark:        share of the arena that is kept free for running sequences to grow
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
+    speculative_tokens: tokens that a step may guess for a sequence by looking up its last tokens in
+                      its text so far; answers stay the same. 0: none. None: 7 on a CPU, and 0 on a
+                      GPU, where a step with guesses is not replayed
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below
@@ -117,6 +120,7 @@ class EngineConfig(Bounded):
     memory_share: float = at_least(0.01, most=1, default=0.9)
     watermark: float = at_least(0, most=1, default=0.02)
     prefix_cache: bool = True
+    speculative_tokens: int | None = at_least(0, most=64, default=None)
     torch_threads: int | None = at_least(1, most=1024, default=None)
     stuck_s: float = at_least(1, default=45.0)
 
