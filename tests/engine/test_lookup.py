@@ -1,5 +1,7 @@
 """Look-up speculation changes how many steps an answer takes, and nothing else."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -41,7 +43,7 @@ class Repeating(StandIn):
 
     def __init__(self, runner, passage, bonus=1e3):
         super().__init__(runner)
-        self.following = dict(zip(passage, passage[1:], strict=False))
+        self.following = dict(pairwise(passage))
         self.bonus = bonus
         self.steps = []
 
