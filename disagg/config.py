@@ -92,6 +92,8 @@ class EngineConfig(Bounded):
 
     max_batch_tokens: maximum tokens per step, prompt tokens included. Longer prompts are computed
                       in chunks; shorter prompts and decoding on the same worker wait for one chunk
+    chunk_s:          seconds that chunks of prompts may add to a step in which sequences decode, so
+                      that tokens come steadily; null: no limit. A chunk has at least 64 tokens
     max_sequences:    maximum sequences per decode step
     arena_bytes:      memory for KV pages; None: derived from memory_share
     workspace_bytes:  limit for the exact KV of prompts during prefill; None: derived from
@@ -112,6 +114,7 @@ class EngineConfig(Bounded):
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
+    chunk_s: float | None = at_least(0.001, default=0.5)
     max_sequences: int = at_least(1, default=64)
     arena_bytes: int | None = at_least(
         1 << 20, most=1 << 38, default=None

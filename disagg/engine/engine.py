@@ -29,6 +29,7 @@ from disagg.engine.arena import (
     slab_bytes_for,
     wait_for_kernels,
 )
+from disagg.engine.chunk_time import ChunkTime
 from disagg.engine.limits import check_pool, check_tokens
 from disagg.engine.lookup import LookUp
 from disagg.engine.messages import (
@@ -111,6 +112,7 @@ class Engine:
         )
         context = runner.info.context_length
         self._lookup = LookUp.on(runner.device.type, config, context)
+        self._chunk_time = ChunkTime(config.chunk_s)
         self.progress = StepProgress(clock)
         self._prompts = Prompts(
             runner=runner,
@@ -194,8 +196,11 @@ class Engine:
         scheduled, allocation = self._schedule()
         self.progress.scheduled = scheduled
         if scheduled:
+            prompt_tokens = sum(x.count for x in scheduled if not x.decodes)
+            began = self._clock()
             try:
                 self._compute(scheduled, allocation)
+                self._chunk_time.learn(prompt_tokens, self._clock() - began)
             except BaseException as error:
                 self._give_up(scheduled, allocation, error)
                 if not isinstance(error, Exception):
@@ -285,6 +290,8 @@ class Engine:
         """Which sequences compute how many tokens, and the records that decoding needs for it."""
         scheduled, allocation = self._schedule_decodes()
         budget = self._config.max_batch_tokens - sum(x.count for x in scheduled)
+        if scheduled:
+            budget = self._chunk_time.fit(budget)
         is_full = False
         for sequence in self._scheduler.prompts(self._clock()):
             if budget <= 0:

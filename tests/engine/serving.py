@@ -45,7 +45,9 @@ class Nowhere:
 
 def make_engine(runner: Runner | StandIn, **config: Any) -> Engine:
     config.setdefault("arena_bytes", 32 << 20)
-    config.setdefault("speculative_tokens", 0)  # with its own tests
+    # with tests of their own
+    config.setdefault("speculative_tokens", 0)
+    config.setdefault("chunk_s", None)
     return Engine(cast(Runner, runner), EngineConfig(**config))
 
 
