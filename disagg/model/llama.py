@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
-from transformers import PreTrainedModel
 
 from disagg.kernels.view import Softmax
 from disagg.model.attention import Attention, attend_exact
@@ -242,16 +241,19 @@ def fused(*linears: nn.Linear) -> nn.Linear:
     return joined
 
 
-def llama_forward(model: PreTrainedModel) -> LlamaForward | None:
+def llama_forward(model: Any) -> LlamaForward | None:
     """The forward pass of a model that is Llama in form; None for another model.
 
-    Its fused weights are copies, and those of the model become views of them. Where None is
-    returned, the model still computes.
+    It takes the layers of the model, so that no weight is in memory twice. Where None is returned,
+    the model still computes.
     """
     if not _is_llama_like(model):
         return None
     forward = LlamaForward(model).eval()
-    return forward if _agrees(forward, model) else None
+    if not _agrees(forward, model):
+        return None
+    model.model.layers = nn.ModuleList()
+    return forward
 
 
 def _is_llama_like(model: Any) -> bool:

@@ -56,8 +56,10 @@ def test_only_the_selected_rows_have_logits(load):
 
 
 def test_no_weight_is_in_memory_twice(load):
-    forward = forward_of(load("qwen3"))
+    model = load("qwen3")
+    forward = forward_of(model)
 
+    assert not len(model.model.layers)
     linears = [x for x in forward.modules() if isinstance(x, nn.Linear | PackedLinear)]
 
     assert {type(x) for x in linears} == {PackedLinear}
