@@ -37,6 +37,8 @@ def pack_linears(model: nn.Module) -> None:
 
     The process then has its own copy, while mapped weights are shared with its neighbours.
     """
+    if not has_room(model):
+        return
     linears = [
         (parent, name)
         for parent in model.modules()
@@ -44,12 +46,16 @@ def pack_linears(model: nn.Module) -> None:
         if type(child) is nn.Linear and _is_packable(child.weight)
         if name not in UNPACKED
     ]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    nbytes = sum(getattr(parent, name).weight.nbytes for parent, name in linears)
-    if nbytes * MEMORY_PART > memory:
-        return
     for parent, name in linears:  # one by one: each original is freed before the next
         setattr(parent, name, PackedLinear(getattr(parent, name)))
+
+
+def has_room(model: nn.Module) -> bool:
+    """Whether the host has room for a copy of a model's linear layers."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    linears = (module for module in model.modules() if type(module) is nn.Linear)
+    nbytes = sum(linear.weight.nbytes for linear in linears)
+    return nbytes * MEMORY_PART <= memory
 
 
 def _is_packable(weight: Tensor) -> bool:

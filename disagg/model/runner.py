@@ -5,7 +5,6 @@ of a replay side by side. Any model that calls transformers' AttentionInterface 
 """
 
 import gc
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,11 +17,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
 from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttention
-from disagg.model.cache import Workspace, cache_name
+from disagg.model.cache import Workspace
 from disagg.model.capacity import class_of, kv_shape
 from disagg.model.describe import ModelInfo, describe_model
+from disagg.model.forward import Forward, forward_of
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
-from disagg.model.linear import pack_linears
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
 from disagg.model.states.cache import StepCache
@@ -93,17 +92,23 @@ def _fix_frequencies(
 class Runner:
     """A loaded model. Not thread-safe: one thread runs forward passes."""
 
-    def __init__(self, model: PreTrainedModel, info: ModelInfo, fingerprint: str):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        info: ModelInfo,
+        fingerprint: str,
+        forward: Forward | None = None,
+    ):
+        """forward: computes with the weights of `model`; None: the fastest that there is"""
         self.info = info
         self.device = model.device
         self.shape = kv_shape(info)
-        self._model = model
-        self._cache_name = cache_name(model)
         if fix_rotary(model, info.context_length):
             # workers with other contexts would compute other keys
             fingerprint = fingerprint_with(fingerprint, info.context_length)
         self.fingerprint = fingerprint
-        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        with torch.inference_mode():
+            self._forward = forward or forward_of(model)
         self.key_outliers: KeyOutliers | None = None  # for evaluation
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
@@ -140,7 +145,6 @@ class Runner:
         split_states(model, info.states)
         with torch.inference_mode():
             check_attention(model, info)
-        pack_linears(model)
         return cls(model, info, fingerprint_model(info.path))
 
     @classmethod
@@ -155,7 +159,6 @@ class Runner:
                 attn_implementation=IMPLEMENTATION,
             )
         split_states(model.eval().requires_grad_(False), info.states)
-        pack_linears(model)
         return cls(model, info, "random")
 
     def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
@@ -202,28 +205,22 @@ class Runner:
             chunks=tuple(chunks),
             states=batch.states.with_tables(states),
         )
-        if self._selects:
-            selection = {"logits_to_keep": outputs.long()}
-            return self._logits(tokens, positions, batch, **selection).float()
-        return self._logits(tokens, positions, batch)[outputs].float()
+        return self._logits(tokens, positions, batch, outputs.long()).float()
 
     def _static_step(self, static: StaticStep) -> Tensor:
         """Logits [bucket, V] of every row of a step in its buffers; never waits for the host."""
         return self._logits(static.tokens, static.positions, static.batch)
 
     def _logits(
-        self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: Batch,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
+        """The model's logits for tokens and positions [1, N]: [N, V], or those of some rows."""
         attend: Attention = BatchAttention(batch, self.info.windows).attend
         if self.key_outliers is not None:
             attend = self.key_outliers.around(attend)
         cache = StepCache(batch.states, batch.arena, tokens.shape[1])
-        return self._model(
-            input_ids=tokens.long(),
-            position_ids=positions.long(),
-            disagg=attend,
-            use_cache=True,
-            **{self._cache_name: cache},
-            **selection,
-        ).logits[0]
+        return self._forward(tokens[0].long(), positions[0].long(), attend, cache, rows)
