@@ -108,6 +108,8 @@ class EngineConfig(Bounded):
 
     max_batch_tokens: maximum tokens per step, prompt tokens included. Longer prompts are computed
                       in chunks; shorter prompts and decoding on the same worker wait for one chunk
+    chunk_s:          seconds that chunks of prompts may add to a step in which sequences decode, so
+                      that tokens come steadily; None: no limit. A chunk has at least 64 tokens
     max_sequences:    maximum sequences per decode step; None: 64 on a GPU, which records steps of
                       every size at start. On a CPU one for every 1,024 tokens of the codec that
                       the arena holds, from 64 to 256
@@ -126,6 +128,9 @@ class EngineConfig(Bounded):
                       prefix only with a snapshot, which is as large as the states of a sequence.
                       Like all cached KV they give way to sequences. 0: a hybrid model computes
                       every prompt whole
+    speculative_tokens: tokens that a step may guess for a sequence by looking up its last tokens in
+                      its text so far; answers stay the same. 0: none. None: 7 on a CPU, and 0 on a
+                      GPU, where a step with guesses is not replayed
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below
@@ -133,6 +138,7 @@ class EngineConfig(Bounded):
     """
 
     max_batch_tokens: int = at_least(1, default=2048)
+    chunk_s: float | None = at_least(0.001, default=0.5)
     max_sequences: int | None = at_least(1, default=None)
     arena_bytes: int | None = at_least(
         1 << 20, most=1 << 38, default=None
@@ -142,6 +148,7 @@ class EngineConfig(Bounded):
     watermark: float = at_least(0, most=1, default=0.02)
     prefix_cache: bool = True
     snapshot_share: float = at_least(0, most=1, default=0.5)
+    speculative_tokens: int | None = at_least(0, most=64, default=None)
     torch_threads: int | None = at_least(1, most=1024, default=None)
     stuck_s: float = at_least(1, default=45.0)
 

@@ -30,7 +30,9 @@ from disagg.engine.arena import (
     measure_memory,
     wait_for_kernels,
 )
+from disagg.engine.chunk_time import ChunkTime
 from disagg.engine.limits import check_pool, check_tokens
+from disagg.engine.lookup import LookUp
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -74,6 +76,7 @@ from disagg.kv.plan import Plan
 from disagg.model.capacity import slab_bytes_for
 from disagg.model.runner import Runner
 from disagg.model.states.records import scratch_bytes
+from disagg.paged.append import take_back
 
 WAIT_S = 0.05  # how often a sequence without room looks again
 
@@ -119,6 +122,9 @@ class Engine:
         self._scheduler = Scheduler(
             self.pool, config.max_batch_tokens, self.decode_slots, config.watermark
         )
+        context = runner.info.context_length
+        self._lookup = LookUp.on(runner.device.type, config, context)
+        self._chunk_time = ChunkTime(config.chunk_s)
         self.progress = StepProgress(clock)
         self._prompts = Prompts(
             runner=runner,
@@ -129,7 +135,8 @@ class Engine:
             probed=[self.plan(spec) for spec in probed],
             on_layer=self.progress.advance,
         )
-        # "computed_tokens" and "cached_tokens" of prompts, "preempted"
+        # "computed_tokens" and "cached_tokens" of prompts, "preempted"; of look-up speculation
+        # "drafts", "draft_tokens" and "accepted_tokens"
         self.counts = Counter[str]()
         self._arrivals = count()
         self._draining = False
@@ -206,8 +213,11 @@ class Engine:
         scheduled, allocation = self._schedule()
         self.progress.scheduled = scheduled
         if scheduled:
+            prompt_tokens = sum(x.count for x in scheduled if not x.decodes)
+            began = self._clock()
             try:
                 self._compute(scheduled, allocation)
+                self._chunk_time.learn(prompt_tokens, self._clock() - began)
             except BaseException as error:
                 self._give_up(scheduled, allocation, error)
                 if not isinstance(error, Exception):
@@ -299,6 +309,8 @@ class Engine:
         """Which sequences compute how many tokens, and the records that decoding needs for it."""
         scheduled, allocation = self._schedule_decodes()
         budget = self._config.max_batch_tokens - sum(x.count for x in scheduled)
+        if scheduled:
+            budget = self._chunk_time.fit(budget)
         is_full = False
         for sequence in self._scheduler.prompts(self._clock()):
             if budget <= 0:
@@ -325,6 +337,9 @@ class Engine:
         for sequence in self._scheduler.outgrown():
             self._scheduler.restart(sequence)
             sequence.enter(Status.QUEUED)
+        scheduled = self._lookup.add_drafts(self._scheduler.schedule_decodes())
+        with suppress(CapacityError):
+            return scheduled, allocate_step(scheduled, self.pool)
         while True:
             scheduled = self._scheduler.schedule_decodes()
             try:
@@ -396,7 +411,7 @@ class Engine:
         logits = self._runner.forward(batch)
         self._prompts.check_numbers(scheduled)
         logits = score_prompts(scheduled, logits)
-        ready = [entry.sequence for entry in scheduled if entry.completes]
+        ready = [entry for entry in scheduled if entry.completes]
         sampled = choose(ready, logits, self._runner.info.eos_ids)
         # once released, the pages that kernels read may be written
         wait_for_kernels(self._runner.device)
@@ -440,8 +455,8 @@ class Engine:
     def _advance(
         self,
         scheduled: Seq[ScheduledTokens],
-        ready: Seq[Sequence],
-        sampled: Seq[Sampled],
+        ready: Seq[ScheduledTokens],
+        sampled: Seq[Seq[Sampled]],
     ) -> None:
         """Count the tokens that were fed, and report those that were sampled."""
         for entry in scheduled:
@@ -453,15 +468,38 @@ class Engine:
                 sequence.status is Status.PREFILL and sequence.n == sequence.prompt_len
             ):
                 self._on_prefilled(sequence)
-        for sequence, sample in zip(ready, sampled, strict=True):
-            if sequence.error is None:
-                sequence.emitted.append(sample.token)
-                if sample.logprobs:
-                    sequence.scores.append(sample.logprobs)
-                self._emit_token(sequence, sequence.finish_reason(self._runner.info))
-        for sequence in ready:
+        for entry, samples in zip(ready, sampled, strict=True):
+            if entry.sequence.error is None:
+                self._take_back(entry, len(samples) - 1)
+                self._emit(entry.sequence, samples)
+        for entry in ready:
+            sequence = entry.sequence
             if sequence.n == sequence.hold_at and sequence.status is Status.DECODE:
                 self._hold(sequence)
+
+    def _take_back(self, entry: ScheduledTokens, right: int) -> None:
+        """Forget the tokens of a draft behind its first `right` ones."""
+        if not entry.draft:
+            return
+        sequence = entry.sequence
+        sequence.n -= len(entry.draft) - right
+        for group, state in zip(sequence.plan.paged, sequence.groups, strict=False):
+            self.pool.release(take_back(group, state, sequence.n))
+        self._lookup.learn(entry, right)
+        self.counts["drafts"] += 1
+        self.counts["draft_tokens"] += len(entry.draft)
+        self.counts["accepted_tokens"] += right
+
+    def _emit(self, sequence: Sequence, samples: Seq[Sampled]) -> None:
+        """Report the next tokens of a sequence, up to the end of its answer."""
+        for sample in samples:
+            sequence.emitted.append(sample.token)
+            if sample.logprobs:
+                sequence.scores.append(sample.logprobs)
+            reason = sequence.finish_reason(self._runner.info)
+            self._emit_token(sequence, reason)
+            if reason is not None:
+                break
 
     def _on_prefilled(self, sequence: Sequence) -> None:
         """A prompt is computed: it decodes here, or is held for another worker."""

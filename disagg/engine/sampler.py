@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from disagg.engine.messages import as_disagg_error
 from disagg.engine.scheduler import ScheduledTokens
-from disagg.engine.sequence import Logprobs, Request, SamplingParams, Sequence
-from disagg.errors import RequestError
+from disagg.engine.sequence import Logprobs, Request, SamplingParams
+from disagg.errors import DisaggError, RequestError
 
 # how many of the largest logits are sorted at first; a full sort is slow and rarely needed
 TRUNCATION_WIDTHS = (256, 4096)
@@ -113,18 +114,17 @@ def score_prompts(scheduled: Seq[ScheduledTokens], logits: Tensor) -> Tensor:
     """Store the log-probabilities of scored prompts; return the logits of the next tokens.
 
     logits:  [rows, V], the outputs of all scheduled tokens
-    returns: [sequences that have fed all their tokens, V]
+    returns: [tokens that are sampled, V]
     """
     if not any(entry.scores for entry in scheduled):
         return logits
-    last_logits = []
+    next_logits = []
     parts = logits.split([entry.outputs for entry in scheduled])
     for entry, part in zip(scheduled, parts, strict=True):
         if entry.scores:
             _score_chunk(entry, part)
-        if entry.completes:
-            last_logits.append(part[-1:])
-    return torch.cat(last_logits) if last_logits else logits[:0]
+        next_logits.append(part[len(part) - entry.choices :])
+    return torch.cat(next_logits)
 
 
 def _score_chunk(entry: ScheduledTokens, logits: Tensor) -> None:
@@ -141,28 +141,74 @@ def _score_chunk(entry: ScheduledTokens, logits: Tensor) -> None:
 
 
 def choose(
-    sequences: Seq[Sequence],
+    entries: Seq[ScheduledTokens],
     logits: Tensor,
     eos_ids: Seq[int],
-) -> list[Sampled]:
-    """The next token of each sequence.
+) -> list[list[Sampled]]:
+    """The next tokens of each sequence: one, and one for each token of its draft that was right.
 
-    If the batch fails, each row is sampled by itself; a row that fails gets any token, and its
-    sequence the error, unless it has an earlier one.
+    entries: those that complete their sequence
+    logits:  [tokens that are sampled, V]
+    If the batch fails, each row is sampled by itself. A sequence whose next token cannot be sampled
+    gets the error, unless it has an earlier one.
     """
-    requests = [sequence.request for sequence in sequences]
-    emitted = [sequence.emitted for sequence in sequences]
+    requests = []
+    emitted: list[Seq[int]] = []
+    for entry in entries:
+        requests += [entry.sequence.request] * entry.choices
+        emitted += _answers(entry)
+    results: Seq[Sampled | DisaggError]
     try:
-        return sample(logits, requests, emitted, eos_ids)
+        results = sample(logits, requests, emitted, eos_ids)
     except Exception:
-        sampled = [Sampled(0)] * len(sequences)
-    for i, sequence in enumerate(sequences):
+        results = _sample_each(logits, requests, emitted, eos_ids)
+    chosen = []
+    row = 0
+    for entry in entries:
+        chosen.append(_verified(entry, results[row : row + entry.choices]))
+        row += entry.choices
+    return chosen
+
+
+def _answers(entry: ScheduledTokens) -> list[Seq[int]]:
+    """The answer before each token that is sampled, as if the draft were right."""
+    emitted = entry.sequence.emitted
+    drafts = (entry.draft[:count] for count in range(1, 1 + len(entry.draft)))
+    return [emitted, *([*emitted, *draft] for draft in drafts)]
+
+
+def _sample_each(
+    logits: Tensor,
+    requests: Seq[Request],
+    emitted: Seq[Seq[int]],
+    eos_ids: Seq[int],
+) -> list[Sampled | DisaggError]:
+    """The token of each row, or why there is none."""
+    results: list[Sampled | DisaggError] = []
+    for i in range(len(requests)):
         row = slice(i, i + 1)
         try:
-            (sampled[i],) = sample(logits[row], requests[row], emitted[row], eos_ids)
+            results += sample(logits[row], requests[row], emitted[row], eos_ids)
         except Exception as error:
-            sequence.error = sequence.error or as_disagg_error(error)
-    return sampled
+            results.append(as_disagg_error(error))
+    return results
+
+
+def _verified(
+    entry: ScheduledTokens, results: Seq[Sampled | DisaggError]
+) -> list[Sampled]:
+    """The tokens up to the first that is not the draft's, which is sampled too."""
+    sequence = entry.sequence
+    tokens: list[Sampled] = []
+    for result, drafted in zip_longest(results, entry.draft):
+        if isinstance(result, DisaggError):
+            if not tokens:
+                sequence.error = sequence.error or result
+            break
+        tokens.append(result)
+        if result.token != drafted:
+            break
+    return tokens
 
 
 def uniform(seed: int, index: int) -> float:

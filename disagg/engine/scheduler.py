@@ -24,10 +24,20 @@ from disagg.paged.page_tables import appendable
 
 @dataclass(frozen=True)
 class ScheduledTokens:
-    """The next `count` tokens of a sequence, in the coming step."""
+    """The next `count` tokens of a sequence, in the coming step.
+
+    draft: the last of them, if they are guesses: those that may come behind its last token
+    """
 
     sequence: Sequence
     count: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to feed."""
+        num_pending = self.count - len(self.draft)
+        return [*self.sequence.pending(num_pending), *self.draft]
 
     @property
     def decodes(self) -> bool:
@@ -36,8 +46,9 @@ class ScheduledTokens:
 
     @property
     def completes(self) -> bool:
-        """Whether these are its last pending tokens: their last logits give the next token."""
-        return self.sequence.n + self.count == self.sequence.length
+        """Whether its last pending token is among these: its logits give the next token."""
+        num_pending = self.count - len(self.draft)
+        return self.sequence.n + num_pending == self.sequence.length
 
     @property
     def scores(self) -> bool:
@@ -47,9 +58,12 @@ class ScheduledTokens:
     @property
     def outputs(self) -> int:
         """How many of its last tokens need logits."""
-        if self.scores:
-            return self.count
-        return 1 if self.completes else 0
+        return self.count if self.scores else self.choices
+
+    @property
+    def choices(self) -> int:
+        """How many next tokens are sampled: one behind its last token, and each of its draft."""
+        return 1 + len(self.draft) if self.completes else 0
 
 
 class Scheduler:

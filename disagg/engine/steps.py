@@ -92,7 +92,7 @@ def build_batch(
         if not entry.decodes:
             chunks.append(make_chunk(entry, len(tokens)))
         n = entry.sequence.n
-        tokens += entry.sequence.pending(entry.count)
+        tokens += entry.tokens
         positions += range(n, n + entry.count)
         long_rows += [entry.sequence.is_long] * entry.count
         outputs += range(len(tokens) - entry.outputs, len(tokens))
@@ -158,15 +158,15 @@ def plan_states(
 def _buckets(
     scheduled: Sequence[ScheduledTokens],
 ) -> list[tuple[LayerGroup, list[SequenceGrowth]]]:
-    """Decoding sequences by layer group; replayed blocks apart, so that none is padded to them."""
+    """Decoding sequences by layer group; blocks of several tokens apart, so that none is padded."""
     buckets: dict[tuple[str, bool], tuple[LayerGroup, list[SequenceGrowth]]] = {}
     row = 0
     for entry in scheduled:
         sequence = entry.sequence
-        is_replay = entry.count > 1
+        is_block = entry.count > 1
         # states have no tails: they come behind these groups
         for group, state in zip(sequence.plan.paged, sequence.groups, strict=False):
-            _, growths = buckets.setdefault((group.fingerprint, is_replay), (group, []))
+            _, growths = buckets.setdefault((group.fingerprint, is_block), (group, []))
             growths.append(SequenceGrowth(state, sequence.n, entry.count, row))
         row += entry.count
     return list(buckets.values())

@@ -43,27 +43,38 @@ def pack_linears(model: nn.Module, workers: int = 1) -> None:
 
     workers: processes of this host that load the same model
     """
-    linears = [
+    if not has_room(model, workers):
+        log.warning(
+            "the weights stay as they are stored, so linear layers take 1.3 to 4.5 times as long: "
+            "copies for oneDNN need %.1f GB each for %d workers of this host, and may take half "
+            "of the available memory; fewer workers or --dtype bfloat16 need less",
+            _copied_bytes(model) / 1e9,
+            workers,
+        )
+        return
+    for parent, name in _packable(model):
+        # one by one: each original is freed before the next
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
+
+
+def has_room(model: nn.Module, workers: int = 1) -> bool:
+    """Whether this host has room for a copy of the linear layers that can be packed."""
+    return _copied_bytes(model) * workers <= available_memory() // MEMORY_PART
+
+
+def _copied_bytes(model: nn.Module) -> int:
+    return sum(getattr(parent, name).weight.nbytes for parent, name in _packable(model))
+
+
+def _packable(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The linear layers that can be packed: the module that each belongs to, and its name there."""
+    return [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and _is_packable(child.weight)
         if name not in UNPACKED
     ]
-    nbytes = sum(getattr(parent, name).weight.nbytes for parent, name in linears)
-    room = available_memory() // MEMORY_PART
-    if nbytes * workers > room:
-        log.warning(
-            "the weights stay as they are stored, so linear layers take 1.3 to 4.5 times as long: "
-            "copies for oneDNN need %.1f GB each for %d workers of this host, and may take half "
-            "of the available memory, %.1f GB; fewer workers or --dtype bfloat16 need less",
-            nbytes / 1e9,
-            workers,
-            room / 1e9,
-        )
-        return
-    for parent, name in linears:  # one by one: each original is freed before the next
-        setattr(parent, name, PackedLinear(getattr(parent, name)))
 
 
 def _is_packable(weight: Tensor) -> bool:

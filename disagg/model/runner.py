@@ -5,7 +5,6 @@ of a replay side by side. Any model that calls transformers' AttentionInterface 
 """
 
 import gc
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
 from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttention
-from disagg.model.cache import Workspace, cache_name
+from disagg.model.cache import Workspace
 from disagg.model.capacity import class_of, kv_shape
 from disagg.model.describe import ModelInfo, describe_model
+from disagg.model.forward import Forward, forward_of
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.latents import keep_latents
-from disagg.model.linear import pack_linears
 from disagg.model.longrope import LongRows, long_rows, split_rotary
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
@@ -95,14 +94,23 @@ def _fix_frequencies(
 class Runner:
     """A loaded model. Not thread-safe: one thread runs forward passes."""
 
-    def __init__(self, model: PreTrainedModel, info: ModelInfo, fingerprint: str):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        info: ModelInfo,
+        fingerprint: str,
+        workers: int = 1,
+        forward: Forward | None = None,
+    ):
+        """
+        workers: processes of this host that load the model
+        forward: computes with the weights of `model`; None: the fastest that there is
+        """
         self.info = info
         # packed weights, which may be the model's first ones, are on no device
         self.device = model.get_input_embeddings().weight.device
         self.shape = kv_shape(info)
         self.continues_chunks = continues_everywhere(model)
-        self._model = model
-        self._cache_name = cache_name(model)
         self._long_rows = LongRows()
         if info.rope_switch is not None:
             split_rotary(model, self._long_rows)
@@ -110,7 +118,8 @@ class Runner:
             # workers with other contexts would compute other keys
             fingerprint = fingerprint_with(fingerprint, info.context_length)
         self.fingerprint = fingerprint
-        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        with torch.inference_mode():
+            self._forward = forward or forward_of(model, workers)
         self.key_outliers: KeyOutliers | None = None  # for evaluation
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
@@ -150,8 +159,7 @@ class Runner:
         keep_latents(model, info.layers)
         with torch.inference_mode():
             check_attention(model, info)
-        pack_linears(model, workers)
-        return cls(model, info, fingerprint_model(info.path))
+        return cls(model, info, fingerprint_model(info.path), workers)
 
     @classmethod
     def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
@@ -166,7 +174,6 @@ class Runner:
             )
         split_states(model.eval().requires_grad_(False), info.states)
         keep_latents(model, info.layers)
-        pack_linears(model)
         return cls(model, info, "random")
 
     def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
@@ -217,10 +224,7 @@ class Runner:
             chunks=tuple(chunks),
             states=batch.states.with_tables(states),
         )
-        if self._selects:
-            selection = {"logits_to_keep": outputs.long()}
-            return self._logits(tokens, positions, batch, **selection).float()
-        return self._logits(tokens, positions, batch)[outputs].float()
+        return self._logits(tokens, positions, batch, outputs.long()).float()
 
     def _static_step(self, static: StaticStep) -> Tensor:
         """Logits [bucket, V] of every row of a step in its buffers; never waits for the host."""
@@ -239,20 +243,17 @@ class Runner:
         return long_rows(batch.positions, prompts, switch)
 
     def _logits(
-        self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: Batch,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """The model's logits for tokens and positions [1, N]: [N, V], or the selected rows."""
+        """The model's logits for tokens and positions [1, N]: [N, V], or those of some rows."""
         attend: Attention = BatchAttention(
             batch, self.info.layers, self.info.sources
         ).attend
         if self.key_outliers is not None:
             attend = self.key_outliers.around(attend)
         cache = StepCache(batch.states, batch.arena, positions)
-        return self._model(
-            input_ids=tokens.long(),
-            position_ids=positions.long(),
-            disagg=attend,
-            use_cache=True,
-            **{self._cache_name: cache},
-            **selection,
-        ).logits[0]
+        return self._forward(tokens[0].long(), positions[0].long(), attend, cache, rows)

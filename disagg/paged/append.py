@@ -157,6 +157,18 @@ def append_tokens(
     return pages, slots
 
 
+def take_back(group: LayerGroup, state: GroupState, n: int) -> list[int]:
+    """Forget the tokens behind the first n, none of which is sealed; raw pages to release.
+
+    New tokens are written over them.
+    """
+    sealed = state.num_pages * group.page.tokens
+    pages = -(-(n - sealed) // RAW_TOKENS)
+    unused = state.tail[pages:]
+    del state.tail[pages:]
+    return unused
+
+
 def seal_tails(
     group: LayerGroup, growths: Sequence[SequenceGrowth], records: NewRecords
 ) -> list[Seal]:

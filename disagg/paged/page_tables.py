@@ -90,10 +90,18 @@ def appendable(group: LayerGroup, n: int, m: int) -> int:
     """
     if group.page == group.raw:
         return m  # sealing a raw page changes no value
+    return min(m, 1 + draftable(group, n))
+
+
+def draftable(group: LayerGroup, n: int) -> int:
+    """How many tokens may follow one token behind n in one step, and be taken back.
+
+    None of them may fill a tail: what is sealed stays.
+    """
     sealed = group.sink + group.sealed(n + 1)
     # sealed(n) moves when n reaches this
     next_seal = sealed + group.page.tokens + group.residual
-    return min(m, max(1, next_seal - 1 - n))
+    return max(0, next_seal - 2 - n)
 
 
 def plan_step(

@@ -171,6 +171,16 @@ class ServerMetrics:
             "preempted": self._counter(
                 "vllm:num_preemptions", "Sequences that were preempted"
             ),
+            "drafts": self._counter(
+                "vllm:spec_decode_num_drafts", "Drafts of look-up speculation"
+            ),
+            "draft_tokens": self._counter(
+                "vllm:spec_decode_num_draft_tokens", "Tokens of drafts"
+            ),
+            "accepted_tokens": self._counter(
+                "vllm:spec_decode_num_accepted_tokens",
+                "Tokens of drafts that were right",
+            ),
         }
         self._worker_gauges = {
             gauge: self._gauge(name, text) for gauge, (name, text) in GAUGES.items()

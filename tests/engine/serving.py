@@ -46,6 +46,9 @@ class Nowhere:
 
 def make_engine(runner: Runner | StandIn, state: str = EXACT, **config: Any) -> Engine:
     config.setdefault("arena_bytes", 32 << 20)
+    # with tests of their own
+    config.setdefault("speculative_tokens", 0)
+    config.setdefault("chunk_s", None)
     return Engine(cast(Runner, runner), EngineConfig(**config), state=state)
 
 

@@ -89,17 +89,17 @@ def loaded(tmp_path_factory) -> Runner:
 
 
 def test_the_weights_that_queries_ask_with_stay_readable(loaded):
-    attention = loaded._model.model.layers[0].self_attn
+    attention = loaded._forward.model.model.layers[0].self_attn
 
     assert type(attention.kv_b_proj) is nn.Linear
     assert type(attention.o_proj) is PackedLinear
 
 
 def test_a_model_can_expand_by_itself_for_a_while(loaded):
-    attention = loaded._model.model.layers[0].self_attn
+    attention = loaded._forward.model.model.layers[0].self_attn
     heads = heads_of(attention)
 
-    with own_expansion(loaded._model):
+    with own_expansion(loaded._forward.model):
         assert heads_of(attention) is latents.PLAIN
 
     assert heads_of(attention) is heads

@@ -13,7 +13,7 @@ from disagg.model.capacity import class_of
 from disagg.model.describe import describe_model
 from disagg.model.probe import check_attention
 from disagg.model.runner import Runner, pick_device
-from disagg.model.weights import fingerprint_model
+from disagg.model.weights import fingerprint_model, load_model
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
@@ -27,7 +27,7 @@ def test_random_weights_fit_the_class_that_is_served(kind, tmp_path):
     runner = Runner.random(str(folder))
 
     expected, _ = class_of(runner.info)
-    assert type(runner._model) is expected
+    assert type(runner._forward.model) is expected
 
 
 def test_a_fingerprint_covers_config_and_weights_not_the_path(tiny, tmp_path):
@@ -78,14 +78,15 @@ def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
     "kind", ["mistral", "phimoe"]
 )  # one tells attention, one only masks
 def test_windows_that_the_model_does_not_share_are_refused(kind, tmp_path):
-    runner = Runner.load(str(save_tiny(kind, tmp_path, sliding_window=20)))
+    info = describe_model(str(save_tiny(kind, tmp_path, sliding_window=20)))
+    model = load_model(info, "cpu")
 
-    layers = runner.info.layers
+    layers = info.layers
     without_windows = tuple(replace(layer, window=None) for layer in layers)
 
     assert [layer.window for layer in layers] == [20] * 3
     with pytest.raises(ModelError, match="a window of 20"):
-        check_attention(runner._model, replace(runner.info, layers=without_windows))
+        check_attention(model, replace(info, layers=without_windows))
 
 
 @pytest.mark.parametrize("kind", ["glm4", "granite", "gpt_neox", "seed_oss"])
@@ -148,7 +149,7 @@ def test_bfloat16_weights_are_loaded_as_float16_on_old_chips(tiny, monkeypatch):
         monkeypatch.setattr("disagg.model.runner.has_bfloat16", lambda has=has: has)
         runner = Runner.load(str(tiny))
         assert runner.info.dtype == str(dtype).removeprefix("torch.")
-        assert next(runner._model.parameters()).dtype == dtype
+        assert next(runner._forward.parameters()).dtype == dtype
 
     by_name = Runner.load(str(tiny), dtype="bfloat16")
 

@@ -49,14 +49,14 @@ def test_an_older_transformers_is_refused_by_its_version(tmp_path):
 def test_scans_that_begin_anew_are_told_apart_by_what_they_compute(
     kind, continues, hybrid
 ):
-    layers = stateful_layers(hybrid(kind)._model)
+    layers = stateful_layers(hybrid(kind)._forward.model)
 
     assert {modules[0].forward.continues for modules in layers} == {continues}
 
 
 def test_states_that_a_config_does_not_show_are_refused(hybrid):
     with pytest.raises(ModelError, match="keeps 3 states, 0 by its config"):
-        split_states(hybrid("qwen3_5_text")._model, ())
+        split_states(hybrid("qwen3_5_text")._forward.model, ())
 
 
 def test_a_layer_that_forgets_its_state_is_refused_by_the_probe(tmp_path, monkeypatch):

@@ -231,6 +231,7 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
     doing = {"engine_running": 3, "engine_waiting": 2, "engine_held": 1}
     held = {"used_bytes": 30, "arena_bytes": 120}
     counts = {"expired": 2, "damaged": 1, "preempted": 4}
+    counts |= {"drafts": 3, "draft_tokens": 21, "accepted_tokens": 9}
     counts |= {"received_tokens": 40, "shared_tokens": 2}
     router.says["p"] = said(
         {"jobs": 7}, counts={"computed_tokens": 30, "cached_tokens": 12}
@@ -248,6 +249,9 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
         "disagg_held_sequences{role=decode}": 1,
         "vllm:kv_cache_usage_perc{role=decode}": 0.25,
         "vllm:num_preemptions_total{role=decode}": 4,
+        "vllm:spec_decode_num_drafts_total{role=decode}": 3,
+        "vllm:spec_decode_num_draft_tokens_total{role=decode}": 21,
+        "vllm:spec_decode_num_accepted_tokens_total{role=decode}": 9,
         "vllm:prompt_tokens_by_source_total{role=prefill,source=local_compute}": 30,
         "vllm:prompt_tokens_by_source_total{role=prefill,source=local_cache_hit}": 12,
         "vllm:prompt_tokens_by_source_total{role=decode,source=external_kv_transfer}": 40,

@@ -1,0 +1,181 @@
+"""Look-up speculation: an answer often repeats a passage of its prompt, or of itself.
+
+    text so far    ... the quick brown fox jumps ... the quick brown │
+    draft                                                            │ fox jumps ...
+
+The last tokens of a text are looked up in the text before them, and what followed there is a draft.
+A step feeds the draft behind the last token, and samples at all of these tokens. A token of the
+draft was right if it equals the one sampled before it; from the first wrong one on, all are taken
+back. So an answer is the one that it would be without drafts.
+
+Where few sequences decode, a step reads the same weights and pages for one token as for several.
+Where many do, or where nothing repeats, drafts cost more than they bring. So large steps have none,
+and a sequence whose drafts are wrong waits longer and longer before it has the next one.
+"""
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from disagg.config import EngineConfig
+from disagg.engine.scheduler import ScheduledTokens
+from disagg.engine.sequence import AS_MANY_AS_FIT, Sequence
+from disagg.paged.page_tables import draftable
+
+MATCH = 3  # tokens that are looked up
+LOOK_BACK = 32768  # tokens among which they are
+LEAST_DRAFT = 2
+LONGEST_WAIT = 64  # tokens of an answer
+CPU_DRAFT = 7  # tokens of a draft, unless the config says
+CPU_ROWS = 16  # tokens of a step that take a CPU hardly longer than one
+TOKEN_BYTES = 4
+
+
+class TokenText:
+    """Tokens that can be looked up in each other."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Append tokens."""
+        self._bytes += array("I", tokens).tobytes()
+
+    def continuation(self, size: int) -> list[int]:
+        """The `size` tokens that follow the last ones, if they do as they did before.
+
+        Empty where the last tokens are not found again. A text that has begun to repeat itself
+        goes on repeating.
+        """
+        text = self._bytes
+        start = self._last_place(text[-MATCH * TOKEN_BYTES :])
+        if start is None:
+            return []
+        known = array("I", text[start : start + size * TOKEN_BYTES])
+        repeats = -(-size // len(known))
+        return (known * repeats)[:size].tolist()
+
+    def _last_place(self, needle: bytearray) -> int | None:
+        """The offset behind the last earlier place with these tokens; None: there is none."""
+        text = self._bytes
+        least = max(0, len(text) - LOOK_BACK * TOKEN_BYTES)
+        end = len(text) - TOKEN_BYTES
+        while (place := text.rfind(needle, least, end)) >= 0:
+            if place % TOKEN_BYTES == 0:
+                return place + len(needle)
+            end = place + len(needle) - 1
+        return None
+
+
+@dataclass
+class DraftHistory:
+    """The text of one sequence, and how its drafts did.
+
+    answered: tokens of the answer in the text
+    size:     tokens of the next draft
+    resume_at: tokens of the answer from which on there are drafts again
+    misses:   drafts in a row without a right token
+    """
+
+    text: TokenText
+    size: int
+    answered: int = 0
+    resume_at: int = 0
+    misses: int = 0
+
+    def draft(self, emitted: Seq[int], size: int) -> list[int]:
+        """At most `size` tokens that may come next, after an answer so far."""
+        self.text.add(emitted[self.answered :])
+        self.answered = len(emitted)
+        if self.answered < self.resume_at:
+            return []
+        return self.text.continuation(min(size, self.size))
+
+    def learn(self, drafted: int, right: int, most: int) -> None:
+        """Draft more after drafts that were right, and less or later after wrong ones."""
+        if right == drafted:
+            self.size = min(most, 2 * self.size)
+        else:
+            self.size = max(LEAST_DRAFT, right + 1)
+        self.misses = 0 if right else self.misses + 1
+        if self.misses > 1:
+            self.resume_at = self.answered + min(LONGEST_WAIT, 2**self.misses)
+
+
+class LookUp:
+    """Adds drafts to the tokens of a step.
+
+    most:      tokens of a draft; 0: there are none
+    most_rows: tokens of a step with drafts
+    context:   of the model
+    """
+
+    def __init__(self, most: int, most_rows: int, context: int):
+        self._most = most
+        self._most_rows = most_rows
+        self._context = context
+        self._histories: WeakKeyDictionary[Sequence, DraftHistory] = WeakKeyDictionary()
+
+    @classmethod
+    def on(cls, device: str, config: EngineConfig, context: int) -> "LookUp":
+        """Look-up as a config says, for a model on a device."""
+        most = config.speculative_tokens
+        if most is None:
+            most = CPU_DRAFT if device == "cpu" else 0
+        rows = CPU_ROWS if device == "cpu" else config.max_batch_tokens
+        return cls(most, min(rows, config.max_batch_tokens), context)
+
+    def add_drafts(self, scheduled: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
+        """The decoding sequences of a step, those that allow it with a draft."""
+        spare = self._most_rows - sum(entry.count for entry in scheduled)
+        if not self._most or spare < LEAST_DRAFT:
+            return list(scheduled)
+        drafted = []
+        for entry in scheduled:
+            draft = self._draft(entry, spare)
+            spare -= len(draft)
+            if draft:
+                count = entry.count + len(draft)
+                entry = replace(entry, count=count, draft=tuple(draft))
+            drafted.append(entry)
+        return drafted
+
+    def _draft(self, entry: ScheduledTokens, spare: int) -> list[int]:
+        sequence = entry.sequence
+        room = min(spare, most_tokens(entry, self._context))
+        if room < LEAST_DRAFT:
+            return []
+        history = self._histories.get(sequence)
+        if history is None:
+            text = TokenText()
+            text.add(sequence.request.tokens)
+            history = DraftHistory(text, size=LEAST_DRAFT * 2)
+            self._histories[sequence] = history
+        return history.draft(sequence.emitted, room)
+
+    def learn(self, entry: ScheduledTokens, right: int) -> None:
+        """How many tokens of a draft were right."""
+        history = self._histories[entry.sequence]
+        history.learn(len(entry.draft), right, self._most)
+
+
+def most_tokens(entry: ScheduledTokens, context: int) -> int:
+    """The longest draft that a sequence can use and take back.
+
+    States cannot be taken back, and a sequence that moves stops at a certain token. All tokens of
+    a draft are rotated alike.
+    """
+    sequence = entry.sequence
+    is_single = entry.count == 1 and entry.completes
+    if not is_single or sequence.hold_at is not None or sequence.plan.state_bytes:
+        return 0
+    limits = [draftable(group, sequence.n) for group in sequence.plan.paged]
+    limits.append(context - sequence.length)
+    switch = sequence.plan.rope_switch
+    if switch is not None and sequence.length <= switch:
+        limits.append(switch - sequence.length)
+    max_tokens = sequence.request.params.max_tokens
+    if max_tokens != AS_MANY_AS_FIT:
+        limits.append(max_tokens - len(sequence.emitted) - 1)
+    return min(limits)

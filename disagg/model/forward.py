@@ -1,0 +1,78 @@
+"""The forward pass of a loaded model: our own, or the module of transformers."""
+
+import inspect
+from typing import Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from disagg.model.attention import Attention
+from disagg.model.cache import cache_name
+from disagg.model.linear import has_room, pack_linears
+from disagg.model.llama import llama_forward
+from disagg.model.states.cache import StepCache
+
+
+class Forward(Protocol):
+    """Computes the logits of a packed row of N tokens."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attention,
+        cache: StepCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[N, V], or the logits of some rows only.
+
+        tokens, positions, rows: int64
+        """
+
+
+class ModuleForward(nn.Module):
+    """The forward pass of a module of transformers."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        self._cache_name = cache_name(model)
+        parameters = inspect.signature(model.forward).parameters
+        self._selects_rows = "logits_to_keep" in parameters
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attention,
+        cache: StepCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """As `Forward` says."""
+        is_selected = rows is not None and self._selects_rows
+        selection = {"logits_to_keep": rows} if is_selected else {}
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            disagg=attend,
+            use_cache=True,
+            **{self._cache_name: cache},
+            **selection,
+        )
+        logits: Tensor = output.logits[0]
+        return logits if rows is None or is_selected else logits[rows]
+
+
+def forward_of(model: PreTrainedModel, workers: int = 1) -> Forward:
+    """The fastest forward pass of a model on its device; on a CPU its weights are reordered.
+
+    On a GPU steps are recorded, so calls of Python cost nothing there.
+
+    workers: processes of this host that load the same model
+    """
+    own = None
+    if model.device.type == "cpu" and has_room(model, workers):
+        own = llama_forward(model)
+    forward = own or ModuleForward(model)
+    pack_linears(forward, workers)
+    return forward

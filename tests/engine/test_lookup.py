@@ -1,0 +1,243 @@
+"""Look-up speculation changes how many steps an answer takes, and nothing else."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from disagg.codecs import codec_names
+from disagg.engine.lookup import DraftHistory, TokenText
+from disagg.engine.messages import Move, Prefill
+from tests.engine.serving import (
+    Nowhere,
+    StandIn,
+    answers,
+    make_engine,
+    request,
+    run_until_idle,
+    serve,
+)
+from tests.model.tiny import random_prompt
+
+DRAFTS = 5
+ASKS = {
+    "sampled": {"temperature": 0.8, "seed": 5, "top_p": 0.9},
+    "penalised": {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    "short of an end": {"min_tokens": 30},
+    "biased": {"logit_bias": ((7, 2.0), (9, -3.0))},
+}
+
+
+def text_of(*tokens):
+    text = TokenText()
+    text.add(tokens)
+    return text
+
+
+def with_drafts(runner, **config):
+    return make_engine(runner, speculative_tokens=DRAFTS, **config)
+
+
+class Repeating(StandIn):
+    """A runner that likes the tokens of a passage, one after another, and so follows drafts."""
+
+    def __init__(self, runner, passage, bonus=1e3):
+        super().__init__(runner)
+        self.following = dict(pairwise(passage))
+        self.bonus = bonus
+        self.steps = []
+
+    def forward(self, batch):
+        logits = self._runner.forward(batch).clone()
+        self.steps.append(len(batch.tokens))
+        for row, output in enumerate(batch.outputs):
+            token = self.following.get(batch.tokens[output])
+            if token is not None:
+                logits[row, token] += self.bonus
+        return logits
+
+
+def test_the_tokens_behind_the_last_match_are_a_continuation():
+    text = text_of(1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 1, 2, 3)
+
+    assert text.continuation(4) == [6, 7, 8, 1]
+
+
+def test_a_match_begins_at_a_token_not_within_one():
+    # as bytes, the last three of these tokens also lie across the first ones
+    text = text_of(0x01000000, 0x02000000, 0x03000000, 0, 5, 1, 2, 3)
+
+    assert text.continuation(2) == []
+
+
+def test_a_text_that_repeats_itself_goes_on_repeating():
+    assert text_of(9, 1, 2, 1, 2, 1, 2).continuation(5) == [1, 2, 1, 2, 1]
+
+
+def test_a_text_without_a_match_has_no_continuation():
+    assert text_of(1, 2, 3, 4, 5).continuation(4) == []
+    assert text_of(1, 2).continuation(4) == []
+
+
+def test_wrong_drafts_make_the_next_one_wait_longer():
+    history = DraftHistory(text_of(*[1, 2, 3, 4] * 8), size=4)
+    pauses = []
+    answer = []
+    for _ in range(4):
+        drafted_at = len(answer)
+        while not history.draft(answer, 4):
+            answer.append([1, 2, 3, 4][len(answer) % 4])
+        pauses.append(len(answer) - drafted_at)
+        history.learn(4, 0, most=7)
+
+    assert pauses == [0, 0, 4, 8]
+
+
+@pytest.fixture
+def guess(monkeypatch):
+    """Makes drafts of known answers, in which every seventh token is wrong."""
+
+    def guess(*expected):
+        def draft(_history, emitted, size):
+            start = len(emitted)
+            (answer, *_) = (x for x in expected if x[:start] == [*emitted])
+            indices = range(start, min(start + size, len(answer)))
+            return [answer[i] if i % 7 else answer[i] ^ 1 for i in indices]
+
+        monkeypatch.setattr(DraftHistory, "draft", draft)
+
+    return guess
+
+
+@pytest.mark.parametrize("codec", codec_names())
+def test_answers_are_those_without_drafts(codec, runner, guess):
+    prompts = [random_prompt(n) for n in (1, 90, 150)]
+    expected = serve(make_engine(runner), prompts, codec, 80)
+    guess(*expected)
+    engine = with_drafts(runner)
+
+    tokens = serve(engine, prompts, codec, 80)
+
+    assert tokens == expected
+    assert 0 < engine.counts["accepted_tokens"] < engine.counts["draft_tokens"]
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_sampling_sees_the_same_logits_and_randomness(ask, runner, guess):
+    prompt = random_prompt(70)
+    expected = serve(make_engine(runner), [prompt], "raw", 40, **ASKS[ask])
+    guess(*expected)
+    engine = with_drafts(runner)
+
+    tokens = serve(engine, [prompt], "raw", 40, **ASKS[ask])
+
+    assert tokens == expected
+    assert engine.counts["accepted_tokens"]
+
+
+def test_an_answer_ends_at_a_stop_token_within_a_draft(runner, guess):
+    prompt = random_prompt(70)
+    (whole,) = serve(make_engine(runner), [prompt], "raw", 40)
+    guess(whole)
+    stop = whole[10]
+
+    (answer,) = serve(with_drafts(runner), [prompt], "raw", 40, stop_token_ids=(stop,))
+
+    assert answer == whole[: whole.index(stop) + 1]
+
+
+def test_log_probabilities_are_those_without_drafts(runner, guess):
+    ask = request("a", random_prompt(70), "raw", 20, logprobs=2)
+    plain, drafting = make_engine(runner), with_drafts(runner)
+    plain.submit(Prefill(ask))
+    expected = run_until_idle(plain)
+    guess(answers(expected)["a"])
+    drafting.submit(Prefill(ask))
+
+    output = run_until_idle(drafting)
+
+    scores = [score for token in output.tokens for score, _ in token.logprobs]
+    others = [score for token in expected.tokens for score, _ in token.logprobs]
+    assert drafting.counts["accepted_tokens"]
+    assert scores == pytest.approx(others, abs=1e-4)
+
+
+def test_drafts_take_no_room_from_others(runner, guess):
+    prompts = [random_prompt(n) for n in (60, 61, 62)]
+    sizes = {"arena_bytes": 1 << 20, "max_sequences": 3}
+    plain = make_engine(runner, **sizes)
+    expected = serve(plain, prompts, "raw", 150)
+    guess(*expected)
+    engine = with_drafts(runner, **sizes)
+
+    assert serve(engine, prompts, "raw", 150) == expected
+    assert engine.counts["preempted"] <= plain.counts["preempted"]
+    assert engine.counts["accepted_tokens"]
+
+
+def test_a_draft_whose_logits_are_broken_ends_before_them(runner, guess):
+    prompt = random_prompt(70)
+    (expected,) = serve(make_engine(runner), [prompt], "raw", 20)
+    guess(expected)
+
+    def forward(batch):
+        logits = runner.forward(batch).clone()
+        if len(batch.outputs) > 2:
+            logits[2] = torch.nan
+        return logits
+
+    (answer,) = serve(with_drafts(StandIn(runner, forward)), [prompt], "raw", 20)
+
+    assert answer == expected
+
+
+def test_a_sequence_that_moves_stops_where_it_should(runner, guess):
+    prompt = random_prompt(70)
+    (expected,) = serve(make_engine(runner), [prompt], "raw", 40)
+    guess(expected)
+    engine = with_drafts(runner)
+    engine.submit(Prefill(request("a", prompt, "raw", 40)))
+    tokens = []
+    while len(tokens) < 5:
+        tokens += engine.step().tokens
+    hold_at = len(prompt) + len(tokens) + 6
+    engine.submit(Move("a", hold_at, Nowhere()))
+
+    while not (moved := engine.step().moved):
+        pass
+
+    assert [*moved[0].emitted] == expected[: hold_at - len(prompt) + 1]
+
+
+def test_answers_end_at_the_context(runner, guess):
+    context = runner.info.context_length
+    prompt = random_prompt(context - 12)
+    (expected,) = serve(make_engine(runner), [prompt], "raw", 40)
+    guess([*expected, 1, 2, 3, 4, 5])
+
+    assert serve(with_drafts(runner), [prompt], "raw", 40) == [expected]
+
+
+def test_large_steps_have_no_drafts(runner, guess):
+    prompts = [random_prompt(20 + n) for n in range(15)]
+    expected = serve(make_engine(runner), prompts, "raw", 8)
+    guess(*expected)
+    engine = with_drafts(runner)
+
+    assert serve(engine, prompts, "raw", 8) == expected
+    assert not engine.counts["drafts"]
+
+
+def test_right_drafts_take_fewer_steps(runner):
+    passage = [*range(40)]
+    prompt = [*passage, *random_prompt(50), *passage[:4]]
+    alone = Repeating(runner, passage)
+    expected = serve(make_engine(alone), [prompt], "raw", 30)
+    drafting = Repeating(runner, passage)
+    engine = with_drafts(drafting)
+
+    tokens = serve(engine, [prompt], "raw", 30)
+
+    assert tokens == expected
+    assert len(drafting.steps) < len(alone.steps) / 2
+    assert engine.counts["accepted_tokens"] > 15
