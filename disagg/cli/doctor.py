@@ -31,7 +31,7 @@ def doctor(
     device: str = Option("auto", help="auto, cpu or cuda."),
     head_dim: HeadDim = 128,
     latent: int = Option(
-        0, help="Channels of K that are V too, of models with latent attention (MLA)."
+        0, help="For latent attention (MLA): the channels of K that are V too."
     ),
     as_json: options.Json = False,
 ) -> None:
@@ -59,14 +59,22 @@ def doctor(
         result = {"device": device, "name": name, "sound": is_sound, "rows": rows}
         print_json(result | {"cpu_bfloat16_units": has_bfloat16_units()})
     else:
-        if device == "cpu":
-            name += ", bf16 units" if has_bfloat16_units() else ", no bf16 units"
         rows_of_text = [row_of(finding) for finding in findings]
-        print_table(f"{device}: {name}", COLUMNS, rows_of_text)
+        title = f"{device}: {name}{_units(device)}"
+        print_table(title, COLUMNS, rows_of_text)
         print(LEGEND)
         print(verdict(findings))
     if not is_sound:
         raise typer.Exit(1)
+
+
+def _units(device: str) -> str:
+    """Whether a CPU has bf16 units, behind its name."""
+    from disagg.model.cpu import has_bfloat16_units
+
+    if device != "cpu":
+        return ""
+    return ", bf16 units" if has_bfloat16_units() else ", no bf16 units"
 
 
 def row_of(finding: "Finding") -> list[str]:
