@@ -1,6 +1,6 @@
 """How long decoding sequences wait for chunks of prompts, where one worker does both."""
 
-LEAST_TOKENS = 64  # of a chunk: smaller ones read all weights for little
+LEAST_TOKENS = 256  # of a chunk: smaller ones read all weights for little
 NEW_SHARE = 0.3  # of the newest measurement in the mean
 
 
@@ -12,12 +12,14 @@ class ChunkTime:
 
     def __init__(self, limit_s: float | None):
         self._limit_s = limit_s
-        self._token_s = 0.0  # seconds of one token of a prompt; 0: none is measured yet
-        self._decode_s = 0.0  # of a step without prompts
+        # seconds of one token of a prompt, and of a step without prompts; 0: not measured yet
+        self._token_s = 0.0
+        self._decode_s = 0.0
 
     def fit(self, most: int) -> int:
         """How many tokens of prompts, at most `most`, a step with decoding sequences computes."""
-        if self._limit_s is None or not self._token_s:
+        is_measured = self._token_s and self._decode_s
+        if self._limit_s is None or not is_measured:
             return most
         fitting = int(self._limit_s / self._token_s)
         return min(most, max(LEAST_TOKENS, fitting))

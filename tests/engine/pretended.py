@@ -126,7 +126,8 @@ def main(codecs: list[str]) -> None:
     with TemporaryDirectory() as folder, MODE:
         save_config("llama", Path(folder), head_dim=64, max_position_embeddings=CONTEXT)
         runner = Runner.random(folder, "float16", "cuda")
-    engine = Engine(runner, EngineConfig(arena_bytes=ARENA))
+    config = EngineConfig(arena_bytes=ARENA, chunk_s=None, speculative_tokens=0)
+    engine = Engine(runner, config)
     warm_up(engine, runner, codecs, 4, lambda _: None)
     start = dict(compiled)
     counts.clear()
