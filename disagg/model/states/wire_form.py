@@ -19,7 +19,8 @@ from disagg.model.states.records import StateRecords
 
 MAX_CODE = 127
 LEAST_SCALE = 2.0**-96  # smaller elements become zero
-SMALLEST_SHARE = 2.0**-24  # of the largest element or column: smaller ones count as this
+# of the largest element, and of the largest column: smaller ones count as this
+SMALLEST_SHARE = 2.0**-24
 
 
 def narrow(states: StateRecords, page: int, wire: StateRecords, wire_page: int) -> None:
