@@ -178,14 +178,17 @@ class Room(Protocol):
 
 
 def tokens_that_fit(plan: Plan, room: Room, context: int) -> int:
-    """Tokens of prompts as long as the context, the last of which may be shorter."""
+    """Tokens of prompts as long as the context, the last of which may be shorter.
+
+    The last one also needs the records that only its hand-off needs.
+    """
     prompt = plan.resident_records(context)
+    handoff = plan.records(context) - prompt
 
     def is_too_much(tokens: int) -> bool:
         num_prompts, rest = divmod(tokens, context)
-        records = (
-            Counter(plan.resident_records(rest)) if rest else Counter[RecordShape]()
-        )
+        records = Counter[RecordShape](handoff)
+        records.update(plan.resident_records(rest) if rest else {})
         for record, count in prompt.items():
             records[record] += num_prompts * count
         return not room.has_room(records)

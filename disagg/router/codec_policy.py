@@ -2,7 +2,8 @@
 
     prefill worker  figures of a hand-off: errors of attention outputs under every listed codec, for
                     sampled prompts; speed of the link ─► `CodecPolicy.learn`
-    any worker      at its start: bytes of prompts under every listed codec ─► `WorkerInfo.sizes`
+    any worker      at its start: bytes of prompts under every listed codec, in the arena and on the
+                    link ─► `WorkerInfo`
     decode worker   with every step: free bytes ─► `Load`
     RequestTable    when it sends a request to a pair: codec and reason ◄─ `CodecPolicy.choose`
 
@@ -28,11 +29,21 @@ WORST_LAYER = 2.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A listed codec: bytes of a prompt, and the `value` of its `CodecError`, if there is one."""
+    """A listed codec: bytes of a prompt, and the `value` of its `CodecError`, if there is one.
+
+    nbytes:     in the arena
+    wire_bytes: on the link; None: as many
+    """
 
     codec: str
     nbytes: float
     error: float = math.inf
+    wire_bytes: float | None = None
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes on the link."""
+        return self.nbytes if self.wire_bytes is None else self.wire_bytes
 
 
 def choose(
@@ -62,9 +73,9 @@ def choose(
         return ranked[0], "budget"
     smallest = min(allowed, key=lambda x: x.nbytes)
     roomy = [x for x in allowed if x.nbytes <= free_bytes] or [smallest]
-    timely = [x for x in roomy if x.nbytes <= timely_bytes]
+    timely = [x for x in roomy if x.link_bytes <= timely_bytes]
     if not timely:
-        return smallest, "late"
+        return min(roomy, key=lambda x: x.link_bytes), "late"
     best = timely[0]
     return best, _reason_of(best, allowed, roomy)
 
@@ -161,18 +172,21 @@ class CodecPolicy:
         pair: tuple[str, str],
         left_s: float,
         ahead_bytes: float,
+        wire_sizes: Mapping[str, float] | None = None,
     ) -> tuple[str, str]:
         """Codec and reason for a prompt.
 
-        sizes:       bytes of the prompt under each codec
+        sizes:       bytes of the prompt in the arena under each codec
         left_s:      time until its first token is to be decoded
         ahead_bytes: of other requests on the same link
+        wire_sizes:  bytes of the prompt on the link; None: those in the arena
         """
         candidates = []
         for codec, nbytes in sizes.items():
             measured = self.errors.get(codec)
             error = math.inf if measured is None else measured.value
-            candidates.append(Candidate(codec, nbytes, error))
+            wire_bytes = (wire_sizes or sizes)[codec]
+            candidates.append(Candidate(codec, nbytes, error, wire_bytes))
         timely_bytes = self._timely_bytes(pair, left_s, ahead_bytes)
         best, reason = choose(candidates, budget, free_bytes, timely_bytes)
         self.chosen[best.codec, reason] += 1

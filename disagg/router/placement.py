@@ -35,6 +35,7 @@ class Placement:
 
     mismatches:  pairs that cannot hand over
     token_bytes: the least that a token of KV takes
+    state_bytes: what the states of a sequence take besides
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Placement:
         now: float,
         mismatches: Mismatches,
         token_bytes: float = 0.0,
+        state_bytes: float = 0.0,
     ):
         self._now = now
         self._mismatches = mismatches
         self._token_bytes = token_bytes
+        self._state_bytes = state_bytes
         workers = list(workers)
         self._workers = [worker for worker in workers if now >= worker.open_until]
         ends = [x for y in workers for x in (y.open_until, y.refused_until) if x > now]
@@ -167,7 +170,8 @@ class Placement:
         room = self._rooms.get(worker.name)
         if room is None:
             is_empty = not self._num_requests[worker.name]
-            room = worker.room(0.0 if is_empty else self._token_bytes, self._now)
+            token_bytes = 0.0 if is_empty else self._token_bytes
+            room = worker.room(token_bytes, self._now, self._state_bytes)
             self._rooms[worker.name] = room
         return room
 

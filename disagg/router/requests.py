@@ -116,6 +116,8 @@ class RequestTable:
         self._mismatches = Mismatches()
         # bytes a token under the smallest codec so far: the least that a prompt takes
         self._token_bytes = 0.0
+        # of the states of a sequence, which all codecs keep alike
+        self._state_bytes = 0.0
         # since when every request is queued and none can start
         self._stuck_since = math.inf
 
@@ -362,7 +364,11 @@ class RequestTable:
             self._stuck_since = math.inf
             return []
         placement = Placement(
-            self.workers.values(), now, self._mismatches, self._token_bytes
+            self.workers.values(),
+            now,
+            self._mismatches,
+            self._token_bytes,
+            self._state_bytes,
         )
 
         def count(request: RequestState) -> list[Action]:
@@ -492,7 +498,8 @@ class RequestTable:
         stats = event.stats or {}
         tokens = stats.get("tokens")
         if tokens:
-            kv_bytes = stats.get("resident_bytes", 0) - stats.get("state_bytes", 0)
+            self._state_bytes = stats.get("state_bytes", 0)
+            kv_bytes = stats.get("resident_bytes", 0) - self._state_bytes
             token_bytes = kv_bytes / tokens
             self._token_bytes = min(token_bytes, self._token_bytes or token_bytes)
         decode = request.decode if request is not None else None

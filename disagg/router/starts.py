@@ -72,20 +72,21 @@ class Starts:
         now: float,
     ) -> None:
         """Choose its codec, for all attempts, among those that the decode worker lists."""
-        prompt = request.job.prompt
-        bytes_of = decode.info.bytes_of
+        tokens = len(request.job.prompt)
+        info = decode.info
         bytes_ahead = sum(
-            bytes_of(other.job.codec, len(other.job.prompt))
+            info.wire_bytes_of(other.job.codec, len(other.job.prompt))
             for other in self._requests.values()
             if other.prefill == prefill.name and not other.is_decoding
         )
         codec, reason = self.codec_policy.choose(
-            {name: bytes_of(name, len(prompt)) for name in decode.info.sizes},
+            {name: info.bytes_of(name, tokens) for name in info.sizes},
             budget=self.config.error_budget,
             free_bytes=decode.load.free_bytes,
             pair=(prefill.name, decode.name),
             left_s=request.arrived + self.config.first_decode_s - now,
             ahead_bytes=bytes_ahead,
+            wire_sizes={name: info.wire_bytes_of(name, tokens) for name in info.sizes},
         )
         request.codec_reason = reason
         request.job = replace(request.job, codec=codec)

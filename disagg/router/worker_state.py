@@ -59,14 +59,16 @@ class WorkerState:
             self.snapshots.add(keys, tokens, self.prefixes.tokens(keys))
         self.prefixes.add(keys)
 
-    def room(self, token_bytes: float, now: float) -> float:
+    def room(self, token_bytes: float, now: float, state_bytes: float = 0.0) -> float:
         """Length of the longest prompt that may find room, as far as the router can tell.
 
         token_bytes: the least that a token takes; 0: unknown
+        state_bytes: what the states of a sequence take besides
         """
         if self.load.slots <= 0 or self.load.waiting:
             return 0.0
-        tokens = self.load.free_bytes / token_bytes if token_bytes else math.inf
+        free_bytes = max(0.0, self.load.free_bytes - state_bytes)
+        tokens = free_bytes / token_bytes if token_bytes else math.inf
         if now < self.refused_until:
             tokens = min(tokens, self.refused_tokens - 1)
         return tokens

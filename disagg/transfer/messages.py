@@ -76,7 +76,8 @@ class WorkerInfo:
     room:       tokens of its own codec that its arena holds
     step_tokens: of prompts, the most that it computes in one step
     snapshots:  of states, the most that it caches; None: it resumes any prefix without them
-    sizes:      bytes of two prompts, by tokens, under each listed codec
+    sizes:      bytes of two prompts in its arena, by tokens, under each listed codec
+    wire_sizes: bytes of the same prompts as they are handed off; empty: those of `sizes`
     speaks:     versions and fingerprints; only workers with equal ones can hand over to each other
     """
 
@@ -90,19 +91,29 @@ class WorkerInfo:
     step_tokens: int = EngineConfig.max_batch_tokens
     snapshots: int | None = None
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
+    wire_sizes: Mapping[str, Mapping[int, int]] = field(
+        default_factory=dict, hash=False
+    )
     speaks: tuple[str, ...] = ()
 
     def bytes_of(self, codec: str, tokens: int) -> float:
-        """Of a prompt: linear in its tokens, through the two measured sizes.
+        """Of a prompt in the arena of the worker."""
+        return _linear(self.sizes, codec, tokens)
 
-        A codec that is not listed counts as the worker's default, which is listed first.
-        """
-        default = next(iter(self.sizes.values()), {0: 0, 1: 0})
-        (short, short_bytes), (long, long_bytes) = self.sizes.get(
-            codec, default
-        ).items()
-        bytes_per_token = (long_bytes - short_bytes) / (long - short)
-        return short_bytes + bytes_per_token * (tokens - short)
+    def wire_bytes_of(self, codec: str, tokens: int) -> float:
+        """Of a prompt that is handed off: the states of a hybrid model may be rounded."""
+        return _linear(self.wire_sizes or self.sizes, codec, tokens)
+
+
+def _linear(sizes: Mapping[str, Mapping[int, int]], codec: str, tokens: int) -> float:
+    """Bytes of a prompt: linear in its tokens, through the two sizes of its codec.
+
+    A codec that is not listed counts as the worker's default, which is listed first.
+    """
+    default = next(iter(sizes.values()), {0: 0, 1: 0})
+    (short, short_bytes), (long, long_bytes) = sizes.get(codec, default).items()
+    bytes_per_token = (long_bytes - short_bytes) / (long - short)
+    return short_bytes + bytes_per_token * (tokens - short)
 
 
 def spoken(model: str, plans: Iterable[tuple[str, str]]) -> tuple[str, ...]:

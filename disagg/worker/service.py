@@ -44,7 +44,7 @@ from disagg.transfer.messages import (
     spoken,
 )
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.records import least_worth_sending
+from disagg.transfer.records import Manifest, least_worth_sending
 from disagg.transfer.reservations import ReceiverPolicy, Reservations
 from disagg.transfer.security import Security
 from disagg.worker.decode import DecodeSide
@@ -52,7 +52,7 @@ from disagg.worker.event_log import EventLog
 from disagg.worker.handoff import HandoffContext
 from disagg.worker.prefill import PrefillSide, sampling_of
 
-# lengths of prompts whose bytes are in `WorkerInfo.sizes`
+# lengths of prompts whose bytes are in `WorkerInfo`
 SIZES = (1024, 4096)
 
 
@@ -211,6 +211,10 @@ class WorkerService:
             snapshots=self._engine.most_snapshots,
             sizes={
                 plan.spec: {x: pool.bytes_of(plan.resident_records(x)) for x in SIZES}
+                for plan in plans
+            },
+            wire_sizes={
+                plan.spec: {x: Manifest(plan, x).total_bytes for x in SIZES}
                 for plan in plans
             },
             speaks=self._speaks(),

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
+from disagg.kv.page import INT8, make_state_layout
 from disagg.kv.slabs import SlabAllocator
 from disagg.model.capacity import check_model, kv_shape, split_memory, tokens_that_fit
 from disagg.model.describe import describe_model
@@ -121,6 +123,28 @@ def test_as_many_tokens_fit_as_slabs_hold_and_not_one_more() -> None:
     whole = Counter({x: num_prompts * n for x, n in plan.records(2048).items()})
     assert room.has_room(whole + plan.records(rest))
     assert not room.has_room(whole + plan.records(rest + 1))
+
+
+@pytest.mark.parametrize("num_slabs", range(45, 50))
+def test_as_many_rounded_states_fit_as_are_admitted_one_by_one(num_slabs: int) -> None:
+    """Each needs its wire record first, the last one too."""
+    state = make_state_layout([("recurrent0", "float32", (8, 64, 64))])
+    shape = replace(MODELS["SmolLM2 135M"], states=(state,) * 6, state_form=INT8)
+    plan = parse_plan(DEFAULT_CODEC, shape)
+    records, context = plan.records(2048), 2048
+    room = SlabAllocator(num_slabs << 20, 1 << 20)
+    fitting = tokens_that_fit(plan, room, context)
+
+    num_admitted = 0
+    while room.has_room(records):
+        pages = {x: room.allocate(x, count) for x, count in records.items()}
+        for record, count in (records - plan.resident_records(context)).items():
+            for page in pages[record][:count]:
+                room.disown(page)
+                room.free(page)
+        num_admitted += 1
+
+    assert fitting // context <= num_admitted
 
 
 def test_workspaces_take_the_longest_prompts_need_or_a_third(

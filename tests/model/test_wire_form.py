@@ -14,6 +14,7 @@ from disagg.kv.page import (
 )
 from disagg.model.states.records import StateRecords, record_pages
 from disagg.model.states.wire_form import narrow, widen
+from tests.synthetic import relative_error
 
 SHAPE = (2, 24, 40)
 LAYOUT = make_state_layout(
@@ -77,6 +78,18 @@ def test_a_large_channel_costs_the_others_nothing(axis):
 
     others = [i for i in range(SHAPE[axis]) if i != 3]
     assert error.index_select(axis, torch.tensor(others)).max() < 0.05
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["rows", "columns"])
+@pytest.mark.parametrize("share", [1e-12, 1e-24, 1e-30])
+def test_a_channel_of_next_to_nothing_costs_the_others_nothing(axis, share):
+    """Where gates close, the squares of what they leave are smaller than any number."""
+    state = random_state()
+    state.select(axis, 3).mul_(share)
+
+    widened = round_trip(state, INT8)["recurrent0"][0]
+
+    assert relative_error(widened, state) < ERROR[INT8]
 
 
 @pytest.mark.parametrize("form", [BF16, INT8])

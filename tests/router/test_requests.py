@@ -601,6 +601,20 @@ def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
     assert pairs(table, "large") == [("p", "d")]
 
 
+@pytest.mark.parametrize(("free_bytes", "is_placed"), [(2499, False), (2500, True)])
+def test_the_states_of_a_prompt_need_room_besides(
+    free_bytes: int, is_placed: bool
+) -> None:
+    table = started("p", "d")
+    figures = {"tokens": 10, "resident_bytes": 1500, "state_bytes": 500}
+    table.on_event("p", TokenEvent("r", 1, 0, stats=figures), 0.0)
+    table.update_load("d", Load(free_bytes, 5), 0.0)
+
+    placed = only(Reserve, table.submit(job("large", 20), 0.0))
+
+    assert bool(placed) == is_placed
+
+
 # -- failures
 @pytest.mark.parametrize(
     "error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason

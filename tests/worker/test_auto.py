@@ -11,14 +11,16 @@ from tests.router.test_requests import GRANT, job, only
 from tests.worker.pairs import paired
 
 CODECS = ["fp8", "raw:dtype=fp16", "kivi:bits=4,group=64,residual=64"]
+Sizes = dict[str, dict[int, int]]
 SIZES = {"raw": {1024: 2048, 4096: 8192}, "fp8": {1024: 1124, 4096: 4196}}
 
 
-def listed() -> Rules:
+def listed(wire_sizes: Sizes | None = None) -> Rules:
     """A prefill and a decode worker that list two codecs."""
     rules = Rules()
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        rules.worker_up(WorkerInfo(name, role, name, 1, sizes=SIZES), 0.0)
+        info = WorkerInfo(name, role, name, 1, sizes=SIZES, wire_sizes=wire_sizes or {})
+        rules.worker_up(info, 0.0)
     return rules
 
 
@@ -64,6 +66,20 @@ def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
         "464 bytes cross in time behind the others"
     )
     assert rules.requests["r"].codec_reason == "deadline", "and 400 are sent"
+
+
+def test_a_link_carries_what_is_sent_and_not_what_it_becomes() -> None:
+    """States of a hybrid model are larger in the arena than on the link."""
+    rules = listed({"raw": {1024: 1024, 4096: 4096}, "fp8": SIZES["fp8"]})
+    learned = {
+        "attention_error": {"raw": [{"0": 0.0}], "fp8": [{"0": 0.1}]},
+        "link_bytes_per_s": 350.0,
+    }
+    rules.codec_policy.learn(learned, ("p", "d"))
+
+    rules.submit(replace(job(tokens=300), codec="auto"), 0.0)
+
+    assert rules.requests["r"].job.codec == "raw", "300 bytes are sent, of 560 in time"
 
 
 async def test_the_most_accurate_is_taken_once_errors_are_known(runners, story):

@@ -122,6 +122,20 @@ async def test_a_sequence_moves_with_its_states_as_they_are(hybrids):
         assert moved_bytes > ended.kv["state_bytes"] > ended.kv["wire_state_bytes"] > 0
 
 
+@pytest.mark.parametrize("hybrids", [DELTA], indirect=True)
+async def test_a_worker_tells_the_bytes_of_states_as_they_are_sent(hybrids):
+    """A router reckons with them how long a link takes."""
+    async with paired(hybrids, ROUNDED) as home:
+        info = home.workers["d"].info
+    (codec,) = info.wire_sizes
+    shape = replace(hybrids[0].shape, state_form="int8")
+    plan = parse_plan(codec, shape)
+
+    assert info.wire_bytes_of(codec, 1024) == Manifest(plan, 1024).total_bytes
+    saved = plan.state_bytes - plan.wire_state_bytes
+    assert info.bytes_of(codec, 1024) >= info.wire_bytes_of(codec, 1024) + saved > 0
+
+
 @pytest.mark.parametrize("hybrids", [MAMBA], indirect=True)
 async def test_a_replay_after_a_death_rounds_the_states_alike(hybrids):
     prompt = tuple(random_prompt(150))

@@ -19,7 +19,8 @@ from disagg.model.states.records import StateRecords
 
 MAX_CODE = 127
 LEAST_SCALE = 2.0**-96  # smaller elements become zero
-SMALLEST_SHARE = 2.0**-24  # of the largest element: zeros count as this
+# of the largest element, and of the largest column: smaller ones count as this
+SMALLEST_SHARE = 2.0**-24
 
 
 def narrow(states: StateRecords, page: int, wire: StateRecords, wire_page: int) -> None:
@@ -51,11 +52,14 @@ def _encode(state: Tensor, name: str, planes: Mapping[str, Tensor]) -> None:
     """Codes by the scales as they are stored.
 
     The scale of a column is the root of its mean square, in rows of equal size; that of a row fits
-    its largest element to the codes.
+    its largest element to the codes. Columns of next to nothing share the least scale: in one of
+    its own their squares would vanish, and then no row would fit.
     """
     equal_rows = state / _row_sizes(state)
     squares = equal_rows.square()
     column_sizes = squares.mean(-2, keepdim=True).sqrt()
+    least_size = column_sizes.amax(-1, keepdim=True) * SMALLEST_SHARE
+    column_sizes = column_sizes.maximum(least_size)
     columns = planes[column_scales(name)]
     columns.copy_(column_sizes.clamp_min(LEAST_SCALE))
     equal_columns = state / columns.float()
