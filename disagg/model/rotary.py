@@ -44,7 +44,8 @@ class Reach:
 
     default: without `model.context`
     most:    the limit of `model.context`
-    switch:  the longest text that LongRoPE rotates by its short factors; None: it is not used
+    switch:  the longest text that LongRoPE rotates by its short factors; None: it is not used.
+             Where types of layers have scalings of their own, no text is longer
     """
 
     default: int
@@ -59,10 +60,16 @@ def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
     ValueError for a scaling that transformers does not compute.
     """
     length = sizes[MAX_LENGTH]
-    reaches = [_reach(rope, sizes) for rope in _scalings(sizes)]
+    by_type = _by_type(sizes)
+    scalings = by_type or {"": _scaling(sizes)}
+    reach_by_type = {kind: _reach(rope, sizes) for kind, rope in scalings.items()}
+    switches = [
+        reach.switch for reach in reach_by_type.values() if reach.switch is not None
+    ]
+    reaches = [reach for kind, reach in reach_by_type.items() if kind != WINDOWED]
     reaches = reaches or [Reach(length, length)]
-    switches = [reach.switch for reach in reaches if reach.switch is not None]
-    if sizes.get("model_type") in NEVER_LONGER:
+    switches_by_type = bool(by_type and switches)
+    if switches_by_type or sizes.get("model_type") in NEVER_LONGER:
         default = min([*switches, *(reach.default for reach in reaches)])
         return Reach(default, default)
     return Reach(
@@ -72,13 +79,18 @@ def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
     )
 
 
-def _scalings(sizes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rotary parameters of each type of layer; transformers prefers the older key."""
-    rope = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
-    by_type = {kind: value for kind, value in rope.items() if isinstance(value, dict)}
-    if not by_type:
-        return [rope]
-    return [value for kind, value in by_type.items() if kind != WINDOWED]
+def _scaling(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary parameters; transformers prefers the older key."""
+    rope: Mapping[str, Any] = (
+        sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+    )
+    return rope
+
+
+def _by_type(sizes: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rotary parameters of each type of layer; empty where all have the same."""
+    scalings = _scaling(sizes).items()
+    return {kind: value for kind, value in scalings if isinstance(value, dict)}
 
 
 def _reach(rope: Mapping[str, Any], sizes: Mapping[str, Any]) -> Reach:
