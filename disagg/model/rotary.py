@@ -59,38 +59,32 @@ def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
     sizes: the sizes of its config, under their usual names
     ValueError for a scaling that transformers does not compute.
     """
-    length = sizes[MAX_LENGTH]
     by_type = _by_type(sizes)
-    scalings = by_type or {"": _scaling(sizes)}
-    reach_by_type = {kind: _reach(rope, sizes) for kind, rope in scalings.items()}
-    switches = [
-        reach.switch for reach in reach_by_type.values() if reach.switch is not None
-    ]
-    reaches = [reach for kind, reach in reach_by_type.items() if kind != WINDOWED]
-    reaches = reaches or [Reach(length, length)]
-    switches_by_type = bool(by_type and switches)
+    reaches = {kind: _reach(rope, sizes) for kind, rope in by_type.items()}
+    switches = [x.switch for x in reaches.values() if x.switch is not None]
+    reaches.pop(WINDOWED, None)
+    defaults = [x.default for x in reaches.values()] or [sizes[MAX_LENGTH]]
+    switches_by_type = bool(switches) and "" not in by_type
     if switches_by_type or sizes.get("model_type") in NEVER_LONGER:
-        default = min([*switches, *(reach.default for reach in reaches)])
+        default = min(switches + defaults)
         return Reach(default, default)
     return Reach(
-        default=min(reach.default for reach in reaches),
-        most=min(reach.most for reach in reaches),
+        default=min(defaults),
+        most=min([x.most for x in reaches.values()] or defaults),
         switch=min(switches, default=None),
     )
 
 
-def _scaling(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary parameters; transformers prefers the older key."""
-    rope: Mapping[str, Any] = (
-        sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
-    )
-    return rope
-
-
 def _by_type(sizes: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The rotary parameters of each type of layer; empty where all have the same."""
-    scalings = _scaling(sizes).items()
-    return {kind: value for kind, value in scalings if isinstance(value, dict)}
+    """The rotary parameters by type of layer; under "" where all layers have the same.
+
+    transformers prefers the older key.
+    """
+    rope = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+    by_type: dict[str, Mapping[str, Any]] = {
+        kind: value for kind, value in rope.items() if isinstance(value, dict)
+    }
+    return by_type or {"": rope}
 
 
 def _reach(rope: Mapping[str, Any], sizes: Mapping[str, Any]) -> Reach:

@@ -17,7 +17,7 @@ SIZES = {
 }
 
 
-def test_sizes_of_a_layer_stand_before_those_of_the_model():
+def test_sizes_of_a_layer_stand_before_those_of_the_model() -> None:
     by_layer = {"head_dim_by_layer": [None, 64], "num_key_value_heads_by_layer": [4, 1]}
 
     narrow, wide = layer_shapes(SIZES | by_layer)
@@ -36,6 +36,8 @@ def test_sizes_of_a_layer_stand_before_those_of_the_model():
         ("attention_chunk_size", "64", "attention_chunk_size is '64'"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(key: str, value: Any, reason: str):
+def test_sizes_that_make_no_sense_are_refused(
+    key: str, value: Any, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         layer_shapes(SIZES | {key: value})
