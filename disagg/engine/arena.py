@@ -188,7 +188,7 @@ def check_slabs(
 ) -> None:
     """ConfigError for an arena without a slab for each shape of the records of a plan."""
     for plan in plans:
-        num_shapes = len(plan.records(context))
+        num_shapes = len(plan.records(plan.full(context)))
         needed = num_shapes * slab_bytes
         if needed > nbytes:
             raise ConfigError(

@@ -410,6 +410,14 @@ class Plan:
         """Values of K and V of n tokens in all layers, as far as the next query sees them."""
         return sum(group.numbers(n) for group in self.paged)
 
+    def full(self, n: int) -> int:
+        """The length of a text of about n tokens that holds as much as one of that length may.
+
+        At the end of a chunk, layers that see only chunks hold nothing; a token before, all of it.
+        """
+        ends = [x.window for x in self.paged if x.chunked and x.window is not None]
+        return n - 1 if n > 1 and any(n % window == 0 for window in ends) else n
+
     def records(self, n: int) -> Counter[RecordShape]:
         """Records of n tokens in all layers, by shape: pages, segments, side records and tail."""
         records = Counter[RecordShape]()

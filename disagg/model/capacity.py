@@ -166,7 +166,7 @@ def slab_bytes_for(
     values_per_token = sum(layer.values_per_token for layer in shape.layers)
     exact_page = 4 * RAW_TOKENS * values_per_token
     largest_record = max(exact_page, scratch_bytes(shape.states))
-    prompts = [plan.records(context) for plan in plans]
+    prompts = [plan.records(plan.full(context)) for plan in plans]
     return choose_slab_bytes(arena_bytes, largest_record, prompts)
 
 
@@ -182,8 +182,9 @@ def tokens_that_fit(plan: Plan, room: Room, context: int) -> int:
 
     The last one also needs the records that only its hand-off needs.
     """
-    prompt = plan.resident_records(context)
-    handoff = plan.records(context) - prompt
+    full = plan.full(context)
+    prompt = plan.resident_records(full)
+    handoff = plan.records(full) - prompt
 
     def is_too_much(tokens: int) -> bool:
         num_prompts, rest = divmod(tokens, context)
@@ -305,9 +306,11 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
         if slab_bytes <= arena_bytes:
             slabs = SlabAllocator(arena_bytes, slab_bytes)
             tokens = tokens_that_fit(plan, slabs, context)
-    bytes_per_token = (plan.resident_bytes(context) - plan.state_bytes) / context
+    length = plan.full(context)
+    bytes_per_token = (plan.resident_bytes(length) - plan.state_bytes) / length
+    codecs = {group.codec for group in plan.paged}
     return CodecFit(
-        spec=plan.spec,
+        spec=codecs.pop() if len(codecs) == 1 else spec,
         bytes_per_token=bytes_per_token,
         tokens=tokens,
         state_tokens=round(plan.wire_state_bytes / bytes_per_token),

@@ -63,8 +63,8 @@ def layer_shapes(sizes: Mapping[str, Any]) -> tuple[LayerShape, ...]:
         head_dim = latent + sizes[ROTATED]
     windows = _windows(sizes)
     types = _layer_types(sizes)
-    heads_by_layer = sizes.get(HEADS_BY_LAYER) or [None] * num_layers
-    head_dims = sizes.get(HEAD_DIMS_BY_LAYER) or [None] * num_layers
+    heads_by_layer = _sizes_by_layer(sizes, HEADS)
+    head_dims = _sizes_by_layer(sizes, HEAD_DIM)
     shapes = [
         LayerShape(
             heads=heads_by_layer[index] or heads,
@@ -91,6 +91,17 @@ def kv_sources(sizes: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sources)
 
 
+def _sizes_by_layer(sizes: Mapping[str, Any], name: str) -> list[int | None]:
+    """A size of each layer; None: that of the model."""
+    by_layer: list[Any] = sizes.get(BY_LAYER[name]) or []
+    for size in by_layer:
+        if size is not None and not _is_size(size):
+            raise ValueError(
+                f"{name} of a layer is {size!r}; expected a number above 0"
+            )
+    return by_layer or [None] * sizes["num_hidden_layers"]
+
+
 def _owners(sizes: Mapping[str, Any]) -> list[int]:
     """The layers that have K and V of their own."""
     num_layers = sizes["num_hidden_layers"]
@@ -105,8 +116,10 @@ def _windows(sizes: Mapping[str, Any]) -> list[int | None]:
         sliding = None
     chunk = sizes.get("attention_chunk_size")
     for name, size in (("sliding_window", sliding), ("attention_chunk_size", chunk)):
-        if size is not None and not _is_size(size):
-            raise ValueError(f"{name} is {size!r}; expected a number of tokens")
+        if size is not None and not (_is_size(size) and size > 1):
+            raise ValueError(
+                f"{name} is {size!r}; expected a number of tokens, at least 2"
+            )
     windows = {SLIDING: sliding, CHUNKED: chunk}
     return [windows.get(kind) for kind in _layer_types(sizes)]
 

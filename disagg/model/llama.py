@@ -221,10 +221,10 @@ class LlamaForward(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary position embedding of [N, H, D]."""
+    """Rotary position embedding of [N, H, D], in the dtype of the rotation; of x's dtype."""
     cos, signed_sin = rotation
     swapped = x.roll(x.shape[2] // 2, 2)
-    return torch.addcmul(x * cos, swapped, signed_sin)
+    return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
 
 
 def fused(*linears: nn.Linear) -> nn.Linear:

@@ -44,7 +44,8 @@ class Reach:
 
     default: without `model.context`
     most:    the limit of `model.context`
-    switch:  the longest text that LongRoPE rotates by its short factors; None: it is not used
+    switch:  the longest text that LongRoPE rotates by its short factors; None: it is not used.
+             Where types of layers have scalings of their own, no text is longer
     """
 
     default: int
@@ -58,27 +59,32 @@ def rotary_reach(sizes: Mapping[str, Any]) -> Reach:
     sizes: the sizes of its config, under their usual names
     ValueError for a scaling that transformers does not compute.
     """
-    length = sizes[MAX_LENGTH]
-    reaches = [_reach(rope, sizes) for rope in _scalings(sizes)]
-    reaches = reaches or [Reach(length, length)]
-    switches = [reach.switch for reach in reaches if reach.switch is not None]
-    if sizes.get("model_type") in NEVER_LONGER:
-        default = min([*switches, *(reach.default for reach in reaches)])
+    by_type = _by_type(sizes)
+    reaches = {kind: _reach(rope, sizes) for kind, rope in by_type.items()}
+    switches = [x.switch for x in reaches.values() if x.switch is not None]
+    reaches.pop(WINDOWED, None)
+    defaults = [x.default for x in reaches.values()] or [sizes[MAX_LENGTH]]
+    switches_by_type = bool(switches) and "" not in by_type
+    if switches_by_type or sizes.get("model_type") in NEVER_LONGER:
+        default = min(switches + defaults)
         return Reach(default, default)
     return Reach(
-        default=min(reach.default for reach in reaches),
-        most=min(reach.most for reach in reaches),
+        default=min(defaults),
+        most=min([x.most for x in reaches.values()] or defaults),
         switch=min(switches, default=None),
     )
 
 
-def _scalings(sizes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rotary parameters of each type of layer; transformers prefers the older key."""
+def _by_type(sizes: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rotary parameters by type of layer; under "" where all layers have the same.
+
+    transformers prefers the older key.
+    """
     rope = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
-    by_type = {kind: value for kind, value in rope.items() if isinstance(value, dict)}
-    if not by_type:
-        return [rope]
-    return [value for kind, value in by_type.items() if kind != WINDOWED]
+    by_type: dict[str, Mapping[str, Any]] = {
+        kind: value for kind, value in rope.items() if isinstance(value, dict)
+    }
+    return by_type or {"": rope}
 
 
 def _reach(rope: Mapping[str, Any], sizes: Mapping[str, Any]) -> Reach:

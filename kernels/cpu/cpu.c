@@ -44,6 +44,12 @@ const char *disagg_path(int64_t path) {
     return find_path(path) ? find_path(path)->name : NULL;
 }
 
+int64_t disagg_size(int64_t index) { /* of the structs that library.py fills in, in its order; then 0 */
+    static const int64_t sizes[] = {sizeof(Side), sizeof(Format), sizeof(Table), sizeof(Encoding),
+                                    sizeof(Squares), sizeof(Append), sizeof(Attention), sizeof(Step), 0};
+    return sizes[index];
+}
+
 void disagg_append(int64_t path, const Append *x, int64_t threads) {
     share((Work)find_path(path)->append, x, x->rows * x->heads, 1); /* a few kilobytes */
 }

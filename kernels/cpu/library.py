@@ -7,7 +7,7 @@ Knows ctypes and pages.h; the calls are in attend.py, encode.py, append.py and s
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -28,6 +28,7 @@ TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 NO_TYPE = 4
 MAX_BANDS = 3
 STRIP_PAGES = 4  # pages with one softmax, counted from the first of a table
+BUILD = "python setup.py build_ext --inplace --force"
 PROCESS = os.getpid()
 
 _forced: list[str] = []
@@ -80,15 +81,23 @@ AttentionC = _structure(
     cap=ctypes.c_float,
 )
 StepC = _structure("StepC", "", append=AppendC, attention=AttentionC)
+STRUCTURES = (
+    SideC,
+    FormatC,
+    TableC,
+    EncodingC,
+    SquaresC,
+    AppendC,
+    AttentionC,
+    StepC,
+)
 
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None where it was not built."""
-    for path in sorted(Path(__file__).parent.glob("_pages*.so")):
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:  # of another machine
+    """The library, or None where it was not built, or from other sources than these."""
+    for library in _built():
+        if not _fits(library):
             continue
         library.disagg_path.restype = ctypes.c_char_p
         library.disagg_path.argtypes = [ctypes.c_int64]
@@ -98,6 +107,24 @@ def load() -> ctypes.CDLL | None:
             function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         return library
     return None
+
+
+def _built() -> Iterator[ctypes.CDLL]:
+    """The libraries that were built here."""
+    for path in sorted(Path(__file__).parent.glob("_pages*.so")):
+        with suppress(OSError):  # of another machine
+            yield ctypes.CDLL(str(path))
+
+
+def _fits(library: ctypes.CDLL) -> bool:
+    """Whether a library has structs of the same sizes; an older one would read past their ends."""
+    size_of = getattr(library, "disagg_size", None)
+    if size_of is None:
+        return False
+    size_of.restype = ctypes.c_int64
+    size_of.argtypes = [ctypes.c_int64]
+    sizes = [*map(ctypes.sizeof, STRUCTURES), 0]
+    return all(size_of(i) == size for i, size in enumerate(sizes))
 
 
 @cache
@@ -119,7 +146,12 @@ def backend() -> str:
 
 def describe_backend() -> str:
     """What computes on this CPU, in words."""
-    return backend() if paths() else "torch: no C library, the reference serves"
+    if paths():
+        return backend()
+    reason = "no C library"
+    if not all(map(_fits, _built())):
+        reason = f"the C library is of another version (`{BUILD}` builds this one)"
+    return f"torch: {reason}, the reference serves"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The C library of a CPU, every path forced, against the torch reference that is its spec."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -123,6 +124,42 @@ def test_the_library_is_built_in_ci_or_if_there_is_a_compiler():
         pytest.skip("no C compiler here")
 
     assert library.load() is not None, "build it: python setup.py build_ext --inplace"
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """The library as a process finds it that has not loaded it yet."""
+    for name in ("load", "paths"):
+        monkeypatch.setattr(library, name, getattr(library, name).__wrapped__)
+
+
+def test_a_library_of_an_older_version_serves_nothing(anew, monkeypatch):
+    """It would read past the ends of structs that have grown, and end the process."""
+    if library.load() is None:
+        pytest.skip("no library was built")
+    grown = library._structure("FormatC", "more", head=library.FormatC)
+    structures = [grown if x is library.FormatC else x for x in library.STRUCTURES]
+    monkeypatch.setattr(library, "STRUCTURES", structures)
+
+    assert library.load() is None
+    assert library.backend() == library.TORCH
+    assert "setup.py build_ext" in library.describe_backend()
+
+
+def test_a_library_that_does_not_tell_its_sizes_is_of_an_older_version(
+    anew, monkeypatch
+):
+    this_process = ctypes.CDLL(None)
+    monkeypatch.setattr(library, "_built", lambda: [this_process])
+
+    assert library.load() is None
+    assert "of another version" in library.describe_backend()
+
+
+def test_without_a_library_nothing_is_said_of_versions(anew, monkeypatch):
+    monkeypatch.setattr(library, "_built", lambda: [])
+
+    assert library.describe_backend() == "torch: no C library, the reference serves"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,40 @@ def test_every_codec_has_a_row_or_says_why_not(tmp_path: Path) -> None:
     assert fit.recommended == "kivi:bits=4,group=16,residual=64"
 
 
+CHUNK = 2048
+
+
+def chunked_model(folder: Path) -> str:
+    """Three layers of four see chunks only."""
+    sizes = {"attention_chunk_size": CHUNK, "max_position_embeddings": 8 * CHUNK}
+    return str(save_config("llama4_text", folder, **sizes))
+
+
+@pytest.mark.parametrize("spec", ["raw", "int8"])
+def test_a_context_that_ends_with_a_chunk_holds_no_fewer_tokens(spec, tmp_path):
+    """At that very length its layers need nothing of it; a token before, all of it."""
+    path, memory = chunked_model(tmp_path), 1 << 30
+    ends, before = (
+        check_model(path, memory=memory, context=n) for n in (CHUNK, CHUNK - 1)
+    )
+
+    (at_end,) = (x for x in ends.codecs if x.spec.startswith(spec))
+    (within,) = (x for x in before.codecs if x.spec.startswith(spec))
+
+    assert at_end.bytes_per_token == pytest.approx(within.bytes_per_token)
+    assert at_end.tokens == pytest.approx(within.tokens, rel=0.01)
+
+
+def test_a_codec_of_all_layers_has_its_own_name_where_shapes_differ(tmp_path):
+    fit = check_model(chunked_model(tmp_path))
+
+    names = [codec.spec for codec in fit.codecs]
+
+    assert "int8" in names
+    assert not [name for name in names if name[0].isdigit()]
+    assert not fit.recommended[0].isdigit()
+
+
 def test_states_are_shown_beside_the_bytes_of_tokens(tmp_path: Path) -> None:
     path = str(save_config("qwen3_5_text", tmp_path))
     shape = kv_shape(describe_model(path))

@@ -100,12 +100,15 @@ def test_clipped_projections_stay_a_module(load):
     assert llama_forward(load("olmoe", clip_qkv=0.5)) is None
 
 
-def test_a_bfloat16_model_is_close_to_its_module(load):
-    model = load("qwen3", "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["olmo", "olmo2", "qwen3"])
+def test_a_model_in_16_bits_is_close_to_its_module(kind, dtype, load):
+    """Rotations of Olmo are in float32."""
+    model = load(kind, dtype)
     expected = logits_of(model)
 
     logits = forward_of(model)(TOKENS, POSITIONS, attend_to_all)
 
-    assert logits.dtype == torch.bfloat16
+    assert logits.dtype == getattr(torch, dtype)
     error = (logits - expected).abs().max() / expected.abs().max()
     assert error < 0.05

@@ -75,6 +75,16 @@ def test_longrope_reaches_as_far_as_its_long_factors(keys, switch):
     assert rotary_reach(sizes) == Reach(131072, 131072, switch)
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_texts_stay_short_where_only_some_layers_have_longrope(kind):
+    plain = {"rope_type": "default"}
+    by_type = {"full_attention": plain, "sliding_attention": plain}
+    by_type |= {kind: LONG | {ORIGINAL: 4096}}
+    sizes = {"max_position_embeddings": 131072, "rope_parameters": by_type}
+
+    assert rotary_reach(sizes) == Reach(4096, 4096)
+
+
 def test_a_length_that_is_stretched_already_is_not_stretched_again():
     linear = {"rope_type": "linear", "factor": 8.0}
     sizes = {"max_position_embeddings": 131072, "model_type": "gemma3_text"}

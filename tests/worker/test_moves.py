@@ -25,6 +25,7 @@ from disagg.transfer.messages import Role, Submit, Work
 from disagg.worker.handoff import MigrationHandoff
 from tests.engine.margins import assert_same
 from tests.model.reference import ReferenceModel
+from tests.model.test_rotary import saved_longrope
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
 from tests.worker.pairs import KIVI, leave, paired
@@ -79,10 +80,15 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
-async def test_the_text_of_a_model_that_sees_images_is_handed_off_and_moves(
-    kind, tmp_path
-):
+OF_OTHER_FORMS = [
+    *("gemma3", "qwen2_5_vl", "qwen3_vl"),  # text of models that see images
+    *("gemma4_text", "llama4_text"),  # layers differ in heads, and see chunks
+    "deepseek_v3",  # latents
+]
+
+
+@pytest.mark.parametrize("kind", OF_OTHER_FORMS)
+async def test_a_model_of_another_form_is_handed_off_and_moves(kind, tmp_path):
     folder = str(save_tiny(kind, tmp_path))
     prompt = tuple(random_prompt(120))
     reference = ReferenceModel(folder).generate(list(prompt), 60)
@@ -96,6 +102,27 @@ async def test_the_text_of_a_model_that_sees_images_is_handed_off_and_moves(
 
     assert leaving.service.decode.counts["moved"] == 1
     assert_same(tokens, reference)
+
+
+@pytest.mark.parametrize(
+    "tokens", [100, 140], ids=["while it moves", "before it moves"]
+)
+async def test_a_text_that_grows_long_keeps_its_answer(tokens, tmp_path):
+    """All its keys are rotated anew then, so it is computed again where it would have moved."""
+    folder = saved_longrope(tmp_path)
+    prompt = tuple(random_prompt(tokens))
+    reference = ReferenceModel(folder).generate(list(prompt), 80)
+    runners = [Runner.load(folder) for _ in range(3)]
+    config = Config(engine=EngineConfig(max_batch_tokens=50, arena_bytes=32 << 20))
+
+    async with paired(runners, config) as home:
+        asking = await home.begin(prompt, "raw", 8, 80)
+        leaving = await home.relieve(runners[2])
+        answer, _ = await asking
+        moved = leaving.service.decode.counts["moved"]
+        assert moved + home.router.table.retries == 1
+
+    assert_same(answer, reference)
 
 
 async def test_a_sequence_that_outgrows_its_room_moves_as_well(
