@@ -1,6 +1,6 @@
 """States of several sequences as one tensor, while each of them stays in its record."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ class ScatteredStates(Tensor):
             write_each(self._places, self._copy)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has no class
         cls,
         func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # torch splits composite operations itself, but not in inference mode
         result = func.decompose(*args, **(kwargs or {}))
