@@ -5,7 +5,8 @@
 Both sides have the same random weights in fp32 and one thread, and take turns in one process, step
 by step. Ours is a whole step of an engine: schedule, plan, forward pass, sampling, for as many
 sequences; theirs is a forward pass with a cache and the best token of each row. The tokens of both
-are compared. On a machine that others use, compare processor time.
+are compared. malloc keeps freed memory, as in a worker. On a machine that others use, compare
+processor time.
 """
 
 import tempfile
@@ -31,6 +32,7 @@ from disagg.engine.messages import Prefill
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import UnknownNameError
 from disagg.model.runner import Runner
+from disagg.transfer.rpc import tune_malloc
 
 SHARED: dict[str, Any] = {
     "vocab_size": 4096,
@@ -218,6 +220,7 @@ def hybrid_steps(
     as_json: Json = False,
 ) -> None:
     """Time decode steps of hybrid models beside a dense batch in transformers."""
+    tune_malloc()
     fields = without_none(models=model)
     options = HybridStepsOptions(
         sequences=sequences, prompt=prompt, steps=steps, **fields

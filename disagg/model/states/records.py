@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from disagg.kv.page import ARENA_UNIT, Layout, Plane, units_for
+from disagg.model.states.scattered import ScatteredStates, write_each
 
 WORDS = ARENA_UNIT // 8  # int64 words: states are gathered in units of the arena
-LARGE_BYTES = 64 << 10  # of a plane: on a CPU one copy each is faster than unit by unit
+LARGE_BYTES = (
+    64 << 10
+)  # of a plane: on a CPU one operation each is faster than unit by unit
 
 
 @dataclass(frozen=True)
@@ -31,33 +34,33 @@ class StateRecords:
         return {name: self._view(page, plane) for name, plane in self.planes.items()}
 
     def gather(self, pages: Tensor) -> dict[str, Tensor]:
-        """Copies of the states of several sequences: [B, ...]."""
-        states = {}
+        """The states of several sequences, to be changed until `scatter`: [B, ...].
+
+        On a CPU large ones stay in their records; others are copied.
+        """
+        states: dict[str, Tensor] = {}
         for name, plane in self.planes.items():
             if self._is_large(plane):
-                views = self._each(pages, plane)
-                states[name] = torch.cat(views)
+                views = [self._view(page, plane) for page in pages.tolist()]
+                states[name] = ScatteredStates(views)
             else:
                 states[name] = self._gather_units(pages, plane)
         return states
 
     def scatter(self, pages: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Copy the states of several sequences to their records."""
+        """Copy the states of several sequences to their records, if they are not there already."""
         for name, state in states.items():
             plane = self.planes[name]
-            if self._is_large(plane):
-                views = self._each(pages, plane)
-                for view, own_state in zip(views, state, strict=True):
-                    view.copy_(own_state)
+            if isinstance(state, ScatteredStates):
+                state.write_back()
+            elif self._is_large(plane):
+                views = [self._view(page, plane) for page in pages.tolist()]
+                write_each(views, state)
             else:
                 self._scatter_units(pages, plane, state)
 
     def _is_large(self, plane: Plane) -> bool:
         return self.arena.is_cpu and plane.nbytes >= LARGE_BYTES
-
-    def _each(self, pages: Tensor, plane: Plane) -> list[Tensor]:
-        """The states of several sequences where they are."""
-        return [self._view(page, plane) for page in pages.tolist()]
 
     def _view(self, page: int, plane: Plane) -> Tensor:
         span = plane.span(page)
