@@ -127,6 +127,7 @@ class Job:
     sampling: parameters, by the field names of the engine's SamplingParams
     moved:    tokens in the records of a sequence that moves while it decodes; 0: a prompt's
     waited_s: how long the request has waited before this attempt
+    prediction: tokens that the answer may repeat
     """
 
     rid: str
@@ -138,6 +139,7 @@ class Job:
     deadline_s: float = 300.0
     moved: int = 0
     waited_s: float = 0.0
+    prediction: Sequence[int] = ()
 
     @property
     def text_length(self) -> int:
@@ -165,6 +167,7 @@ class Job:
             deadline_s=self.deadline_s,
             moved=self.moved,
             waited_s=self.waited_s,
+            prediction=self.prediction,
         )
 
     @classmethod
@@ -183,6 +186,7 @@ class Job:
             deadline_s=message.deadline_s,
             moved=message.moved,
             waited_s=message.waited_s,
+            prediction=tuple(message.prediction),
         )
 
 
