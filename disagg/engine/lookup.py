@@ -99,15 +99,19 @@ class DraftHistory:
         return cls(text, LEAST_DRAFT * 2, prediction)
 
     def draft(self, emitted: Seq[int], size: int) -> list[int]:
-        """At most `size` tokens that may come next, after an answer so far."""
+        """At most `size` tokens that may come next, after an answer so far.
+
+        A prediction never waits: it has no next tokens until the answer has come back to it.
+        """
         tokens = emitted[self.answered :]
         self.text.add(tokens)
         self.prediction.follow(tokens)
         self.answered = len(emitted)
-        if self.answered < self.resume_at:
-            return []
         size = min(size, self.size)
-        return self.prediction.continuation(size) or self.text.continuation(size)
+        predicted = self.prediction.continuation(size)
+        if predicted or self.answered < self.resume_at:
+            return predicted
+        return self.text.continuation(size)
 
     def learn(self, drafted: int, right: int, most: int) -> None:
         """Draft more after drafts that were right, and less or later after wrong ones."""

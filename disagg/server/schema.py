@@ -405,7 +405,11 @@ class ChatRequest(GenerationRequest, Conversation):
         return self.max_tokens
 
     def without_prompts(self) -> Self:
-        large = {"messages": [], "chat_template_kwargs": {}, "prediction": None}
+        large: dict[str, Any] = {
+            "messages": [],
+            "chat_template_kwargs": {},
+            "prediction": None,
+        }
         return self.model_copy(update=large)
 
     @property

@@ -292,3 +292,13 @@ def test_a_predicted_token_outside_the_vocabulary_is_refused(runner):
     (failed,) = engine.step().failed
 
     assert "token 1048576 is outside the vocabulary" in str(failed.error)
+
+
+def test_a_prediction_that_is_found_again_does_not_wait():
+    ask = request("a", [50, 51], "raw", 20, prediction=[*range(20)])
+    history = DraftHistory.of(ask)
+    history.draft([30, 31], 4)
+    for _ in range(4):
+        history.learn(4, 0, most=7)
+
+    assert history.draft([30, 31, 5, 6, 7], 2) == [8, 9]
