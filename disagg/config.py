@@ -128,9 +128,10 @@ class EngineConfig(Bounded):
                       prefix only with a snapshot, which is as large as the states of a sequence.
                       Like all cached KV they give way to sequences. 0: a hybrid model computes
                       every prompt whole
-    speculative_tokens: tokens that a step may guess for a sequence by looking up its last tokens in
-                      its text so far; answers stay the same. 0: none. None: 7 on a CPU, and 0 on a
-                      GPU, where a step with guesses is not replayed
+    speculative_tokens: tokens that a step may guess for a sequence, from the prediction of its
+                      request or by looking up its last tokens in its text so far; answers stay the
+                      same. 0: none. None: 7 on a CPU, and 0 on a GPU, where a step with guesses is
+                      not replayed
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below
