@@ -33,6 +33,8 @@ class FollowedPrediction:
 
     def follow(self, answer: Iterable[int]) -> None:
         """The next tokens of the answer."""
+        if not len(self):
+            return
         for token in answer:
             self._follow(token)
 
@@ -50,8 +52,10 @@ class FollowedPrediction:
         ahead = self._tokens[self._place :]
         if len(run) < MATCH or len(ahead) < MATCH:
             return np.empty(0, np.int64)
-        windows = np.lib.stride_tricks.sliding_window_view(ahead, MATCH)
-        return np.flatnonzero((windows == run).all(axis=1))
+        places = np.flatnonzero(ahead[: 1 - MATCH] == run[0])
+        for offset in range(1, MATCH):
+            places = places[ahead[places + offset] == run[offset]]
+        return places
 
     def _advance(self, place: int, count: int) -> None:
         """The answer has `count` tokens from a place on."""
