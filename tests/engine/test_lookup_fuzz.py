@@ -131,9 +131,9 @@ def assert_same_logits(
 
 
 def test_random_requests_are_answered_as_without_drafts(runner, monkeypatch):
-    counts = check_seed(1, 8, runner, StepEntries(monkeypatch))
+    counts = check_seed(1, 6, runner, StepEntries(monkeypatch))
 
-    assert counts["accepted_tokens"] > 50
+    assert counts["accepted_tokens"] > 20
 
 
 @pytest.mark.slow

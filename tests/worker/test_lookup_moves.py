@@ -96,7 +96,7 @@ async def check_seed(
 async def test_answers_survive_moves_and_a_death_as_without_drafts(
     tiny_runners, entries
 ):
-    await check_seed(0, 6, tiny_runners, entries)
+    await check_seed(0, 5, tiny_runners, entries)
 
 
 @pytest.mark.slow
