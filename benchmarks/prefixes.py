@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from typer import Option
 
 from benchmarks import command
 from disagg.bench.result import Row, progress, result_of
@@ -132,7 +133,11 @@ def measure_all(models: Sequence[str]) -> Row:
 
 
 def prefixes(
-    model: list[str] | None = None, out: Out = None, as_json: Json = False
+    model: list[str] | None = Option(
+        None, help=f"{', '.join(MODELS)}; may be repeated; default: all."
+    ),
+    out: Out = None,
+    as_json: Json = False,
 ) -> None:
     """Tokens and processor time of prompts with and without snapshots of states."""
     show(measure_all(model or [*MODELS]), out, as_json)

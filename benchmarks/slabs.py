@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import log2
 
+from typer import Option
+
 from benchmarks import command
 from disagg.bench.result import Row, progress, result_of
 from disagg.cli.bench import Out, show
@@ -185,7 +187,11 @@ def churn_row(
     }
 
 
-def slabs(churn_steps: int = 3000, out: Out = None, as_json: Json = False) -> None:
+def slabs(
+    churn_steps: int = Option(3000, help="Sequences that arrive at each arena."),
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
     """How much of an arena its slabs can use."""
     show(measure_slabs(churn_steps), out, as_json)
 

@@ -23,12 +23,8 @@ T = TypeVar("T")
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
-STATE_FORMS = (
-    AUTO,
-    "exact",
-    "bf16",
-    "int8",
-)  # of a hybrid model's states at a hand-off
+# how states of a hybrid model are handed off
+STATE_FORMS = (AUTO, "exact", "bf16", "int8")
 MAX_WORKERS = 1024  # of a role
 MAX_DOORS = 64
 
@@ -64,7 +60,7 @@ class Bounded:
 
 
 def check_state_form(form: str) -> str:
-    """The form of states, if there is such a one; else UnknownNameError."""
+    """The form of states, if it is known; else UnknownNameError."""
     if form not in STATE_FORMS:
         raise UnknownNameError.of("state", str(form), STATE_FORMS)
     return form
@@ -109,10 +105,11 @@ class EngineConfig(Bounded):
     max_batch_tokens: maximum tokens per step, prompt tokens included. Longer prompts are computed
                       in chunks; shorter prompts and decoding on the same worker wait for one chunk
     chunk_s:          seconds that chunks of prompts may add to a step in which sequences decode, so
-                      that tokens come steadily; None: no limit. A chunk has at least 64 tokens
+                      that tokens come steadily. Chunks are sized by the time that earlier ones
+                      took, and have at least 64 tokens. None: no limit
     max_sequences:    maximum sequences per decode step; None: 64 on a GPU, which records steps of
-                      every size at start. On a CPU one for every 1,024 tokens of the codec that
-                      the arena holds, from 64 to 256
+                      every size at start. On a CPU one for every 1,024 tokens that the arena holds
+                      with the default codec of the service, from 64 to 256
     arena_bytes:      memory for KV pages; None: derived from memory_share
     workspace_bytes:  limit for the exact KV of prompts during prefill; None: derived from
                       memory_share
@@ -126,12 +123,12 @@ class EngineConfig(Bounded):
     prefix_cache:     reuse the KV of a prefix that an earlier prompt had, instead of computing it
     snapshot_share:   share of the arena that state snapshots may fill. A hybrid model reuses a
                       prefix only with a snapshot, which is as large as the states of a sequence.
-                      Like all cached KV they give way to sequences. 0: a hybrid model computes
-                      every prompt whole
-    speculative_tokens: tokens that a step may guess for a sequence, from the prediction of its
-                      request or by looking up its last tokens in its text so far; answers stay the
-                      same. 0: none. None: 7 on a CPU, and 0 on a GPU, where a step with guesses is
-                      not replayed
+                      Like all cached KV, snapshots give way to sequences. 0: a hybrid model
+                      computes every prompt in full
+    speculative_tokens: maximum tokens of a draft of look-up speculation: what followed the last
+                      tokens earlier in the text, or what the request's prediction says, which a
+                      step verifies; answers stay the same. 0: no drafts. None: 7 on a CPU, 0 on a GPU, where steps with drafts run without a
+                      recorded CUDA graph. Models with states have no drafts
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below
@@ -353,9 +350,10 @@ class Config(Bounded):
             each request
     codecs: the codecs that "auto" chooses from. On a GPU also the only ones, besides codec, that
             requests may name, because workers compile them at start
-    state:  for hybrid models, whose layers partly keep a state of fixed size instead of K and V: a
-            state is rounded to this once, when the prompt is computed. "exact", "bf16", "int8"
-            with a scale for each row and column, or "auto": exact with codec raw, else int8
+    state:  for hybrid models, some of whose layers keep a state of fixed size instead of K and V:
+            the form in which states are handed off. They are rounded once, when the prompt is
+            computed: "exact" (not at all), "bf16", "int8" with a scale for each row and column, or
+            "auto": exact with codec raw, else int8
     """
 
     codec: str = DEFAULT_CODEC

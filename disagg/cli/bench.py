@@ -55,7 +55,7 @@ def kernels(
         None, "--target", help="GPU for --machine-code: sm_90."
     ),
     latents: bool = Option(
-        False, "--latents", help="Of models with latent attention (MLA) instead."
+        False, "--latents", help="Measure latents (MLA) instead of K and V."
     ),
     runs: Rounds = None,
     out: Out = None,

@@ -31,7 +31,7 @@ def doctor(
     device: str = Option("auto", help="auto, cpu or cuda."),
     head_dim: HeadDim = 128,
     latent: int = Option(
-        0, help="Channels of K that are V too, of models with latent attention (MLA)."
+        0, help="For latent attention (MLA): the channels of K that are V too."
     ),
     as_json: options.Json = False,
 ) -> None:

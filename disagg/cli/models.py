@@ -152,12 +152,12 @@ def _facts(fit: "ModelFit") -> list[str]:
     if fit.state_bytes:
         megabytes = f"{fit.state_bytes / 1e6:,.1f} MB"
         forms = [
-            f"{nbytes / 1e6:,.1f} {form}"
+            f"{nbytes / 1e6:,.1f} MB {form}"
             for form, nbytes in fit.wire_state_bytes.items()
         ]
         states = [
             f"states: {megabytes} a sequence in {fit.num_states} layers · "
-            f"handed off as MB: {', '.join(forms)}"
+            f"handed off: {', '.join(forms)}"
         ]
     return [
         f"{fit.architecture}: served",

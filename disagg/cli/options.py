@@ -30,7 +30,7 @@ Codec = Annotated[
 ]
 State = Annotated[
     str | None,
-    Option(help='States of hybrid models: "exact", "bf16", "int8"; default: "auto".'),
+    Option(help='States as handed off: "exact", "bf16" or "int8"; default: "auto".'),
 ]
 ConfigFile = Annotated[
     Path | None,

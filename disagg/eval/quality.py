@@ -126,7 +126,7 @@ class Judge:
         shape = kv_shape(info)
         if options.factors != EvalOptions.factors and shape.layers[0].latent:
             raise ModelError(
-                f"{info.architecture} keeps latents; outlier channels are put into keys of heads"
+                f"{info.architecture} keeps latents; --stress outliers needs keys of heads"
             )
         self.codecs = options.codecs or tuple(
             codec for codec in CODECS if makes_plan(codec, shape)

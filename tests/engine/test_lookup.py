@@ -141,9 +141,12 @@ def test_an_answer_ends_at_a_stop_token_within_a_draft(runner, guess):
     guess(whole)
     stop = whole[10]
 
-    (answer,) = serve(with_drafts(runner), [prompt], "raw", 40, stop_token_ids=(stop,))
+    engine = with_drafts(runner)
+
+    (answer,) = serve(engine, [prompt], "raw", 40, stop_token_ids=(stop,))
 
     assert answer == whole[: whole.index(stop) + 1]
+    assert engine.counts["accepted_tokens"]
 
 
 def test_log_probabilities_are_those_without_drafts(runner, guess):
@@ -186,9 +189,12 @@ def test_a_draft_whose_logits_are_broken_ends_before_them(runner, guess):
             logits[2] = torch.nan
         return logits
 
-    (answer,) = serve(with_drafts(StandIn(runner, forward)), [prompt], "raw", 20)
+    engine = with_drafts(StandIn(runner, forward))
+
+    (answer,) = serve(engine, [prompt], "raw", 20)
 
     assert answer == expected
+    assert 0 < engine.counts["accepted_tokens"] < engine.counts["draft_tokens"]
 
 
 def test_a_sequence_that_moves_stops_where_it_should(runner, guess):
@@ -207,6 +213,7 @@ def test_a_sequence_that_moves_stops_where_it_should(runner, guess):
         pass
 
     assert [*moved[0].emitted] == expected[: hold_at - len(prompt) + 1]
+    assert engine.counts["accepted_tokens"]
 
 
 def test_answers_end_at_the_context(runner, guess):
@@ -215,7 +222,10 @@ def test_answers_end_at_the_context(runner, guess):
     (expected,) = serve(make_engine(runner), [prompt], "raw", 40)
     guess([*expected, 1, 2, 3, 4, 5])
 
-    assert serve(with_drafts(runner), [prompt], "raw", 40) == [expected]
+    engine = with_drafts(runner)
+
+    assert serve(engine, [prompt], "raw", 40) == [expected]
+    assert engine.counts["accepted_tokens"]
 
 
 def test_large_steps_have_no_drafts(runner, guess):

@@ -19,6 +19,8 @@ from tests.engine.forced import collect, forced_logits, make_forced
 from tests.engine.margins import assert_same, serve_watched
 from tests.engine.serving import (
     StandIn,
+    answers,
+    joined,
     make_engine,
     request,
     run_until_idle,
@@ -335,23 +337,24 @@ def test_sequences_take_the_room_of_snapshots(hybrid):
 
 
 def test_a_full_pool_takes_no_snapshot(hybrid):
-    """Those that compute beside it keep what they have."""
+    """The prompt that passes the border is computed without one."""
     runner = hybrid("qwen3_5_text")
     prompt = random_prompt(120)
-    engine = make_engine(runner)
-    pages = []
-    plan = engine.plan(CODEC)
+    expected = serve_watched(runner, prompt, CODEC, 4)
+    engine = make_engine(runner, max_batch_tokens=64)
     engine.submit(Prefill(request("a", prompt, CODEC, 4)))
     engine.step()
-    for shape in plan.records(1):
+    pages = []
+    for shape in engine.plan(CODEC).records(len(prompt)):
         pages += engine.pool.allocate(shape, engine.pool.free_pages(shape))
-    engine.submit(Prefill(request("b", prompt[::-1], CODEC, 4)))
-    num_before = len(snapshots_of(engine))
-    engine.step()
 
-    assert len(snapshots_of(engine)) <= num_before
+    outputs = [engine.step()]
+    num_snapshots = len(snapshots_of(engine))
     engine.pool.release(pages)
-    run_until_idle(engine)
+    outputs.append(run_until_idle(engine))
+
+    assert num_snapshots == 0
+    assert_same(answers(joined(outputs))["a"], expected)
 
 
 def test_no_snapshot_is_taken_where_they_have_no_share(hybrid):

@@ -132,15 +132,15 @@ tokens with {ANSWER} generated tokens each. This page is written by
 |---|---|
 """
 OTHER = """
-transformers can generate text with some other architectures that are no decoders of text: encoders,
-encoders with a decoder, drafters for other models, diffusion. They are not served:
+transformers can generate text with some other architectures that are not decoder-only language
+models: encoders, encoder-decoders, draft models, diffusion models. They are not served:
 
-{no_decoders}.
+{no_decoders}
 
-No small model of these could be tried, or it answers to no text alone. What their configs say is
-read as for all others, and the probe of their weights decides:
+These could not be tried: no small model of them could be made, or it does not answer to text
+alone. Their configs are read like all others, and the probe at load decides:
 
-{untried}.
+{untried}
 """
 MIDDLE = """
 ## Served
@@ -155,24 +155,26 @@ LATENT = """
 
 A layer of multi-head latent attention keeps one latent and one rotated key for each token, from
 which K and V of all heads follow. Pages hold just these: one KV head whose first channels are V
-too, so V is not stored. While a prompt is computed, K and V of its heads are expanded for one layer
-at a time. New tokens ask the latents directly. These models need transformers 5.24 or later.
+too, so V is not stored. Prefill expands them to K and V of all heads, one layer at a time; decoding
+attends to them directly. These models need transformers 5.24 or later.
 
 | family | architectures (`model_type`) |
 |---|---|
 """
 LATENT_NOTES = """
-- Not every codec can hold latents; `disagg models check` names those that can. Latents are far
-  smaller than K and V of all heads: 70,272 bytes a token in 16 bits against 5 MB for DeepSeek-V3.
-  Compression ratios are of the latents.
+- Not every codec can hold latents; `disagg models check` names those that can, and
+  [Codecs](codecs.md#latents) has their quality. Latents are far smaller than K and V of all heads:
+  70,272 bytes a token instead of 5 MB for DeepSeek-V3 in 16 bits. All compression ratios relate to
+  latents in 16 bits.
 - Models with an indexer (DSA: DeepSeek V3.2, GLM-5 and others) attend only to the tokens that the
   indexer picks, and keep a key of it for each token. They are refused.
 - Kimi K2 names its type `kimi_k2` and brings code of its own. It is DeepSeek V3, and is served as
   such. Mistral Small 4 comes as `mistral3` with a language model of type `mistral4`.
-- While a prompt is computed, K and V of all heads of one layer need memory beside the latents: 3 GB
-  for 32,768 tokens of DeepSeek-V3. Each chunk of a prompt expands the latents before it again, so a
-  larger `engine.max_batch_tokens` computes long prompts faster.
-- Latents have not been tried on a GPU.
+- While a prompt is computed, K and V of all heads of one layer need memory besides the latents:
+  3 GB for 32,768 tokens of DeepSeek-V3. Each chunk of a prompt expands the latents before it again,
+  so a larger `engine.max_batch_tokens` computes long prompts faster.
+- Latents have not been tried on a GPU. Their kernels are for H100 and H200 only; on other GPUs
+  torch computes their attention, which is much slower.
 """
 HYBRID = """
 ## Hybrids
@@ -204,11 +206,12 @@ HYBRID_NOTES = """
 - A sequence that moves in the middle of its answer sends its states as they are: rounded again,
   they would change the answer. So a move sends 2 to 4 times the state bytes of a prompt.
 - A prefix is computed once, as for other models, but a prompt resumes only where a worker has a
-  snapshot of the states: near the end of a prompt that came before (so the next turn of a chat
-  computes what is new), every 4,096 tokens, and where two prompts have parted, for the third one. A
-  snapshot is as large as the state of a sequence; all of them fill at most
-  `engine.snapshot_share` of the arena, and give way to sequences. A decode worker caches pages of
-  prefixes as usual and does not receive them again, but it always receives the state.
+  snapshot of the states: near the end of an earlier prompt (so the next turn of a chat computes
+  only what is new), every 4,096 tokens, and where two earlier prompts parted. A snapshot is as
+  large as the states of a sequence; all of them fill at most `engine.snapshot_share` of the arena,
+  and give way to sequences. A decode worker caches pages of prefixes as usual and does not receive
+  them again, but it always receives the states.
+- Their sequences have no drafts of look-up speculation: a state cannot be taken back.
 - Mamba 1 (`jamba`, `zamba`): transformers cannot continue from a state with several tokens at once.
   So these layers compute replays, and all chunks of a prompt after the first, token by token. Set
   `engine.max_batch_tokens` above the length of your prompts to compute them in one chunk. Going on
@@ -269,14 +272,14 @@ unpacking them. They are used if their package is installed, which was not teste
 - LongRoPE (Phi-3, Phi-4-mini) has two sets of frequencies: short factors for texts up to the
   original length, long ones for all tokens of a longer text. A prompt beyond that length begins
   with the long ones. A text that grows past it while it is answered is computed again, once, with
-  prompt and answer; so does transformers for Phi 3. Other architectures keep their older keys in
-  transformers, so there an answer may differ behind that point.
+  prompt and answer; so does transformers for Phi 3. For other architectures, transformers keeps the
+  older keys, so an answer may differ from its own beyond that point.
 - Dynamic scaling changes its frequencies with the length of a text. By default the context ends
   before they change. With a longer `model.context`, every text gets the frequencies of that length,
   which may cost short texts some quality.
 - `model.dtype: auto` on a GPU is the dtype that `config.json` or its `text_config` names, or else
   the dtype of most of the weights. A CPU with bf16 units takes bfloat16 for models that are stored
-  in it, from 100 MB of weights on; else a CPU takes float32.
+  in it, from 100 MB of weights on; otherwise a CPU takes float32.
 - An answer ends at any end token of `generation_config.json`, `config.json` and the tokenizer. Some
   tools write an architecture's default ids into `config.json`. So an id that only this file names
   is ignored if it is an ordinary word of the vocabulary.
@@ -311,8 +314,9 @@ def others() -> str:
 
 
 def listed(kinds: str) -> str:
+    """A sentence of names, in lines of the page."""
     names = ", ".join(f"`{kind}`" for kind in kinds.split())
-    return textwrap.fill(names, WIDTH, break_on_hyphens=False)
+    return textwrap.fill(f"{names}.", WIDTH, break_on_hyphens=False)
 
 
 def _by_name(row: tuple[str, str]) -> str:

@@ -82,7 +82,7 @@ def test_the_command_says_how_large_states_are(tmp_path, disagg):
     output = disagg("models check", path).out
 
     assert "states: 0.0 MB a sequence in 3 layers" in output
-    assert "handed off as MB: 0.0 exact, 0.0 bf16, 0.0 int8" in output
+    assert "handed off: 0.0 MB exact, 0.0 MB bf16, 0.0 MB int8" in output
     assert "tokens as large as the states" in " ".join(output.split())
 
 
