@@ -126,9 +126,10 @@ class EngineConfig(Bounded):
                       Like all cached KV, snapshots give way to sequences. 0: a hybrid model
                       computes every prompt in full
     speculative_tokens: maximum tokens of a draft of look-up speculation: what followed the last
-                      tokens earlier in the text, which a step verifies; answers stay the same. 0:
-                      no drafts. None: 7 on a CPU, 0 on a GPU, where steps with drafts run without a
-                      recorded CUDA graph. Models with states have no drafts
+                      tokens earlier in the text, or what the request's prediction says, which a
+                      step verifies; answers stay the same. 0: no drafts. None: 7 on a CPU, 0 on a
+                      GPU, where steps with drafts run without a recorded CUDA graph. Models with
+                      states have no drafts
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below

@@ -22,7 +22,8 @@ def check_tokens(request: Request, emitted: Iterable[int], info: ModelInfo) -> N
             f"prompt of {len(request.tokens)} tokens; the model's context of "
             f"{info.context_length} holds at most {info.context_length - 1} and an answer"
         )
-    for token in (*request.tokens, *emitted, *request.params.named_tokens):
+    named = request.params.named_tokens
+    for token in (*request.tokens, *emitted, *named, *request.prediction):
         if not 0 <= token < info.vocab_size:
             raise RequestError(
                 f"token {token} is outside the vocabulary of {info.vocab_size}"

@@ -4,6 +4,7 @@
     draft                                                            │ fox jumps ...
 
 The last tokens of a text are looked up in the text before them, and what followed there is a draft.
+Where a request has a prediction of its answer, the draft is what comes next in that.
 A step feeds the draft behind the last token, and samples at all of these tokens. A token of the
 draft was right if it equals the one sampled before it; from the first wrong one on, all are taken
 back. So an answer is the one that it would be without drafts.
@@ -15,16 +16,16 @@ and a sequence whose drafts are wrong waits longer and longer before it has the 
 
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from disagg.config import EngineConfig
+from disagg.engine.prediction import MATCH, FollowedPrediction
 from disagg.engine.scheduler import ScheduledTokens
-from disagg.engine.sequence import AS_MANY_AS_FIT, Sequence
+from disagg.engine.sequence import AS_MANY_AS_FIT, Request, Sequence
 from disagg.paged.page_tables import draftable
 
-MATCH = 3  # tokens that are looked up
-LOOK_BACK = 32768  # tokens among which they are
+LOOK_BACK = 32768  # tokens among which the last MATCH ones are looked up
 LEAST_DRAFT = 2
 LONGEST_WAIT = 64  # tokens of an answer
 CPU_DRAFT = 7  # tokens of a draft, unless the config says
@@ -72,6 +73,7 @@ class TokenText:
 class DraftHistory:
     """The text of one sequence, and how its drafts did.
 
+    prediction: of the answer, by its request; without tokens if there is none
     answered: tokens of the answer in the text
     size:     tokens of the next draft
     resume_at: tokens of the answer from which on there are drafts again
@@ -80,17 +82,36 @@ class DraftHistory:
 
     text: TokenText
     size: int
+    prediction: FollowedPrediction = field(
+        default_factory=lambda: FollowedPrediction(())
+    )
     answered: int = 0
     resume_at: int = 0
     misses: int = 0
 
+    @classmethod
+    def of(cls, request: Request) -> "DraftHistory":
+        """Before its answer. Drafts may come from anywhere in its prediction, and in its prompt."""
+        text = TokenText()
+        text.add(request.prediction)
+        text.add(request.tokens)
+        prediction = FollowedPrediction(request.prediction)
+        return cls(text, LEAST_DRAFT * 2, prediction)
+
     def draft(self, emitted: Seq[int], size: int) -> list[int]:
-        """At most `size` tokens that may come next, after an answer so far."""
-        self.text.add(emitted[self.answered :])
+        """At most `size` tokens that may come next, after an answer so far.
+
+        A prediction never waits: it has no next tokens until the answer has come back to it.
+        """
+        tokens = emitted[self.answered :]
+        self.text.add(tokens)
+        self.prediction.follow(tokens)
         self.answered = len(emitted)
-        if self.answered < self.resume_at:
-            return []
-        return self.text.continuation(min(size, self.size))
+        size = min(size, self.size)
+        predicted = self.prediction.continuation(size)
+        if predicted or self.answered < self.resume_at:
+            return predicted
+        return self.text.continuation(size)
 
     def learn(self, drafted: int, right: int, most: int) -> None:
         """Draft more after drafts that were right, and less or later after wrong ones."""
@@ -148,9 +169,7 @@ class LookUp:
             return []
         history = self._histories.get(sequence)
         if history is None:
-            text = TokenText()
-            text.add(sequence.request.tokens)
-            history = DraftHistory(text, size=LEAST_DRAFT * 2)
+            history = DraftHistory.of(sequence.request)
             self._histories[sequence] = history
         return history.draft(sequence.emitted, room)
 

@@ -240,13 +240,15 @@ class SamplingParams:
 class Request:
     """The token ids of a prompt, how to sample its answer, and the codec of its KV.
 
-    rid: the name of this attempt, unique in an engine while it lives
+    rid:        the name of this attempt, unique in an engine while it lives
+    prediction: tokens that its answer may repeat; they change how many steps it takes
     """
 
     rid: str
     tokens: tuple[int, ...]
     params: SamplingParams
     codec: str
+    prediction: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(bool(self.tokens), "the prompt is empty; expected at least one token")

@@ -143,9 +143,12 @@ class RouterClient:
         codec: str,
         at: tuple[str, str] = ANY_WORKERS,
         client: str = "",
+        prediction: Sequence[int] = (),
     ) -> AsyncGenerator[TokenOutput]:
         """As `Router.generate`; while there is no router the client waits for one."""
-        submission = Submission(prompt, params, codec, at, client=client)
+        submission = Submission(
+            prompt, params, codec, at, client=client, prediction=prediction
+        )
         return outputs_of(partial(self._open, submission), self._leave)
 
     def _open(self, submission: Submission, deliver: Deliver) -> int:
@@ -162,6 +165,7 @@ class RouterClient:
             prefill=prefill,
             decode=decode,
             client=submission.client,
+            prediction=submission.prediction,
         )
         now = self._clock()
         prompt = DoorPrompt(begin, deliver, arrived=now, token_at=now)

@@ -20,6 +20,7 @@ class Submission:
     waited_s: since it arrived
     resumed:  an earlier router had accepted it, so no limit of the queue refuses it
     client:   a name that stands for its client's API key; "": it has none
+    prediction: tokens that its answer may repeat
     """
 
     prompt: Sequence[int]
@@ -30,6 +31,7 @@ class Submission:
     waited_s: float = 0.0
     resumed: bool = False
     client: str = ""
+    prediction: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,11 @@ class RequestRouter(Protocol):
         codec: str,
         at: tuple[str, str] = ANY_WORKERS,
         client: str = "",
+        prediction: Sequence[int] = (),
     ) -> AsyncGenerator[TokenOutput]:
         """The tokens of one request, then its end. Leaving the iteration cancels the request.
 
-        at, client: as in `Submission`
+        at, client, prediction: as in `Submission`
         """
 
     async def report(self) -> RouterReport:

@@ -294,6 +294,7 @@ def _submission_of(begin: pb.Begin) -> Submission:
         waited_s=begin.waited_s,
         resumed=begin.resumed,
         client=begin.client,
+        prediction=token_array(begin.prediction),
     )
 
 

@@ -144,14 +144,17 @@ class Router:
         codec: str,
         at: tuple[str, str] = ANY_WORKERS,
         client: str = "",
+        prediction: Sequence[int] = (),
     ) -> AsyncGenerator[TokenOutput]:
         """The tokens of one request, then its end. Closing the generator cancels the request.
 
-        at, client: as in `Submission`
+        at, client, prediction: as in `Submission`
 
         Use it with `contextlib.aclosing`, so that it is closed at once when the client leaves.
         """
-        submission = Submission(prompt, params, codec, at, client=client)
+        submission = Submission(
+            prompt, params, codec, at, client=client, prediction=prediction
+        )
         return outputs_of(partial(self.submit, submission), self.cancel)
 
     def submit(self, submission: Submission, deliver: Deliver) -> str:
@@ -180,6 +183,7 @@ class Router:
             sampling=dict(submission.params),
             codec=submission.codec,
             waited_s=submission.waited_s,
+            prediction=token_array(submission.prediction),
         )
         actions = self.table.submit(job, self._clock(), submission.at, client)
         self._streams[rid] = PendingStream(deliver, self.table.requests[rid])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from disagg.config import Config
+from disagg.engine.prediction import FollowedPrediction
 from disagg.engine.sampling_defaults import read_sampling_defaults
 from disagg.errors import CancelledError, ConfigError, DisaggError, reason_of
 from disagg.model.chat import ChatTemplate
@@ -49,6 +50,7 @@ class _Answer:
     codec: str
     text: TextStream
     times: AnswerTimes
+    prediction: FollowedPrediction
 
     def add(self, output: TokenOutput) -> TextDelta:
         """The text that one output adds, after the prompt if the request has echo."""
@@ -60,6 +62,7 @@ class _Answer:
 
     def _token(self, token: int, output: TokenOutput) -> TextDelta:
         text = self.text.add(token)
+        self.prediction.follow([token])
         scores: tuple[Score, ...] = ()
         if output.logprobs:
             scores = ((token, output.logprobs[-1]),)
@@ -69,6 +72,7 @@ class _Answer:
             finish_reason="stop" if self.text.stopped else None,
             kv=output.kv,
             scores=scores,
+            num_predicted=self.prediction.matched,
         )
 
     def _end(self, output: TokenOutput) -> TextDelta:
@@ -79,6 +83,7 @@ class _Answer:
             num_tokens=self.times.num_tokens,
             finish_reason="stop" if self.text.stopped else output.finish_reason,
             kv=output.kv,
+            num_predicted=self.prediction.matched,
         )
 
 
@@ -146,13 +151,16 @@ class Completions:
             request = await self.reader.read(body_type, chunks)
             request = request.with_stop_tokens(self.reader.special_tokens)
             prompts = await self.reader.prompts(request)
+            prediction = await self.reader.prediction(request)
             workers = self.pd_ports.enter(
                 port, request, [prompt.tokens for prompt in prompts]
             )
         except DisaggError as error:
             self.metrics.failed(error.reason)
             raise
-        return Generation(request.without_prompts(), prompts, workers, client)
+        return Generation(
+            request.without_prompts(), prompts, prediction, workers, client
+        )
 
     def generate(
         self, generation: Generation
@@ -179,7 +187,7 @@ class Completions:
         """
         request = generation.request
         failure: str | None = CancelledError.reason  # until the answer ends
-        answer = self._begin(request, prompt)
+        answer = self._begin(generation, prompt)
         params = self._params(request, len(prompt.tokens), sibling)
         outputs = self.router.generate(
             prompt.tokens,
@@ -187,6 +195,7 @@ class Completions:
             answer.codec,
             at=generation.workers,
             client=generation.client,
+            prediction=generation.prediction or (),
         )
         try:
             async with aclosing(outputs):
@@ -214,8 +223,9 @@ class Completions:
             if failure is not None:
                 self.metrics.failed(failure)
 
-    def _begin(self, request: GenerationRequest, prompt: TokenizedPrompt) -> _Answer:
-        arrived = time.monotonic()
+    def _begin(self, generation: Generation, prompt: TokenizedPrompt) -> _Answer:
+        request = generation.request
+        times = AnswerTimes(time.monotonic())
         text = TextStream(
             self.tokenizer.detokenizer(prompt.tokens),
             stops=request.stop,
@@ -223,7 +233,8 @@ class Completions:
             hidden=request.end_tokens(self.served.eos_ids),
         )
         codec = request.codec or self.served.codec
-        return _Answer(request, prompt, codec, text, AnswerTimes(arrived))
+        prediction = FollowedPrediction(generation.prediction or ())
+        return _Answer(request, prompt, codec, text, times, prediction)
 
     def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:
         """The text of one output, which is counted."""
@@ -305,6 +316,7 @@ def _with_echo(
             delta,
             text="",
             num_tokens=0,
+            num_predicted=0,
             scores=(),
             finish_reason="length" if delta.finish_reason else None,
         )

@@ -55,8 +55,9 @@ def check_text(chars: int, context_length: int, longest_token: int, field: str) 
     """PromptTooLongError for a text that is too long for the context with any tokens."""
     max_chars = context_length * longest_token
     if chars > max_chars:
+        name = field if field == "prediction" else "prompt"
         raise PromptTooLongError(
-            f"the prompt is too long: it has {chars:,} characters; the model's context of "
+            f"the {name} is too long: it has {chars:,} characters; the model's context of "
             f"{context_length} tokens holds at most {max_chars:,}",
             field,
         )

@@ -15,6 +15,7 @@ class TextDelta:
     """New text of a choice. The last delta has the finish reason and the hand-off's figures.
 
     num_tokens: of the answer up to here
+    num_predicted: tokens of the request's prediction that the answer has up to here
     scores:     tokens with their log-probabilities, if the request asks for them
     """
 
@@ -23,6 +24,7 @@ class TextDelta:
     finish_reason: str | None = None
     kv: Mapping[str, Any] = field(default_factory=dict)
     scores: tuple[Score, ...] = ()
+    num_predicted: int = 0
 
     def parts(self, max_scores: int) -> Iterator["TextDelta"]:
         """This delta in parts with at most so many log-probabilities, the text in the first one."""

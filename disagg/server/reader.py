@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from array import array
 from collections.abc import AsyncIterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -62,12 +63,14 @@ class TokenizedPrompt:
 class Generation:
     """What one request generates: `request.n` answers to each prompt.
 
+    prediction: tokens that its answers may repeat; None: the request has no prediction
     workers: the prefill and the decode worker that must serve it; "": any
     client:  a name that stands for the API key of the request; "": it has none
     """
 
     request: GenerationRequest
     prompts: Sequence[TokenizedPrompt]
+    prediction: Sequence[int] | None = None
     workers: tuple[str, str] = ANY_WORKERS
     client: str = ""
 
@@ -125,6 +128,16 @@ class RequestReader:
         else:
             await asyncio.to_thread(self._check, request, prompts)
         return prompts
+
+    async def prediction(self, request: GenerationRequest) -> "array[int] | None":
+        """The prediction of a request as token ids; its length is bounded as that of a prompt."""
+        if request.prediction is None:
+            return None
+        served = self._served
+        tokens = await self.tokens_of(request.prediction.content, False, "prediction")
+        limits.check_length(len(tokens), served.context_length, "prediction")
+        limits.check_ids(tokens, served.vocab_size, "prediction")
+        return array("I", tokens)
 
     def _check(
         self, request: GenerationRequest, prompts: list[TokenizedPrompt]

@@ -36,6 +36,7 @@ class GenerationResponse:
         self._choices = choices
         self._request = generation.request
         self._prompts = generation.prompts
+        self._prediction = generation.prediction
         self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
         self._outcome: str | None = CancelledError.reason  # None: it is complete
@@ -176,6 +177,20 @@ class GenerationResponse:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            **self._prediction_details(),
+        }
+
+    def _prediction_details(self) -> dict[str, Any]:
+        """How many tokens of the prediction the choices have, and have not, if there is one."""
+        if self._prediction is None:
+            return {}
+        accepted = sum(delta.num_predicted for delta in self._last.values())
+        predicted = len(self._prediction) * len(self._last)
+        return {
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": predicted - accepted,
+            }
         }
 
 

@@ -7,7 +7,7 @@ and that is not supported here is refused by its name.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -66,7 +66,6 @@ HARMLESS = {
     "include_reasoning",
     "metadata",
     "parallel_tool_calls",
-    "prediction",
     "priority",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -112,6 +111,24 @@ def prompt_list(value: Any) -> list[Any]:
 def string_list(value: Any) -> Any:
     """One string as a list."""
     return [value] if isinstance(value, str) else value
+
+
+def predicted_text(value: Any) -> Any:
+    """The content of a prediction as one text; RequestError for parts that are not text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for index, part in enumerate(value):
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"prediction.content[{index}] is {limits.shown(part)}; "
+                'expected {"type": "text", "text": ...}',
+                "prediction",
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def within(bounds: Bounds) -> Any:
@@ -205,6 +222,13 @@ class TransferParams(BaseModel):
     tp_size: int = 1
 
 
+class Prediction(BaseModel):
+    """OpenAI's predicted output: a text that the answer may repeat, whole or in text parts."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(predicted_text)]
+
+
 class GenerationRequest(Body, ABC):
     """The fields that completions and chats share."""
 
@@ -230,6 +254,7 @@ class GenerationRequest(Body, ABC):
     codec: str | None = Field(None, min_length=1, max_length=limits.MAX_SPEC_CHARS)
     kv: bool = False
     kv_transfer_params: TransferParams = TransferParams()
+    prediction: Prediction | None = None
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -248,7 +273,7 @@ class GenerationRequest(Body, ABC):
 
     @abstractmethod
     def without_prompts(self) -> Self:
-        """The request as it is kept while it is answered: its prompts are token ids by then."""
+        """The request as it is kept while it is answered: its texts are token ids by then."""
 
     def with_stop_tokens(self, special_tokens: Mapping[str, int]) -> Self:
         """The request with stop strings that are a special token in `stop_token_ids` instead.
@@ -327,7 +352,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def without_prompts(self) -> Self:
-        return self.model_copy(update={"prompt": []})
+        return self.model_copy(update={"prompt": [], "prediction": None})
 
     def sampling(
         self, room: int, defaults: Mapping[str, Any] = NO_DEFAULTS
@@ -380,7 +405,12 @@ class ChatRequest(GenerationRequest, Conversation):
         return self.max_tokens
 
     def without_prompts(self) -> Self:
-        return self.model_copy(update={"messages": [], "chat_template_kwargs": {}})
+        large: dict[str, Any] = {
+            "messages": [],
+            "chat_template_kwargs": {},
+            "prediction": None,
+        }
+        return self.model_copy(update=large)
 
     @property
     def num_logprobs(self) -> int | None:

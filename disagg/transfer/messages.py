@@ -138,6 +138,7 @@ class Job:
     sampling: parameters, by the field names of the engine's SamplingParams
     moved:    tokens in the records of a sequence that moves while it decodes; 0: a prompt's
     waited_s: how long the request has waited before this attempt
+    prediction: tokens that the answer may repeat
     """
 
     rid: str
@@ -149,6 +150,7 @@ class Job:
     deadline_s: float = 300.0
     moved: int = 0
     waited_s: float = 0.0
+    prediction: Sequence[int] = ()
 
     @property
     def text_length(self) -> int:
@@ -176,6 +178,7 @@ class Job:
             deadline_s=self.deadline_s,
             moved=self.moved,
             waited_s=self.waited_s,
+            prediction=self.prediction,
         )
 
     @classmethod
@@ -194,6 +197,7 @@ class Job:
             deadline_s=message.deadline_s,
             moved=message.moved,
             waited_s=message.waited_s,
+            prediction=tuple(message.prediction),
         )
 
 

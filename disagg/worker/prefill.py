@@ -35,7 +35,9 @@ def request_of(job: Job, side: str) -> Request:
     side: "p" or "d", as one engine may have both ends of a request
     """
     rid = f"{job.rid}#{job.attempt}/{side}"
-    return Request(rid, tuple(job.prompt), sampling_of(job), job.codec)
+    return Request(
+        rid, tuple(job.prompt), sampling_of(job), job.codec, tuple(job.prediction)
+    )
 
 
 @dataclass(eq=False)

@@ -53,10 +53,15 @@ def make_engine(runner: Runner | StandIn, state: str = EXACT, **config: Any) -> 
 
 
 def request(
-    rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **sampling: Any
+    rid: str,
+    prompt: Sequence[int],
+    codec: str,
+    max_tokens: int,
+    prediction: Sequence[int] = (),
+    **sampling: Any,
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return Request(rid, tuple(prompt), params, codec)
+    return Request(rid, tuple(prompt), params, codec, tuple(prediction))
 
 
 def run_until_idle(engine: Engine) -> StepOutput:

@@ -251,3 +251,64 @@ def test_right_drafts_take_fewer_steps(runner):
     assert tokens == expected
     assert len(drafting.steps) < len(alone.steps) / 2
     assert engine.counts["accepted_tokens"] > 15
+
+
+def with_a_change(answer, at):
+    """An answer in which one token is another."""
+    return [*answer[:at], answer[at] ^ 1, *answer[at + 1 :]]
+
+
+def test_a_prediction_with_one_change_takes_fewer_steps(runner):
+    prompt = random_prompt(70)
+    alone = StandIn(runner)
+    (expected,) = serve(make_engine(alone), [prompt], "raw", 40)
+    engine = with_drafts(runner)
+    prediction = with_a_change(expected, 20)
+
+    (answer,) = serve(engine, [prompt], "raw", 40, prediction=prediction)
+
+    assert answer == expected
+    assert engine.counts["accepted_tokens"] > 25
+
+
+def test_a_prediction_that_is_wrong_changes_no_token(runner):
+    prompt = random_prompt(70)
+    (expected,) = serve(make_engine(runner), [prompt], "raw", 40)
+    prediction = [token ^ 1 for token in expected]
+
+    (answer,) = serve(with_drafts(runner), [prompt], "raw", 40, prediction=prediction)
+
+    assert answer == expected
+
+
+def test_an_answer_is_followed_in_its_prediction_before_it_is_looked_up():
+    ask = request("a", [1, 2, 3, 9, 1, 2, 3], "raw", 20, prediction=[1, 2, 3, 4, 5])
+    history = DraftHistory.of(ask)
+
+    assert history.draft([1, 2, 3], 2) == [4, 5]
+
+
+def test_a_passage_of_a_prediction_is_found_out_of_its_order():
+    ask = request("a", [50, 51], "raw", 20, prediction=[1, 2, 3, 4, 5, 6, 7])
+    history = DraftHistory.of(ask)
+
+    assert history.draft([4, 5, 6, 7, 1, 2, 3], 2) == [4, 5]
+
+
+def test_a_predicted_token_outside_the_vocabulary_is_refused(runner):
+    engine = with_drafts(runner)
+    engine.submit(Prefill(request("a", [1, 2], "raw", 4, prediction=[1 << 20])))
+
+    (failed,) = engine.step().failed
+
+    assert "token 1048576 is outside the vocabulary" in str(failed.error)
+
+
+def test_a_prediction_that_is_found_again_does_not_wait():
+    ask = request("a", [50, 51], "raw", 20, prediction=[*range(20)])
+    history = DraftHistory.of(ask)
+    history.draft([30, 31], 4)
+    for _ in range(4):
+        history.learn(4, 0, most=7)
+
+    assert history.draft([30, 31, 5, 6, 7], 2) == [8, 9]

@@ -57,6 +57,19 @@ async def test_a_door_gets_every_token_the_figures_and_the_end(path):
     assert end.kv == FIGURES
 
 
+async def test_a_prediction_goes_through_the_router_to_each_worker(path):
+    async with serving(path) as process, door_at(path) as client:
+        process.worker.go.clear()
+        outputs = client.generate(PROMPT, {"max_tokens": 9}, "raw", prediction=[5, 6])
+        answering = asyncio.create_task(collect(outputs))
+        await until(lambda: process.worker.jobs)
+
+        (request,) = process.router.table.requests.values()
+
+        assert [*request.job.prediction] == [5, 6]
+        await leave(answering)
+
+
 async def test_log_probabilities_come_with_their_tokens(path):
     async with serving(path), door_at(path) as client:
         outputs = client.generate(PROMPT, {"max_tokens": 5, "logprobs": 1}, "raw")

@@ -75,6 +75,7 @@ class FakeRouter(Router):
         super().__init__()
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
         self.clients: list[str] = []
+        self.predictions: list[tuple[int, ...]] = []
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
         self.breaks: DisaggError | None = None
@@ -93,9 +94,11 @@ class FakeRouter(Router):
         codec: str,
         at: Any = None,
         client: str = "",
+        prediction: Sequence[int] = (),
     ) -> AsyncGenerator[TokenOutput]:
         self.asked.append((prompt, dict(params), codec))
         self.clients.append(client)
+        self.predictions.append(tuple(prediction))
         scores = [SCORE] * (len(prompt) - 1) if params.get("prompt_logprobs") else []
         self.running += 1
         try:

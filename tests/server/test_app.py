@@ -42,6 +42,41 @@ def test_a_completion_has_the_shape_that_clients_know(app):
     assert "kv" not in body["choices"][0]
 
 
+PARTS = [{"type": "text", "text": "ab"}, {"type": "text", "text": "xd"}]
+
+
+@pytest.mark.parametrize("content", ["abxd", PARTS], ids=["text", "parts"])
+@pytest.mark.parametrize("visit", [post, chat])
+def test_a_prediction_reaches_the_router_as_tokens(visit, content, app, router):
+    assert visit(app, prediction={"type": "content", "content": content}).is_success
+
+    assert router.predictions == [(A, A + 1, A + 23, A + 3)]
+
+
+def test_usage_says_how_much_of_a_prediction_came_true(app):
+    prediction = {"type": "content", "content": "abxd"}
+
+    usage = post(app, prediction=prediction, n=2).json()["usage"]
+
+    details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 4}
+    assert usage["completion_tokens_details"] == details
+
+
+def test_a_stream_says_how_much_of_a_prediction_came_true_so_far(app):
+    prediction = {"type": "content", "content": "abxd"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    chunks = events(
+        post(app, prediction=prediction, stream=True, stream_options=options).text
+    )
+
+    details = [chunk["usage"]["completion_tokens_details"] for chunk in chunks]
+    accepted = [x["accepted_prediction_tokens"] for x in details]
+    assert accepted == sorted(accepted)
+    assert accepted[-1] == 2
+    assert details[-1]["rejected_prediction_tokens"] == 2
+
+
 def test_the_figures_of_the_hand_off_come_when_they_are_asked_for_and_there_are_any(
     app, router
 ):

@@ -34,6 +34,10 @@ CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 HUGE = 2**64  # does not fit where integers of 64 bits are wanted
 
 
+def predicting(content):
+    return {"type": "content", "content": content}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -91,6 +95,27 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
             "stream_options is 5: expected an object",
         ),
         ({"stop": ["a", 5]}, "stop", "stop[1] is 5: Input should be a valid string"),
+        ({"prediction": "x"}, "prediction", "prediction is 'x': expected an object"),
+        (
+            {"prediction": {"type": "content"}},
+            "prediction",
+            "prediction.content is required",
+        ),
+        (
+            {"prediction": {"type": "text", "content": "x"}},
+            "prediction",
+            "prediction.type is 'text': Input should be 'content'",
+        ),
+        (
+            {"prediction": {"type": "content", "content": 5}},
+            "prediction",
+            "prediction.content is 5: Input should be a valid string",
+        ),
+        (
+            {"prediction": {"type": "content", "content": ["x"]}},
+            "prediction",
+            'prediction.content[0] is \'x\'; expected {"type": "text"',
+        ),
         (
             {"max_tokens": []},
             "max_tokens",
@@ -215,8 +240,18 @@ def test_a_body_that_is_no_json_object_is_refused(body, app):
         (post, "prompt", [1] * 20, "20 tokens"),
         (chat, "messages", [{"role": "user", "content": "x" * 20}], "22 tokens"),
         (chat, "messages", [{"role": "user", "content": "x" * 41}], "43 characters"),
+        (chat, "prediction", predicting("x" * 21), "prediction has 21 ids"),
+        (chat, "prediction", predicting("x" * 41), "41 characters"),
     ],
-    ids=["tokens", "characters", "ids", "chat-tokens", "chat-characters"],
+    ids=[
+        "tokens",
+        "characters",
+        "ids",
+        "chat-tokens",
+        "chat-characters",
+        "predicted-tokens",
+        "predicted-characters",
+    ],
 )
 def test_what_the_context_cannot_hold_is_too_long_by_its_field(
     ask, field, value, says, app
@@ -419,8 +454,12 @@ def test_a_long_body_is_parsed_on_another_thread(app, monkeypatch):
     [
         (CompletionRequest, ask(prompt="a long story", n=2)),
         (ChatRequest, {"messages": [{"role": "user", "content": "a long story"}]}),
+        (
+            CompletionRequest,
+            ask(prompt=[1] * 12, prediction=predicting("the story")),
+        ),
     ],
-    ids=["completion", "chat"],
+    ids=["completion", "chat", "prediction"],
 )
 def test_a_request_is_answered_without_its_text(form, body, completions):
     async def chunks():
@@ -504,6 +543,7 @@ def strict() -> ASGIApp:
             codec: str,
             at: Any = None,
             client: str = "",
+            prediction: Any = (),
         ) -> Any:
             SamplingParams(**params)
             async for output in super().generate(prompt, params, codec):

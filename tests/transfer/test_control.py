@@ -35,7 +35,15 @@ from disagg.transfer.rpc import Link, connect, failures_of, start_server
 
 SAMPLING = {"temperature": 0.5, "stop": [1]}
 JOB = Job(
-    "r", 2, (1, 2, 300_000), (4,), SAMPLING, "kivi:bits=2", deadline_s=3.5, moved=9
+    "r",
+    2,
+    (1, 2, 300_000),
+    (4,),
+    SAMPLING,
+    "kivi:bits=2",
+    deadline_s=3.5,
+    moved=9,
+    prediction=(7, 8),
 )
 SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me")
 GRANT = Grant(2**64 - 1, 7)

@@ -20,7 +20,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, door: _Optional[str] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ..., counts: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("handle", "prompt", "sampling", "codec", "prefill", "decode", "emitted", "waited_s", "resumed", "client")
+    __slots__ = ("handle", "prompt", "sampling", "codec", "prefill", "decode", "emitted", "waited_s", "resumed", "client", "prediction")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Begin(_message.Message):
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: str
@@ -41,7 +42,8 @@ class Begin(_message.Message):
     waited_s: float
     resumed: bool
     client: str
-    def __init__(self, handle: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., emitted: _Optional[_Iterable[int]] = ..., waited_s: _Optional[float] = ..., resumed: bool = ..., client: _Optional[str] = ...) -> None: ...
+    prediction: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handle: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., emitted: _Optional[_Iterable[int]] = ..., waited_s: _Optional[float] = ..., resumed: bool = ..., client: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("handles", "tokens", "figures", "scores", "ends", "state")
