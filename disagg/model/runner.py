@@ -176,7 +176,13 @@ class Runner:
         return cls(model, info, fingerprint, workers, weights=weights)
 
     @classmethod
-    def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
+    def random(
+        cls,
+        folder: str,
+        dtype: str = "auto",
+        device: str = "cpu",
+        weights: str | None = None,
+    ) -> "Runner":
         """A model with random weights, of the sizes in a folder's config.json: for timing."""
         info = describe_model(folder, dtype, device)
         kind, config = class_of(info)
@@ -188,7 +194,7 @@ class Runner:
             )
         split_states(model.eval().requires_grad_(False), info.states)
         keep_latents(model, info.layers)
-        return cls(model, info, "random")
+        return cls(model, info, "random", weights=weights)
 
     def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
         """Record decode steps from now on, and replay equal ones."""

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from disagg.cli.models import _facts
 from disagg.config import ModelConfig
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.model import quantized_linear
+from disagg.model.capacity import check_model
 from disagg.model.describe import describe_model
 from disagg.model.forward import ModuleForward, forward_of
 from disagg.model.linear import PackedLinear
@@ -239,6 +241,15 @@ def test_processors_take_what_they_have_units_for(flags, usable, capable, monkey
     monkeypatch.setattr(quantized_linear, "processor_flags", lambda: flags)
 
     assert usable_weights("cpu", "bfloat16") == usable
+
+
+def test_models_check_names_what_this_processor_takes(tiny, capable, monkeypatch):
+    monkeypatch.setattr(quantized_linear, "processor_flags", lambda: {"avx512f"})
+
+    fit = check_model(str(tiny))
+
+    assert fit.cpu_weights == ("int4",)
+    assert any("model.weights int4 possible" in line for line in _facts(fit))
 
 
 def test_a_processor_without_units_is_refused(capable, monkeypatch):

@@ -1,6 +1,7 @@
 """Workers whose weights are rounded: they hand off to each other, and to no others."""
 
 import logging
+from unittest.mock import patch
 
 import pytest
 
@@ -19,12 +20,11 @@ needs_units = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def rounded(monkeypatch):
+@pytest.fixture(scope="module")
+def rounded():
     """Runners of the packaged model, with all layers but the head in int4."""
-    for weights in LEAST_NUMBERS:
-        monkeypatch.setitem(LEAST_NUMBERS, weights, 0)
-    return [Runner.load(weights="int4") for _ in range(2)]
+    with patch.dict(LEAST_NUMBERS, int4=0, int8=0):
+        yield [Runner.load(weights="int4") for _ in range(2)]
 
 
 @needs_units
