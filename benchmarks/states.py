@@ -31,6 +31,7 @@ from disagg.config import DEFAULT_CODEC, EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill
 from disagg.engine.sampler import Sampled
+from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.engine.sequence import Sequence as Answer
 from disagg.engine.states import widen_states
@@ -90,10 +91,11 @@ class Judgement:
     loss: dict[str, list[float]] = field(default_factory=dict)
 
     def choose(
-        self, answers: Sequence[Answer], logits: Tensor, eos_ids: Sequence[int]
-    ) -> list[Sampled]:
-        """Stands for the sampler: the next token of the text, whatever the logits."""
-        return [self._judge(*pair) for pair in zip(answers, logits, strict=True)]
+        self, entries: Sequence[ScheduledTokens], logits: Tensor, _: object
+    ) -> list[list[Sampled]]:
+        """The next tokens of the text, in place of those that the model would choose."""
+        answers = [entry.sequence for entry in entries]
+        return [[self._judge(*pair)] for pair in zip(answers, logits, strict=True)]
 
     def _judge(self, answer: Answer, logits: Tensor) -> Sampled:
         rid, index = answer.rid, len(answer.emitted)
@@ -145,7 +147,9 @@ def judge(
     """Serve all prompts of a text, with answers that are forced."""
     judgement = Judgement(text, dict(truth))
     is_forgotten = form == FORGOTTEN
-    engine = Engine(runner, EngineConfig(), state=BF16 if is_forgotten else form)
+    engine = Engine(
+        runner, EngineConfig(speculative_tokens=0), state=BF16 if is_forgotten else form
+    )
     params = SamplingParams(max_tokens=text.answer, ignore_eos=True)
     for rid, row in enumerate(text.rows):
         prompt = tuple(row[: text.prompt])

@@ -52,21 +52,29 @@ def doctor(
         for spec in specs or names:
             report(f"{spec} on {device}")
             findings += examine(spec, HEADS, head_dim, device, latent=latent or None)
-    is_sound = all(finding.sound for finding in findings)
     name = name_of(device)
     if as_json:
         rows = [{**asdict(finding), "sound": finding.sound} for finding in findings]
-        result = {"device": device, "name": name, "sound": is_sound, "rows": rows}
-        print_json(result | {"cpu_bfloat16_units": has_bfloat16_units()})
+        result = {"device": device, "name": name, "sound": is_sound(findings)}
+        print_json(result | {"rows": rows, "cpu_bfloat16_units": has_bfloat16_units()})
     else:
         if device == "cpu":
             name += ", bf16 units" if has_bfloat16_units() else ", no bf16 units"
-        rows_of_text = [row_of(finding) for finding in findings]
-        print_table(f"{device}: {name}", COLUMNS, rows_of_text)
-        print(LEGEND)
-        print(verdict(findings))
-    if not is_sound:
+        print_findings(f"{device}: {name}", findings)
+    if not is_sound(findings):
         raise typer.Exit(1)
+
+
+def print_findings(title: str, findings: "Sequence[Finding]") -> None:
+    """A table of all kernels, and the verdict."""
+    print_table(title, COLUMNS, [row_of(finding) for finding in findings])
+    print(LEGEND)
+    print(verdict(findings))
+
+
+def is_sound(findings: "Sequence[Finding]") -> bool:
+    """Whether all kernels are within their bounds."""
+    return all(finding.sound for finding in findings)
 
 
 def row_of(finding: "Finding") -> list[str]:

@@ -338,8 +338,9 @@ class Engine:
             self._scheduler.restart(sequence)
             sequence.enter(Status.QUEUED)
         scheduled = self._lookup.add_drafts(self._scheduler.schedule_decodes())
-        with suppress(CapacityError):
-            return scheduled, allocate_step(scheduled, self.pool)
+        if any(entry.draft for entry in scheduled):
+            with suppress(CapacityError):
+                return scheduled, allocate_step(scheduled, self.pool)
         while True:
             scheduled = self._scheduler.schedule_decodes()
             try:

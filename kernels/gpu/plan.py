@@ -45,6 +45,7 @@ LATENT_WARPS = 8  # two warpgroups, each with half of the sums
 LATENT_CAPABILITIES = (9,)  # of chips with room for tiles, 227 KB, and wgmma
 MOST_LATENT = 512  # channels, whose sums fill half of the registers
 MOST_ROTATED = 128
+ROW_GROUPS = (16, 32, 64, 128)  # channels that divide a part of a latent
 MAX_SLOTS = 2  # sparse ones of a column, beside codes and low rank
 MAX_GRID = 65_535  # programs along the last axis
 MIN_TILES = 4  # fewer cost more in partial results than they win in parallel reads
@@ -137,8 +138,10 @@ def is_supported(fmt: Format, device: torch.device | None = None) -> bool:
     """Whether the kernel attends to such pages, on a device; the reference does to any."""
     if latent_of(fmt):
         return _is_supported_latent(fmt) and (device is None or holds_latents(device))
-    if not isinstance(fmt, PageFormat):
-        return True
+    return not isinstance(fmt, PageFormat) or _is_supported_page(fmt)
+
+
+def _is_supported_page(fmt: PageFormat) -> bool:
     k = fmt.k
     v = fmt.values
     if not _has_supported_values(v):
@@ -164,16 +167,20 @@ def _is_supported_latent(fmt: Format) -> bool:
     fits = latent <= MOST_LATENT and fmt.head_dim - latent <= MOST_ROTATED
     if not fits or fmt.head_dim % 8:
         return False
-    if not isinstance(fmt, PageFormat):
-        return isinstance(fmt, ExactFormat) and fmt.counted and fmt.dtype != "float32"
+    if isinstance(fmt, ExactFormat):
+        return fmt.counted and fmt.dtype != "float32"
+    return isinstance(fmt, PageFormat) and _are_latent_codes_supported(fmt, latent)
+
+
+def _are_latent_codes_supported(fmt: PageFormat, latent: int) -> bool:
     if fmt.tokens != RAW_SLOTS * TILE_STRIPS or fmt.valid is not None:
         return False
-    scale = fmt.k.scale
+    side = fmt.k
+    scale = side.scale
     if scale.by == "column":
-        return fmt.k.fields % (fmt.k.rows // scale.group) == 0
-    if scale.by == "row" and scale.group < fmt.head_dim:
-        return latent % scale.group == 0 and scale.group in (16, 32, 64, 128)
-    return True
+        return side.fields % (side.rows // scale.group) == 0
+    is_grouped = scale.by == "row" and scale.group < side.columns
+    return not is_grouped or (latent % scale.group == 0 and scale.group in ROW_GROUPS)
 
 
 def _has_supported_values(v: Side) -> bool:

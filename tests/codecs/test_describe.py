@@ -76,7 +76,8 @@ def test_a_codec_says_in_its_docstring_what_was_measured_of_it(name: str) -> Non
 
 
 def test_the_table_of_the_docs_has_the_costs_that_were_measured() -> None:
-    rows = (Path(__file__).parents[2] / "docs" / "codecs.md").read_text().splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "codecs.md").read_text()
+    rows = page.partition("\n## Outlier channels")[0].splitlines()
     table = {
         row.split("`")[1]: row for row in rows if row.startswith("| `") and " ± " in row
     }

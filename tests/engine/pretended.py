@@ -106,7 +106,7 @@ def pretend_all() -> None:
     attention.attend_exact = lambda q, *_: torch.empty_like(q)
     runner_module.CudaRecorder = Recorder
     engine_module.measure_memory = lambda *_: (ARENA, WORKSPACE)
-    engine_module.choose = lambda ready, *_: [Sampled(5)] * len(ready)
+    engine_module.choose = lambda ready, *_: [[Sampled(5)]] * len(ready)
     engine_module.wait_for_kernels = exact_prefixes.wait_for_kernels = lambda _: None
 
 

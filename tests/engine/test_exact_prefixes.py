@@ -19,7 +19,7 @@ from tests.engine.test_turns import SHAPE, Load
 from tests.model.tiny import random_prompt
 
 CODECS = [x for x in codec_names() if x != "alignedkv"] + ["0:raw;1-:kivi:bits=2"]
-UNIT_BYTES = RAW_TOKENS * 2 * SHAPE.heads * SHAPE.head_dim * 4
+UNIT_BYTES = RAW_TOKENS * SHAPE.layers[0].values_per_token * 4
 
 
 def counted(engine: Engine) -> tuple[int, int]:

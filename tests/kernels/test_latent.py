@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,23 +18,30 @@ from disagg.kernels.sealing import NewRows, Sealing, SealRows, Segmentation
 from tests.kernels import cases
 from tests.kernels.cases import DEVICE, int32
 
+CPU = torch.device("cpu")
 DEEPSEEK = {"head_dim": 576, "latent": 512}
 FORMATS = {
     "kivi-4bit": {"bits": 4},
     "kivi-2bit": {},
     "pertoken-4bit": {"bits": 4, "k_by": "row"},
     "pertoken-2bit": {"k_by": "row"},
-    "int8": {"bits": 8, "k_by": "row", "zero": False, "group": 576},
+    "int8": {
+        "bits": 8,
+        "k_by": "row",
+        "zero": False,
+        "group": 576,
+    },
     "fp8": cases.FORMATS["fp8"],
     "kcvt": {"bits": 4, "k_shared": True},
 }
+RAW_DTYPES = ("float16", "bfloat16")
 LARGE = {
     name: cases.make_format(**options | DEEPSEEK) for name, options in FORMATS.items()
 }
-LARGE |= {f"raw-{x}": cases.raw_format(x, 576, 512) for x in ("float16", "bfloat16")}
+LARGE |= {f"raw-{dtype}": cases.raw_format(dtype, 576, 512) for dtype in RAW_DTYPES}
 LATENTS = {name: cases.latent_format(name) for name in cases.LATENTS}
-LATENTS |= {f"raw-{x}": cases.raw_format(x, 96, 80) for x in ("float16", "bfloat16")}
-SERVED = {name: fmt for name, fmt in LATENTS.items() if ops.serves_gpu(fmt)}
+LATENTS |= {f"raw-{dtype}": cases.raw_format(dtype, 96, 80) for dtype in RAW_DTYPES}
+SERVED = [name for name, fmt in LATENTS.items() if ops.serves_gpu(fmt)]
 
 
 def check(case: cases.Case, cap: float = 0.0) -> None:
@@ -45,6 +53,19 @@ def check(case: cases.Case, cap: float = 0.0) -> None:
 
     answer = (o.cpu(), lse.cpu())
     cases.assert_alike(answer, expected, tolerance=1e-3, near=2e-3, rtol=1e-3)
+
+
+def one_head(
+    fmt: PageFormat | ExactFormat, lengths: list[int], width: int, m: int = 1
+) -> cases.Case:
+    """A case of one KV head."""
+    return cases.make_case(
+        fmt,
+        lengths,
+        heads=1,
+        width=width,
+        m=m,
+    )
 
 
 def small_format(name: str) -> PageFormat | ExactFormat:
@@ -59,7 +80,7 @@ def small_format(name: str) -> PageFormat | ExactFormat:
 @pytest.mark.parametrize("name", ["raw", "pertoken-2bit"])
 def test_a_tile_is_read_once_for_both_products(name):
     fmt = small_format(name)
-    case = cases.make_case(fmt, lengths=[70, 0], heads=1, width=3)
+    case = one_head(fmt, [70, 0], width=3)
 
     check(case)
 
@@ -68,7 +89,13 @@ def test_a_tile_is_read_once_for_both_products(name):
 @pytest.mark.parametrize("cap", [0.0, 0.7])
 @pytest.mark.parametrize("name", SERVED)
 def test_latents_are_attended_as_what_they_hold(name, cap):
-    case = cases.make_case(SERVED[name], lengths=[140, 1], heads=1, width=5, m=2)
+    case = cases.make_case(
+        LATENTS[name],
+        lengths=[140, 1],
+        heads=1,
+        width=5,
+        m=2,
+    )
 
     check(case, cap)
 
@@ -76,7 +103,7 @@ def test_latents_are_attended_as_what_they_hold(name, cap):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_latents_of_512_channels_are_attended(name):
-    case = cases.make_case(LARGE[name], lengths=[70], heads=1, width=20)
+    case = one_head(LARGE[name], [70], width=20)
 
     check(case)
 
@@ -84,7 +111,7 @@ def test_latents_of_512_channels_are_attended(name):
 @pytest.mark.slow
 def test_programs_of_64_rows_share_more_query_heads():
     fmt = small_format("raw")
-    case = cases.make_case(fmt, lengths=[100], heads=1, width=70)
+    case = one_head(fmt, [100], width=70)
 
     check(case)
 
@@ -92,17 +119,19 @@ def test_programs_of_64_rows_share_more_query_heads():
 @pytest.mark.slow
 def test_queries_see_what_their_windows_show():
     fmt = small_format("kivi-4bit")
-    case = cases.make_case(fmt, lengths=[170, 90], heads=1, width=2, m=2)
+    case = one_head(fmt, [170, 90], width=2, m=2)
+    lo = int32([131, 132], [64, 65])
 
-    check(case.seeing(lo=int32([131, 132], [64, 65])))
+    check(case.seeing(lo=lo))
 
 
 @pytest.mark.slow
 def test_loud_queries_lose_nothing():
     fmt = small_format("kivi-2bit")
-    case = cases.make_case(fmt, lengths=[70], heads=1, width=2)
+    case = one_head(fmt, [70], width=2)
+    loud = replace(case, q=case.q * 300)
 
-    check(replace(case, q=case.q * 300))
+    check(loud)
 
 
 def test_latents_of_several_kv_heads_are_refused():
@@ -138,11 +167,20 @@ def test_chips_without_room_leave_latents_to_the_reference(capability, monkeypat
     assert ops.serves_gpu(cases.raw_format("float16", 64), cuda)
 
 
-def test_units_are_fewer_where_programs_share_them():
-    case = cases.make_case(small_format("raw"), lengths=[4000], heads=1, width=1)
-    tables = [plan.units_of([case.view], torch.device("cpu"), blocks=x) for x in (1, 2)]
+def test_units_are_fewer_where_programs_share_them(monkeypatch):
+    span = plan.Span(
+        plan.Tile(64, 4096, warps=8),
+        lo=np.array([0]),
+        hi=np.array([64 * 100]),
+        most=64 * 100,
+    )
+    monkeypatch.setattr(plan, "count_processors", lambda _: 8)
 
-    assert len(tables[0].table) >= len(tables[1].table)
+    alone, _ = plan.units_of_spans([span], 1, CPU)
+    shared, _ = plan.units_of_spans([span], 2, CPU)
+
+    assert len(alone) == 8
+    assert len(shared) == 4
 
 
 def test_rows_of_a_wide_page_are_shared_by_programs():
@@ -178,21 +216,47 @@ def check_append(fmt: PageFormat, k: torch.Tensor) -> None:
     pages = [3 + page_units * i for i in range(4)]
     sealed = 3 + page_units * 4
     arena = torch.zeros((sealed + page_units * 4 + 9) * 128, dtype=torch.uint8)
+    tokens = k.transpose(0, 1)
     for i in range(63):
-        row = NewRows(int32(pages[i // 16]), int32(i % 16), raw, cases.BASE)
-        reference.append(arena, k[:, i : i + 1].transpose(0, 1), None, row)
+        row = new_row(pages[i // 16], i % 16, raw, "cpu")
+        reference.append(arena, tokens[i : i + 1], None, row)
     actual = arena.to(DEVICE, copy=True)
-    new = k[:, 63:64].transpose(0, 1)
+    last = tokens[63:]
 
-    def append(call, device, target):
-        tables = [int32(sealed), int32(pages), int32(0), int32(0)]
-        seals = SealRows(*(x.to(device) for x in tables))
-        sealing = Sealing(seals, fmt, base=32)
-        row = NewRows(int32(pages[3]).to(device), int32(15).to(device), raw, cases.BASE)
-        call(target, new.to(device), None, row, sealing)
-
-    append(reference.append, "cpu", arena)
-    append(gpu_append.append, DEVICE, actual)
+    reference.append(
+        arena,
+        last,
+        None,
+        new_row(pages[3], 15, raw, "cpu"),
+        sealing_of(fmt, sealed, pages, "cpu"),
+    )
+    gpu_append.append(
+        actual,
+        last.to(DEVICE),
+        None,
+        new_row(pages[3], 15, raw, DEVICE),
+        sealing_of(fmt, sealed, pages, DEVICE),
+    )
 
     assert torch.equal(actual.cpu(), arena)
     assert arena[sealed * 128 :].any()
+
+
+def new_row(page: int, slot: int, raw: ExactFormat, device: str) -> NewRows:
+    return NewRows(
+        int32(page).to(device),
+        int32(slot).to(device),
+        raw,
+        cases.BASE,
+    )
+
+
+def sealing_of(fmt: PageFormat, page: int, tails: list[int], device: str) -> Sealing:
+    none = int32(0).to(device)
+    rows = SealRows(
+        pages=int32(page).to(device),
+        tails=int32(tails).to(device),
+        segments=none,
+        stretches=none,
+    )
+    return Sealing(rows, fmt, base=32)

@@ -147,7 +147,8 @@ async def test_where_no_c_library_was_built_the_reference_serves_and_all_say_so_
         home.add("w", Role.BOTH, runners[0])
         assert (await home.complete(story, KIVI))[0] == alone(story, KIVI)
         assert (await home.workers["w"].service.status()).info["backend"] == message
-    assert [x for x in caplog.messages if "torch" in x] == [f"w: {message}"]
+    says = f"w: {message}, computes in float32"
+    assert [x for x in caplog.messages if "torch" in x] == [says]
     assert describe_machine()["kernels"] == message
 
 

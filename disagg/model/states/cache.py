@@ -24,11 +24,13 @@ class StepCache(PassThrough):
         self.tokens = positions.shape[1]
         self._positions = positions[0]
 
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """How far the position of each row is from its index: [N].
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """The tokens before a row, to which a layer adds indices to get positions: [N].
 
-        Models that ask for the tokens before a row add the index to get positions.
+        Without a layer it is 0: models are given their positions.
         """
+        if layer_idx is None:
+            return 0
         rows = torch.arange(self.tokens, device=self._positions.device)
         return self._positions - rows
 
