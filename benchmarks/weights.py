@@ -72,6 +72,13 @@ class Variant:
     any_size: bool = False
     max_rows: float | None = None
 
+    @property
+    def kernel(self) -> str:
+        """The kernel that int4 always takes, in words; empty: as served."""
+        if self.max_rows is None:
+            return ""
+        return "few tokens" if self.max_rows else "many tokens"
+
     def __str__(self) -> str:
         name = self.weights or self.dtype
         return f"{name}, any size" if self.any_size else name
@@ -126,7 +133,7 @@ def _settings_of(variant: Variant) -> Iterator[None]:
         yield
 
 
-def load(model: str, variant: Variant) -> Runner:
+def load(model: str | None, variant: Variant) -> Runner:
     """A model with the weights of a variant."""
     with _settings_of(variant):
         return Runner.load(model, variant.dtype, weights=variant.weights)
@@ -199,8 +206,9 @@ def measure_quality(model: str | None, options: WeightsOptions) -> list[Row]:
     for variant in progress(QUALITY, str):
         runner = load(model, variant)
         logp = [_logp(runner, tokens) for tokens in texts]
-        kernel = {None: "", 0: "many tokens"}.get(variant.max_rows, "few tokens")
-        rows.append(_quality_row(model, str(variant), kernel, texts, exact, logp))
+        rows.append(
+            _quality_row(model, str(variant), variant.kernel, texts, exact, logp)
+        )
     return rows
 
 
