@@ -147,7 +147,7 @@ def _facts(fit: "ModelFit") -> list[str]:
     if fit.cpu_dtype:
         dtype += f" · on the CPU of this host: {fit.cpu_dtype}"
     if fit.cpu_weights:
-        dtype += f", model.weights {' or '.join(fit.cpu_weights)} possible"
+        dtype += f", which takes model.weights {' or '.join(fit.cpu_weights)}"
     what = "latents" if fit.latent else "KV"
     exact = f"exact {what} {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     states = []
