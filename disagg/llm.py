@@ -70,6 +70,7 @@ class LLM:
         context: int | None = None,
         generation_config: str = AUTO,
         state: str = AUTO,
+        weights: str | None = None,
     ):
         """Load a model, by name or path; without one, the packaged model.
 
@@ -78,12 +79,13 @@ class LLM:
         generation_config: where `default_params` come from: "auto" (the model), "none", or a path
         state:   what the states of a hybrid model are rounded to when a prompt is computed:
                  "exact", "bf16", "int8", or "auto": exact with codec raw, else int8
+        weights: on a CPU, what large linear layers are rounded to: "int8", "int4"; None: nothing
         Raises ModelError, UnknownNameError and ConfigError for arguments that cannot be used.
         """
         state = check_state_form(state)
         defaults = read_sampling_defaults(model, generation_config)
         self.default_params = SamplingParams(**defaults)
-        self._runner = Runner.load(model, dtype, device, context)
+        self._runner = Runner.load(model, dtype, device, context, weights=weights)
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)

@@ -60,10 +60,12 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
             from disagg.model.storage import read_storage
 
             read_storage(info.path)
-        if config.model.device == "cuda":
+        if model.device == "cuda" or model.weights is not None:
+            from disagg.model.quantized_linear import check_weights_setting
             from disagg.model.runner import pick_device
 
-            pick_device("cuda")
+            device = pick_device(model.device)
+            check_weights_setting(model.weights, device, info.dtype)
     # these raise for files that cannot be used
     read_template(model.name, config.server.chat_template)
     read_sampling_defaults(model.name, model.generation_config)

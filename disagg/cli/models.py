@@ -146,6 +146,8 @@ def _facts(fit: "ModelFit") -> list[str]:
     dtype = f"dtype on accelerators: {fit.dtype}"
     if fit.cpu_dtype:
         dtype += f" · on the CPU of this host: {fit.cpu_dtype}"
+    if fit.cpu_weights:
+        dtype += f", which takes model.weights {' or '.join(fit.cpu_weights)}"
     what = "latents" if fit.latent else "KV"
     exact = f"exact {what} {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     states = []

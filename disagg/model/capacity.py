@@ -31,6 +31,7 @@ from disagg.model.describe import (
 )
 from disagg.model.loading import check_storage, stays_packed
 from disagg.model.quantization import read_quantization
+from disagg.model.quantized_linear import usable_weights
 from disagg.model.states.records import scratch_bytes
 from disagg.model.storage import read_storage
 
@@ -71,6 +72,7 @@ class ModelFit:
     latent:        of these channels, those of a latent; 0: K and V are stored
     windows:       number of layers by the tokens that their queries see; None: all
     dtype:         that an accelerator computes in · cpu_dtype: the CPU of this host, by the weights
+    cpu_weights:   what `model.weights` may be on this host's CPU
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
     exact_bytes_per_token: without windows and codecs
     num_states:    layers that keep a state; `num_layers` are those with K and V
@@ -84,6 +86,7 @@ class ModelFit:
     reason: str = ""
     dtype: str = ""
     cpu_dtype: str = ""
+    cpu_weights: tuple[str, ...] = ()
     num_layers: int = 0
     heads: int = 0
     head_dim: int = 0
@@ -236,6 +239,7 @@ def check_model(
     if memory is not None:
         usable = int(memory * share) - weights
         arena, _ = split_memory(usable, shape, info.context_length)
+    cpu_dtype = describe_model(str(path), dtype, "cpu").dtype if weights else ""
     suggested = [fit_codec(codec, info, arena) for codec in SUGGESTED]
     others = [fit_codec(codec, info, arena) for codec in codec_names()]
     return ModelFit(
@@ -243,7 +247,8 @@ def check_model(
         architecture=info.architecture,
         served=True,
         dtype=info.dtype,
-        cpu_dtype=describe_model(str(path), dtype, "cpu").dtype if weights else "",
+        cpu_dtype=cpu_dtype,
+        cpu_weights=usable_weights("cpu", cpu_dtype),
         num_layers=len(info.layers),
         heads=info.layers[0].heads,
         head_dim=info.layers[0].head_dim,

@@ -7,17 +7,20 @@ CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16_UNITS = {"avx512_bf16", "amx_bf16"}  # names of Linux for x86
 
 
-@cache
-def has_bfloat16_units() -> bool:
-    """Whether the processor multiplies bfloat16 itself; False where that is not known."""
+def processor_flags() -> frozenset[str]:
+    """What Linux says that the processor can do; empty where that is not known."""
     try:
         text = CPUINFO.read_text()
     except OSError:
-        return False
-    names = set()
+        return frozenset()
     for line in text.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "flags":
-            names = set(value.split())
-            break
-    return not names.isdisjoint(BFLOAT16_UNITS)
+            return frozenset(value.split())
+    return frozenset()
+
+
+@cache
+def has_bfloat16_units() -> bool:
+    """Whether the processor multiplies bfloat16 itself; False where that is not known."""
+    return not processor_flags().isdisjoint(BFLOAT16_UNITS)

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from disagg.model.attention import Attention
 from disagg.model.cache import cache_name
 from disagg.model.linear import has_room, pack_linears
-from disagg.model.llama import llama_forward
+from disagg.model.llama import LlamaForward, llama_forward
+from disagg.model.quantized_linear import quantize_linears
 from disagg.model.states.cache import StepCache
 
 
@@ -63,16 +64,21 @@ class ModuleForward(nn.Module):
         return logits if rows is None or is_selected else logits[rows]
 
 
-def forward_of(model: PreTrainedModel, workers: int = 1) -> Forward:
+def forward_of(
+    model: PreTrainedModel, workers: int = 1, weights: str | None = None
+) -> ModuleForward | LlamaForward:
     """The fastest forward pass of a model on its device; on a CPU its weights are reordered.
 
     On a GPU steps are recorded, so calls of Python cost nothing there.
 
     workers: processes of this host that load the same model
+    weights: "int4" or "int8", on a CPU that takes it; None: as they are
     """
     own = None
     if model.device.type == "cpu" and has_room(model, workers):
         own = llama_forward(model)
     forward = own or ModuleForward(model)
+    if weights is not None:
+        quantize_linears(forward, weights, workers)
     pack_linears(forward, workers)
     return forward

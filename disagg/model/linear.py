@@ -52,7 +52,7 @@ def pack_linears(model: nn.Module, workers: int = 1) -> None:
             workers,
         )
         return
-    for parent, name in _packable(model):
+    for parent, name in packable(model):
         # one by one: each original is freed before the next
         setattr(parent, name, PackedLinear(getattr(parent, name)))
 
@@ -63,10 +63,10 @@ def has_room(model: nn.Module, workers: int = 1) -> bool:
 
 
 def _copied_bytes(model: nn.Module) -> int:
-    return sum(getattr(parent, name).weight.nbytes for parent, name in _packable(model))
+    return sum(getattr(parent, name).weight.nbytes for parent, name in packable(model))
 
 
-def _packable(model: nn.Module) -> list[tuple[nn.Module, str]]:
+def packable(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The linear layers that can be packed: the module that each belongs to, and its name there."""
     return [
         (parent, name)

@@ -20,12 +20,14 @@ from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttent
 from disagg.model.cache import Workspace
 from disagg.model.capacity import class_of, kv_shape
 from disagg.model.describe import ModelInfo, describe_model
-from disagg.model.forward import Forward, forward_of
+from disagg.model.forward import ModuleForward, forward_of
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.latents import keep_latents
+from disagg.model.llama import LlamaForward
 from disagg.model.longrope import LongRows, long_rows, split_rotary
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
+from disagg.model.quantized_linear import check_weights_setting, quantized_part
 from disagg.model.states.cache import StepCache
 from disagg.model.states.layers import continues_everywhere, split_states
 from disagg.model.static import StaticStep
@@ -100,10 +102,12 @@ class Runner:
         info: ModelInfo,
         fingerprint: str,
         workers: int = 1,
-        forward: Forward | None = None,
+        forward: ModuleForward | LlamaForward | None = None,
+        weights: str | None = None,
     ):
         """
         workers: processes of this host that load the model
+        weights: as of `ModelConfig`
         forward: computes with the weights of `model`; None: the fastest that there is
         """
         self.info = info
@@ -117,9 +121,14 @@ class Runner:
         if fix_rotary(model, info.context_length):
             # workers with other contexts would compute other keys
             fingerprint = fingerprint_with(fingerprint, info.context_length)
-        self.fingerprint = fingerprint
+        self.weights = "as stored"  # in words
         with torch.inference_mode():
-            self._forward = forward or forward_of(model, workers)
+            self._forward = forward or forward_of(model, workers, weights)
+        if weights is not None:
+            # so would workers with other weights
+            self.weights = f"{weights} in {quantized_part(self._forward)}"
+            fingerprint = fingerprint_with(fingerprint, self.weights)
+        self.fingerprint = fingerprint
         self.key_outliers: KeyOutliers | None = None  # for evaluation
         # None: steps are not recorded, and kernels are not compiled
         self.graphs: DecodeGraphs | None = None
@@ -136,6 +145,7 @@ class Runner:
         device: str = "cpu",
         context: int | None = None,
         workers: int = 1,
+        weights: str | None = None,
     ) -> "Runner":
         """Load a model by name in the local cache, by path, or the packaged one.
 
@@ -143,8 +153,10 @@ class Runner:
                  "bfloat16", "float16"
         context: maximum tokens of a prompt with its answer; None: the default of the model
         workers: processes of this host that load it
+        weights: as of `ModelConfig`
         ModelError if there is none, or if its attention is not plain softmax attention; ConfigError
-        for a device that `pick_device` refuses, and for a context that is too long.
+        for a device that `pick_device` refuses, for a context that is too long, and for weights
+        that this host cannot round to.
         """
         device = pick_device(device)
         if device == "cuda":
@@ -154,15 +166,23 @@ class Runner:
         info = describe_model(ref, dtype, device, context)
         if dtype == "auto" and info.dtype == "bfloat16" and not has_bfloat16():
             info = describe_model(ref, "float16", device, context)
+        check_weights_setting(weights, device, info.dtype)
         model = load_model(info, device).eval().requires_grad_(False)
         split_states(model, info.states)
         keep_latents(model, info.layers)
         with torch.inference_mode():
             check_attention(model, info)
-        return cls(model, info, fingerprint_model(info.path), workers)
+        fingerprint = fingerprint_model(info.path)
+        return cls(model, info, fingerprint, workers, weights=weights)
 
     @classmethod
-    def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
+    def random(
+        cls,
+        folder: str,
+        dtype: str = "auto",
+        device: str = "cpu",
+        weights: str | None = None,
+    ) -> "Runner":
         """A model with random weights, of the sizes in a folder's config.json: for timing."""
         info = describe_model(folder, dtype, device)
         kind, config = class_of(info)
@@ -174,7 +194,7 @@ class Runner:
             )
         split_states(model.eval().requires_grad_(False), info.states)
         keep_latents(model, info.layers)
-        return cls(model, info, "random")
+        return cls(model, info, "random", weights=weights)
 
     def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
         """Record decode steps from now on, and replay equal ones."""

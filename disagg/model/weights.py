@@ -160,9 +160,12 @@ def fingerprint_model(path: Path) -> str:
     return fingerprint
 
 
-def fingerprint_with(fingerprint: str, context: int) -> str:
-    """The fingerprint of a model whose rotary frequencies are those of a context."""
-    return xxh3_128(f"{fingerprint} {context}".encode()).hexdigest()
+def fingerprint_with(fingerprint: str, change: object) -> str:
+    """The fingerprint of a model that computes other keys than its files say.
+
+    change: the context whose rotary frequencies it has, or what its weights are rounded to
+    """
+    return xxh3_128(f"{fingerprint} {change}".encode()).hexdigest()
 
 
 def _digest(config: bytes, files: Sequence[Path]) -> str:

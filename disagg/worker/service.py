@@ -189,6 +189,7 @@ class WorkerService:
             "node": socket.gethostname(),
             "backend": backend_of(self._runner),
             "dtype": self._runner.info.dtype,
+            "weights": self._runner.weights,
             "tokens_fit": self._tokens_that_fit(self._engine.pool),
         }
         return WorkerStatus(self.epoch, gauges, info, self._speaks())

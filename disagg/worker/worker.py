@@ -82,7 +82,12 @@ class Worker:
         self._security = security
         model = config.model
         self._runner = runner or Runner.load(
-            model.name, model.dtype, model.device, model.context, workers
+            model.name,
+            model.dtype,
+            model.device,
+            model.context,
+            workers,
+            model.weights,
         )
         self._listed = config.listed
         compiled = self._listed if self._runner.graphs else ()
@@ -120,7 +125,10 @@ class Worker:
         backend = backend_of(self._runner)
         has_no_library = backend.startswith("torch")
         level = logging.WARNING if has_no_library else logging.INFO
-        dtype = self._runner.info.dtype
+        runner = self._runner
+        dtype = runner.info.dtype
+        if self.config.model.weights is not None:
+            dtype = f"{dtype}, weights {runner.weights}"
         log.log(level, "%s: %s, computes in %s", self.name, backend, dtype)
         if self._runner.graphs:
             query_heads = self._runner.info.query_heads

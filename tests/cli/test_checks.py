@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 
 from disagg.cli.checks import check_model
 from disagg.config import Config, ModelConfig
-from disagg.errors import ModelError
+from disagg.errors import ConfigError, ModelError
+from disagg.model import runner
 from tests.model.packers import PACKERS, add_to_config, save, save_packed
 from tests.model.tiny import save_tiny
 
@@ -51,3 +52,11 @@ def test_a_format_that_is_not_unpacked_is_refused(packed):
 
     with pytest.raises(ModelError, match="bitsandbytes"):
         check_model(config_of(packed))
+
+
+def test_weights_that_the_device_does_not_take_are_refused(packed, monkeypatch):
+    monkeypatch.setattr(runner, "pick_device", lambda _: "cuda")
+    config = Config(model=ModelConfig(name=str(packed), weights="int8"))
+
+    with pytest.raises(ConfigError, match=r"model\.weights is int8, which is for CPUs"):
+        check_model(config)

@@ -225,7 +225,8 @@ FOOT = """
 
 Quantized weights are unpacked to the model's dtype while they load, one weight at a time, on any
 device. They then take the memory of that dtype, which `disagg models check` shows. Activations are
-not quantized.
+not quantized. On a CPU, [`model.weights`](operations.md#cpu-workers) rounds weights to 8 or 4 bits
+again.
 
 | written by | formats |
 |---|---|
