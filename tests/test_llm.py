@@ -300,7 +300,7 @@ def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
 def test_a_codec_that_a_gpu_computes_wrong_is_refused_at_once(tiny, monkeypatch):
     runner = Runner.load(str(tiny))
     runner.record_steps(EagerRecorder())  # as on a GPU
-    monkeypatch.setattr("disagg.llm.Runner.load", lambda *_: runner)
+    monkeypatch.setattr("disagg.llm.Runner.load", lambda *_, **__: runner)
     error = 0.0
     monkeypatch.setattr("disagg.paged.doctor._error", lambda actual, expected: error)
     config = EngineConfig(arena_bytes=16 << 20)

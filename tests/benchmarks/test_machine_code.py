@@ -132,6 +132,7 @@ def test_an_unknown_target_is_an_error_that_lists_the_known_ones():
         machine_code.read_machine_code(["sm_91"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_other_kernels_fit_their_registers_if_one_fails():
     names = [*OTHERS[:-1], "nothing-like-it", OTHERS[-1]]

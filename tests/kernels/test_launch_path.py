@@ -53,7 +53,6 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     | PAIRS,
 }
 LATENT: dict[str, Any] = {"heads": 1, "head_dim": 48, "latent": 32, "dtype": "bfloat16"}
-FEW |= {"fp8, latents": {"spec": "fp8", "sequences": 3} | LATENT}
 SERVED = ["raw", "kivi", "gear-l:bits=2,backbone=kivi,group=64"]
 SERVED += [
     "gear:bits=2,backbone=kivi,group=64",
@@ -91,6 +90,7 @@ MANY: dict[str, dict[str, Any]] = {
     },
 }
 
+MANY |= {"fp8, latents": {"spec": "fp8", "sequences": 3} | LATENT}
 MANY |= {
     f"{spec}, latents": {"spec": spec, "sequences": 3, "per_head": 20}
     | LATENT
