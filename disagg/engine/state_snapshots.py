@@ -20,7 +20,7 @@ from torch import Tensor
 from disagg.engine.arena import wait_for_kernels
 from disagg.engine.sequence import Sequence
 from disagg.errors import CapacityError
-from disagg.kv.page import ARENA_UNIT, RAW_TOKENS
+from disagg.kv.page import RAW_TOKENS, record_span
 from disagg.kv.plan import LayerGroup, RecordShape
 from disagg.kv.pool import Pool
 
@@ -153,8 +153,8 @@ class StateSnapshots:
     def _copy(self, layer: int, source: int, target: int) -> None:
         """Copy a record of a layer, by the pages of both."""
         nbytes = self._shapes[layer].nbytes
-        state = self._arena.narrow(0, source * ARENA_UNIT, nbytes)
-        self._arena.narrow(0, target * ARENA_UNIT, nbytes).copy_(state)
+        state = self._arena[record_span(source, nbytes)]
+        self._arena[record_span(target, nbytes)] = state
 
     def _mark_used(self, key: bytes) -> None:
         self._pool.used([key])

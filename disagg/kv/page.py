@@ -53,6 +53,12 @@ def units_for(nbytes: int) -> int:
     return -(-nbytes // ARENA_UNIT)
 
 
+def record_span(page: int, nbytes: int) -> slice:
+    """The bytes of a record in an arena, by its page id."""
+    start = page * ARENA_UNIT
+    return slice(start, start + nbytes)
+
+
 class Kind(StrEnum):
     """The kinds of records."""
 

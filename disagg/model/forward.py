@@ -1,7 +1,6 @@
 """The forward pass of a loaded model: our own, or the module of transformers."""
 
 import inspect
-from typing import Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -12,23 +11,6 @@ from disagg.model.linear import has_room, pack_linears
 from disagg.model.llama import LlamaForward, llama_forward
 from disagg.model.quantized_linear import quantize_linears
 from disagg.model.states.cache import StepCache
-
-
-class Forward(Protocol):
-    """Computes the logits of a packed row of N tokens."""
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attention,
-        cache: StepCache,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """[N, V], or the logits of some rows only.
-
-        tokens, positions, rows: int64
-        """
 
 
 class ModuleForward(nn.Module):
@@ -49,7 +31,10 @@ class ModuleForward(nn.Module):
         cache: StepCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """As `Forward` says."""
+        """The logits of a packed row of N tokens: [N, V], or those of some rows only.
+
+        tokens, positions, rows: int64
+        """
         is_selected = rows is not None and self._selects_rows
         selection = {"logits_to_keep": rows} if is_selected else {}
         output = self.model(
@@ -64,9 +49,12 @@ class ModuleForward(nn.Module):
         return logits if rows is None or is_selected else logits[rows]
 
 
+Forward = ModuleForward | LlamaForward
+
+
 def forward_of(
     model: PreTrainedModel, workers: int = 1, weights: str | None = None
-) -> ModuleForward | LlamaForward:
+) -> Forward:
     """The fastest forward pass of a model on its device; on a CPU its weights are reordered.
 
     On a GPU steps are recorded, so calls of Python cost nothing there.
