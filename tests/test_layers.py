@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # bottom to top; rooms on one floor do not know each other
     {"errors", "kernels", "protos"},
     {"config"},
-    {"kv"},
+    {"kv", "parsers"},
     {"codecs", "wire"},
     {"paged"},
     {"model", "transfer"},

@@ -28,6 +28,7 @@ PAIRS = {
     "per_head": 2,
     "head_dim": 128,
 }  # of columns, until more queries fill them
+LATENT: dict[str, Any] = {"heads": 1, "head_dim": 48, "latent": 32, "dtype": "bfloat16"}
 FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "banded": {"spec": "banded", "sequences": 3},
     "banded, its first page": {"spec": "banded", "prompt": 10},
@@ -51,8 +52,8 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "fp8": {"spec": "fp8", "steps": [1, 16]} | PAIRS,
     "fp8, longer": {"spec": "fp8", "sequences": 4, "prompt": 500, "steps": [1, 1, 3]}
     | PAIRS,
+    "raw, latents": {"spec": "raw", "prompt": 40, "steps": [1]} | LATENT,
 }
-LATENT: dict[str, Any] = {"heads": 1, "head_dim": 48, "latent": 32, "dtype": "bfloat16"}
 SERVED = ["raw", "kivi", "gear-l:bits=2,backbone=kivi,group=64"]
 SERVED += [
     "gear:bits=2,backbone=kivi,group=64",
