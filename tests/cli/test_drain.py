@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 __all__ = ["home"]
 
 NUM_STREAMS = 4
-NUM_VISITS = 20  # by connections of their own, so that every door is asked
+NUM_VISITS = 8  # by connections of their own, so that every door is asked
 DOORS = [pytest.param((), id="one-process"), pytest.param(("--doors", "2"), id="doors")]
 
 Streams = list[Future[Answer]]
@@ -66,7 +66,7 @@ def wait_until_not_ready(url: str) -> None:
 
 @pytest.mark.parametrize("options", DOORS)
 def test_streams_end_by_themselves_while_new_requests_are_refused(options, home):
-    with serving(home, *options, tokens=300) as (process, state, streams):
+    with serving(home, *options, tokens=1000) as (process, state, streams):
         process.send_signal(signal.SIGTERM)
         wait_until_not_ready(state.url)
         retries = {visit(state.url) for _ in range(NUM_VISITS)}
@@ -75,7 +75,7 @@ def test_streams_end_by_themselves_while_new_requests_are_refused(options, home)
         num_tokens = {each.result().completion_tokens for each in streams}
     _, error = process.communicate(timeout=PATIENCE_S)
 
-    assert num_tokens == {300}
+    assert num_tokens == {1000}
     assert retries == {(503, True)}
     assert (ready, healthy) == ({503}, {200})
     assert process.returncode == 0, error
