@@ -38,7 +38,7 @@ from disagg.server.info_routes import (
     add_model_routes,
     add_tokenizer_routes,
 )
-from disagg.server.log import RequestLog
+from disagg.server.request_log import RequestLog
 from disagg.server.responses import GenerationResponse, error_body
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -55,7 +55,7 @@ T = TypeVar("T")
 def create_app(
     completions: Completions,
     token: str | None = None,
-    on_stop: Callable[[], None] = lambda: None,
+    on_stop: Callable[[bool], None] = lambda now: None,
     keys: KeyRing | Collection[str] = (),
     worker_pool: WorkerPool | None = None,
     origins: Sequence[str] = (),
@@ -65,6 +65,7 @@ def create_app(
 
     token: the owner's secret, for POST /stop, and for /scale and others if there is a
            `worker_pool`; None: without these routes
+    on_stop: called for POST /stop, with whether requests get no time to end
     keys:  API keys of clients; the owner's secret is accepted too. Empty: no request needs a key
     origins: web origins whose pages may send requests and read responses; "*": all
     is_stopping: whether the service is shutting down, and so not ready
@@ -80,7 +81,7 @@ def create_app(
 
     if not isinstance(keys, KeyRing):
         keys = KeyRing(keys, token)
-    stack: ASGIApp = Gate(app, keys, origins)
+    stack: ASGIApp = Gate(app, keys, origins, is_stopping, completions.spans)
     if origins:
         # outermost: preflight requests of browsers carry no key
         stack = CORSMiddleware(

@@ -22,6 +22,7 @@ from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import RequestRouter
 from disagg.router.router import Router
+from disagg.server.client import ANYONE, Client
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
 from disagg.server.metrics import AnswerTimes, ServerMetrics
@@ -35,6 +36,7 @@ from disagg.server.reader import (
 )
 from disagg.server.retry import RetryEstimate
 from disagg.server.schema import CompletionRequest, GenerationRequest
+from disagg.server.trace import AnswerTrace, SpanWriter, open_spans
 
 # an answer that a stop string ended waits this long for its hand-off figures
 KV_TIMEOUT_S = 1.0
@@ -51,6 +53,8 @@ class _Answer:
     text: TextStream
     times: AnswerTimes
     prediction: FollowedPrediction
+    waited_s: float = 0.0
+    last: TextDelta | None = None
 
     def add(self, output: TokenOutput) -> TextDelta:
         """The text that one output adds, after the prompt if the request has echo."""
@@ -75,6 +79,17 @@ class _Answer:
             num_predicted=self.prediction.matched,
         )
 
+    def trace(self, failure: str | None) -> AnswerTrace:
+        """What is traced of it. failure: the reason of the error that ended it, if one did"""
+        end = self.last.finish_reason if self.last is not None else None
+        return AnswerTrace(
+            self.times,
+            len(self.prompt.tokens),
+            self.waited_s,
+            self.last.kv if self.last is not None else {},
+            finish_reason="error" if failure else end or "",
+        )
+
     def _end(self, output: TokenOutput) -> TextDelta:
         # the answer may end in half a character, whose replacement may complete a stop string
         text = self.text.finish()
@@ -88,7 +103,11 @@ class _Answer:
 
 
 class Completions:
-    """Answers completion requests through a router. `chat`: None for a model without a template."""
+    """Answers completion requests through a router.
+
+    chat:  None for a model without a template
+    spans: where requests are traced; None: nowhere
+    """
 
     def __init__(
         self,
@@ -97,6 +116,7 @@ class Completions:
         router: RequestRouter,
         chat: ChatTemplate | None = None,
         pd_ports: PdPorts | None = None,
+        spans: SpanWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.served = served
@@ -106,6 +126,7 @@ class Completions:
         # without ports its router is not used
         self.pd_ports = pd_ports or PdPorts(Router(), {}, 0.0)
         self.reader = RequestReader(served, tokenizer, chat)
+        self.spans = spans
         self._clock = clock
         self._retry = RetryEstimate(clock)
         self._scrape: asyncio.Task[bytes] | None = None
@@ -134,14 +155,20 @@ class Completions:
         pd_ports = None
         if isinstance(router, Router):
             pd_ports = PdPorts(router, ports, config.transfer.lease_s)
-        return cls(served, tokenizer, router, chat, pd_ports)
+        spans = open_spans(config.server)
+        return cls(served, tokenizer, router, chat, pd_ports, spans)
+
+    async def close(self) -> None:
+        """Send the last spans."""
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     async def prepare(
         self,
         body_type: type[GenerationRequest],
         chunks: AsyncIterable[bytes],
         port: int = 0,
-        client: str = "",
+        client: Client = ANYONE,
     ) -> Generation:
         """What to generate for a client, from the chunks of a body that arrived at a port.
 
@@ -158,6 +185,9 @@ class Completions:
         except DisaggError as error:
             self.metrics.failed(error.reason)
             raise
+        if client.trace is not None:
+            lengths = [len(prompt.tokens) for prompt in prompts]
+            client.trace.read(request, self.served.name, lengths)
         return Generation(
             request.without_prompts(), prompts, prediction, workers, client
         )
@@ -194,8 +224,9 @@ class Completions:
             params,
             answer.codec,
             at=generation.workers,
-            client=generation.client,
+            client=generation.client.key_name,
             prediction=generation.prediction or (),
+            request_id=generation.client.request_id,
         )
         try:
             async with aclosing(outputs):
@@ -222,6 +253,7 @@ class Completions:
         finally:
             if failure is not None:
                 self.metrics.failed(failure)
+            generation.client.note(answer.trace(failure))
 
     def _begin(self, generation: Generation, prompt: TokenizedPrompt) -> _Answer:
         request = generation.request
@@ -238,6 +270,7 @@ class Completions:
 
     def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:
         """The text of one output, which is counted."""
+        answer.waited_s = answer.waited_s or output.waited_s
         if output.token is None:
             return answer.add(output)
         gap_s = answer.times.add_token(time.monotonic())
@@ -252,6 +285,7 @@ class Completions:
 
     def _count_end(self, answer: _Answer, last: TextDelta) -> None:
         self._retry.ended()
+        answer.last = last
         self.metrics.finished(
             answer.times,
             last,
@@ -266,6 +300,7 @@ class Completions:
             "model": self.served.name,
             "codec": self.served.codec,
             **report.summary,
+            "running": report.running,
             "workers": report.workers,
         }
 
