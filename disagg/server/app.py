@@ -101,9 +101,8 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # the address it came in at
         # the content type is ignored
-        generation = await completions.prepare(
-            body_type, http.stream(), port, http.state.client
-        )
+        request = await completions.read(body_type, http.stream())
+        generation = await completions.prepare(request, port, http.state.client)
         deltas = completions.generate(generation)
         response = GenerationResponse(choices, generation, completions.served)
         http.state.log_fields = response.log_fields

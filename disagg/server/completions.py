@@ -28,6 +28,7 @@ from disagg.server.metrics import AnswerTimes, ServerMetrics
 from disagg.server.output_text import Score, TextDelta
 from disagg.server.pd_ports import PdPorts
 from disagg.server.reader import (
+    BodyT,
     Generation,
     RequestReader,
     ServedModel,
@@ -136,19 +137,22 @@ class Completions:
             pd_ports = PdPorts(router, ports, config.transfer.lease_s)
         return cls(served, tokenizer, router, chat, pd_ports)
 
-    async def prepare(
-        self,
-        body_type: type[GenerationRequest],
-        chunks: AsyncIterable[bytes],
-        port: int = 0,
-        client: str = "",
-    ) -> Generation:
-        """What to generate for a client, from the chunks of a body that arrived at a port.
+    async def read(self, body_type: type[BodyT], chunks: AsyncIterable[bytes]) -> BodyT:
+        """A request from the chunks of its body; RequestError and its kinds, or ModelError."""
+        try:
+            return await self.reader.read(body_type, chunks)
+        except DisaggError as error:
+            self.metrics.failed(error.reason)
+            raise
 
-        RequestError and its kinds, or ModelError, for what cannot be served.
+    async def prepare(
+        self, request: GenerationRequest, port: int = 0, client: str = ""
+    ) -> Generation:
+        """What to generate for the request of a client, which arrived at a port.
+
+        RequestError and its kinds for what cannot be served.
         """
         try:
-            request = await self.reader.read(body_type, chunks)
             request = request.with_stop_tokens(self.reader.special_tokens)
             prompts = await self.reader.prompts(request)
             prediction = await self.reader.prediction(request)

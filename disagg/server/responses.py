@@ -90,7 +90,7 @@ class GenerationResponse:
             return
         index, delta = indexed
         self._last[index] = delta
-        for part in delta.parts(MAX_CHUNK_SCORES):
+        for part in delta.slices(MAX_CHUNK_SCORES):
             if part.text or part.scores or part.finish_reason:
                 choice = self._choices.chunk(index, part)
                 yield self._chunk_event({**choice, **self._kv_of(part)})
@@ -107,7 +107,7 @@ class GenerationResponse:
                     self._last[index] = delta
                     if index not in choices:
                         choices[index] = WholeChoice(index, self._choices)
-                    for part in delta.parts(MAX_CHUNK_SCORES):
+                    for part in delta.slices(MAX_CHUNK_SCORES):
                         choices[index].add(part)
                         await _let_others_run(indexed)
         except Exception as error:

@@ -384,12 +384,12 @@ def test_a_delta_is_cut_by_its_log_probabilities():
     scores = tuple((token, None) for token in range(5))
     delta = TextDelta("abc", 7, finish_reason="stop", scores=scores)
 
-    parts = [*delta.parts(2)]
+    parts = [*delta.slices(2)]
 
     assert [part.text for part in parts] == ["abc", "", ""]
     assert [len(part.scores) for part in parts] == [2, 2, 1]
     assert [part.finish_reason for part in parts] == [None, None, "stop"]
-    assert [*delta.parts(5)] == [delta]
+    assert [*delta.slices(5)] == [delta]
 
 
 @pytest.mark.parametrize(
