@@ -128,6 +128,8 @@ def with_instructions(messages: list[Message]) -> list[Message]:
 
 def in_style(message: Message, style: Style) -> Message:
     message = {"content": style.empty, **message}
+    if style.thought and "reasoning_content" in message:
+        message[style.thought] = message["reasoning_content"]
     if "tool_calls" in message:
         message["tool_calls"] = [
             {
