@@ -35,7 +35,7 @@ class AnswerParts:
         self._is_over = False  # behind the only call
 
     def read(self, delta: TextDelta) -> TextDelta:
-        """A delta with parts in place of its text; an answer that is cut in a call says "length"."""
+        """A delta with parts in place of its text; an answer cut in a call says "length"."""
         was_thinking = self._parser.is_thinking
         parts = [*self._take(self._parser.add(delta.text))]
         if was_thinking and self._parser.is_thinking:
