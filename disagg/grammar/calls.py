@@ -1,7 +1,7 @@
 """The grammar of an answer that must call tools, in the form that a model was trained on.
 
-    <tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>
-    ╰─ before_name ──╯       ╰ before_arguments ╯               ╰ behind ╯
+<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>
+╰─ before_name ──╯       ╰ before_arguments ╯               ╰ behind ╯
 """
 
 from collections.abc import Mapping
