@@ -46,6 +46,7 @@ from disagg.engine.messages import (
     Moved,
     Prefill,
     Prefilled,
+    RequestMessage,
     StepOutput,
     Token,
     as_disagg_error,
@@ -132,7 +133,7 @@ class Engine:
         self.grammar_compiler = grammars or compiler_for(runner.info)
         self._grammars = SequenceGrammars(self.grammar_compiler, runner.info.eos_ids)
         # by request: its messages, while its grammar is being compiled
-        self._uncompiled: dict[str, list[Message]] = {}
+        self._uncompiled: dict[str, list[RequestMessage]] = {}
         self._chunk_time = ChunkTime(config.chunk_s)
         self.progress = StepProgress(clock)
         self._prompts = Prompts(
@@ -259,7 +260,7 @@ class Engine:
         else:
             self._act(message)
 
-    def _is_compiling(self, message: Prefill | Admit | Move | Abort) -> bool:
+    def _is_compiling(self, message: RequestMessage) -> bool:
         """Whether the grammar of a request is being compiled; begins that if it is new."""
         rid = message.rid
         if isinstance(message, Prefill | Admit) and rid not in self._uncompiled:
@@ -268,7 +269,7 @@ class Engine:
                 self._uncompiled[rid] = []
         return rid in self._uncompiled
 
-    def _act(self, message: Prefill | Admit | Move | Abort) -> None:
+    def _act(self, message: RequestMessage) -> None:
         match message:
             case Abort(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:

@@ -171,7 +171,7 @@ class SequenceGrammars:
                 except DisaggError as error:
                     errors[row] = error
                     masks.append(_everything(vocabulary))
-        bits = np.stack(masks).view(np.int32)
+        bits: NDArray[np.int32] = np.stack(masks).view(np.int32)
         return TokenMasks(tuple(rows), bits, errors)
 
 

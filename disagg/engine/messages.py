@@ -82,7 +82,8 @@ class Compiled:
     rid: str
 
 
-Message = Prefill | Admit | Move | Abort | Drain | Compiled
+RequestMessage = Prefill | Admit | Move | Abort
+Message = RequestMessage | Drain | Compiled
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Vocabulary:
 
     def _cut(self, text: bytes) -> list[int]:
         """The longest tokens, for tokenizers that add a space in front of a text."""
-        tokens = []
+        tokens: list[int] = []
         while text:
             for size in range(min(len(text), self._longest), 0, -1):
                 token = self._ids.get(text[:size])
