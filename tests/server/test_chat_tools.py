@@ -133,7 +133,7 @@ def test_an_answer_ends_behind_the_only_call_that_a_client_wants():
     (choice,) = body["choices"]
     assert calls_of(choice["message"]) == [("get_weather", {"city": "Oslo"})]
     assert choice["finish_reason"] == "tool_calls"
-    assert body["usage"]["completion_tokens"] == len(OSLO) == router.num_taken
+    assert body["usage"]["completion_tokens"] == router.num_taken <= len(OSLO)
 
 
 def test_thoughts_have_both_of_their_names():
