@@ -279,7 +279,9 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         r"\[TOOL_CALLS\]",
         (
             NamedCalls(
-                begin="[TOOL_CALLS]", before_arguments=("[ARGS]",), before_id="[CALL_ID]"
+                begin="[TOOL_CALLS]",
+                before_arguments=("[ARGS]",),
+                before_id="[CALL_ID]",
             ),
             JsonCalls(begin="[TOOL_CALLS]"),
         ),

@@ -5,11 +5,10 @@ import logging
 from array import array
 from collections.abc import AsyncIterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from disagg.errors import ModelError, RequestError
-from disagg.grammar.constraints import check
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
@@ -148,7 +147,13 @@ class RequestReader:
             prompts = [await self._chat_prompt(request)]
         else:
             assert isinstance(request, CompletionRequest)
-            prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
+            grammar = ""
+            if request.structured_field:
+                grammar = await asyncio.to_thread(request.constraint)
+            prompts = [
+                replace(await self._prompt(request, prompt), grammar=grammar)
+                for prompt in request.prompt
+            ]
         if sum(len(prompt.tokens) for prompt in prompts) <= limits.LONG_PROMPTS:
             self._check(request, prompts)
         else:
@@ -220,16 +225,9 @@ class RequestReader:
         special = bool(request.add_special_tokens)
         tokens = await self.tokens_of(text, special, "messages")
         grammar = ""
-        if request.tool_choice.mode == "required":
-            grammar = await asyncio.to_thread(self._call_grammar, request, text)
+        if request.structured_field or request.tool_choice.mode == "required":
+            grammar = await asyncio.to_thread(self.formats.grammar, request, text)
         return TokenizedPrompt(tuple(tokens), "", reading, grammar)
-
-    def _call_grammar(self, request: ChatRequest, prompt: str) -> str:
-        """The grammar of answers that must call a tool; RequestError for an impossible one."""
-        constraint = self.formats.call_constraint(request)
-        grammar = self.formats.behind_thought(constraint, prompt)
-        check(grammar)
-        return grammar
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, written by the model's chat template."""
