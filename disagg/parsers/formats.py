@@ -7,6 +7,7 @@ and line breaks beside marks mean nothing.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from disagg.errors import UnknownNameError
 
@@ -223,6 +224,16 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         ),
     ),
     ToolFormat(
+        "functionary_v31",
+        "Functionary 3.1",
+        r"<function=example_function_name>\{",
+        (
+            NamedCalls(
+                begin="<function=", before_arguments=(">",), behind=("</function>",)
+            ),
+        ),
+    ),
+    ToolFormat(
         "seed_oss",
         "Seed-OSS",
         r"<seed:tool_call>",
@@ -287,6 +298,24 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         ),
     ),
     ToolFormat(
+        "cohere",
+        "Command R7B, Command A",
+        r"<\|START_ACTION\|>",
+        (JsonCalls(begin="<|START_ACTION|>", end="<|END_ACTION|>"),),
+    ),
+    ToolFormat(
+        "granite",
+        "Granite 3, Phi-4-mini",
+        r"<\|tool_call\|>",
+        (JsonCalls(begin="<|tool_call|>", end="<|/tool_call|>"),),
+    ),
+    ToolFormat(
+        "apriel",
+        "Apriel 1.5, 1.6",
+        r"<tool_calls>",
+        (JsonCalls(begin="<tool_calls>", end="</tool_calls>"),),
+    ),
+    ToolFormat(
         "llama3_json",
         "Llama 3.1 to 3.3",
         r'<\|python_tag\|>|\{"name": function name, "parameters"',
@@ -347,7 +376,10 @@ class AnswerFormats:
         )
 
 
-def _choose[FormatT: (ToolFormat, ReasoningFormat)](
+FormatT = TypeVar("FormatT", ToolFormat, ReasoningFormat)
+
+
+def _choose(
     template: str, name: str, formats: Mapping[str, FormatT], kind: str
 ) -> FormatT | None:
     if name == NONE:
