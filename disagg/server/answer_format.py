@@ -92,19 +92,29 @@ class ModelFormats:
             request.parallel_tool_calls and not request.tool_choice.is_named,
         )
 
-    def call_constraint(self, request: ChatRequest) -> str:
-        """The grammar of an answer that must call a tool."""
-        tools = request.callable_tools
-        tool_format = self.formats.tool
-        form = None if tool_format is None else CALL_FORMS.get(tool_format.name)
+    def _calls(self, request: ChatRequest) -> str:
+        """The grammar of an answer that calls tools.
+
+        RequestError for a format of calls or a schema that grammars do not have.
+        """
+        form = (
+            None
+            if self.formats.tool is None
+            else CALL_FORMS.get(self.formats.tool.name)
+        )
         if form is None:
             raise RequestError(
-                "tool_choice forces a call, but the format of this model's calls is not known; "
-                'use "auto", or serve the model with a --tool-parser that has a grammar',
+                "tool_choice forces a call, but there is no grammar for the format of this model's "
+                'calls; use "auto", or serve the model with another --tool-parser',
                 "tool_choice",
             )
+        functions = _schemas(request.callable_tools)
         parallel = request.parallel_tool_calls and not request.tool_choice.is_named
-        return tool_calls(_schemas(tools), form, self.special_tokens, parallel=parallel)
+        try:
+            return tool_calls(functions, form, self.special_tokens, parallel=parallel)
+        except RequestError as error:
+            error.param = "tools"
+            raise
 
     def grammar(self, request: ChatRequest, prompt: str) -> str:
         """What an answer must follow that has a form, or must call a tool.
@@ -120,11 +130,11 @@ class ModelFormats:
                     "followed; leave one of them out",
                     "tool_choice",
                 )
-            calls = self.call_constraint(request)
+            calls = self._calls(request)
         else:
             form = request.constraint()
             if request.callable_tools and self.formats.tool is not None:
-                calls = self.call_constraint(request)
+                calls = self._calls(request)
         reasoning = self.formats.reasoning
         if reasoning is not None and reasoning.channels is not None and form:
             form = behind(

@@ -224,10 +224,17 @@ class RequestReader:
         reading = self.formats.reading(request, text)
         special = bool(request.add_special_tokens)
         tokens = await self.tokens_of(text, special, "messages")
-        grammar = ""
-        if request.structured_field or request.tool_choice.mode == "required":
-            grammar = await asyncio.to_thread(self.formats.grammar, request, text)
+        grammar = await self._chat_grammar(request, text)
         return TokenizedPrompt(tuple(tokens), "", reading, grammar)
+
+    async def _chat_grammar(self, request: ChatRequest, prompt: str) -> str:
+        """What the answers to a prompt must follow; "": anything.
+
+        RequestError for what no engine can follow.
+        """
+        if not request.structured_field and request.tool_choice.mode != "required":
+            return ""
+        return await asyncio.to_thread(self.formats.grammar, request, prompt)
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, written by the model's chat template."""

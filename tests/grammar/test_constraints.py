@@ -73,7 +73,7 @@ def test_a_mistake_in_a_schema_is_reported_with_its_place(schema, pointer, words
 
 def test_a_schema_that_nests_too_deeply_is_refused_at_once():
     schema: dict[str, Any] = {}
-    for _ in range(2000):
+    for _ in range(200):
         schema = {"items": schema}
 
     with pytest.raises(RequestError, match="too large at #/items"):
@@ -139,7 +139,7 @@ def test_a_mark_of_special_tokens_is_no_text():
     constraint = behind("</think>final ", choice(["yes"]), SPECIAL)
 
     assert is_whole(constraint, "</think>final yes", SPECIAL)
-    assert not is_whole(constraint, "</think>final yes")
+    assert not is_whole(constraint, "final yes", SPECIAL)
 
 
 def test_all_texts_of_a_constraint_are_valid_json():
