@@ -115,8 +115,8 @@ class Source:
             yield
 
     def _may_begin(self, marks: Iterable[str]) -> bool:
-        text = self._text[self._at :]
-        return any(mark.startswith(text) for mark in marks if mark)
+        longer = [mark for mark in marks if self._at + len(mark) > len(self._text)]
+        return any(mark.startswith(self._text[self._at :]) for mark in longer)
 
     def space(self) -> Wait[str]:
         """Take spaces and line breaks. Returns the character behind them; empty at the end."""
