@@ -46,7 +46,7 @@ class CharacterStops(Stops):
         self.pattern = re.compile(f"[{characters}]")
 
 
-class Source:
+class TextSource:
     """Text that arrives at one end and is taken from the other."""
 
     def __init__(self) -> None:
