@@ -462,10 +462,7 @@ def test_a_long_body_is_parsed_on_another_thread(app, monkeypatch):
     ids=["completion", "chat", "prediction"],
 )
 def test_a_request_is_answered_without_its_text(form, body, completions):
-    async def chunks():
-        yield json.dumps(body).encode()
-
-    generation = asyncio.run(completions.prepare(form, chunks()))
+    generation = asyncio.run(completions.prepare(form(**body)))
 
     assert "story" not in repr(generation)
     assert generation.request.n == body.get("n", 1)
