@@ -25,7 +25,9 @@ LIMIT = 400
 class Trip(BaseModel):
     """Go there."""
 
-    model_config = ConfigDict(extra="forbid")  # else a weak model adds fields without end
+    model_config = ConfigDict(
+        extra="forbid"
+    )  # else a weak model adds fields without end
 
     days: int = Field(ge=1, le=3)
     by: Literal["train", "ship"]
