@@ -3,8 +3,9 @@
     python -m benchmarks.grammar_coverage FOLDER --json --out FILE
 
 FOLDER holds JSON files: a schema each, as in JSONSchemaBench, or JSON Schema's own test suite,
-`[{"schema": ..., "tests": [...]}]`, where a test has `data` and `valid`. The answers are random walks along the masks, with a liking for what ends a text; `jsonschema` validates them.
-An instance that is valid has to be allowed, but for the order of its properties and for spaces.
+`[{"schema": ..., "tests": [...]}]`, where a test has `data` and `valid`. The answers are random
+walks along the masks, with a liking for what ends a text; `jsonschema` validates them. An instance that
+is valid has to be allowed, but for the order of its properties.
 """
 
 import json

@@ -47,10 +47,10 @@ def memory_mb() -> float:
     return pages * PAGE_BYTES / 1e6
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+def timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """Seconds of a call, and its result."""
     began = time.perf_counter()
-    result = call()
+    result = call(*arguments)
     return time.perf_counter() - began, result
 
 
@@ -82,9 +82,7 @@ def measure_llguidance(backend: tokenizers.Tokenizer) -> Row:
     start_s, words = timed(start)
     compiles, masks = [], []
     for text in schemas():
-        compile_s, state = timed(
-            lambda text=text: GrammarState.compile(f"start: %json {text}", words)
-        )
+        compile_s, state = timed(GrammarState.compile, f"start: %json {text}", words)
         compiles.append(compile_s)
         masks.append(timed(state.bits)[0])
     ids = answer(backend)
@@ -94,7 +92,7 @@ def measure_llguidance(backend: tokenizers.Tokenizer) -> Row:
         bits, follows = [], []
         for count in range(len(ids)):
             bits.append(timed(matcher.bits)[0])
-            follows.append(timed(lambda n=count: matcher.follow(ids[: n + 1]))[0])
+            follows.append(timed(matcher.follow, ids[: count + 1])[0])
         return bits, follows
 
     return _row("llguidance", size, start_s, compiles, masks, walk)
@@ -120,18 +118,18 @@ def measure_xgrammar(backend: tokenizers.Tokenizer) -> Row:
     bitmask = xgrammar.allocate_token_bitmask(1, size)
     compiles, masks = [], []
     for text in schemas():
-        compile_s, grammar = timed(lambda text=text: compiler.compile_json_schema(text))
+        compile_s, grammar = timed(compiler.compile_json_schema, text)
         compiles.append(compile_s)
         matcher = xgrammar.GrammarMatcher(grammar)
-        masks.append(timed(lambda m=matcher: m.fill_next_token_bitmask(bitmask))[0])
+        masks.append(timed(matcher.fill_next_token_bitmask, bitmask)[0])
     ids = answer(backend)
 
     def walk() -> tuple[list[float], list[float]]:
         matcher = xgrammar.GrammarMatcher(grammar)
         bits, follows = [], []
         for token in ids:
-            bits.append(timed(lambda: matcher.fill_next_token_bitmask(bitmask))[0])
-            follows.append(timed(lambda t=token: matcher.accept_token(t))[0])
+            bits.append(timed(matcher.fill_next_token_bitmask, bitmask)[0])
+            follows.append(timed(matcher.accept_token, token)[0])
         return bits, follows
 
     return _row("xgrammar", size, start_s, compiles, masks, walk)
