@@ -220,7 +220,7 @@ def test_every_token_has_its_log_probability(stream):
     chunks = events(response.text) if stream else [response.json()]
     lists = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     tokens = [entry["token"] for each in lists if each for entry in each["content"]]
-    assert len(tokens) == len(router.tokens)
+    assert len(tokens) == len(router.texts[0])
     assert "".join(tokens) == f"{THOUGHT}I look.{OSLO}"
 
 
@@ -338,3 +338,99 @@ def test_a_conversation_goes_on_behind_a_call():
 
     assert message["content"] == "It is raining."
     assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in router.prompts[0]
+
+
+CHANNELS = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"]
+CHANNELS += ["<|call|>", "<|return|>"]
+# as gpt-oss's, whose answers are messages in channels
+HARMONY = """
+{%- for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}
+{%- for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}
+{#- its answers: <|channel|>final<|message|> #}"""
+
+
+def in_channel(header: str, text: str, end: str = "end") -> str:
+    return f"⟨<|channel|>⟩{header}⟨<|message|>⟩{text}⟨<|{end}|>⟩"
+
+
+ANALYSIS = in_channel("analysis", "Two and two.") + "⟨<|start|>⟩assistant"
+
+
+def test_channels_are_thoughts_and_content():
+    app, _ = speaking(
+        ANALYSIS + in_channel("final", "Four.", "return"),
+        HARMONY,
+        special_tokens=CHANNELS,
+    )
+
+    message = message_of(app)
+    streamed, _ = gathered(app)
+
+    assert (message["reasoning"], message["content"]) == ("Two and two.", "Four.")
+    assert (streamed["reasoning"], streamed["content"]) == ("Two and two.", "Four.")
+
+
+def test_a_channel_to_a_function_is_a_call():
+    header = "commentary to=functions.get_weather ⟨<|constrain|>⟩json"
+    call = in_channel(header, '{"city": "Oslo"}', "call")
+    app, _ = speaking(ANALYSIS + call, HARMONY, special_tokens=CHANNELS)
+
+    message = message_of(app)
+
+    assert calls_of(message) == [("get_weather", {"city": "Oslo"})]
+    assert (message["reasoning"], message["content"]) == ("Two and two.", None)
+
+
+def test_letters_that_look_like_a_special_token_are_letters():
+    text = "It writes <|channel|> and <|end|>."
+    app, _ = speaking(in_channel("final", text), HARMONY, special_tokens=CHANNELS)
+
+    assert message_of(app)["content"] == text
+
+
+CLOCK = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("auto", []),
+        ("none", []),
+        ("required", ["get_weather", "get_time"]),
+        (NAMED, ["get_weather"]),
+    ],
+    ids=["auto", "none", "required", "named"],
+)
+def test_only_forced_calls_follow_a_grammar(choice, names):
+    app, router = speaking(OSLO)
+
+    assert chat(
+        app, **TOOLS | {"tools": [WEATHER, CLOCK]}, tool_choice=choice
+    ).is_success
+
+    grammar = router.params[0].get("grammar", "")
+    present = [name for name in ("get_weather", "get_time") if name in grammar]
+    assert present == names
+
+
+def test_a_schema_that_no_grammar_has_is_refused_with_its_place():
+    app, router = speaking(OSLO)
+    schema = {"type": "object", "properties": {"city": {"type": "text"}}}
+    function = {"name": "get_weather", "parameters": schema}
+    request = {"tools": [{"type": "function", "function": function}]}
+
+    response = chat(app, **request, tool_choice="required")
+
+    message = refused(response, 400, "request", "tools")
+    assert "get_weather" in message
+    assert "/properties/city" in message
+    assert not router.prompts
+
+
+def test_a_forced_call_of_an_unknown_format_is_refused():
+    app, _ = speaking(OSLO, tool_parser="none")
+
+    response = chat(app, **TOOLS, tool_choice="required")
+
+    assert "--tool-parser" in refused(response, 400, "request", "tool_choice")
