@@ -17,8 +17,10 @@ from disagg.errors import (
     RequestError,
     UnknownNameError,
 )
+from disagg.grammar import choice
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
+from disagg.parsers.parts import CallArguments, CallBegin, CallEnd
 from disagg.transfer.records import Manifest
 from tests.engine.margins import assert_same, serve_watched
 from tests.model.reference import ReferenceModel
@@ -191,6 +193,43 @@ def test_conversations_are_answered_as_their_template_writes_them(tiny, tmp_path
     assert [x.tokens for x in (one, *several)] == 3 * [expected.tokens]
 
 
+CALLS = (
+    "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}" + TEMPLATE
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def test_an_answer_of_a_chat_has_its_calls(tiny, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "chat_template.jinja").write_text(CALLS)
+    llm = LLM(str(folder), KIVI, config=EngineConfig(arena_bytes=16 << 20))
+    messages = [{"role": "user", "content": "Hello"}]
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    params = SamplingParams(max_tokens=100, grammar=choice([call]))
+
+    (answer,) = llm.chat(messages, params, tools=[WEATHER])
+
+    assert answer.text == call
+    assert answer.parts == (
+        CallBegin(0, "weather"),
+        CallArguments(0, "{}"),
+        CallEnd(0),
+    )
+    with pytest.raises(RequestError, match="tools are"):
+        llm.chat(messages, tools=["weather"])
+
+
+def test_a_template_that_shows_no_tools_takes_none(tiny, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    llm = LLM(str(folder), KIVI, config=EngineConfig(arena_bytes=16 << 20))
+
+    with pytest.raises(RequestError, match="does not show tools"):
+        llm.chat([{"role": "user", "content": "Hello"}], tools=[WEATHER])
+
+
 def test_a_model_without_a_template_has_no_chat(llm):
     with pytest.raises(RequestError, match="no chat template; use generate"):
         llm.chat([{"role": "user", "content": "Hello"}])
@@ -327,4 +366,23 @@ def test_a_hand_off_of_any_codec_changes_no_token(llm, runner, codec):
     reported = parse_plan(kv.codec, runner.shape)
     assert reported.fingerprint == parse_plan(codec, runner.shape).fingerprint
     assert kv.wire_bytes > kv.payload_bytes + kv.cached_bytes > 0.9 * kv.resident_bytes
+    assert_empty(llm)
+
+
+def test_an_answer_follows_a_grammar(llm):
+    params = SamplingParams(max_tokens=9, grammar=choice(["yes", "no"]))
+
+    answers = llm.generate(["a", "b"], params)
+
+    assert {answer.text for answer in answers} <= {"yes", "no"}
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    assert_empty(llm)
+
+
+def test_a_grammar_that_cannot_be_followed_admits_nothing(llm):
+    params = SamplingParams(grammar="start: <[9999]>")
+
+    with pytest.raises(RequestError, match="grammar is not supported"):
+        llm.generate("a", params)
+
     assert_empty(llm)

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from disagg.cli import client, options
 from disagg.cli import state_file as state_files
-from disagg.cli.checks import check_model, check_request
+from disagg.cli.checks import check_model, check_request, read_answer_formats
 from disagg.cli.output import print_json, stages, tell
 from disagg.cli.shutdown import RAY_STOP_S, ShutdownGuard
 from disagg.cli.state_file import RunningService, read_state
@@ -55,6 +55,12 @@ def serve(
     model: options.Model = None,
     served_model_name: str | None = Option(None, help="Model name in the API."),
     chat_template: options.ChatTemplate = None,
+    tool_parser: str | None = Option(
+        None, help="Format of the model's tool calls; none: not read. Default: auto."
+    ),
+    reasoning_parser: str | None = Option(
+        None, help="Format of the model's thoughts; none: not read. Default: auto."
+    ),
     dtype: str | None = Option(
         None, help="Dtype of the model: auto, float32, bfloat16 or float16."
     ),
@@ -132,6 +138,8 @@ def serve(
         "router.error_budget": error_budget,
         "server.served_model_name": served_model_name,
         "server.chat_template": chat_template,
+        "server.tool_parser": tool_parser,
+        "server.reasoning_parser": reasoning_parser,
         "server.host": host,
         "server.port": port,
         "server.doors": doors,
@@ -242,7 +250,11 @@ def print_start(service: "Service | Supervisor", config: Config, as_json: bool) 
     """Print where it listens, its workers and links, and warnings."""
     if as_json:
         print_json({"url": service.url, "pid": os.getpid()})
-    notes = (*sampling_notes(config), *open_access_warnings(config))
+    notes = (
+        *sampling_notes(config),
+        *parser_notes(config),
+        *open_access_warnings(config),
+    )
     for line in (*service.links, *service.pd_addresses, *notes):
         tell(line)
     tell(f"serving {service.name} at {service.url}")
@@ -263,6 +275,20 @@ def sampling_notes(config: Config) -> list[str]:
     return [
         f"sampling defaults of the model: {values} (model.generation_config: "
         f"{model.generation_config})"
+    ]
+
+
+def parser_notes(config: Config) -> list[str]:
+    """The parsers of the model's calls and thoughts, if any, and the settings for them."""
+    formats = read_answer_formats(config)
+    chosen = {
+        "tool calls": (formats.tool, config.server.tool_parser),
+        "thoughts": (formats.reasoning, config.server.reasoning_parser),
+    }
+    return [
+        f"parser of {kind}: {chosen_format.name} ({setting})"
+        for kind, (chosen_format, setting) in chosen.items()
+        if chosen_format is not None
     ]
 
 

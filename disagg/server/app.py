@@ -97,14 +97,11 @@ def create_app(
 def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     async def respond(
         http: Request,
-        body_type: type[GenerationRequest],
+        request: GenerationRequest,
         choices: Choices,
     ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # the address it came in at
-        # the content type is ignored
-        generation = await completions.prepare(
-            body_type, http.stream(), port, http.state.client
-        )
+        generation = await completions.prepare(request, port, http.state.client)
         deltas = completions.generate(generation)
         response = GenerationResponse(choices, generation, completions.served)
         http.state.log_fields = response.log_fields
@@ -120,15 +117,23 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
             more["kv_transfer_params"] = handle
         return _json_response(response.pieces(whole, more))
 
+    # the content type is ignored
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
+        request = await completions.read(CompletionRequest, http.stream())
         choices = CompletionChoices(completions.tokenizer)
-        return await respond(http, CompletionRequest, choices)
+        return await respond(http, request, choices)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        choices = ChatChoices(completions.tokenizer)
-        return await respond(http, ChatRequest, choices)
+        request = await completions.read(ChatRequest, http.stream())
+        choices = ChatChoices(
+            completions.tokenizer,
+            completions.new_call_id,
+            names_call=request.tool_choice.is_named,
+            shows_thoughts=request.include_reasoning,
+        )
+        return await respond(http, request, choices)
 
 
 def _json_response(pieces: Iterator[bytes]) -> Response:

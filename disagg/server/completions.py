@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from disagg.config import Config
+from disagg.config import Config, ServerConfig
 from disagg.engine.prediction import FollowedPrediction
 from disagg.engine.sampling_defaults import read_sampling_defaults
 from disagg.errors import CancelledError, ConfigError, DisaggError, reason_of
@@ -22,6 +22,8 @@ from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import RequestRouter
 from disagg.router.router import Router
+from disagg.server.answer_format import ModelFormats
+from disagg.server.answer_parts import AnswerParts
 from disagg.server.client import ANYONE, Client
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
@@ -29,6 +31,7 @@ from disagg.server.metrics import AnswerTimes, ServerMetrics
 from disagg.server.output_text import Score, TextDelta
 from disagg.server.pd_ports import PdPorts
 from disagg.server.reader import (
+    BodyT,
     Generation,
     RequestReader,
     ServedModel,
@@ -36,6 +39,7 @@ from disagg.server.reader import (
 )
 from disagg.server.retry import RetryEstimate
 from disagg.server.schema import CompletionRequest, GenerationRequest
+from disagg.server.tools import new_call_id
 from disagg.server.trace import AnswerTrace, SpanWriter, open_spans
 
 # an answer that a stop string ended waits this long for its hand-off figures
@@ -55,8 +59,14 @@ class _Answer:
     prediction: FollowedPrediction
     waited_s: float = 0.0
     last: TextDelta | None = None
+    parts: AnswerParts | None = None
 
     def add(self, output: TokenOutput) -> TextDelta:
+        """What one output adds: parts, if the answer has them, or text."""
+        delta = self._text(output)
+        return delta if self.parts is None else self.parts.read(delta)
+
+    def _text(self, output: TokenOutput) -> TextDelta:
         """The text that one output adds, after the prompt if the request has echo."""
         token = output.token
         delta = self._end(output) if token is None else self._token(token, output)
@@ -118,6 +128,7 @@ class Completions:
         pd_ports: PdPorts | None = None,
         spans: SpanWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        formats: ModelFormats = ModelFormats(),
     ):
         self.served = served
         self.tokenizer = tokenizer
@@ -125,8 +136,9 @@ class Completions:
         self.metrics = ServerMetrics(served.name)
         # without ports its router is not used
         self.pd_ports = pd_ports or PdPorts(Router(), {}, 0.0)
-        self.reader = RequestReader(served, tokenizer, chat)
         self.spans = spans
+        self.reader = RequestReader(served, tokenizer, chat, formats)
+        self._short_call_ids = chat is not None and chat.short_call_ids
         self._clock = clock
         self._retry = RetryEstimate(clock)
         self._scrape: asyncio.Task[bytes] | None = None
@@ -152,30 +164,34 @@ class Completions:
             max_body_bytes=config.server.max_body_bytes,
         )
         chat = ChatTemplate.load(model, config.server.chat_template)
+        formats = read_formats(chat, config.server, tokenizer)
         pd_ports = None
         if isinstance(router, Router):
             pd_ports = PdPorts(router, ports, config.transfer.lease_s)
         spans = open_spans(config.server)
-        return cls(served, tokenizer, router, chat, pd_ports, spans)
+        return cls(served, tokenizer, router, chat, pd_ports, spans, formats=formats)
 
     async def close(self) -> None:
         """Send the last spans."""
         if self.spans is not None:
             await asyncio.to_thread(self.spans.close)
 
-    async def prepare(
-        self,
-        body_type: type[GenerationRequest],
-        chunks: AsyncIterable[bytes],
-        port: int = 0,
-        client: Client = ANYONE,
-    ) -> Generation:
-        """What to generate for a client, from the chunks of a body that arrived at a port.
+    async def read(self, body_type: type[BodyT], chunks: AsyncIterable[bytes]) -> BodyT:
+        """A request from the chunks of its body; RequestError and its kinds, or ModelError."""
+        try:
+            return await self.reader.read(body_type, chunks)
+        except DisaggError as error:
+            self.metrics.failed(error.reason)
+            raise
 
-        RequestError and its kinds, or ModelError, for what cannot be served.
+    async def prepare(
+        self, request: GenerationRequest, port: int = 0, client: Client = ANYONE
+    ) -> Generation:
+        """What to generate for the request of a client, which arrived at a port.
+
+        RequestError and its kinds for what cannot be served.
         """
         try:
-            request = await self.reader.read(body_type, chunks)
             request = request.with_stop_tokens(self.reader.special_tokens)
             prompts = await self.reader.prompts(request)
             prediction = await self.reader.prediction(request)
@@ -218,7 +234,7 @@ class Completions:
         request = generation.request
         failure: str | None = CancelledError.reason  # until the answer ends
         answer = self._begin(generation, prompt)
-        params = self._params(request, len(prompt.tokens), sibling)
+        params = self._params(request, prompt, sibling)
         outputs = self.router.generate(
             prompt.tokens,
             params,
@@ -258,15 +274,21 @@ class Completions:
     def _begin(self, generation: Generation, prompt: TokenizedPrompt) -> _Answer:
         request = generation.request
         times = AnswerTimes(time.monotonic())
+        reading = prompt.reading
+        parser = None if reading is None else reading.parser()
         text = TextStream(
             self.tokenizer.detokenizer(prompt.tokens),
             stops=request.stop,
             min_tokens=request.min_tokens,
             hidden=request.end_tokens(self.served.eos_ids),
+            marks={} if parser is None else parser.marks,
         )
         codec = request.codec or self.served.codec
         prediction = FollowedPrediction(generation.prediction or ())
-        return _Answer(request, prompt, codec, text, times, prediction)
+        parts = None
+        if reading is not None and parser is not None:
+            parts = AnswerParts(parser, reading.parallel)
+        return _Answer(request, prompt, codec, text, times, prediction, parts=parts)
 
     def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:
         """The text of one output, which is counted."""
@@ -292,6 +314,10 @@ class Completions:
             prompt_tokens=len(answer.prompt.tokens),
             client_codec=answer.codec != self.served.codec,
         )
+
+    def new_call_id(self) -> str:
+        """A name for a tool call, such as the model's template takes."""
+        return new_call_id(self._short_call_ids)
 
     async def status(self) -> dict[str, Any]:
         """The body of GET /status: model, summary of the router, state of every worker."""
@@ -327,16 +353,30 @@ class Completions:
         return self.metrics.scrape(report.workers, self.router)
 
     def _params(
-        self, request: GenerationRequest, prompt_tokens: int, sibling: int
+        self, request: GenerationRequest, prompt: TokenizedPrompt, sibling: int
     ) -> dict[str, Any]:
         """Sampling parameters for the engine; siblings have different seeds."""
-        room = self.served.context_length - prompt_tokens
+        room = self.served.context_length - len(prompt.tokens)
         params = request.sampling(room, self.served.defaults)
+        if prompt.grammar:
+            params["grammar"] = prompt.grammar
         seed = request.seed
         if seed is None:
             seed = secrets.randbelow(MAX_SEED)
         params["seed"] = (seed + sibling) % MAX_SEED
         return params
+
+
+def read_formats(
+    chat: ChatTemplate | None, server: ServerConfig, tokenizer: Tokenizer
+) -> ModelFormats:
+    """The formats of a model's answers; UnknownNameError for a parser that does not exist."""
+    return ModelFormats.choose(
+        "" if chat is None else chat.source,
+        server.tool_parser,
+        server.reasoning_parser,
+        tokenizer.special_tokens,
+    )
 
 
 def _with_echo(

@@ -5,13 +5,14 @@ import logging
 from array import array
 from collections.abc import AsyncIterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from disagg.errors import ModelError, RequestError
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
+from disagg.server.answer_format import AnswerReading, ModelFormats
 from disagg.server.client import ANYONE, Client
 from disagg.server.pd_ports import ANY_WORKERS
 from disagg.server.schema import (
@@ -54,10 +55,17 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """Token ids of a prompt. `text`: its text, if the response echoes it."""
+    """Token ids of a prompt.
+
+    text:    its text, if the response echoes it
+    reading: how its answers are read; None: as plain text
+    grammar: what its answers must follow, as in `SamplingParams`
+    """
 
     tokens: tuple[int, ...]
     text: str = ""
+    reading: AnswerReading | None = None
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,30 @@ class Generation:
     workers: tuple[str, str] = ANY_WORKERS
     client: Client = ANYONE
 
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether the thoughts of its answers are counted."""
+        return any(
+            prompt.reading is not None and prompt.reading.has_thoughts
+            for prompt in self.prompts
+        )
+
 
 class RequestReader:
-    """Reads the requests for one model. `chat`: None for a model without a template."""
+    """Reads the requests for one model.
+
+    chat:    None for a model without a template
+    formats: of its calls and thoughts
+    """
 
     def __init__(
-        self, served: ServedModel, tokenizer: Tokenizer, chat: ChatTemplate | None
+        self,
+        served: ServedModel,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate | None,
+        formats: ModelFormats,
     ):
+        self.formats = formats
         self.max_body_bytes = served.max_body_bytes  # may change while the service runs
         self._served = served
         self._tokenizer = tokenizer
@@ -120,10 +145,16 @@ class RequestReader:
     async def prompts(self, request: GenerationRequest) -> list[TokenizedPrompt]:
         """The prompts of a request as token ids; RequestError for what cannot be served."""
         if isinstance(request, ChatRequest):
-            prompts = [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
+            prompts = [await self._chat_prompt(request)]
         else:
             assert isinstance(request, CompletionRequest)
-            prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
+            grammar = ""
+            if request.structured_field:
+                grammar = await asyncio.to_thread(request.constraint)
+            prompts = [
+                replace(await self._prompt(request, prompt), grammar=grammar)
+                for prompt in request.prompt
+            ]
         if sum(len(prompt.tokens) for prompt in prompts) <= limits.LONG_PROMPTS:
             self._check(request, prompts)
         else:
@@ -189,8 +220,30 @@ class RequestReader:
         async with self._long_text_lock if is_long else nullcontext():
             return await asyncio.to_thread(self._tokenizer.encode, text, special)
 
+    async def _chat_prompt(self, request: ChatRequest) -> TokenizedPrompt:
+        text = await self._chat_text(request)
+        reading = self.formats.reading(request, text)
+        special = bool(request.add_special_tokens)
+        tokens = await self.tokens_of(text, special, "messages")
+        grammar = await self._chat_grammar(request, text)
+        return TokenizedPrompt(tuple(tokens), "", reading, grammar)
+
+    async def _chat_grammar(self, request: ChatRequest, prompt: str) -> str:
+        """What the answers to a prompt must follow; "": anything.
+
+        RequestError for what no engine can follow.
+        """
+        if not request.structured_field and request.tool_choice.mode != "required":
+            return ""
+        return await asyncio.to_thread(self.formats.grammar, request, prompt)
+
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, written by the model's chat template."""
+        text = await self._chat_text(conversation)
+        special = bool(conversation.add_special_tokens)
+        return await self.tokens_of(text, special, "messages")
+
+    async def _chat_text(self, conversation: Conversation) -> str:
         if self._chat is None:
             raise RequestError(
                 f"{self._served.name!r} has no chat template; use /v1/completions",
@@ -198,9 +251,7 @@ class RequestReader:
             )
         if not conversation.messages:
             raise RequestError("messages: expected at least one", "messages")
-        text = await asyncio.to_thread(render, self._chat, conversation)
-        special = bool(conversation.add_special_tokens)
-        return await self.tokens_of(text, special, "messages")
+        return await asyncio.to_thread(render, self._chat, conversation)
 
     async def _prompt(
         self, request: CompletionRequest, prompt: str | list[Any]
@@ -223,5 +274,21 @@ class RequestReader:
 
 
 def render(chat: ChatTemplate, conversation: Conversation) -> str:
-    """The text of a conversation; RequestError for a message that the template cannot take."""
-    return chat.render(conversation.turns, **conversation.template_options)
+    """The text of a conversation; RequestError for what the template cannot take."""
+    effort = conversation.reasoning_effort
+    if effort is not None and not chat.reads("reasoning_effort"):
+        raise RequestError(
+            f"reasoning_effort={limits.shown(effort)} is not supported: the model's chat template "
+            "does not read it; leave it out",
+            "reasoning_effort",
+        )
+    text = chat.render(conversation.turns, **conversation.template_options)
+    tools = conversation.callable_tools
+    # some templates take tools by other names, which `chat_template_kwargs` may have
+    if not chat.writes_tools and not all(tool.name in text for tool in tools):
+        raise RequestError(
+            "tools: the model's chat template does not show tools to the model; "
+            "leave them out, or serve the model with a --chat-template that does",
+            "tools",
+        )
+    return text

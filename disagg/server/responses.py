@@ -37,6 +37,7 @@ class GenerationResponse:
         self._request = generation.request
         self._prompts = generation.prompts
         self._prediction = generation.prediction
+        self._has_thoughts = generation.has_thoughts
         self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
         self._outcome: str | None = CancelledError.reason  # None: it is complete
@@ -90,10 +91,10 @@ class GenerationResponse:
             return
         index, delta = indexed
         self._last[index] = delta
-        for part in delta.parts(MAX_CHUNK_SCORES):
-            if part.text or part.scores or part.finish_reason:
-                choice = self._choices.chunk(index, part)
-                yield self._chunk_event({**choice, **self._kv_of(part)})
+        for piece in delta.slices(MAX_CHUNK_SCORES):
+            choice = self._choices.chunk(index, piece)
+            if choice is not None:
+                yield self._chunk_event({**choice, **self._kv_of(piece)})
 
     async def whole(self, deltas: AsyncGenerator[IndexedDelta]) -> list[WholeChoice]:
         """The choices of a response that is not streamed, when they are complete."""
@@ -107,8 +108,8 @@ class GenerationResponse:
                     self._last[index] = delta
                     if index not in choices:
                         choices[index] = WholeChoice(index, self._choices)
-                    for part in delta.parts(MAX_CHUNK_SCORES):
-                        choices[index].add(part)
+                    for piece in delta.slices(MAX_CHUNK_SCORES):
+                        choices[index].add(piece)
                         await _let_others_run(indexed)
         except Exception as error:
             self._outcome = reason_of(error)
@@ -177,21 +178,21 @@ class GenerationResponse:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
-            **self._prediction_details(),
+            **self._completion_details(),
         }
 
-    def _prediction_details(self) -> dict[str, Any]:
-        """How many tokens of the prediction the choices have, and have not, if there is one."""
-        if self._prediction is None:
-            return {}
-        accepted = sum(delta.num_predicted for delta in self._last.values())
-        predicted = len(self._prediction) * len(self._last)
-        return {
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": predicted - accepted,
-            }
-        }
+    def _completion_details(self) -> dict[str, Any]:
+        """Tokens of thoughts, of a model that has them; and of the prediction, if there is one."""
+        details = {}
+        if self._has_thoughts:
+            thought = sum(delta.num_thought for delta in self._last.values())
+            details["reasoning_tokens"] = thought
+        if self._prediction is not None:
+            accepted = sum(delta.num_predicted for delta in self._last.values())
+            predicted = len(self._prediction) * len(self._last)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = predicted - accepted
+        return {"completion_tokens_details": details} if details else {}
 
 
 async def _let_others_run(indexed: IndexedDelta) -> None:

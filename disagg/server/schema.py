@@ -23,16 +23,18 @@ from disagg.engine.sequence import AS_MANY_AS_FIT, BOUNDS, Bounds
 from disagg.errors import RequestError
 from disagg.server import json_pieces, limits
 from disagg.server.messages import ChatMessage
+from disagg.server.structured_output import StructuredFields
+from disagg.server.tools import AUTO, Tool, ToolChoice, callable_tools, read_tool_choice
 
 # fields that are not supported, by the only value, besides null, that is accepted
 NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
     (
         None,
         """
-        allowed_token_ids audio cache_salt chat_template documents function_call
-        guided_choice guided_grammar guided_json guided_regex logprob_token_ids
+        allowed_token_ids audio cache_salt chat_template documents
+        guided_whitespace_pattern logprob_token_ids
         max_completion_tokens messages mm_processor_kwargs prompt prompt_embeds
-        prompt_logprobs reasoning_effort repetition_detection structured_outputs
+        prompt_logprobs reasoning_effort repetition_detection
         truncate_prompt_tokens verbosity web_search_options
         """,
     ),
@@ -48,21 +50,22 @@ NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
     (0, "top_logprobs"),
     (1, "best_of length_penalty"),
     ("", "suffix"),
-    ("none", "tool_choice"),
+    ("none", "function_call tool_choice"),
     ([], "bad_words functions logits_processors tools"),
     (["text"], "modalities"),
     ({}, "ec_transfer_params vllm_xargs"),
-    ({"type": "text"}, "response_format"),
 )
 NEUTRAL: Mapping[str, Any] = {
     name: value for value, names in NEUTRAL_FIELDS for name in names.split()
 }
 INSTEAD = {
+    "function_call": "write tool_choice",
+    "functions": "write tools",
     "max_completion_tokens": "write max_tokens",
-    "reasoning_effort": "if the model's template uses it, put it into chat_template_kwargs",
 }
 # accepted with any value: none of them changes the answer
 HARMLESS = {
+    "guided_decoding_backend",
     "include_reasoning",
     "metadata",
     "parallel_tool_calls",
@@ -91,6 +94,11 @@ SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
+# long fields that are not used any more when an answer begins
+WITHOUT_TEXTS: Mapping[str, Any] = {
+    "prediction": None,
+    **{name: field.default for name, field in StructuredFields.model_fields.items()},
+}
 NO_DEFAULTS: Mapping[str, Any] = {}  # of a model that brings none
 
 
@@ -229,7 +237,7 @@ class Prediction(BaseModel):
     content: Annotated[str, BeforeValidator(predicted_text)]
 
 
-class GenerationRequest(Body, ABC):
+class GenerationRequest(StructuredFields, Body, ABC):
     """The fields that completions and chats share."""
 
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
@@ -352,7 +360,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def without_prompts(self) -> Self:
-        return self.model_copy(update={"prompt": [], "prediction": None})
+        return self.model_copy(update={"prompt": [], **WITHOUT_TEXTS})
 
     def sampling(
         self, room: int, defaults: Mapping[str, Any] = NO_DEFAULTS
@@ -371,6 +379,23 @@ class Conversation(Body):
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Tool] = Field([], max_length=limits.MAX_TOOLS)
+    tool_choice: Annotated[ToolChoice, BeforeValidator(read_tool_choice)] = AUTO
+    reasoning_effort: Name | None = None
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that an answer may call; RequestError for a choice that names an unknown one.
+
+        A choice that forces a call needs tools.
+        """
+        return callable_tools(self.tools, self.tool_choice)
+
+    @property
+    def prompt_tools(self) -> list[dict[str, Any]]:
+        """The tools that the template shows to the model, as the client sent them."""
+        shown = self.callable_tools if self.tool_choice.is_subset else self.tools
+        return [tool.definition for tool in shown]
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -384,19 +409,30 @@ class Conversation(Body):
     def template_options(self) -> dict[str, Any]:
         """Arguments of the template besides the messages; `chat_template_kwargs` wins."""
         continues = self.continue_final_message
-        return {
+        options: dict[str, Any] = {
             "add_generation_prompt": self.add_generation_prompt and not continues,
             "continue_final_message": continues,
-            **self.chat_template_kwargs,
         }
+        tools = self.prompt_tools
+        if tools:
+            options["tools"] = tools
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        return {**options, **self.chat_template_kwargs}
 
 
 class ChatRequest(GenerationRequest, Conversation):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions.
+
+    parallel_tool_calls: false: an answer ends behind its first call
+    include_reasoning:   false: the response does not have the model's thoughts
+    """
 
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -407,8 +443,9 @@ class ChatRequest(GenerationRequest, Conversation):
     def without_prompts(self) -> Self:
         large: dict[str, Any] = {
             "messages": [],
+            "tools": [],
             "chat_template_kwargs": {},
-            "prediction": None,
+            **WITHOUT_TEXTS,
         }
         return self.model_copy(update=large)
 

@@ -1,7 +1,6 @@
 """What the service tells of itself, and who may stop it."""
 
 import asyncio
-import json
 import re
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -135,10 +134,8 @@ async def test_the_time_between_tokens_is_counted_while_they_come(completions, r
     """A long answer would else be missing for as long as it takes, and hold the loop at its end."""
     router.pause_at = 3
 
-    async def chunks():
-        yield json.dumps(ask(max_tokens=9)).encode()
-
-    generation = await completions.prepare(CompletionRequest, chunks())
+    request = CompletionRequest(**ask(max_tokens=9))
+    generation = await completions.prepare(request)
     async with aclosing(completions.generate(generation)) as deltas:
         text = ""
         while text != "abc":

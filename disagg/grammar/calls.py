@@ -1,0 +1,290 @@
+"""The grammar of an answer that must call tools, in the form that a model was trained on.
+
+<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>
+╰─ before_name ──╯       ╰ before_arguments ╯               ╰ behind ╯
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.errors import RequestError, quoted
+from disagg.grammar.constraints import check
+from disagg.grammar.json_schemas import DEFINITIONS, prepare, schema_text
+from disagg.grammar.marks import lark_of, lark_text, split_mark
+
+
+@dataclass(frozen=True)
+class ParameterForm:
+    """How arguments are written one by one, where they are not one JSON object.
+
+    A text stands as it is up to `behind`; anything else is JSON.
+    before_json: in place of `before_value`, where notations differ
+    """
+
+    before_name: str
+    before_value: str
+    behind: str
+    before_json: str = ""
+
+
+@dataclass(frozen=True)
+class CallNotation:
+    """How a model writes calls; special tokens are written as in its tokenizer.
+
+    before_name, before_arguments, behind: of each call
+    before_first, between, behind_last:    of all calls
+    parameters: None: the arguments are one JSON object
+    newer:      that of newer models, which have the special token `sign_of_newer`
+    """
+
+    before_name: str
+    before_arguments: str
+    behind: str
+    before_first: str = ""
+    between: str = ""
+    behind_last: str = ""
+    parameters: ParameterForm | None = None
+    newer: "CallNotation | None" = None
+    sign_of_newer: str = ""
+
+
+# by the name of the tool parser that reads it
+CALL_FORMS: Mapping[str, CallNotation] = {
+    "hermes": CallNotation(
+        before_name='<tool_call>\n{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}\n</tool_call>",
+        between="\n",
+    ),
+    "qwen3_coder": CallNotation(
+        before_name="<tool_call>\n<function=",
+        before_arguments=">\n",
+        behind="</function>\n</tool_call>",
+        between="\n",
+        parameters=ParameterForm("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "llama3_json": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "parameters": ',
+        behind="}",
+        between="; ",
+    ),
+    "mistral": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="[TOOL_CALLS][",
+        between=", ",
+        behind_last="]",
+        newer=CallNotation(
+            before_name="[TOOL_CALLS]", before_arguments="[ARGS]", behind=""
+        ),
+        sign_of_newer="[ARGS]",
+    ),
+    "cohere": CallNotation(
+        before_name='{"tool_call_id": "0", "tool_name": "',
+        before_arguments='", "parameters": ',
+        behind="}",
+        before_first="<|START_ACTION|>[\n    ",
+        between=",\n    ",
+        behind_last="\n]<|END_ACTION|>",
+    ),
+    "granite": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="<|tool_call|>[",
+        between=", ",
+        behind_last="]",
+    ),
+    "apriel": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="<tool_calls>[",
+        between=", ",
+        behind_last="]</tool_calls>",
+    ),
+    "nemotron": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="<TOOLCALL>[",
+        between=", ",
+        behind_last="]</TOOLCALL>",
+    ),
+    "functionary_v31": CallNotation(
+        before_name="<function=", before_arguments=">", behind="</function>"
+    ),
+    "kimi_k2": CallNotation(
+        before_name="<|tool_call_begin|>functions.",
+        before_arguments=":0<|tool_call_argument_begin|>",
+        behind="<|tool_call_end|>",
+        before_first="<|tool_calls_section_begin|>",
+        behind_last="<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": CallNotation(
+        before_name='<invoke name="',
+        before_arguments='">\n',
+        behind="</invoke>",
+        before_first="<minimax:tool_call>\n",
+        between="\n",
+        behind_last="\n</minimax:tool_call>",
+        parameters=ParameterForm('<parameter name="', '">', "</parameter>\n"),
+    ),
+    "seed_oss": CallNotation(
+        before_name="<seed:tool_call>\n<function=",
+        before_arguments=">\n",
+        behind="</function>\n</seed:tool_call>",
+        between="\n",
+        parameters=ParameterForm("<parameter=", ">", "</parameter>\n"),
+    ),
+    "deepseek_v32": CallNotation(
+        before_name='<｜DSML｜invoke name="',
+        before_arguments='">\n',
+        behind="</｜DSML｜invoke>",
+        before_first="<｜DSML｜function_calls>\n",
+        between="\n",
+        behind_last="\n</｜DSML｜function_calls>",
+        parameters=ParameterForm(
+            '<｜DSML｜parameter name="',
+            '" string="true">',
+            "</｜DSML｜parameter>\n",
+            before_json='" string="false">',
+        ),
+    ),
+    "deepseek_v3": CallNotation(
+        before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        before_arguments="\n```json\n",
+        behind="\n```<｜tool▁call▁end｜>",
+        before_first="<｜tool▁calls▁begin｜>",
+        between="\n",
+        behind_last="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": CallNotation(
+        before_name="<｜tool▁call▁begin｜>",
+        before_arguments="<｜tool▁sep｜>",
+        behind="<｜tool▁call▁end｜>",
+        before_first="<｜tool▁calls▁begin｜>",
+        behind_last="<｜tool▁calls▁end｜>",
+    ),
+    "glm45": CallNotation(
+        before_name="<tool_call>",
+        before_arguments="\n",
+        behind="</tool_call>",
+        between="\n",
+        parameters=ParameterForm(
+            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"
+        ),
+    ),
+    "harmony": CallNotation(
+        before_name="<|channel|>commentary to=functions.",
+        before_arguments=" <|constrain|>json<|message|>",
+        behind="<|call|>",
+    ),
+}
+
+
+def tool_calls(
+    functions: Mapping[str, Mapping[str, Any]],
+    form: CallNotation,
+    special_tokens: Mapping[str, int],
+    *,
+    parallel: bool,
+) -> str:
+    """An answer that is one call, or at least one call.
+
+    functions:      the functions that may be called: the JSON schema of their arguments, by name
+    special_tokens: of the tokenizer: ids by how they are written
+    parallel:       several calls may follow each other
+
+    RequestError, with the name of the function, for a schema that is not supported. May take a
+    hundredth of a second a function, so servers call it in a thread.
+    """
+    if form.newer is not None and form.sign_of_newer in special_tokens:
+        form = form.newer
+    if not functions:
+        raise RequestError("no function may be called; expected at least one")
+    rules: list[str] = []
+    for number, (name, parameters) in enumerate(functions.items()):
+        try:
+            rules += _call_rules(number, name, parameters, form, special_tokens)
+        except RequestError as error:
+            raise RequestError(f"function {quoted(name)}: {error}") from error
+    calls = " | ".join(f"call_{number}" for number in range(len(functions)))
+    more = f"({lark_of(form.between, special_tokens)} call)*" if parallel else ""
+    before = lark_of(form.before_first, special_tokens)
+    behind = lark_of(form.behind_last, special_tokens)
+    start = f"start: {before} call {more} {behind}"
+    constraint = "\n".join([start, f"call: {calls}", *rules])
+    check(constraint)
+    return constraint
+
+
+def _call_rules(
+    number: int,
+    name: str,
+    parameters: Mapping[str, Any],
+    form: CallNotation,
+    special_tokens: Mapping[str, int],
+) -> Iterator[str]:
+    """The rules of the calls of one function; the first is `call_NUMBER`."""
+    opening = lark_of(form.before_name + name + form.before_arguments, special_tokens)
+    closing = lark_of(form.behind, special_tokens)
+    parameters = {"type": "object", **parameters}
+    prepare(parameters)  # its mistakes have their places in the whole schema
+    if form.parameters is None:
+        arguments = f"%json {schema_text(parameters)}"
+        yield f"call_{number}: {opening} {arguments} {closing}"
+        return
+    properties = parameters.get("properties", {})
+    required = parameters.get("required", ())
+    names = [f"value_{number}_{index}" for index in range(len(properties))]
+    values = []
+    for rule, key in zip(names, properties, strict=True):
+        values.append(rule if key in required else f"{rule}?")
+    yield f"call_{number}: {opening} {' '.join(values)} {closing}"
+    definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
+    for rule, (key, schema) in zip(names, properties.items(), strict=True):
+        before = form.parameters.before_name + key + _before(schema, form.parameters)
+        value = _value_rules(rule, schema, definitions, form.parameters, special_tokens)
+        yield from value
+        yield f"{rule}: {lark_of(before, special_tokens)} {rule}_end"
+
+
+def _value_rules(
+    rule: str,
+    schema: Any,
+    definitions: Mapping[str, Any],
+    form: ParameterForm,
+    special_tokens: Mapping[str, int],
+) -> Iterator[str]:
+    """The rules of the value of one parameter and of the mark behind it: `RULE_end`."""
+    behind = split_mark(form.behind, special_tokens)
+    marks = " ".join(mark.lark for mark in behind)
+    is_text = _is_text(schema)
+    if is_text and "enum" in schema:
+        options = " | ".join(lark_text(str(option)) for option in schema["enum"])
+        yield f"{rule}_end: ({options}) {marks}"
+    elif is_text and behind[0].is_special:
+        yield f"{rule}_end: {rule}_text {marks}"
+        yield f"{rule}_text: /(?s:.*)/"
+    elif is_text:
+        rest = " ".join(mark.lark for mark in behind[1:])
+        yield f"{rule}_end: {rule}_text {rest}"
+        yield f"{rule}_text[suffix={behind[0].lark}]: /(?s:.*)/"
+    else:
+        fields = {**definitions, **schema} if isinstance(schema, Mapping) else schema
+        yield f"{rule}_end: %json {schema_text(fields)} {marks}"
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _before(schema: Any, form: ParameterForm) -> str:
+    """What stands between the name of a parameter and its value."""
+    if form.before_json and not _is_text(schema):
+        return form.before_json
+    return form.before_value
