@@ -117,7 +117,7 @@ class EngineConfig(Bounded):
                       in chunks; shorter prompts and decoding on the same worker wait for one chunk
     chunk_s:          seconds that chunks of prompts may add to a step in which sequences decode, so
                       that tokens come steadily. Chunks are sized by the time that earlier ones
-                      took, and have at least 64 tokens. None: no limit
+                      took, and have at least 256 tokens. None: no limit
     max_sequences:    maximum sequences per decode step; None: 64 on a GPU, which records steps of
                       every size at start. On a CPU one for every 1,024 tokens that the arena holds
                       with the default codec of the service, from 64 to 256

@@ -14,7 +14,7 @@ Where many do, or where nothing repeats, drafts cost more than they bring. So la
 and a sequence whose drafts are wrong waits longer and longer before it has the next one.
 """
 
-from array import array
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
@@ -30,18 +30,20 @@ LEAST_DRAFT = 2
 LONGEST_WAIT = 64  # tokens of an answer
 CPU_DRAFT = 7  # tokens of a draft, unless the config says
 CPU_ROWS = 16  # tokens of a step that take a CPU hardly longer than one
-TOKEN_BYTES = 4
+NUM_CHARACTERS = sys.maxunicode + 1  # more than any vocabulary has tokens
 
 
 class TokenText:
     """Tokens that can be looked up in each other."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        # a character for each token: a string is searched in one call, by whole characters
+        self._text = ""
 
     def add(self, tokens: Seq[int]) -> None:
         """Append tokens."""
-        self._bytes += array("I", tokens).tobytes()
+        new_text = "".join(chr(token % NUM_CHARACTERS) for token in tokens)
+        self._text = (self._text + new_text)[-LOOK_BACK:]
 
     def continuation(self, size: int) -> list[int]:
         """The `size` tokens that follow the last ones, if they do as they did before.
@@ -49,24 +51,15 @@ class TokenText:
         Empty where the last tokens are not found again. A text that has begun to repeat itself
         goes on repeating.
         """
-        text = self._bytes
-        start = self._last_place(text[-MATCH * TOKEN_BYTES :])
-        if start is None:
+        text = self._text
+        last_tokens = text[-MATCH:]
+        place = text.rfind(last_tokens, 0, -1)
+        if place < 0:
             return []
-        known = array("I", text[start : start + size * TOKEN_BYTES])
-        repeats = -(-size // len(known))
-        return (known * repeats)[:size].tolist()
-
-    def _last_place(self, needle: bytearray) -> int | None:
-        """The offset behind the last earlier place with these tokens; None: there is none."""
-        text = self._bytes
-        least = max(0, len(text) - LOOK_BACK * TOKEN_BYTES)
-        end = len(text) - TOKEN_BYTES
-        while (place := text.rfind(needle, least, end)) >= 0:
-            if place % TOKEN_BYTES == 0:
-                return place + len(needle)
-            end = place + len(needle) - 1
-        return None
+        start = place + len(last_tokens)
+        following = [ord(token) for token in text[start : start + size]]
+        repeats = -(-size // len(following))
+        return (following * repeats)[:size]
 
 
 @dataclass
