@@ -14,12 +14,13 @@ time, and one after another is loaded, so that a host that gets slower is slower
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -45,7 +46,7 @@ VLLM = "vllm"
 COLOCATED = "colocated"
 SPLIT = "split"
 BEFORE = "before "  # of the names of servers from another checkout
-START_S = 400.0
+START_S = 900.0  # vLLM compiles at its first start
 STOP_S = 60.0
 WARM_UP_TOKENS = (64, 600, 3000)
 # prompts of a round, by streams
@@ -144,11 +145,12 @@ def running(
         yield server
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):
+            # vLLM leaves workers behind that still compile
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_until_ready(
@@ -241,6 +243,9 @@ def measure_peers(options: PeerOptions) -> Row:
             for number, (_, size, server) in enumerate(progress(turns, _turn_name)):
                 row = measure_server(options, server, size, number, folder)
                 measured.setdefault((size, server.name), []).append(row)
+                announce(
+                    f"{row['tokens_per_s']:.1f} tokens per s at load {row['load']}"
+                )
     rows = [_summary(*case, rounds) for case, rounds in measured.items()]
     for row in rows:
         row["ratio"] = row["tokens_per_s"] / _vllm_rate(rows, row["size"])

@@ -139,8 +139,8 @@ class EngineConfig(Bounded):
     speculative_tokens: maximum tokens of a draft of look-up speculation: what followed the last
                       tokens earlier in the text, or what the request's prediction says, which a
                       step verifies; answers stay the same. 0: no drafts. None: 7 on a CPU, 0 on a
-                      GPU, where steps with drafts run without a recorded CUDA graph. Models with
-                      states have no drafts
+                      GPU, where more than 7 run without a recorded CUDA graph. Models with states
+                      have no drafts
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below

@@ -123,7 +123,7 @@ class Engine:
             self.pool, config.max_batch_tokens, self.decode_slots, config.watermark
         )
         context = runner.info.context_length
-        self._lookup = LookUp.on(runner.device.type, config, context)
+        self.lookup = LookUp.on(runner.device.type, config, context)
         self._chunk_time = ChunkTime(config.chunk_s)
         self.progress = StepProgress(clock)
         self._prompts = Prompts(
@@ -337,7 +337,7 @@ class Engine:
         for sequence in self._scheduler.outgrown():
             self._scheduler.restart(sequence)
             sequence.enter(Status.QUEUED)
-        scheduled = self._lookup.add_drafts(self._scheduler.schedule_decodes())
+        scheduled = self.lookup.add_drafts(self._scheduler.schedule_decodes())
         if any(entry.draft for entry in scheduled):
             with suppress(CapacityError):
                 return scheduled, allocate_step(scheduled, self.pool)
@@ -486,7 +486,7 @@ class Engine:
         sequence.n -= len(entry.draft) - right
         for group, state in zip(sequence.plan.paged, sequence.groups, strict=False):
             self.pool.release(take_back(group, state, sequence.n))
-        self._lookup.learn(entry, right)
+        self.lookup.learn(entry, right)
         self.counts["drafts"] += 1
         self.counts["draft_tokens"] += len(entry.draft)
         self.counts["accepted_tokens"] += right

@@ -126,10 +126,14 @@ class LookUp:
     """
 
     def __init__(self, most: int, most_rows: int, context: int):
-        self._most = most
+        self.most = most
         self._most_rows = most_rows
         self._context = context
         self._histories: WeakKeyDictionary[Sequence, DraftHistory] = WeakKeyDictionary()
+
+    def fixed(self) -> "FixedDrafts":
+        """Short drafts for the same steps."""
+        return FixedDrafts(self.most, self._most_rows, self._context)
 
     @classmethod
     def on(cls, device: str, config: EngineConfig, context: int) -> "LookUp":
@@ -143,7 +147,7 @@ class LookUp:
     def add_drafts(self, scheduled: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
         """The decoding sequences of a step, those that allow it with a draft."""
         spare = self._most_rows - sum(entry.count for entry in scheduled)
-        if not self._most or spare < LEAST_DRAFT:
+        if not self.most or spare < LEAST_DRAFT:
             return list(scheduled)
         drafted = []
         for entry in scheduled:
@@ -169,7 +173,18 @@ class LookUp:
     def learn(self, entry: ScheduledTokens, right: int) -> None:
         """How many tokens of a draft were right."""
         history = self._histories[entry.sequence]
-        history.learn(len(entry.draft), right, self._most)
+        history.learn(len(entry.draft), right, self.most)
+
+
+class FixedDrafts(LookUp):
+    """The same short draft for every sequence that can have one, right or wrong: for a warm-up."""
+
+    def _draft(self, entry: ScheduledTokens, spare: int) -> list[int]:
+        room = min(spare, most_tokens(entry, self._context))
+        return [0] * LEAST_DRAFT if room >= LEAST_DRAFT else []
+
+    def learn(self, entry: ScheduledTokens, right: int) -> None:
+        """Change nothing."""
 
 
 def most_tokens(entry: ScheduledTokens, context: int) -> int:
