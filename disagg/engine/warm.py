@@ -1,9 +1,9 @@
 """Warm-up on a GPU: compile and record the decode steps of the listed codecs before requests come.
 
-It serves made-up prompts, once without drafts, and once with a draft in every step if the config has
-drafts. Triton keeps compiled kernels on disk, for the next start. Steps are
-recorded over page tables of every size that the model's context needs, and so launch both forms of
-the kernel that merges partial results. Later requests record nothing.
+It serves made-up prompts; where the config has drafts, once more with a draft in every step. Triton
+keeps compiled kernels on disk, for the next start. Steps are recorded over page tables of every
+size that the model's context needs, and so launch both forms of the kernel that merges partial
+results. Later requests record nothing.
 """
 
 import logging
