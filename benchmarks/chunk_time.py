@@ -6,22 +6,26 @@
 and prompts arrive one by one until they are done. Only gaps while a prompt is computed count.
 """
 
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from typer import Option
 
 from benchmarks import command
 from benchmarks.streams import ClientEnd, Questions, gaps_beside
+from benchmarks.vllm_cpu import ROOT, running
 from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, progress, result_of
 from disagg.bench.serving import ServeOptions, find_model
 from disagg.bench.tables import table
 from disagg.cli.bench import Out, show, without_none
 from disagg.cli.options import Json
-from disagg.config import ClusterConfig, Config, EngineConfig, ModelConfig, ServerConfig
-from disagg.server.service import Service
+from disagg.config import EngineConfig
 
 NOTES = (
     "milliseconds between tokens of streams; first_ms: to the first token of a prompt"
@@ -60,15 +64,24 @@ def measure_chunk_time(options: ChunkTimeOptions) -> Row:
 def _measure(
     options: ChunkTimeOptions, questions: Questions, limit: float | None
 ) -> Row:
-    config = Config(
-        model=ModelConfig(options.model, dtype=options.dtype),
-        engine=replace(EngineConfig(), chunk_s=limit),
-        cluster=ClusterConfig(colocated=True),
-        server=ServerConfig(port=0),
-    )
-    with Service(config) as service, Child(ClientEnd) as client:
-        model, _ = find_model(service.url)
-        target = ServeOptions(service.url, model, ignore_eos=True)
+    setting = "null" if limit is None else f"{limit:g}"
+    with (
+        TemporaryDirectory() as folder,
+        running(
+            f"chunk_s {setting}",
+            [
+                *(sys.executable, "-P", "-m", "disagg", "serve", options.model),
+                *("--dtype", options.dtype, "--colocated"),
+                *("--set", f"engine.chunk_s={setting}"),
+                *("--state-file", f"{folder}/state.json"),
+            ],
+            {**os.environ, "PYTHONPATH": str(ROOT)},
+            Path(folder, "log"),
+        ) as server,
+        Child(ClientEnd) as client,
+    ):
+        model, _ = find_model(server.url)
+        target = ServeOptions(server.url, model, ignore_eos=True)
         # the engine learns what decoding and prompts take
         client.ask("ask", target, questions.make(1, 600, 16))
         batch = questions.make(options.streams, 64, options.answer)
