@@ -41,6 +41,7 @@ class GenerationResponse:
         self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
         self._outcome: str | None = CancelledError.reason  # None: it is complete
+        self._before_event = ""
         self._head = {
             "id": f"{choices.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -74,9 +75,8 @@ class GenerationResponse:
                         await _let_others_run(indexed)
         except DisaggError as error:
             self._outcome = error.reason
-            yield event(
-                error_body(str(error), error.reason, error.http_status, error.param)
-            )
+            body = error_body(str(error), error.reason, error.http_status, error.param)
+            yield self._behind_wait(event(body))
         else:
             self._outcome = None
             if self._request.stream_options.include_usage:
@@ -87,6 +87,7 @@ class GenerationResponse:
 
     def _delta_events(self, indexed: IndexedDelta) -> Iterator[str]:
         if indexed is None:
+            self._before_event = WAITING
             yield WAITING
             return
         index, delta = indexed
@@ -94,7 +95,18 @@ class GenerationResponse:
         for piece in delta.slices(MAX_CHUNK_SCORES):
             choice = self._choices.chunk(index, piece)
             if choice is not None:
-                yield self._chunk_event({**choice, **self._kv_of(piece)})
+                yield self._behind_wait(
+                    self._chunk_event({**choice, **self._kv_of(piece)})
+                )
+
+    def _behind_wait(self, text: str) -> str:
+        """An event, with a comment in front of it if the one before it was a comment.
+
+        vLLM's client strips each piece that it reads, and so loses the line break behind a comment
+        that comes alone; it then took the whole answer for that comment.
+        """
+        before, self._before_event = self._before_event, ""
+        return before + text
 
     async def whole(self, deltas: AsyncGenerator[IndexedDelta]) -> list[WholeChoice]:
         """The choices of a response that is not streamed, when they are complete."""
