@@ -1,6 +1,7 @@
-"""HTTP: routes, status codes, clients that disconnect. `responses.py` has the bodies.
+"""HTTP: routes, status codes, clients that disconnect. Writers have the bodies.
 
-POST /v1/completions · /v1/chat/completions; info_routes.py and admin.py have the other routes
+POST /v1/completions · /v1/chat/completions · /v1/responses
+info_routes.py and admin.py have the other routes
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -28,7 +30,6 @@ from disagg.server.auth import KeyRing
 from disagg.server.choices import (
     MAX_PIECE,
     ChatChoices,
-    Choices,
     CompletionChoices,
 )
 from disagg.server.completions import Completions
@@ -38,8 +39,11 @@ from disagg.server.info_routes import (
     add_model_routes,
     add_tokenizer_routes,
 )
+from disagg.server.items_writer import ItemsWriter
 from disagg.server.log import RequestLog
-from disagg.server.responses import GenerationResponse, error_body
+from disagg.server.reader import Generation
+from disagg.server.responses import ChoicesWriter, ResponseWriter, error_body
+from disagg.server.responses_request import ResponsesRequest, sent_as
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 STREAM_HEADERS = {
@@ -96,37 +100,70 @@ def create_app(
 def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     async def respond(
         http: Request,
-        body_type: type[GenerationRequest],
-        choices: Choices,
+        request: GenerationRequest,
+        writer_of: Callable[[Generation], ResponseWriter],
     ) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # the address it came in at
-        # the content type is ignored
-        request = await completions.read(body_type, http.stream())
         generation = await completions.prepare(request, port, http.state.client)
         deltas = completions.generate(generation)
-        response = GenerationResponse(choices, generation, completions.served)
-        http.state.log_fields = response.log_fields
+        writer = writer_of(generation)
+        http.state.log_fields = writer.log_fields
         if generation.request.stream:
-            first = await _unless_client_leaves(http, response.first(deltas))
-            events = response.events(first, deltas)
+            first = await _unless_client_leaves(http, writer.first(deltas))
+            events = writer.events(first, deltas)
             return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
-        whole = await _unless_client_leaves(http, response.whole(deltas))
+        await _unless_client_leaves(http, writer.gather(deltas))
         more = {}
         if generation.request.kv_transfer_params.do_remote_decode:
             (prompt,) = generation.prompts
             handle = completions.pd_ports.park(host, port, prompt.tokens)
             more["kv_transfer_params"] = handle
-        return _json_response(response.pieces(whole, more))
+        return _json_response(writer.pieces(more))
+
+    # each route is a dialect: how a request is read, and how its response is written;
+    # the content type is ignored
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
+        request = await completions.read(CompletionRequest, http.stream())
         choices = CompletionChoices(completions.tokenizer)
-        return await respond(http, CompletionRequest, choices)
+        writer_of = partial(ChoicesWriter, choices, served=completions.served)
+        return await respond(http, request, writer_of)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
+        request = await completions.read(ChatRequest, http.stream())
         choices = ChatChoices(completions.tokenizer)
-        return await respond(http, ChatRequest, choices)
+        writer_of = partial(ChoicesWriter, choices, served=completions.served)
+        return await respond(http, request, writer_of)
+
+    @app.post("/v1/responses")
+    async def create_response(http: Request) -> Response:
+        request = await completions.read(ResponsesRequest, http.stream())
+        writer_of = partial(
+            ItemsWriter,
+            request,
+            served=completions.served,
+            tokenizer=completions.tokenizer,
+        )
+        try:
+            return await respond(http, request.chat, writer_of)
+        except DisaggError as error:
+            error.param = sent_as(error.param)
+            raise
+
+    @app.get("/v1/responses/{id}")
+    @app.delete("/v1/responses/{id}")
+    async def not_stored(id: str) -> Response:
+        message = (
+            "responses are not stored here: store is false in each of them; "
+            "send its items as input of the next request"
+        )
+        return JSONResponse(error_body(message, "not_found", 404), 404)
+
+    @app.post("/v1/responses/{name}")
+    async def no_such_operation(name: str) -> Response:
+        raise HTTPException(404)  # not 405, which clients take for a wrong method
 
 
 def _json_response(pieces: Iterator[bytes]) -> Response:

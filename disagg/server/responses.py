@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -24,30 +25,19 @@ DONE = "data: [DONE]\n\n"
 IndexedDelta = tuple[int, TextDelta] | None
 
 
-class GenerationResponse:
-    """The response to one request, written from the deltas of its choices."""
+class ResponseWriter(ABC):
+    """Writes the response to one request, whole or as events, from the deltas of its answers.
 
-    def __init__(
-        self,
-        choices: Choices,
-        generation: "Generation",
-        served: "ServedModel",
-    ):
-        self._choices = choices
+    A subclass is a dialect: what the bodies and the events look like.
+    """
+
+    def __init__(self, generation: "Generation", served: "ServedModel"):
         self._request = generation.request
         self._prompts = generation.prompts
         self._prediction = generation.prediction
         self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
         self._outcome: str | None = CancelledError.reason  # None: it is complete
-        self._head = {
-            "id": f"{choices.id_prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": served.name,
-        }
-        # of every chunk, written once: there is one for each token
-        head = json.dumps(self._chunk_head())[:-1]
-        self._event_head = f'data: {head}, "choices": ['
 
     async def first(self, deltas: AsyncGenerator[IndexedDelta]) -> IndexedDelta:
         """The first delta; an error that precedes it can still choose the HTTP status."""
@@ -60,11 +50,11 @@ class GenerationResponse:
     async def events(
         self, first: IndexedDelta, deltas: AsyncGenerator[IndexedDelta]
     ) -> AsyncIterator[str]:
-        """Server-sent events. The last one is "[DONE]"; an error in mid-stream is an event too."""
+        """Server-sent events; an error in mid-stream is an event too."""
         try:
             async with aclosing(deltas):
-                for opening in self._choices.openings(self._request.n):
-                    yield self._chunk_event(opening)
+                for text in self._opening_events():
+                    yield text
                 for text in self._delta_events(first):
                     yield text
                 async for indexed in deltas:
@@ -73,16 +63,12 @@ class GenerationResponse:
                         await _let_others_run(indexed)
         except DisaggError as error:
             self._outcome = error.reason
-            yield event(
-                error_body(str(error), error.reason, error.http_status, error.param)
-            )
+            for text in self._failure_events(error):
+                yield text
         else:
             self._outcome = None
-            if self._request.stream_options.include_usage:
-                yield event(
-                    {**self._chunk_head(), "choices": [], "usage": self._usage()}
-                )
-        yield DONE
+            for text in self._closing_events():
+                yield text
 
     def _delta_events(self, indexed: IndexedDelta) -> Iterator[str]:
         if indexed is None:
@@ -91,13 +77,10 @@ class GenerationResponse:
         index, delta = indexed
         self._last[index] = delta
         for part in delta.slices(MAX_CHUNK_SCORES):
-            if part.text or part.scores or part.finish_reason:
-                choice = self._choices.chunk(index, part)
-                yield self._chunk_event({**choice, **self._kv_of(part)})
+            yield from self._slice_events(index, part)
 
-    async def whole(self, deltas: AsyncGenerator[IndexedDelta]) -> list[WholeChoice]:
-        """The choices of a response that is not streamed, when they are complete."""
-        choices: dict[int, WholeChoice] = {}
+    async def gather(self, deltas: AsyncGenerator[IndexedDelta]) -> None:
+        """Wait for all deltas of a response that is not streamed; `pieces` are its JSON then."""
         try:
             async with aclosing(deltas):
                 async for indexed in deltas:
@@ -105,21 +88,130 @@ class GenerationResponse:
                         continue
                     index, delta = indexed
                     self._last[index] = delta
-                    if index not in choices:
-                        choices[index] = WholeChoice(index, self._choices)
                     for part in delta.slices(MAX_CHUNK_SCORES):
-                        choices[index].add(part)
+                        self._add(index, part)
                         await _let_others_run(indexed)
         except Exception as error:
             self._outcome = reason_of(error)
             raise
         self._outcome = None
-        return [choice for _, choice in sorted(choices.items())]
 
-    def pieces(
-        self, choices: list[WholeChoice], more: Mapping[str, Any]
-    ) -> Iterator[bytes]:
+    @abstractmethod
+    def pieces(self, more: Mapping[str, Any]) -> Iterator[bytes]:
         """The JSON of a response that is not streamed. more: further fields of it."""
+
+    def log_fields(self) -> dict[str, Any]:
+        """Fields of the log line of a finished request."""
+        # with codec auto the router chooses, and the figures of the hand-off name the codec
+        kvs = [delta.kv for delta in self._last.values()]
+        codecs = {kv["codec"] for kv in kvs if "codec" in kv}
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": self._output_tokens,
+            "codec": ",".join(sorted(codecs)) or self._codec,
+            "error": self._outcome,
+        }
+
+    @abstractmethod
+    def _opening_events(self) -> Iterator[str]:
+        """The events before all text."""
+
+    @abstractmethod
+    def _slice_events(self, index: int, delta: TextDelta) -> Iterator[str]:
+        """The events of the next delta of an answer."""
+
+    @abstractmethod
+    def _closing_events(self) -> Iterator[str]:
+        """The events behind all text."""
+
+    @abstractmethod
+    def _failure_events(self, error: DisaggError) -> Iterator[str]:
+        """The events behind the text that was sent before an error."""
+
+    @abstractmethod
+    def _add(self, index: int, delta: TextDelta) -> None:
+        """Gather the next delta of an answer."""
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """Of all prompts; one counts once, however many answers it has."""
+        return sum(len(prompt.tokens) for prompt in self._prompts)
+
+    @property
+    def _output_tokens(self) -> int:
+        """Of all answers."""
+        return sum(delta.num_tokens for delta in self._last.values())
+
+    @property
+    def _thought_tokens(self) -> int:
+        """Of the thoughts of all answers."""
+        return sum(delta.num_thought for delta in self._last.values())
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Of all prompts, those whose KV was cached."""
+        cached_tokens = 0
+        for number in range(len(self._prompts)):
+            first_choice = number * self._request.n
+            if first_choice in self._last:
+                kv = self._last[first_choice].kv
+                cached_tokens += kv.get("cached_tokens", 0)
+        return cached_tokens
+
+    def _kv_of(self, delta: TextDelta) -> dict[str, Any]:
+        """The figures of the hand-off, at the end of a choice and if the request asks for them."""
+        if self._request.kv and delta.finish_reason is not None:
+            return {"kv": dict(delta.kv)}
+        return {}
+
+
+class ChoicesWriter(ResponseWriter):
+    """Writes the response to a completion or a chat: a list of choices."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        generation: "Generation",
+        served: "ServedModel",
+    ):
+        super().__init__(generation, served)
+        self._choices = choices
+        self._whole: dict[int, WholeChoice] = {}
+        self._head = {
+            "id": f"{choices.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": served.name,
+        }
+        # of every chunk, written once: there is one for each token
+        head = json.dumps(self._chunk_head())[:-1]
+        self._event_head = f'data: {head}, "choices": ['
+
+    def _opening_events(self) -> Iterator[str]:
+        for opening in self._choices.openings(self._request.n):
+            yield self._chunk_event(opening)
+
+    def _slice_events(self, index: int, delta: TextDelta) -> Iterator[str]:
+        if delta.text or delta.scores or delta.finish_reason:
+            choice = self._choices.chunk(index, delta)
+            yield self._chunk_event({**choice, **self._kv_of(delta)})
+
+    def _closing_events(self) -> Iterator[str]:
+        if self._request.stream_options.include_usage:
+            yield event({**self._chunk_head(), "choices": [], "usage": self._usage()})
+        yield DONE
+
+    def _failure_events(self, error: DisaggError) -> Iterator[str]:
+        yield event(
+            error_body(str(error), error.reason, error.http_status, error.param)
+        )
+        yield DONE
+
+    def _add(self, index: int, delta: TextDelta) -> None:
+        if index not in self._whole:
+            self._whole[index] = WholeChoice(index, self._choices)
+        self._whole[index].add(delta)
+
+    def pieces(self, more: Mapping[str, Any]) -> Iterator[bytes]:
         fields = {
             **self._head,
             "object": self._choices.whole_object,
@@ -127,25 +219,12 @@ class GenerationResponse:
             **more,
         }
         yield json.dumps(fields)[:-1].encode() + b', "choices": ['
-        for index, choice in enumerate(choices):
-            if index:
+        for number, (index, choice) in enumerate(sorted(self._whole.items())):
+            if number:
                 yield b", "
             last = self._last[index]
             yield from choice.pieces(last.finish_reason or "", self._kv_of(last))
         yield b"]}"
-
-    def log_fields(self) -> dict[str, Any]:
-        """Fields of the log line of a finished request."""
-        usage = self._usage()
-        # with codec auto the router chooses, and the figures of the hand-off name the codec
-        kvs = [delta.kv for delta in self._last.values()]
-        codecs = {kv["codec"] for kv in kvs if "codec" in kv}
-        return {
-            "prompt_tokens": usage["prompt_tokens"],
-            "output_tokens": usage["completion_tokens"],
-            "codec": ",".join(sorted(codecs)) or self._codec,
-            "error": self._outcome,
-        }
 
     def _chunk_event(self, choice: Mapping[str, Any]) -> str:
         usage = ""
@@ -156,27 +235,12 @@ class GenerationResponse:
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": self._choices.chunk_object}
 
-    def _kv_of(self, delta: TextDelta) -> dict[str, Any]:
-        """The figures of the hand-off, at the end of a choice and if the request asks for them."""
-        if self._request.kv and delta.finish_reason is not None:
-            return {"kv": dict(delta.kv)}
-        return {}
-
     def _usage(self) -> dict[str, Any]:
-        """Numbers of tokens. A prompt counts once, however many choices it has."""
-        prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
-        completion_tokens = sum(delta.num_tokens for delta in self._last.values())
-        cached_tokens = 0
-        for number in range(len(self._prompts)):
-            first_choice = number * self._request.n
-            if first_choice in self._last:
-                kv = self._last[first_choice].kv
-                cached_tokens += kv.get("cached_tokens", 0)
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._output_tokens,
+            "total_tokens": self._prompt_tokens + self._output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
             **self._prediction_details(),
         }
 
