@@ -297,6 +297,9 @@ class ServerConfig(Bounded):
     served_model_name: model name in the API; None: the model's name, or that of its folder
     chat_template:     file with a chat template that replaces the model's: Jinja, or JSON with
                        the key chat_template
+    tool_parser:       format of the model's tool calls: "auto" (by its chat template), a name of
+                       the table in docs/agents.md, or "none": answers are left as they are
+    reasoning_parser:  format of the model's thoughts, in the same way
     max_body_bytes:    larger request bodies are refused while they arrive
     silence_s:         a connection is closed if the header of a request takes longer than this, or
                        if the client pauses for this long in a body; it stays open while the client
@@ -320,6 +323,8 @@ class ServerConfig(Bounded):
     state_file: str | None = None
     served_model_name: str | None = None
     chat_template: str | None = None
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
     max_body_bytes: int = at_least(1024, default=8 << 20)
     silence_s: float = at_least(0.001, default=20.0)
     idle_s: float = at_least(0.001, default=120.0)

@@ -53,6 +53,12 @@ def serve(
     model: options.Model = None,
     served_model_name: str | None = Option(None, help="Model name in the API."),
     chat_template: options.ChatTemplate = None,
+    tool_parser: str | None = Option(
+        None, help="Format of the model's tool calls; none: not read. Default: auto."
+    ),
+    reasoning_parser: str | None = Option(
+        None, help="Format of the model's thoughts; none: not read. Default: auto."
+    ),
     dtype: str | None = Option(
         None, help="Dtype of the model: auto, float32, bfloat16 or float16."
     ),
@@ -130,6 +136,8 @@ def serve(
         "router.error_budget": error_budget,
         "server.served_model_name": served_model_name,
         "server.chat_template": chat_template,
+        "server.tool_parser": tool_parser,
+        "server.reasoning_parser": reasoning_parser,
         "server.host": host,
         "server.port": port,
         "server.doors": doors,

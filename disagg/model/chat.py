@@ -3,11 +3,14 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from threading import Thread
 from typing import Any
 
+from jinja2.meta import find_undeclared_variables
+
 from disagg.errors import ModelError, RequestError
-from disagg.model.chat_files import TemplateSource, read_template
+from disagg.model.chat_files import TemplateSource, parse, read_template
 from disagg.model.chat_forms import MessageForms, Turn
 
 # how a template names the role; without quotes the word may be part of its text
@@ -55,10 +58,34 @@ class ChatTemplate:
         _warn_undefined(source)
         return cls(source.text, source.words)
 
+    @property
+    def source(self) -> str:
+        """Its text, which tells the formats of the model's calls and thoughts."""
+        return self._source
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether it shows tools to the model."""
+        return self._forms.tools
+
+    @property
+    def short_call_ids(self) -> bool:
+        """Whether it takes only ids of calls that have nine letters and digits."""
+        return self._forms.short_call_ids
+
+    def reads(self, option: str) -> bool:
+        """Whether it uses an option, such as "enable_thinking"."""
+        return option in self._options
+
+    @cached_property
+    def _options(self) -> set[str]:
+        return find_undeclared_variables(parse(self._source))
+
     def render(self, messages: Sequence[Turn], /, **options: Any) -> str:
         """The prompt of a conversation; RequestError for one that the template refuses.
 
-        options: add_generation_prompt, continue_final_message, and options of this template alone
+        options: tools, add_generation_prompt, continue_final_message, and options of this template
+                 alone
         """
         if not self._knows_developer:
             messages = with_developer_as_system(messages)
@@ -78,8 +105,11 @@ class ChatTemplate:
             )
         return forms[0]
 
-    def _try(self, turns: list[Turn]) -> str:
-        return self._write(turns, {"add_generation_prompt": True})
+    def _try(self, turns: list[Turn], tools: Sequence[Turn] = ()) -> str:
+        options: dict[str, Any] = {"add_generation_prompt": True}
+        if tools:
+            options["tools"] = tools
+        return self._write(turns, options)
 
     def _write(self, turns: list[Turn], options: Mapping[str, Any]) -> str:
         arguments: dict[str, Any] = {**self._words, **options}

@@ -5,14 +5,21 @@ the client's own first, then those closest to it; the first that the template wr
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from disagg.errors import RequestError
 
 Turn = Mapping[str, Any]
-Render = Callable[[list[Turn]], str]
+
+
+class Render(Protocol):
+    """Writes a conversation, with tools if there are any; RequestError if the template refuses."""
+
+    def __call__(self, turns: list[Turn], tools: Sequence[Turn] = ()) -> str: ...
+
 
 USER: Turn = {"role": "user", "content": "Is it raining?"}
 RESULT: Turn = {
@@ -28,6 +35,18 @@ INSTRUCTIONS: list[Turn] = [
     {"role": "developer", "content": "Be brief."},
 ]
 CALL_WORDS = ("get_weather", CITY)
+TOOL: Turn = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "What the weather is like.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+THOUGHT = "Perhaps a cloud."
+# what clients call the thoughts of a message, and gpt-oss's template
+THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
+CALL_ID, SHORT_CALL_ID = "call_9b2f6c0d41e84a73", "call00001"
 NO_ARGUMENTS = ("", "null")
 
 # how well a template writes a conversation
@@ -66,12 +85,20 @@ class MessageForms:
     calls:      by the content that the client sent, null or ""
     wraps_text: arguments that are not an object are put into one, because the template refuses or
                 drops them
+    thought:    the name of a message's thoughts; None: it writes none
+    thinks_with_text: whether it takes thoughts in a message with text and calls
+    short_call_ids: whether it refuses ids of calls that do not have nine letters and digits
+    tools:      whether it writes the definitions of tools
     """
 
     developer: bool
     as_parts: bool
     calls: Mapping[str | None, CallForm]
     wraps_text: bool
+    thought: str | None
+    thinks_with_text: bool
+    short_call_ids: bool
+    tools: bool
 
     @classmethod
     def of(cls, render: Render) -> "MessageForms":
@@ -83,11 +110,15 @@ class MessageForms:
             as_parts=as_parts,
             calls=calls,
             wraps_text=_wraps_text(render, calls[""]),
+            thought=_thought_name(render, calls[""]),
+            thinks_with_text=_thinks_with_text(render, calls[""]),
+            short_call_ids=_needs_short_ids(render, calls[""]),
+            tools=_writes_tools(render),
         )
 
     def turn(self, message: Turn) -> Turn:
         """A message in the form that the template takes."""
-        turn = dict(message)
+        turn = self._with_thought(message)
         calls = message.get("tool_calls")
         if calls:
             content = message.get("content")
@@ -98,6 +129,20 @@ class MessageForms:
         if self.as_parts:
             text = turn.get("content") or ""
             turn["content"] = [{"type": "text", "text": text}]
+        return turn
+
+    def _with_thought(self, message: Turn) -> dict[str, Any]:
+        """A copy of a message whose thoughts have the name that the template reads."""
+        turn = dict(message)
+        thought = next((turn[name] for name in THOUGHT_NAMES if turn.get(name)), None)
+        if thought is None or self.thought is None:
+            return turn
+        is_refused = turn.get("tool_calls") and turn.get("content")
+        if is_refused and not self.thinks_with_text:
+            for name in THOUGHT_NAMES:
+                turn.pop(name, None)
+        else:
+            turn[self.thought] = thought
         return turn
 
     def _call(self, call: Turn, form: CallForm) -> Turn:
@@ -138,17 +183,26 @@ def _best_call_form(render: Render, sent: str | None) -> CallForm:
 
 
 def _grade_call(render: Render, form: CallForm) -> int:
-    arguments: Any = {"city": CITY}
-    if form.as_text:
-        arguments = json.dumps(arguments)
-    return _grade_arguments(render, form, arguments)
+    return _grade_arguments(render, form, _city(form))
+
+
+def _city(form: CallForm) -> Any:
+    """Arguments in the form that the template takes."""
+    return json.dumps({"city": CITY}) if form.as_text else {"city": CITY}
 
 
 def _grade_arguments(render: Render, form: CallForm, arguments: Any) -> int:
-    function = {"name": "get_weather", "arguments": arguments}
-    call = {"id": "call00001", "type": "function", "function": function}
-    assistant = {"role": "assistant", "content": form.content, "tool_calls": [call]}
+    assistant = _call_message(form, arguments)
     return _grade(render, [USER, assistant, RESULT], *CALL_WORDS)
+
+
+def _call_message(
+    form: CallForm, arguments: Any, call_id: str = SHORT_CALL_ID
+) -> dict[str, Any]:
+    """A message of an assistant that calls a tool."""
+    function = {"name": "get_weather", "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": form.content, "tool_calls": [call]}
 
 
 def _wraps_text(render: Render, form: CallForm) -> bool:
@@ -156,6 +210,47 @@ def _wraps_text(render: Render, form: CallForm) -> bool:
     text_grade = _grade_arguments(render, form, broken)
     object_grade = _grade_arguments(render, form, {"arguments": broken})
     return not form.as_text and text_grade < object_grade
+
+
+def _thought_name(render: Render, form: CallForm) -> str | None:
+    """The first name whose thoughts the template writes, in an answer or beside a call."""
+    for name in THOUGHT_NAMES:
+        answer = {"role": "assistant", "content": "It is.", name: THOUGHT}
+        call = {**_call_message(form, _city(form)), name: THOUGHT}
+        grades = (
+            _grade(render, [USER, answer], THOUGHT),
+            _grade(render, [USER, call, RESULT], THOUGHT),
+        )
+        if WHOLE in grades:
+            return name
+    return None
+
+
+def _thinks_with_text(render: Render, form: CallForm) -> bool:
+    name = _thought_name(render, form)
+    if name is None:
+        return False
+    call = _call_message(form, _city(form))
+    message = {**call, "content": "I look.", name: THOUGHT}
+    return _grade(render, [USER, message, RESULT]) != REFUSED
+
+
+def _needs_short_ids(render: Render, form: CallForm) -> bool:
+    arguments = _city(form)
+    conversation = [USER, _call_message(form, arguments), RESULT]
+    with_long_id = [USER, _call_message(form, arguments, CALL_ID), RESULT]
+    if _grade(render, conversation) == REFUSED:
+        return False
+    return _grade(render, with_long_id) == REFUSED
+
+
+def _writes_tools(render: Render) -> bool:
+    name = TOOL["function"]["name"]
+    for conversation in ([USER], [INSTRUCTIONS[0], USER]):
+        with suppress(RequestError):
+            if name in render(conversation, [TOOL]):
+                return True
+    return False
 
 
 def _grade(render: Render, turns: list[Turn], *words: str) -> int:

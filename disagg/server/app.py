@@ -133,7 +133,12 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         request = await completions.read(ChatRequest, http.stream())
-        choices = ChatChoices(completions.tokenizer)
+        choices = ChatChoices(
+            completions.tokenizer,
+            completions.new_call_id,
+            names_call=request.tool_choice.is_named,
+            shows_thoughts=request.include_reasoning,
+        )
         writer_of = partial(ChoicesWriter, choices, served=completions.served)
         return await respond(http, request, writer_of)
 
@@ -145,6 +150,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
             request,
             served=completions.served,
             tokenizer=completions.tokenizer,
+            new_call_id=completions.new_call_id,
         )
         try:
             return await respond(http, request.chat, writer_of)

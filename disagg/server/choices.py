@@ -2,10 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from disagg.model.tokenizer import Tokenizer
+from disagg.parsers.parts import CallArguments, CallBegin, Content, Part, Thought
 from disagg.server.output_text import Logprobs, Score, TextDelta
 
 MAX_PIECE = 64 << 10  # bytes of a response that are written at once
@@ -26,8 +28,10 @@ class CompletionChoices:
         """The choices of chunks before all text: none for completions."""
         return []
 
-    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """The next part of a choice."""
+    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
+        """The next slice of a choice; None if it shows nothing."""
+        if not (delta.text or delta.scores or delta.finish_reason):
+            return None
         return {
             "index": index,
             "text": delta.text,
@@ -35,9 +39,11 @@ class CompletionChoices:
             "logprobs": self.logprobs(index, delta.scores),
         }
 
-    def whole(self, index: int, text: str, finish_reason: str) -> dict[str, Any]:
+    def whole(
+        self, index: int, answer: "WholeAnswer", finish_reason: str
+    ) -> dict[str, Any]:
         """A complete choice, except its log-probabilities."""
-        return {"index": index, "text": text, "finish_reason": finish_reason}
+        return {"index": index, "text": answer.content, "finish_reason": finish_reason}
 
     def logprobs(self, index: int, scores: Sequence[Score]) -> dict[str, list] | None:
         """The log-probabilities of the next tokens of a choice: lists with an element per token."""
@@ -76,15 +82,49 @@ class CompletionChoices:
         return by_text
 
 
+@dataclass(frozen=True)
+class WholeCall:
+    """A tool call of a whole answer. arguments: JSON text, cut off if the answer is."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """What a whole answer has."""
+
+    content: str
+    thought: str = ""
+    calls: Sequence[WholeCall] = ()
+
+
 class ChatChoices:
-    """The choices of a response to POST /v1/chat/completions, by index."""
+    """The choices of a response to POST /v1/chat/completions, by index.
+
+    Thoughts have two names: `reasoning_content`, which most clients read, and vLLM's `reasoning`.
+    An answer with calls ends with "tool_calls"; where the client named the function, it ends with
+    "stop", as OpenAI's do.
+
+    new_call_id: names a call
+    """
 
     id_prefix: ClassVar[str] = "chatcmpl"
     whole_object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        new_call_id: Callable[[], str],
+        names_call: bool = False,
+        shows_thoughts: bool = True,
+    ):
         self._tokenizer = tokenizer
+        self._new_call_id = new_call_id
+        self._names_call = names_call
+        self._shows_thoughts = shows_thoughts
+        self._with_calls: set[int] = set()  # choices
 
     def openings(self, num_choices: int) -> list[dict[str, Any]]:
         """The role, in one chunk for each choice and in order.
@@ -102,22 +142,71 @@ class ChatChoices:
             for index in range(num_choices)
         ]
 
-    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """The next part of a choice."""
+    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
+        """The next slice of a choice; None if it shows nothing."""
+        fields = {"content": delta.text} if delta.text else {}
+        for part in delta.parts:
+            fields = self._fields_of(index, part)
+        if not (fields or delta.scores or delta.finish_reason):
+            return None
         return {
             "index": index,
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": fields,
             "logprobs": self.logprobs(index, delta.scores),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._finish_reason(index, delta.finish_reason),
         }
 
-    def whole(self, index: int, text: str, finish_reason: str) -> dict[str, Any]:
+    def _fields_of(self, index: int, part: Part) -> dict[str, Any]:
+        match part:
+            case Content(text):
+                return {"content": text}
+            case Thought(text):
+                return self._thought(text)
+            case CallBegin(call, name):
+                self._with_calls.add(index)
+                return {"tool_calls": [{"index": call, **self._call(name, "")}]}
+            case CallArguments(call, text):
+                function = {"arguments": text}
+                return {"tool_calls": [{"index": call, "function": function}]}
+        return {}
+
+    def whole(
+        self, index: int, answer: WholeAnswer, finish_reason: str
+    ) -> dict[str, Any]:
         """A complete choice, except its log-probabilities."""
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": answer.content,
+            "refusal": None,
+            **self._thought(answer.thought),
+        }
+        if answer.calls:
+            self._with_calls.add(index)
+            message["content"] = answer.content or None
+            message["tool_calls"] = [
+                self._call(call.name, call.arguments) for call in answer.calls
+            ]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "finish_reason": finish_reason,
+            "message": message,
+            "finish_reason": self._finish_reason(index, finish_reason),
         }
+
+    def _thought(self, text: str) -> dict[str, str]:
+        if not text or not self._shows_thoughts:
+            return {}
+        return {"reasoning_content": text, "reasoning": text}
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        return {
+            "id": self._new_call_id(),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        has_calls = index in self._with_calls and not self._names_call
+        return "tool_calls" if has_calls and reason == "stop" else reason
 
     def logprobs(self, index: int, scores: Sequence[Score]) -> dict[str, Any] | None:
         """The log-probabilities of the next tokens of a choice."""
@@ -155,13 +244,17 @@ class WholeChoice:
     def __init__(self, index: int, choices: Choices):
         self._index = index
         self._choices = choices
-        self._text = bytearray()
+        self._content = bytearray()
+        self._thought = bytearray()
+        self._calls: list[tuple[str, bytearray]] = []  # names and arguments
         self._lists: dict[str, bytearray] = {}  # of log-probabilities, without brackets
         self._constants: dict[str, Any] = {}
 
     def add(self, delta: TextDelta) -> None:
-        """The next part of the choice."""
-        self._text += delta.text.encode(errors="surrogatepass")
+        """The next slice of the choice."""
+        self._content += _bytes_of(delta.text)
+        for part in delta.parts:
+            self._add_part(part)
         logprobs = self._choices.logprobs(self._index, delta.scores) or {}
         for name, values in logprobs.items():
             if not isinstance(values, list):
@@ -172,10 +265,25 @@ class WholeChoice:
                 column += b", "
             column += json.dumps(values)[1:-1].encode()
 
+    def _add_part(self, part: Part) -> None:
+        match part:
+            case Content(text):
+                self._content += _bytes_of(text)
+            case Thought(text):
+                self._thought += _bytes_of(text)
+            case CallBegin(_, name):
+                self._calls.append((name, bytearray()))
+            case CallArguments(index, text):
+                _, arguments = self._calls[index]
+                arguments += _bytes_of(text)
+
     def pieces(self, finish_reason: str, more: Mapping[str, Any]) -> Iterator[bytes]:
         """The JSON of the choice. more: further fields of it."""
-        text = self._text.decode(errors="surrogatepass")
-        fields = self._choices.whole(self._index, text, finish_reason)
+        calls = [
+            WholeCall(name, _text_of(arguments)) for name, arguments in self._calls
+        ]
+        answer = WholeAnswer(_text_of(self._content), _text_of(self._thought), calls)
+        fields = self._choices.whole(self._index, answer, finish_reason)
         yield json.dumps({**fields, **more})[:-1].encode()
         yield b', "logprobs": '
         if self._lists:
@@ -197,3 +305,11 @@ class WholeChoice:
                 yield bytes(column[begin : begin + MAX_PIECE])
             yield b"]"
         yield b"}"
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _text_of(content: bytearray) -> str:
+    return content.decode(errors="surrogatepass")

@@ -36,6 +36,7 @@ from disagg.server.reader import (
 )
 from disagg.server.retry import RetryEstimate
 from disagg.server.schema import CompletionRequest, GenerationRequest
+from disagg.server.tools import new_call_id
 
 # an answer that a stop string ended waits this long for its hand-off figures
 KV_TIMEOUT_S = 1.0
@@ -107,6 +108,7 @@ class Completions:
         # without ports its router is not used
         self.pd_ports = pd_ports or PdPorts(Router(), {}, 0.0)
         self.reader = RequestReader(served, tokenizer, chat)
+        self._short_call_ids = chat is not None and chat.short_call_ids
         self._clock = clock
         self._retry = RetryEstimate(clock)
         self._scrape: asyncio.Task[bytes] | None = None
@@ -262,6 +264,10 @@ class Completions:
             prompt_tokens=len(answer.prompt.tokens),
             client_codec=answer.codec != self.served.codec,
         )
+
+    def new_call_id(self) -> str:
+        """A name for a tool call, such as the model's template takes."""
+        return new_call_id(self._short_call_ids)
 
     async def status(self) -> dict[str, Any]:
         """The body of GET /status: model, summary of the router, state of every worker."""

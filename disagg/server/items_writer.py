@@ -8,13 +8,13 @@ response.created   response.in_progress   events of the output items ...   respo
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from disagg.errors import DisaggError
 from disagg.model.tokenizer import Tokenizer
-from disagg.parsers.parts import Content, Part
+from disagg.parsers.parts import Content, Part, Thought
 from disagg.server.choices import MAX_PIECE, ChatChoices
 from disagg.server.output_text import TextDelta
 from disagg.server.responses import ResponseWriter
@@ -56,10 +56,13 @@ class ItemsWriter(ResponseWriter):
         generation: "Generation",
         served: "ServedModel",
         tokenizer: Tokenizer,
+        new_call_id: Callable[[], str],
     ):
         super().__init__(generation, served)
-        self._output = OutputWriter(sent.functions.names, sent.seals_thoughts)
-        self._choices = ChatChoices(tokenizer)
+        namespaces = sent.functions.names
+        self._output = OutputWriter(new_call_id, namespaces, sent.seals_thoughts)
+        self._choices = ChatChoices(tokenizer, new_call_id)
+        self._shows_thoughts = sent.chat.include_reasoning
         self._id = f"resp_{uuid.uuid4().hex}"
         self._model = served.name
         self._created_at = int(time.time())
@@ -78,7 +81,7 @@ class ItemsWriter(ResponseWriter):
         yield self._response_event("response.created", self._body(IN_PROGRESS))
         yield self._response_event("response.in_progress", self._body(IN_PROGRESS))
 
-    def _slice_events(self, index: int, delta: TextDelta) -> Iterator[str]:
+    def _answer_events(self, index: int, delta: TextDelta) -> Iterator[str]:
         for event in self._events(delta):
             yield self._numbered(event)
 
@@ -98,9 +101,9 @@ class ItemsWriter(ResponseWriter):
         body = self._body(FAILED, error=failure, usage=self._usage())
         yield self._response_event("response.failed", body)
 
-    def _add(self, index: int, delta: TextDelta) -> None:
+    def _add(self, index: int, delta: TextDelta) -> Iterator[None]:
         for _ in self._events(delta):
-            pass
+            yield
 
     def _events(self, delta: TextDelta) -> Iterator[Event]:
         """The events of the next delta of the answer, which has one choice."""
@@ -109,6 +112,8 @@ class ItemsWriter(ResponseWriter):
         logprobs = self._logprobs(delta)
         contents = [part for part in parts if isinstance(part, Content)]
         for part in parts:
+            if isinstance(part, Thought) and not self._shows_thoughts:
+                continue
             has_logprobs = bool(contents) and part is contents[-1]
             yield from self._output.add(part, logprobs if has_logprobs else ())
         if logprobs and not parts:

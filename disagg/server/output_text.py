@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from disagg.engine.sequence import Logprobs as Logprobs
@@ -34,22 +35,29 @@ class TextDelta:
     num_thought: int = 0
 
     def slices(self, max_scores: int) -> Iterator["TextDelta"]:
-        """This delta in slices of at most so many log-probabilities, the text in the first one."""
-        if len(self.scores) <= max_scores:
+        """This delta in slices of one chunk each.
+
+        A slice has one part or a text, and at most so many log-probabilities. The finish reason
+        has a slice of its own: some clients ignore a text beside it.
+        """
+        if self.finish_reason is None and self._fits(max_scores):
             yield self
             return
-        text, parts = self.text, self.parts
-        for begin in range(0, len(self.scores), max_scores):
-            end = begin + max_scores
-            is_last = end >= len(self.scores)
-            yield replace(
-                self,
-                text=text,
-                parts=parts,
-                scores=self.scores[begin:end],
-                finish_reason=self.finish_reason if is_last else None,
-            )
-            text, parts = "", ()
+        end = replace(self, text="", parts=(), scores=())
+        empty = replace(end, finish_reason=None)
+        contents = [replace(empty, text=self.text)] if self.text else []
+        contents += [replace(empty, parts=(part,)) for part in self.parts]
+        scores = [
+            self.scores[begin : begin + max_scores]
+            for begin in range(0, len(self.scores), max_scores)
+        ]
+        for content, batch in zip_longest(contents, scores):
+            yield replace(content or empty, scores=batch or ())
+        if self.finish_reason is not None:
+            yield end
+
+    def _fits(self, max_scores: int) -> bool:
+        return len(self.parts) <= 1 and len(self.scores) <= max_scores
 
 
 def joined(deltas: Sequence[TextDelta]) -> TextDelta:

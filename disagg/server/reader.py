@@ -74,6 +74,11 @@ class Generation:
     workers: tuple[str, str] = ANY_WORKERS
     client: str = ""
 
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether thoughts are told from the rest of its answers."""
+        return False
+
 
 class RequestReader:
     """Reads the requests for one model. `chat`: None for a model without a template."""

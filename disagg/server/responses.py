@@ -35,6 +35,7 @@ class ResponseWriter(ABC):
         self._request = generation.request
         self._prompts = generation.prompts
         self._prediction = generation.prediction
+        self._has_thoughts = generation.has_thoughts
         self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
         self._outcome: str | None = CancelledError.reason  # None: it is complete
@@ -76,8 +77,7 @@ class ResponseWriter(ABC):
             return
         index, delta = indexed
         self._last[index] = delta
-        for part in delta.slices(MAX_CHUNK_SCORES):
-            yield from self._slice_events(index, part)
+        yield from self._answer_events(index, delta)
 
     async def gather(self, deltas: AsyncGenerator[IndexedDelta]) -> None:
         """Wait for all deltas of a response that is not streamed; `pieces` are its JSON then."""
@@ -88,8 +88,7 @@ class ResponseWriter(ABC):
                         continue
                     index, delta = indexed
                     self._last[index] = delta
-                    for part in delta.slices(MAX_CHUNK_SCORES):
-                        self._add(index, part)
+                    for _ in self._add(index, delta):
                         await _let_others_run(indexed)
         except Exception as error:
             self._outcome = reason_of(error)
@@ -117,7 +116,7 @@ class ResponseWriter(ABC):
         """The events before all text."""
 
     @abstractmethod
-    def _slice_events(self, index: int, delta: TextDelta) -> Iterator[str]:
+    def _answer_events(self, index: int, delta: TextDelta) -> Iterator[str]:
         """The events of the next delta of an answer."""
 
     @abstractmethod
@@ -129,8 +128,8 @@ class ResponseWriter(ABC):
         """The events behind the text that was sent before an error."""
 
     @abstractmethod
-    def _add(self, index: int, delta: TextDelta) -> None:
-        """Gather the next delta of an answer."""
+    def _add(self, index: int, delta: TextDelta) -> Iterator[None]:
+        """Gather the next delta of an answer, in steps of a few milliseconds at most."""
 
     @property
     def _prompt_tokens(self) -> int:
@@ -190,10 +189,11 @@ class ChoicesWriter(ResponseWriter):
         for opening in self._choices.openings(self._request.n):
             yield self._chunk_event(opening)
 
-    def _slice_events(self, index: int, delta: TextDelta) -> Iterator[str]:
-        if delta.text or delta.scores or delta.finish_reason:
-            choice = self._choices.chunk(index, delta)
-            yield self._chunk_event({**choice, **self._kv_of(delta)})
+    def _answer_events(self, index: int, delta: TextDelta) -> Iterator[str]:
+        for piece in delta.slices(MAX_CHUNK_SCORES):
+            choice = self._choices.chunk(index, piece)
+            if choice is not None:
+                yield self._chunk_event({**choice, **self._kv_of(piece)})
 
     def _closing_events(self) -> Iterator[str]:
         if self._request.stream_options.include_usage:
@@ -206,10 +206,12 @@ class ChoicesWriter(ResponseWriter):
         )
         yield DONE
 
-    def _add(self, index: int, delta: TextDelta) -> None:
+    def _add(self, index: int, delta: TextDelta) -> Iterator[None]:
         if index not in self._whole:
             self._whole[index] = WholeChoice(index, self._choices)
-        self._whole[index].add(delta)
+        for piece in delta.slices(MAX_CHUNK_SCORES):
+            self._whole[index].add(piece)
+            yield
 
     def pieces(self, more: Mapping[str, Any]) -> Iterator[bytes]:
         fields = {
@@ -241,21 +243,20 @@ class ChoicesWriter(ResponseWriter):
             "completion_tokens": self._output_tokens,
             "total_tokens": self._prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
-            **self._prediction_details(),
+            **self._completion_details(),
         }
 
-    def _prediction_details(self) -> dict[str, Any]:
-        """How many tokens of the prediction the choices have, and have not, if there is one."""
-        if self._prediction is None:
-            return {}
-        accepted = sum(delta.num_predicted for delta in self._last.values())
-        predicted = len(self._prediction) * len(self._last)
-        return {
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": predicted - accepted,
-            }
-        }
+    def _completion_details(self) -> dict[str, Any]:
+        """Tokens of thoughts, of a model that has them; and of the prediction, if there is one."""
+        details = {}
+        if self._has_thoughts:
+            details["reasoning_tokens"] = self._thought_tokens
+        if self._prediction is not None:
+            accepted = sum(delta.num_predicted for delta in self._last.values())
+            predicted = len(self._prediction) * len(self._last)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = predicted - accepted
+        return {"completion_tokens_details": details} if details else {}
 
 
 async def _let_others_run(indexed: IndexedDelta) -> None:

@@ -13,7 +13,7 @@ Knows no response, no tokens, no HTTP.
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -201,15 +201,15 @@ class MessageItem(TextItem):
 
 
 class CallItem(OutputItem):
-    """A call. name: of the function, with its namespace if it has one."""
+    """A call. namespace: of the function; "": it has none."""
 
     id_prefix = "fc"
 
-    def __init__(self, index: int, namespace: str, name: str):
+    def __init__(self, index: int, call_id: str, namespace: str, name: str):
         super().__init__(index)
+        self._call_id = call_id
         self._namespace = namespace
         self._name = name
-        self._call_id = f"call_{uuid.uuid4().hex}"
 
     def body(self) -> str:
         fields = {
@@ -237,15 +237,18 @@ class CallItem(OutputItem):
 class OutputWriter:
     """Writes the items of one answer.
 
+    new_call_id:    names a call
     namespaces:     namespace and name of a function, by the name that the model knows
     seals_thoughts: thoughts come as `encrypted_content` too
     """
 
     def __init__(
         self,
+        new_call_id: Callable[[], str],
         namespaces: Mapping[str, tuple[str, str]],
         seals_thoughts: bool = False,
     ):
+        self._new_call_id = new_call_id
         self._namespaces = namespaces
         self._seals_thoughts = seals_thoughts
         self._closed: list[str] = []  # JSON
@@ -272,7 +275,9 @@ class OutputWriter:
                 yield from self._add_content(text, logprobs)
             case CallBegin(_, name):
                 namespace, own_name = self._namespaces.get(name, ("", name))
-                yield from self._open(CallItem(self._index, namespace, own_name))
+                call_id = self._new_call_id()
+                call = CallItem(self._index, call_id, namespace, own_name)
+                yield from self._open(call)
             case CallArguments(_, text):
                 yield self._add_text(text)
             case CallEnd():

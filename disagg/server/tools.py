@@ -8,6 +8,7 @@ one function         calls this one, once                all
 "allowed_tools"      as "auto" or "required"             the allowed ones alone
 """
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -168,3 +169,9 @@ def _allowed_name(tool: Any) -> str:
 
 def _without_nulls(sent: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sent.items() if value is not None}
+
+
+def new_call_id(is_short: bool = False) -> str:
+    """A name for a call. is_short: of nine letters and digits, which Mistral's templates need."""
+    random = uuid.uuid4().hex
+    return random[:9] if is_short else f"call_{random}"

@@ -23,6 +23,7 @@ class Style:
     as_text: bool = False
     wraps: bool = False
     as_parts: bool = False
+    thought: str | None = None
 
 
 # every role is written, calls are not
@@ -219,7 +220,7 @@ STYLES = {
     "r1": Style(R1, empty=None, as_text=True),
     "v3": Style(V3, as_text=True),
     "gemma": Style(GEMMA),
-    "harmony": Style(HARMONY),
+    "harmony": Style(HARMONY, thought="thinking"),
     "developers": Style(DEVELOPERS, developer=True),
     "cohere": Style(COHERE),
     "parts": Style(PARTS, as_parts=True),

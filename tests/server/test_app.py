@@ -386,9 +386,9 @@ def test_a_delta_is_cut_by_its_log_probabilities():
 
     parts = [*delta.slices(2)]
 
-    assert [part.text for part in parts] == ["abc", "", ""]
-    assert [len(part.scores) for part in parts] == [2, 2, 1]
-    assert [part.finish_reason for part in parts] == [None, None, "stop"]
+    assert [part.text for part in parts] == ["abc", "", "", ""]
+    assert [len(part.scores) for part in parts] == [2, 2, 1, 0]
+    assert [part.finish_reason for part in parts] == [None, None, None, "stop"]
     assert [*delta.slices(5)] == [delta]
 
 

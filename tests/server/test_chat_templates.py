@@ -128,6 +128,8 @@ def with_instructions(messages: list[Message]) -> list[Message]:
 
 def in_style(message: Message, style: Style) -> Message:
     message = {"content": style.empty, **message}
+    if style.thought and "reasoning_content" in message:
+        message[style.thought] = message["reasoning_content"]
     if "tool_calls" in message:
         message["tool_calls"] = [
             {
@@ -275,3 +277,60 @@ def test_a_template_that_does_not_end_is_refused(monkeypatch):
 
     with pytest.raises(ModelError, match=r"short conversations within 0\.01 s"):
         ChatTemplate(loops, WORDS)
+
+
+THOUGHTS = """
+{%- for m in messages %}<|{{ m.role }}|>
+    {%- if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}
+{%- endfor %}"""
+# as gpt-oss's: it takes thoughts beside a call, but not with text between them
+REFUSES_BOTH = """
+{%- for m in messages %}<|{{ m.role }}|>
+    {%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
+    {{- m.thinking or '' }}{{ m.content }}
+    {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_reach_a_template_by_the_name_that_it_reads(name):
+    text = written_by_us([USER, {**ANSWER, name: "Clouds."}, USER], THOUGHTS)
+
+    assert text is not None
+    assert "<think>Clouds.</think>It is." in text
+
+
+def test_thoughts_that_a_template_refuses_beside_a_text_and_a_call_are_left_out():
+    message = called(sent(OSLO), content="I look.", reasoning_content="Clouds.")
+
+    text = written_by_us([USER, message, RESULT], REFUSES_BOTH)
+
+    assert text is not None
+    assert "I look." in text
+    assert "Clouds." not in text
+
+
+def test_a_template_tells_whether_it_shows_tools():
+    templates = {
+        name: ChatTemplate(STYLES[name].source, WORDS)
+        for name in ("tool_use", "hermes")
+    }
+
+    assert templates["tool_use"].writes_tools
+    assert not templates["hermes"].writes_tools
+
+
+def test_a_template_tells_which_ids_of_calls_it_takes():
+    templates = {
+        name: ChatTemplate(STYLES[name].source, WORDS) for name in ("mistral", "v3")
+    }
+
+    assert templates["mistral"].short_call_ids
+    assert not templates["v3"].short_call_ids
+
+
+def test_a_template_tells_which_options_it_reads():
+    template = ChatTemplate("{% if enable_thinking is false %}a{% endif %}", WORDS)
+
+    assert template.reads("enable_thinking")
+    assert not template.reads("reasoning_effort")
