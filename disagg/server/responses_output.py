@@ -294,8 +294,7 @@ class OutputWriter:
         is_cut: it ends because it may not be longer
         """
         if not self._closed and self._item is None:
-            yield from self._open(MessageItem(self._index))
-            yield self._add_text(self._blank, self._blank_logprobs)
+            yield from self._open_message(self._blank, self._blank_logprobs)
         is_call = isinstance(self._item, CallItem)  # one that does not end
         yield from self._close(INCOMPLETE if is_cut or is_call else COMPLETED)
 
@@ -305,13 +304,18 @@ class OutputWriter:
         return len(self._closed) + (self._item is not None)
 
     def _add_content(self, text: str, logprobs: Sequence[str]) -> Iterator[Event]:
-        if not isinstance(self._item, MessageItem):
-            text = self._blank + text
-            logprobs = [*self._blank_logprobs, *logprobs]
-            if not text.strip():
-                self._blank, self._blank_logprobs = text, logprobs
-                return
-            yield from self._open(MessageItem(self._index))
+        if isinstance(self._item, MessageItem):
+            yield self._item.add(text, logprobs)
+            return
+        text = self._blank + text
+        logprobs = [*self._blank_logprobs, *logprobs]
+        if text.strip():
+            yield from self._open_message(text, logprobs)
+        else:
+            self._blank, self._blank_logprobs = text, logprobs
+
+    def _open_message(self, text: str, logprobs: Sequence[str]) -> Iterator[Event]:
+        yield from self._open(MessageItem(self._index))
         yield self._add_text(text, logprobs)
 
     def _add_text(self, text: str, logprobs: Sequence[str] = ()) -> Event:
