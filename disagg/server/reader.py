@@ -195,6 +195,11 @@ class RequestReader:
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, written by the model's chat template."""
+        text = await self._chat_text(conversation)
+        special = bool(conversation.add_special_tokens)
+        return await self.tokens_of(text, special, "messages")
+
+    async def _chat_text(self, conversation: Conversation) -> str:
         if self._chat is None:
             raise RequestError(
                 f"{self._served.name!r} has no chat template; use /v1/completions",
@@ -202,9 +207,7 @@ class RequestReader:
             )
         if not conversation.messages:
             raise RequestError("messages: expected at least one", "messages")
-        text = await asyncio.to_thread(render, self._chat, conversation)
-        special = bool(conversation.add_special_tokens)
-        return await self.tokens_of(text, special, "messages")
+        return await asyncio.to_thread(render, self._chat, conversation)
 
     async def _prompt(
         self, request: CompletionRequest, prompt: str | list[Any]
@@ -227,5 +230,18 @@ class RequestReader:
 
 
 def render(chat: ChatTemplate, conversation: Conversation) -> str:
-    """The text of a conversation; RequestError for a message that the template cannot take."""
+    """The text of a conversation; RequestError for what the template cannot take."""
+    if conversation.callable_tools and not chat.writes_tools:
+        raise RequestError(
+            "tools: the model's chat template does not show tools to the model; "
+            "leave them out, or serve the model with a --chat-template that does",
+            "tools",
+        )
+    effort = conversation.reasoning_effort
+    if effort is not None and not chat.reads("reasoning_effort"):
+        raise RequestError(
+            f"reasoning_effort={limits.shown(effort)} is not supported: the model's chat template "
+            "does not read it; leave it out",
+            "reasoning_effort",
+        )
     return chat.render(conversation.turns, **conversation.template_options)
