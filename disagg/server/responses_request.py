@@ -45,7 +45,6 @@ CHAT_FIELDS = (
 SENT_AS = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
-    "reasoning_effort": "reasoning",
     "response_format": "text",
 }
 # fields that are not supported, and what to do instead
@@ -107,8 +106,17 @@ def includable(value: Any) -> Any:
 class ReasoningOptions(BaseModel):
     """How much the model thinks. summary: accepted, but no summaries are written."""
 
-    effort: str | None = None
-    summary: str | None = None
+    effort: Name | None = None
+    summary: Name | None = None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The effort for the chat template. Many templates do not read it, which is no error."""
+        if self.effort is None:
+            return {}
+        if self.effort == "none":
+            return {"reasoning_effort": self.effort, "enable_thinking": False}
+        return {"reasoning_effort": self.effort}
 
 
 class TextOptions(BaseModel):
@@ -240,11 +248,18 @@ class ResponsesRequest(Body):
             "tool_choice": chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.response_format,
-            "reasoning_effort": self.reasoning.effort,
+            "chat_template_kwargs": self._template_options(),
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": has_logprobs or self.top_logprobs > 0,
             "top_logprobs": self.top_logprobs,
         }
+
+    def _template_options(self) -> Any:
+        """Those of the client win; what is no object is refused as that of a chat is."""
+        options = self._chat_fields.get("chat_template_kwargs", {})
+        if not isinstance(options, dict):
+            return options
+        return {**self.reasoning.template_options, **options}
 
     def _drop_extras(self) -> None:
         extras = self.model_extra or {}

@@ -48,7 +48,7 @@ def test_all_twelve_fields_of_codex_are_accepted():
 
     chat = request.chat
     assert [message.role for message in chat.messages] == ["system", "user"]
-    assert chat.reasoning_effort == "medium"
+    assert chat.template_options["reasoning_effort"] == "medium"
     assert chat.stream
     assert not chat.parallel_tool_calls
     assert shown_tools(request) == [SHOWN_LOOK]
@@ -99,6 +99,26 @@ def test_fields_of_sampling_are_those_of_a_chat():
     assert (chat.codec, chat.kv, chat.stop) == ("raw", True, ["x"])
 
 
+EFFORTS = [
+    ({}, {}),
+    ({"effort": "low"}, {"reasoning_effort": "low"}),
+    ({"effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+]
+
+
+@pytest.mark.parametrize(("reasoning", "options"), EFFORTS)
+def test_the_template_reads_the_effort(reasoning, options):
+    assert read(reasoning=reasoning).chat.chat_template_kwargs == options
+
+
+def test_template_options_of_the_client_win():
+    own = {"reasoning_effort": "high"}
+
+    chat = read(reasoning={"effort": "low"}, chat_template_kwargs=own).chat
+
+    assert chat.chat_template_kwargs == own
+
+
 def test_the_length_is_that_of_an_answer_with_its_thoughts():
     assert read(max_output_tokens=9).chat.max_answer_tokens == 9
     assert read().chat.max_answer_tokens is None
@@ -138,6 +158,7 @@ WRONG = [
     ({"input": 5}, "input", "input is 5"),
     ({"input": []}, "input", "expected at least one item"),
     ({"background": True}, "background", "background=True is not supported"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs", "chat_template_kwargs is 5"),
     ({"conversation": "x"}, "conversation", "nothing is stored here"),
     ({"include": ["all"]}, "include", "include has 'all'"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
