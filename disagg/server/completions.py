@@ -22,6 +22,7 @@ from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import RequestRouter
 from disagg.router.router import Router
+from disagg.server.answer_parts import AnswerParts
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
 from disagg.server.metrics import AnswerTimes, ServerMetrics
@@ -53,8 +54,14 @@ class _Answer:
     text: TextStream
     times: AnswerTimes
     prediction: FollowedPrediction
+    parts: AnswerParts | None = None
 
     def add(self, output: TokenOutput) -> TextDelta:
+        """What one output adds: parts, if the answer has them, or text."""
+        delta = self._text(output)
+        return delta if self.parts is None else self.parts.read(delta)
+
+    def _text(self, output: TokenOutput) -> TextDelta:
         """The text that one output adds, after the prompt if the request has echo."""
         token = output.token
         delta = self._end(output) if token is None else self._token(token, output)
@@ -240,7 +247,8 @@ class Completions:
         )
         codec = request.codec or self.served.codec
         prediction = FollowedPrediction(generation.prediction or ())
-        return _Answer(request, prompt, codec, text, times, prediction)
+        parts = None if prompt.reading is None else prompt.reading.parts()
+        return _Answer(request, prompt, codec, text, times, prediction, parts)
 
     def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:
         """The text of one output, which is counted."""

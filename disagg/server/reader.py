@@ -12,6 +12,7 @@ from disagg.errors import ModelError, RequestError
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
+from disagg.server.answer_format import AnswerReading
 from disagg.server.pd_ports import ANY_WORKERS
 from disagg.server.schema import (
     Body,
@@ -53,10 +54,15 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """Token ids of a prompt. `text`: its text, if the response echoes it."""
+    """Token ids of a prompt.
+
+    text:    its text, if the response echoes it
+    reading: how its answers are read; None: as plain text
+    """
 
     tokens: tuple[int, ...]
     text: str = ""
+    reading: AnswerReading | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,11 @@ class Generation:
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether thoughts are told from the rest of its answers."""
-        return False
+        """Whether the thoughts of its answers are counted."""
+        return any(
+            prompt.reading is not None and prompt.reading.has_thoughts
+            for prompt in self.prompts
+        )
 
 
 class RequestReader:

@@ -389,7 +389,22 @@ def test_a_delta_is_cut_by_its_log_probabilities():
     assert [part.text for part in parts] == ["abc", "", "", ""]
     assert [len(part.scores) for part in parts] == [2, 2, 1, 0]
     assert [part.finish_reason for part in parts] == [None, None, None, "stop"]
-    assert [*delta.slices(5)] == [delta]
+    assert [len(part.scores) for part in delta.slices(5)] == [5, 0]
+
+
+def test_a_delta_that_one_chunk_can_carry_is_not_cut():
+    delta = TextDelta("abc", 7, scores=((1, None), (2, None)))
+
+    assert [*delta.slices(2)] == [delta]
+
+
+def test_a_text_at_the_end_has_a_chunk_before_the_finish_reason():
+    pieces = [*TextDelta("abc", 7, finish_reason="stop", kv=KV).slices(9)]
+
+    assert [(piece.text, piece.finish_reason) for piece in pieces] == [
+        ("abc", None),
+        ("", "stop"),
+    ]
 
 
 @pytest.mark.parametrize(

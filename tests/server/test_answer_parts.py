@@ -1,0 +1,118 @@
+"""One answer, delta by delta, read by a parser that says what a test wants."""
+
+from collections.abc import Sequence
+
+from disagg.parsers.parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Part,
+    Thought,
+)
+from disagg.server.answer_parts import AnswerParts
+from disagg.server.output_text import TextDelta
+
+CALL: list[Part] = [CallBegin(0, "f"), CallArguments(0, "{}"), CallEnd(0)]
+
+
+class Scripted:
+    """Takes a letter for a thought, a digit for content, "f" for a whole call, "(" for half of one.
+
+    ">" ends thoughts; "~" is held back until the end.
+    """
+
+    def __init__(self, is_thinking: bool = False):
+        self.is_thinking = is_thinking
+        self._held_back = ""
+
+    def add(self, text: str) -> Sequence[Part]:
+        parts: list[Part] = []
+        for letter in text:
+            parts += self._add(letter)
+        return parts
+
+    def _add(self, letter: str) -> Sequence[Part]:
+        if letter == ">":
+            self.is_thinking = False
+        elif letter == "~":
+            self._held_back += letter
+        elif letter == "f":
+            return CALL
+        elif letter == "(":
+            return CALL[:2]
+        elif self.is_thinking:
+            return [Thought(letter)]
+        else:
+            return [Content(letter)]
+        return []
+
+    def finish(self) -> Sequence[Part]:
+        return [Content(self._held_back)] if self._held_back else []
+
+
+def read(
+    text: str,
+    end: str = "stop",
+    is_thinking: bool = False,
+    parallel: bool = True,
+) -> tuple[list[Part], TextDelta]:
+    """The parts of an answer with a token for each letter, and its last delta."""
+    answer = AnswerParts(Scripted(is_thinking), parallel)
+    parts: list[Part] = []
+    deltas = [TextDelta(letter, number) for number, letter in enumerate(text, 1)]
+    for delta in [*deltas, TextDelta("", len(text), end)]:
+        last = answer.read(delta)
+        assert last.text == ""
+        parts += last.parts
+        if last.finish_reason:
+            break
+    return parts, last
+
+
+def test_what_a_parser_holds_back_comes_with_the_end():
+    parts, last = read("1~")
+
+    assert parts == [Content("1"), Content("~")]
+    assert last.finish_reason == "stop"
+
+
+def test_an_answer_with_whole_calls_ends_as_it_ends():
+    assert read("ff", "stop")[1].finish_reason == "stop"
+    assert read("f", "length")[1].finish_reason == "length"
+
+
+def test_an_end_token_inside_a_call_is_a_cut():
+    parts, last = read("1(", "stop")
+
+    assert parts == [Content("1"), *CALL[:2]]
+    assert last.finish_reason == "length"
+
+
+def test_nothing_follows_the_only_call():
+    parts, last = read("1f2", parallel=False)
+
+    assert parts == [Content("1"), *CALL]
+    assert (last.finish_reason, last.num_tokens) == ("stop", 2)
+
+
+def test_a_token_with_two_calls_ends_behind_the_only_one():
+    answer = AnswerParts(Scripted(), parallel=False)
+
+    delta = answer.read(TextDelta("f1~", 1))
+
+    assert delta.parts == tuple(CALL)
+    assert delta.finish_reason == "stop"
+
+
+def test_tokens_inside_thoughts_are_counted():
+    parts, last = read("ab>1", is_thinking=True)
+
+    assert parts == [Thought("a"), Thought("b"), Content("1")]
+    assert last.num_thought == 2
+
+
+def test_an_answer_that_ends_inside_a_thought_is_all_thought():
+    _, last = read("abc", "length", is_thinking=True)
+
+    assert last.num_thought == 3
