@@ -13,6 +13,7 @@ from disagg.errors import PromptTooLongError, RequestError
 if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
     from disagg.model.tokenizer import Tokenizer
+    from disagg.parsers.formats import AnswerFormats
 
 DEFAULT_CODEC_DIM = 16  # the default codec takes heads of any multiple
 
@@ -45,7 +46,6 @@ def check_request(config: Config, body: Mapping[str, Any]) -> None:
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     """Description and tokenizer of the model; ConfigError for a codec that does not fit it."""
     from disagg.engine.sampling_defaults import read_sampling_defaults
-    from disagg.model.chat_files import read_template
     from disagg.model.describe import check_weights
     from disagg.model.quantization import has_packed_tensors, read_quantization
     from disagg.model.tokenizer import Tokenizer
@@ -66,11 +66,22 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
 
             device = pick_device(model.device)
             check_weights_setting(model.weights, device, info.dtype)
-    # these raise for files that cannot be used
-    read_template(model.name, config.server.chat_template)
+    # these raise for files and names that cannot be used
+    read_answer_formats(config)
     read_sampling_defaults(model.name, model.generation_config)
     check_arena(config, info)
     return info, Tokenizer.load(config.model.name)
+
+
+def read_answer_formats(config: Config) -> "AnswerFormats":
+    """The formats of the model's calls and thoughts; UnknownNameError for an unknown parser."""
+    from disagg.model.chat_files import read_template
+    from disagg.parsers.formats import AnswerFormats
+
+    server = config.server
+    template = read_template(config.model.name, server.chat_template)
+    text = "" if template is None else template.text
+    return AnswerFormats.choose(text, server.tool_parser, server.reasoning_parser)
 
 
 def check_codecs(

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from disagg.cli import client, options
 from disagg.cli import state_file as state_files
-from disagg.cli.checks import check_model, check_request
+from disagg.cli.checks import check_model, check_request, read_answer_formats
 from disagg.cli.output import print_json, stages, tell
 from disagg.cli.shutdown import RAY_STOP_S, ShutdownGuard
 from disagg.cli.state_file import RunningService, read_state
@@ -248,7 +248,11 @@ def print_start(service: "Service | Supervisor", config: Config, as_json: bool) 
     """Print where it listens, its workers and links, and warnings."""
     if as_json:
         print_json({"url": service.url, "pid": os.getpid()})
-    notes = (*sampling_notes(config), *open_access_warnings(config))
+    notes = (
+        *sampling_notes(config),
+        *parser_notes(config),
+        *open_access_warnings(config),
+    )
     for line in (*service.links, *service.pd_addresses, *notes):
         tell(line)
     tell(f"serving {service.name} at {service.url}")
@@ -269,6 +273,20 @@ def sampling_notes(config: Config) -> list[str]:
     return [
         f"sampling defaults of the model: {values} (model.generation_config: "
         f"{model.generation_config})"
+    ]
+
+
+def parser_notes(config: Config) -> list[str]:
+    """The parsers of the model's calls and thoughts, if any, and the settings for them."""
+    formats = read_answer_formats(config)
+    chosen = {
+        "tool calls": (formats.tool, config.server.tool_parser),
+        "thoughts": (formats.reasoning, config.server.reasoning_parser),
+    }
+    return [
+        f"parser of {kind}: {chosen_format.name} ({setting})"
+        for kind, (chosen_format, setting) in chosen.items()
+        if chosen_format is not None
     ]
 
 

@@ -1,26 +1,140 @@
-"""How a model's answers are read: which parser reads its calls, and which its thoughts. No HTTP."""
+"""How a model's answers are read, and what makes them call a tool. No HTTP."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from disagg.server.answer_parts import AnswerParts
+from disagg.errors import RequestError
+from disagg.grammar.calls import CALL_FORMS, tool_calls
+from disagg.grammar.constraints import behind_thought
+from disagg.parsers.answer import AnswerParser
+from disagg.parsers.formats import NONE, AnswerFormats, ReasoningFormat
+from disagg.server.schema import ChatRequest
+from disagg.server.tools import Tool
+
+MARK_CHARS = 256  # at the end of a prompt, where a thought may begin
 
 
 @dataclass(frozen=True)
 class AnswerReading:
     """How the answers to one prompt are read.
 
-    is_open:  the prompt ends in a thought
-    parallel: false: an answer ends behind its first call
+    tools:      the functions that they may call: the JSON schemas of their parameters by name
+    prompt_end: the last characters of the prompt
+    parallel:   false: an answer ends behind its first call
     """
 
-    is_open: bool
-    parallel: bool
+    formats: AnswerFormats
+    tools: Mapping[str, Mapping[str, Any]] | None
+    prompt_end: str
+    special_tokens: Mapping[str, int] = field(repr=False)
+    parallel: bool = True
 
     @property
     def has_thoughts(self) -> bool:
         """Whether thoughts are told from the rest of an answer."""
-        raise NotImplementedError
+        return self.formats.reasoning is not None
 
-    def parts(self) -> AnswerParts:
-        """The reader of one answer."""
-        raise NotImplementedError
+    def parser(self) -> AnswerParser:
+        """A parser of one answer."""
+        return AnswerParser(
+            self.formats, self.tools, self.prompt_end, self.special_tokens
+        )
+
+
+@dataclass(frozen=True)
+class ModelFormats:
+    """The formats of a model's answers.
+
+    leaves_calls:   calls are left in the text, as the owner of the service wants it
+    special_tokens: of the tokenizer: ids by how they are written
+    """
+
+    formats: AnswerFormats = field(default_factory=AnswerFormats)
+    leaves_calls: bool = False
+    special_tokens: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def choose(
+        cls,
+        template: str,
+        tool_parser: str,
+        reasoning_parser: str,
+        special_tokens: Mapping[str, int],
+    ) -> "ModelFormats":
+        """Those of a model with this chat template; UnknownNameError for a name of no parser."""
+        formats = AnswerFormats.choose(template, tool_parser, reasoning_parser)
+        return cls(formats, tool_parser == NONE, special_tokens)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The names of both parsers; None: there is none."""
+        tool, reasoning = self.formats.tool, self.formats.reasoning
+        return {
+            "tool_parser": None if tool is None else tool.name,
+            "reasoning_parser": None if reasoning is None else reasoning.name,
+        }
+
+    def reading(self, request: ChatRequest, prompt: str) -> AnswerReading | None:
+        """How the answers to a prompt are read; None: as plain text.
+
+        RequestError for tools whose calls no parser reads.
+        """
+        tools = self._readable(request.callable_tools)
+        if not tools and self.formats.reasoning is None:
+            return None
+        return AnswerReading(
+            self.formats,
+            _schemas(tools) if tools else None,
+            prompt[-MARK_CHARS:],
+            self.special_tokens,
+            request.parallel_tool_calls and not request.tool_choice.is_named,
+        )
+
+    def call_constraint(self, request: ChatRequest) -> str:
+        """The grammar of an answer that must call a tool."""
+        tools = request.callable_tools
+        tool_format = self.formats.tool
+        form = None if tool_format is None else CALL_FORMS.get(tool_format.name)
+        if form is None:
+            raise RequestError(
+                "tool_choice forces a call, but the format of this model's calls is not known; "
+                'use "auto", or serve the model with a --tool-parser that has a grammar',
+                "tool_choice",
+            )
+        parallel = request.parallel_tool_calls and not request.tool_choice.is_named
+        return tool_calls(_schemas(tools), form, self.special_tokens, parallel=parallel)
+
+    def behind_thought(self, constraint: str, prompt: str) -> str:
+        """A constraint of the answer proper, which a thought may precede."""
+        reasoning = self.formats.reasoning
+        if reasoning is None:
+            return constraint
+        begin, end = _marks(reasoning)
+        is_open = reasoning.is_open(prompt)
+        return behind_thought(constraint, begin, end, self.special_tokens, is_open)
+
+    def _readable(self, tools: Sequence[Tool]) -> Sequence[Tool]:
+        """The tools whose calls are read: all or none."""
+        if self.formats.tool is not None:
+            return tools
+        if tools and not self.leaves_calls:
+            raise RequestError(
+                "tools: the chat template of this model writes calls in a format that no parser "
+                "reads; choose one with --tool-parser, or none for calls as they are written",
+                "tools",
+            )
+        return []
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    return {tool.name: tool.parameters for tool in tools}
+
+
+def _marks(reasoning: ReasoningFormat) -> tuple[str, str]:
+    """What stands around a thought."""
+    channels = reasoning.channels
+    if channels is None:
+        return reasoning.begin, reasoning.end
+    begin = f"{channels.channel}analysis{channels.message}"
+    return begin, f"{channels.ends[0]}{channels.start}assistant"

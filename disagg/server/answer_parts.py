@@ -2,22 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
+from disagg.parsers.answer import AnswerParser
 from disagg.parsers.parts import CallBegin, CallEnd, Part
 from disagg.server.output_text import TextDelta
-
-
-class AnswerParser(Protocol):
-    """What reads the text of an answer. is_thinking: its last text belongs to a thought."""
-
-    is_thinking: bool
-
-    def add(self, text: str) -> Sequence[Part]:
-        """The parts that a new text adds."""
-
-    def finish(self) -> Sequence[Part]:
-        """Those of what is held back; no more text follows."""
 
 
 class AnswerParts:
@@ -29,18 +17,14 @@ class AnswerParts:
     def __init__(self, parser: AnswerParser, parallel: bool = True):
         self._parser = parser
         self._parallel = parallel
-        self._num_tokens = 0
-        self._num_thought = 0
         self._is_calling = False
         self._is_over = False  # behind the only call
 
     def read(self, delta: TextDelta) -> TextDelta:
         """A delta with parts in place of its text; an answer cut in a call says "length"."""
-        was_thinking = self._parser.is_thinking
-        parts = [*self._take(self._parser.add(delta.text))]
-        if was_thinking and self._parser.is_thinking:
-            self._num_thought += delta.num_tokens - self._num_tokens
-        self._num_tokens = delta.num_tokens
+        parts: list[Part] = []
+        if delta.text or delta.finish_reason is None:  # else there is no token
+            parts += self._take(self._parser.add(delta.text))
         finish_reason = "stop" if self._is_over else delta.finish_reason
         if finish_reason is not None:
             parts += self._take(self._parser.finish())
@@ -49,7 +33,7 @@ class AnswerParts:
             delta,
             text="",
             parts=tuple(parts),
-            num_thought=self._num_thought,
+            num_thought=self._parser.num_thought_tokens,
             finish_reason=finish_reason,
         )
 

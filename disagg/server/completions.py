@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from disagg.config import Config
+from disagg.config import Config, ServerConfig
 from disagg.engine.prediction import FollowedPrediction
 from disagg.engine.sampling_defaults import read_sampling_defaults
 from disagg.errors import CancelledError, ConfigError, DisaggError, reason_of
@@ -22,6 +22,7 @@ from disagg.model.tokenizer import Tokenizer
 from disagg.router.actions import TokenOutput
 from disagg.router.contract import RequestRouter
 from disagg.router.router import Router
+from disagg.server.answer_format import ModelFormats
 from disagg.server.answer_parts import AnswerParts
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
@@ -107,6 +108,7 @@ class Completions:
         chat: ChatTemplate | None = None,
         pd_ports: PdPorts | None = None,
         clock: Callable[[], float] = time.monotonic,
+        formats: ModelFormats = ModelFormats(),
     ):
         self.served = served
         self.tokenizer = tokenizer
@@ -114,7 +116,7 @@ class Completions:
         self.metrics = ServerMetrics(served.name)
         # without ports its router is not used
         self.pd_ports = pd_ports or PdPorts(Router(), {}, 0.0)
-        self.reader = RequestReader(served, tokenizer, chat)
+        self.reader = RequestReader(served, tokenizer, chat, formats)
         self._short_call_ids = chat is not None and chat.short_call_ids
         self._clock = clock
         self._retry = RetryEstimate(clock)
@@ -141,10 +143,11 @@ class Completions:
             max_body_bytes=config.server.max_body_bytes,
         )
         chat = ChatTemplate.load(model, config.server.chat_template)
+        formats = read_formats(chat, config.server, tokenizer)
         pd_ports = None
         if isinstance(router, Router):
             pd_ports = PdPorts(router, ports, config.transfer.lease_s)
-        return cls(served, tokenizer, router, chat, pd_ports)
+        return cls(served, tokenizer, router, chat, pd_ports, formats=formats)
 
     async def read(self, body_type: type[BodyT], chunks: AsyncIterable[bytes]) -> BodyT:
         """A request from the chunks of its body; RequestError and its kinds, or ModelError."""
@@ -201,7 +204,7 @@ class Completions:
         request = generation.request
         failure: str | None = CancelledError.reason  # until the answer ends
         answer = self._begin(generation, prompt)
-        params = self._params(request, len(prompt.tokens), sibling)
+        params = self._params(request, prompt, sibling)
         outputs = self.router.generate(
             prompt.tokens,
             params,
@@ -239,15 +242,20 @@ class Completions:
     def _begin(self, generation: Generation, prompt: TokenizedPrompt) -> _Answer:
         request = generation.request
         times = AnswerTimes(time.monotonic())
+        reading = prompt.reading
+        parser = None if reading is None else reading.parser()
         text = TextStream(
             self.tokenizer.detokenizer(prompt.tokens),
             stops=request.stop,
             min_tokens=request.min_tokens,
             hidden=request.end_tokens(self.served.eos_ids),
+            marks={} if parser is None else parser.marks,
         )
         codec = request.codec or self.served.codec
         prediction = FollowedPrediction(generation.prediction or ())
-        parts = None if prompt.reading is None else prompt.reading.parts()
+        parts = None
+        if reading is not None and parser is not None:
+            parts = AnswerParts(parser, reading.parallel)
         return _Answer(request, prompt, codec, text, times, prediction, parts)
 
     def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:
@@ -310,16 +318,30 @@ class Completions:
         return self.metrics.scrape(report.workers, self.router)
 
     def _params(
-        self, request: GenerationRequest, prompt_tokens: int, sibling: int
+        self, request: GenerationRequest, prompt: TokenizedPrompt, sibling: int
     ) -> dict[str, Any]:
         """Sampling parameters for the engine; siblings have different seeds."""
-        room = self.served.context_length - prompt_tokens
+        room = self.served.context_length - len(prompt.tokens)
         params = request.sampling(room, self.served.defaults)
+        if prompt.grammar:
+            params["grammar"] = prompt.grammar
         seed = request.seed
         if seed is None:
             seed = secrets.randbelow(MAX_SEED)
         params["seed"] = (seed + sibling) % MAX_SEED
         return params
+
+
+def read_formats(
+    chat: ChatTemplate | None, server: ServerConfig, tokenizer: Tokenizer
+) -> ModelFormats:
+    """The formats of a model's answers; UnknownNameError for a parser that does not exist."""
+    return ModelFormats.choose(
+        "" if chat is None else chat.source,
+        server.tool_parser,
+        server.reasoning_parser,
+        tokenizer.special_tokens,
+    )
 
 
 def _with_echo(

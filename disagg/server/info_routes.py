@@ -75,6 +75,7 @@ def add_model_routes(app: FastAPI, completions: Completions) -> None:
         "root": served.alias or DEFAULT_MODEL.name,
         "max_model_len": served.context_length,
         "default_sampling_params": served.defaults,
+        **completions.reader.formats.names,
     }
     get_route = partial(app.api_route, methods=GET)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from disagg.errors import ModelError, RequestError
+from disagg.grammar.constraints import check
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
-from disagg.server.answer_format import AnswerReading
+from disagg.server.answer_format import AnswerReading, ModelFormats
 from disagg.server.pd_ports import ANY_WORKERS
 from disagg.server.schema import (
     Body,
@@ -58,11 +59,13 @@ class TokenizedPrompt:
 
     text:    its text, if the response echoes it
     reading: how its answers are read; None: as plain text
+    grammar: what its answers must follow, as in `SamplingParams`
     """
 
     tokens: tuple[int, ...]
     text: str = ""
     reading: AnswerReading | None = None
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,20 @@ class Generation:
 
 
 class RequestReader:
-    """Reads the requests for one model. `chat`: None for a model without a template."""
+    """Reads the requests for one model.
+
+    chat:    None for a model without a template
+    formats: of its calls and thoughts
+    """
 
     def __init__(
-        self, served: ServedModel, tokenizer: Tokenizer, chat: ChatTemplate | None
+        self,
+        served: ServedModel,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate | None,
+        formats: ModelFormats,
     ):
+        self.formats = formats
         self.max_body_bytes = served.max_body_bytes  # may change while the service runs
         self._served = served
         self._tokenizer = tokenizer
@@ -133,7 +145,7 @@ class RequestReader:
     async def prompts(self, request: GenerationRequest) -> list[TokenizedPrompt]:
         """The prompts of a request as token ids; RequestError for what cannot be served."""
         if isinstance(request, ChatRequest):
-            prompts = [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
+            prompts = [await self._chat_prompt(request)]
         else:
             assert isinstance(request, CompletionRequest)
             prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
@@ -201,6 +213,23 @@ class RequestReader:
         is_long = len(text) > limits.LONG_TEXT_CHARS
         async with self._long_text_lock if is_long else nullcontext():
             return await asyncio.to_thread(self._tokenizer.encode, text, special)
+
+    async def _chat_prompt(self, request: ChatRequest) -> TokenizedPrompt:
+        text = await self._chat_text(request)
+        reading = self.formats.reading(request, text)
+        special = bool(request.add_special_tokens)
+        tokens = await self.tokens_of(text, special, "messages")
+        grammar = ""
+        if request.tool_choice.mode == "required":
+            grammar = await asyncio.to_thread(self._call_grammar, request, text)
+        return TokenizedPrompt(tuple(tokens), "", reading, grammar)
+
+    def _call_grammar(self, request: ChatRequest, prompt: str) -> str:
+        """The grammar of answers that must call a tool; RequestError for an impossible one."""
+        constraint = self.formats.call_constraint(request)
+        grammar = self.formats.behind_thought(constraint, prompt)
+        check(grammar)
+        return grammar
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, written by the model's chat template."""
