@@ -1,0 +1,89 @@
+"""Clients that others wrote, unmodified, at /v1/responses; they are run as README.md says."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.config import Config, ModelConfig, ServerConfig
+from disagg.model.describe import DEFAULT_MODEL
+from disagg.server.service import Service
+from tests.clients.scripted import ScriptedService
+from tests.server.running import serving
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+
+NAME = "deepseek-r1-tiny"  # llm-comply tests reasoning only of models with such names
+# of llm-comply; README.md says why
+EXPECTED_FAILURES = {"error-handling", "image-input"}
+END_WORDS = (".", "Ċ")  # of this model's texts: a full stop, a line break
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packaged model with a template for tools. Its answers are sentences, so they end."""
+    folder = tmp_path_factory.mktemp("model")
+    shutil.copytree(DEFAULT_MODEL, folder, dirs_exist_ok=True)
+    shutil.copy(HERE / "tools.jinja", folder / "chat_template.jinja")
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    ends = [0, *(vocabulary[word] for word in END_WORDS)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Service]:
+    http = ServerConfig(port=0, served_model_name=NAME)
+    with serving(Config("raw", model=ModelConfig(str(folder)), server=http)) as service:
+        yield service
+
+
+def run(*command: str, cwd: Path | None = None, **more: str) -> str:
+    """What a client says; the test is skipped where there is none."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not on the PATH")
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | more,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_llm_comply_passes_but_for_what_is_not_supported(service):
+    command = ["llm-comply", "--format", "open-responses", "--json"]
+    command += ["-u", f"{service.url}/v1", "-k", "any", "-m", NAME]
+
+    results = json.loads(run(*command))["results"]
+
+    assert len(results) == 13
+    failures = {x["id"] for x in results if x["status"] != "passed"}
+    assert failures == EXPECTED_FAILURES
+
+
+def test_the_npm_client_responds_streams_and_calls(service, tmp_path):
+    modules = Path(run("npm", "root", "--global").strip())
+    if not (modules / "openai").is_dir():
+        pytest.skip("no `openai` among the global packages of npm")
+    (tmp_path / "node_modules").symlink_to(modules)
+    script = shutil.copy(HERE / "responses.mjs", tmp_path)
+
+    answers = json.loads(run("node", script, service.url))
+
+    assert answers["whole"]
+    assert answers["text"] == answers["final"] == answers["whole"]
+    assert (answers["first"], answers["last"]) == ("response.created", "response.completed")
+    assert answers["call"] == ["get_weather", "boolean"]
+    assert answers["next"] == "completed"
+    assert answers["missing"] == 404
