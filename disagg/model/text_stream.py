@@ -1,6 +1,6 @@
 """From tokens to visible text: whole characters, and nothing after a stop string."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from disagg.model.tokenizer import Detokenizer
 
@@ -10,6 +10,8 @@ class TextStream:
 
     min_tokens: stop strings that end within this many tokens are ignored, as in vLLM
     hidden:     tokens that have no text
+    marks:      special tokens that are shown as characters which no text has, also hidden ones
+                (`AnswerParser.marks`); no stop string contains them
     """
 
     def __init__(
@@ -18,6 +20,7 @@ class TextStream:
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         hidden: Collection[int] = (),
+        marks: Mapping[int, str] | None = None,
     ):
         self.stopped = False
         self._decoder = decoder
@@ -25,21 +28,30 @@ class TextStream:
         self._held_back = ""
         self._tokens_to_go = min_tokens
         self._hidden = hidden
+        self._marks = marks or {}
 
     def add(self, token: int) -> str:
         """The text that one more token makes visible; sets `stopped` at a stop string."""
-        text = "" if token in self._hidden else self._decoder.add([token])
-        visible = self._release(text)
+        if token in self._marks:
+            visible = self._release_all(self._decoder.cut(), self._marks[token])
+        elif token in self._hidden:
+            visible = self._release("")
+        else:
+            visible = self._release(self._decoder.add([token]))
         self._tokens_to_go -= 1
         return visible
 
     def finish(self) -> str:
         """The text that is still held back; no more tokens follow."""
+        return self._release_all(self._decoder.finish(), "")
+
+    def _release_all(self, new_text: str, mark: str) -> str:
+        """What is held back too, since a mark or the end follows."""
         if self.stopped:
             return ""
-        visible = self._release(self._decoder.finish())
+        visible = self._release(new_text)
         if not self.stopped:
-            visible += self._held_back
+            visible += self._held_back + mark
             self._held_back = ""
         return visible
 

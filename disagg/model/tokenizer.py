@@ -161,6 +161,14 @@ class Detokenizer:
         self._pending = len(self._tokens)
         return text
 
+    def cut(self) -> str:
+        """The rest of the text before something that is no text; more tokens follow behind it."""
+        text = self.finish()
+        if text.endswith(UNFINISHED):
+            # later bytes would complete the character
+            self._context = self._pending
+        return text
+
     def finish(self) -> str:
         """The rest of the text: bytes that never became a character are shown as U+FFFD."""
         text = self._unread()

@@ -7,6 +7,7 @@ and line breaks beside marks mean nothing.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from disagg.errors import UnknownNameError
 
@@ -279,7 +280,9 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         r"\[TOOL_CALLS\]",
         (
             NamedCalls(
-                begin="[TOOL_CALLS]", before_arguments=("[ARGS]",), before_id="[CALL_ID]"
+                begin="[TOOL_CALLS]",
+                before_arguments=("[ARGS]",),
+                before_id="[CALL_ID]",
             ),
             JsonCalls(begin="[TOOL_CALLS]"),
         ),
@@ -345,7 +348,10 @@ class AnswerFormats:
         )
 
 
-def _choose[FormatT: (ToolFormat, ReasoningFormat)](
+FormatT = TypeVar("FormatT", ToolFormat, ReasoningFormat)
+
+
+def _choose(
     template: str, name: str, formats: Mapping[str, FormatT], kind: str
 ) -> FormatT | None:
     if name == NONE:

@@ -1,6 +1,6 @@
 """The parts of an answer, in the order in which the model wrote them.
 
-    <think>Rain?</think>I look it up.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}...
+    <think>Rain?</think>I look it up.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}
 
     Thought("Rain?")  Content("I look it up.")  CallBegin(0, "weather")
     CallArguments(0, '{"city": "Oslo"}')  CallEnd(0)
@@ -44,7 +44,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """A call is complete: its arguments are a whole JSON object."""
+    """A call is complete: the object of its arguments is closed."""
 
     index: int
 
