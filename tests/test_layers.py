@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # bottom to top; rooms on one floor do not know each other
     {"errors", "kernels", "protos"},
     {"config"},
-    {"kv", "parsers"},
+    {"kv", "parsers", "grammar"},
     {"codecs", "wire"},
     {"paged"},
     {"model", "transfer"},
@@ -47,10 +47,11 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "prometheus_client": ["disagg/server/"],
     "triton": ["kernels/gpu/"],
     "matplotlib": ["disagg/report/"],
+    "llguidance": ["disagg/grammar/"],
     "typer": ["disagg/cli"],
 }
 MAX_FUNCTION = 60  # lines of the body
-TORCH_FREE = {"errors", "config", "kv", "wire", "transfer", "cli"}
+TORCH_FREE = {"errors", "config", "grammar", "kv", "wire", "transfer", "cli"}
 
 
 def sources() -> list[Path]:

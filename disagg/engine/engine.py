@@ -18,7 +18,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from queue import Empty, SimpleQueue
 
@@ -31,11 +31,13 @@ from disagg.engine.arena import (
     wait_for_kernels,
 )
 from disagg.engine.chunk_time import ChunkTime
+from disagg.engine.grammars import SequenceGrammars, compiler_for
 from disagg.engine.limits import check_pool, check_tokens
 from disagg.engine.lookup import LookUp
 from disagg.engine.messages import (
     Abort,
     Admit,
+    Compiled,
     Drain,
     EngineLoad,
     Failed,
@@ -44,6 +46,7 @@ from disagg.engine.messages import (
     Moved,
     Prefill,
     Prefilled,
+    RequestMessage,
     StepOutput,
     Token,
     as_disagg_error,
@@ -70,6 +73,7 @@ from disagg.errors import (
     TransferError,
     UnknownNameError,
 )
+from disagg.grammar.compiler import GrammarCompiler
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import ARENA_UNIT, EXACT
 from disagg.kv.plan import Plan
@@ -93,12 +97,14 @@ class Engine:
         probed: Seq[str] = (),
         state: str = EXACT,
         expected: Seq[str] = ("raw",),
+        grammars: GrammarCompiler | None = None,
     ):
         """
         codecs:   those that may be served; none: all
         probed:   those whose error is sampled
         state:    the form in which states are handed off
         expected: codecs that slabs are sized for; others waste more of their ends
+        grammars: compiles them for the model; None: one of its own
         """
         shape = replace(runner.shape, state_form=state)
         arena_bytes, workspace_bytes = measure_memory(config, runner)
@@ -124,6 +130,10 @@ class Engine:
         )
         context = runner.info.context_length
         self._lookup = LookUp.on(runner.device.type, config, context)
+        self.grammar_compiler = grammars or compiler_for(runner.info)
+        self._grammars = SequenceGrammars(self.grammar_compiler, runner.info.eos_ids)
+        # by request: its messages, while its grammar is being compiled
+        self._uncompiled: dict[str, list[RequestMessage]] = {}
         self._chunk_time = ChunkTime(config.chunk_s)
         self.progress = StepProgress(clock)
         self._prompts = Prompts(
@@ -173,7 +183,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineLoad(
             running=len(scheduler.active),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(self._uncompiled),
             held=len(scheduler.held),
             free_bytes=scheduler.free_bytes,
             slots=scheduler.slots,
@@ -184,6 +194,8 @@ class Engine:
         """Whether there is nothing to compute and no record held for another worker."""
         scheduler = self._scheduler
         if scheduler.waiting or scheduler.active or scheduler.held:
+            return False
+        if self._uncompiled:
             return False
         return self._inbox.empty()
 
@@ -237,6 +249,27 @@ class Engine:
                 self._handle(message)
 
     def _handle(self, message: Message) -> None:
+        """Act on a message; those of a request wait until its grammar is compiled."""
+        if isinstance(message, Compiled):
+            for delayed in self._uncompiled.pop(message.rid):
+                self._act(delayed)
+        elif isinstance(message, Drain):
+            self._draining = True
+        elif self._is_compiling(message):
+            self._uncompiled[message.rid].append(message)
+        else:
+            self._act(message)
+
+    def _is_compiling(self, message: RequestMessage) -> bool:
+        """Whether the grammar of a request is being compiled; begins that if it is new."""
+        rid = message.rid
+        if isinstance(message, Prefill | Admit) and rid not in self._uncompiled:
+            on_ready = partial(self.submit, Compiled(rid))
+            if not self._grammars.is_ready(message.request, on_ready):
+                self._uncompiled[rid] = []
+        return rid in self._uncompiled
+
+    def _act(self, message: RequestMessage) -> None:
         match message:
             case Abort(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
@@ -246,8 +279,6 @@ class Engine:
             case Move(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._prepare_to_move(sequence, message)
-            case Drain():
-                self._draining = True
 
     def _start_or_fail(self, message: Prefill | Admit) -> None:
         try:
@@ -268,6 +299,7 @@ class Engine:
             order=next(self._arrivals),
             emitted=list(message.emitted),
         )
+        self._grammars.begin(sequence)
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
             sequence.groups = message.groups
@@ -282,7 +314,7 @@ class Engine:
             sequence.born -= message.waited_s
             self._scheduler.queue(sequence)
         if sequence.emitted:
-            self._emit_token(sequence, sequence.finish_reason(self._runner.info))
+            self._emit_token(sequence, self._finish_reason(sequence))
 
     def _check(self, message: Prefill | Admit) -> Plan:
         """The plan of a request, or the error that says why it can never be served here."""
@@ -338,6 +370,7 @@ class Engine:
             self._scheduler.restart(sequence)
             sequence.enter(Status.QUEUED)
         scheduled = self._lookup.add_drafts(self._scheduler.schedule_decodes())
+        scheduled = self._grammars.cut_drafts(scheduled)
         if any(entry.draft for entry in scheduled):
             with suppress(CapacityError):
                 return scheduled, allocate_step(scheduled, self.pool)
@@ -409,11 +442,12 @@ class Engine:
         batch = build_batch(
             scheduled, allocation, self.arena, self._prompts.chunk, states
         )
+        ready = [entry for entry in scheduled if entry.completes]
+        masks = self._grammars.begin_masks(ready)
         logits = self._runner.forward(batch)
         self._prompts.check_numbers(scheduled)
         logits = score_prompts(scheduled, logits)
-        ready = [entry for entry in scheduled if entry.completes]
-        sampled = choose(ready, logits, self._runner.info.eos_ids)
+        sampled = choose(ready, logits, self._runner.info.eos_ids, masks())
         # once released, the pages that kernels read may be written
         wait_for_kernels(self._runner.device)
         self._prompts.close(whole=True)
@@ -497,10 +531,24 @@ class Engine:
             sequence.emitted.append(sample.token)
             if sample.logprobs:
                 sequence.scores.append(sample.logprobs)
-            reason = sequence.finish_reason(self._runner.info)
+            try:
+                reason = self._finish_reason(sequence)
+            except RequestError as error:
+                self._fail(sequence, error)
+                break
             self._emit_token(sequence, reason)
             if reason is not None:
                 break
+
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        """Why an answer ends with its last token; None: it goes on.
+
+        RequestError for a token that its grammar does not allow.
+        """
+        reason = sequence.finish_reason(self._runner.info)
+        if reason != "stop" and self._grammars.is_complete(sequence):
+            return "stop"
+        return reason
 
     def _on_prefilled(self, sequence: Sequence) -> None:
         """A prompt is computed: it decodes here, or is held for another worker."""

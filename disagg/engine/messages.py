@@ -26,6 +26,10 @@ class Prefill:
     emitted: tuple[int, ...] = ()
     waited_s: float = 0.0
 
+    @property
+    def rid(self) -> str:
+        return self.request.rid
+
 
 @dataclass(frozen=True)
 class Admit:
@@ -41,6 +45,10 @@ class Admit:
     emitted: tuple[int, ...]
     moved: int = 0
     logprobs: tuple[Logprobs, ...] = ()
+
+    @property
+    def rid(self) -> str:
+        return self.request.rid
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,15 @@ class Drain:
     """Take no new requests; `Engine.run` returns when the last one has ended."""
 
 
-Message = Prefill | Admit | Move | Abort | Drain
+@dataclass(frozen=True)
+class Compiled:
+    """From the engine itself: the grammar of a request is compiled, or failed to."""
+
+    rid: str
+
+
+RequestMessage = Prefill | Admit | Move | Abort
+Message = RequestMessage | Drain | Compiled
 
 
 @dataclass(frozen=True)

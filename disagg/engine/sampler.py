@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disagg.engine.grammars import NO_MASKS, TokenMasks
 from disagg.engine.messages import as_disagg_error
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Logprobs, Request, SamplingParams
@@ -39,17 +40,19 @@ def sample(
     requests: Seq[Request],
     emitted: Seq[Seq[int]],
     eos_ids: Seq[int] = (),
+    masks: TokenMasks = NO_MASKS,
 ) -> list[Sampled]:
     """One token for each row.
 
     logits:  [B, V] fp32
     emitted: per row, the tokens of the answer so far
     eos_ids: tokens that end a text; none of them comes before `min_tokens`
+    masks:   tokens that the grammars of rows allow
     RequestError if the logits of a row are NaN, or all infinite
     """
     vocab_size = logits.shape[-1]
     params = [request.params for request in requests]
-    scores = _edit(logits, requests, emitted, eos_ids)
+    scores = masks.applied(_edit(logits, requests, emitted, eos_ids))
     best, tokens = scores.max(dim=-1)  # on a CPU argmax takes twice as long
     tokens = tokens.where(best.isfinite(), vocab_size)
     random_rows = [row for row, x in enumerate(params) if x.temperature]
@@ -62,8 +65,8 @@ def sample(
     ids = tokens.tolist()
     if max(ids, default=0) >= vocab_size:
         raise RequestError(
-            "no token can be drawn: after the request's biases and penalties its logits "
-            "are NaN or infinite"
+            "no token can be drawn: after the request's grammar, biases and penalties its "
+            "logits are NaN or infinite"
         )
     logprobs = _requested_logprobs(logits, tokens, params)
     return [Sampled(token, logprobs.get(row)) for row, token in enumerate(ids)]
@@ -144,11 +147,13 @@ def choose(
     entries: Seq[ScheduledTokens],
     logits: Tensor,
     eos_ids: Seq[int],
+    masks: TokenMasks = NO_MASKS,
 ) -> list[list[Sampled]]:
     """The next tokens of each sequence: one, and one for each token of its draft that was right.
 
     entries: those that complete their sequence
     logits:  [tokens that are sampled, V]
+    masks:   for the rows of `logits`
     If the batch fails, each row is sampled by itself. A sequence whose next token cannot be sampled
     gets the error, unless it has an earlier one.
     """
@@ -157,11 +162,13 @@ def choose(
     for entry in entries:
         requests += [entry.sequence.request] * entry.choices
         emitted += _answers(entry)
-    results: Seq[Sampled | DisaggError]
+    results: list[Sampled | DisaggError]
     try:
-        results = sample(logits, requests, emitted, eos_ids)
+        results = [*sample(logits, requests, emitted, eos_ids, masks)]
     except Exception:
-        results = _sample_each(logits, requests, emitted, eos_ids)
+        results = _sample_each(logits, requests, emitted, eos_ids, masks)
+    for row, error in masks.errors.items():
+        results[row] = error
     chosen = []
     row = 0
     for entry in entries:
@@ -182,13 +189,16 @@ def _sample_each(
     requests: Seq[Request],
     emitted: Seq[Seq[int]],
     eos_ids: Seq[int],
+    masks: TokenMasks,
 ) -> list[Sampled | DisaggError]:
     """The token of each row, or why there is none."""
     results: list[Sampled | DisaggError] = []
     for i in range(len(requests)):
         row = slice(i, i + 1)
         try:
-            results += sample(logits[row], requests[row], emitted[row], eos_ids)
+            results += sample(
+                logits[row], requests[row], emitted[row], eos_ids, masks.of_row(i)
+            )
         except Exception as error:
             results.append(as_disagg_error(error))
     return results

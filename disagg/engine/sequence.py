@@ -126,6 +126,8 @@ class SamplingParams:
     logprobs:    report the log-probability of each token and of this many of the likeliest tokens
                  in its place; None: report none
     prompt_logprobs: report them for the prompt too, from its second token on
+    grammar:     what the answer must follow, from a builder of `disagg.grammar`; empty: anything.
+                 It ends where nothing may follow, whatever `min_tokens` is
     """
 
     max_tokens: int = 16
@@ -143,6 +145,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         self._check_integers()
@@ -153,6 +156,11 @@ class SamplingParams:
         _require(
             self.logprobs is not None or not self.prompt_logprobs,
             "prompt_logprobs without logprobs; say how many of the likeliest",
+        )
+        _require(
+            isinstance(self.grammar, str),
+            f"grammar is {reprlib.repr(self.grammar)}; expected a text, such as that of "
+            "disagg.grammar.json_schema(...)",
         )
 
     def _check_integers(self) -> None:

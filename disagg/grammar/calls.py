@@ -4,9 +4,14 @@
 ╰─ before_name ──╯       ╰ before_arguments ╯               ╰ behind ╯
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from disagg.errors import RequestError, quoted
+from disagg.grammar.constraints import check
+from disagg.grammar.json_schemas import DEFINITIONS, prepare, schema_text
+from disagg.grammar.marks import lark_of, lark_text, split_mark
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,64 @@ class CallForm:
 
 
 # by the name of the tool parser that reads it
-CALL_FORMS: Mapping[str, CallForm] = {}
+CALL_FORMS: Mapping[str, CallForm] = {
+    "hermes": CallForm(
+        before_name='<tool_call>\n{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}\n</tool_call>",
+        between="\n",
+    ),
+    "qwen3_coder": CallForm(
+        before_name="<tool_call>\n<function=",
+        before_arguments=">\n",
+        behind="</function>\n</tool_call>",
+        between="\n",
+        parameters=ParameterForm("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "llama3_json": CallForm(
+        before_name='{"name": "',
+        before_arguments='", "parameters": ',
+        behind="}",
+        between="; ",
+    ),
+    "mistral": CallForm(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="[TOOL_CALLS][",
+        between=", ",
+        behind_last="]",
+    ),
+    "deepseek_v3": CallForm(
+        before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        before_arguments="\n```json\n",
+        behind="\n```<｜tool▁call▁end｜>",
+        before_first="<｜tool▁calls▁begin｜>",
+        between="\n",
+        behind_last="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": CallForm(
+        before_name="<｜tool▁call▁begin｜>",
+        before_arguments="<｜tool▁sep｜>",
+        behind="<｜tool▁call▁end｜>",
+        before_first="<｜tool▁calls▁begin｜>",
+        behind_last="<｜tool▁calls▁end｜>",
+    ),
+    "glm45": CallForm(
+        before_name="<tool_call>",
+        before_arguments="\n",
+        behind="</tool_call>",
+        between="\n",
+        parameters=ParameterForm(
+            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"
+        ),
+    ),
+    "harmony": CallForm(
+        before_name="<|channel|>commentary to=functions.",
+        before_arguments=" <|constrain|>json<|message|>",
+        behind="<|call|>",
+    ),
+}
 
 
 def tool_calls(
@@ -56,6 +118,79 @@ def tool_calls(
     special_tokens: of the tokenizer: ids by how they are written
     parallel:       several calls may follow each other
 
-    RequestError, with the name of the function, for a schema that is not supported.
+    RequestError, with the name of the function, for a schema that is not supported. May take a
+    hundredth of a second a function, so servers call it in a thread.
     """
-    raise NotImplementedError
+    if not functions:
+        raise RequestError("no function may be called; expected at least one")
+    rules: list[str] = []
+    for number, (name, parameters) in enumerate(functions.items()):
+        try:
+            rules += _call_rules(number, name, parameters, form, special_tokens)
+        except RequestError as error:
+            raise RequestError(f"function {quoted(name)}: {error}") from error
+    calls = " | ".join(f"call_{number}" for number in range(len(functions)))
+    more = f"({lark_of(form.between, special_tokens)} call)*" if parallel else ""
+    before = lark_of(form.before_first, special_tokens)
+    behind = lark_of(form.behind_last, special_tokens)
+    start = f"start: {before} call {more} {behind}"
+    constraint = "\n".join([start, f"call: {calls}", *rules])
+    check(constraint)
+    return constraint
+
+
+def _call_rules(
+    number: int,
+    name: str,
+    parameters: Mapping[str, Any],
+    form: CallForm,
+    special_tokens: Mapping[str, int],
+) -> Iterator[str]:
+    """The rules of the calls of one function; the first is `call_NUMBER`."""
+    opening = lark_of(form.before_name + name + form.before_arguments, special_tokens)
+    closing = lark_of(form.behind, special_tokens)
+    parameters = {"type": "object", **parameters}
+    prepare(parameters)  # its mistakes have their places in the whole schema
+    if form.parameters is None:
+        arguments = f"%json {schema_text(parameters)}"
+        yield f"call_{number}: {opening} {arguments} {closing}"
+        return
+    properties = parameters.get("properties", {})
+    required = parameters.get("required", ())
+    names = [f"value_{number}_{index}" for index in range(len(properties))]
+    values = []
+    for rule, key in zip(names, properties, strict=True):
+        values.append(rule if key in required else f"{rule}?")
+    yield f"call_{number}: {opening} {' '.join(values)} {closing}"
+    definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
+    for rule, (key, schema) in zip(names, properties.items(), strict=True):
+        before = form.parameters.before_name + key + form.parameters.before_value
+        value = _value_rules(rule, schema, definitions, form.parameters, special_tokens)
+        yield from value
+        yield f"{rule}: {lark_of(before, special_tokens)} {rule}_end"
+
+
+def _value_rules(
+    rule: str,
+    schema: Any,
+    definitions: Mapping[str, Any],
+    form: ParameterForm,
+    special_tokens: Mapping[str, int],
+) -> Iterator[str]:
+    """The rules of the value of one parameter and of the mark behind it: `RULE_end`."""
+    behind = split_mark(form.behind, special_tokens)
+    marks = " ".join(mark.lark for mark in behind)
+    is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+    if is_text and "enum" in schema:
+        options = " | ".join(lark_text(str(option)) for option in schema["enum"])
+        yield f"{rule}_end: ({options}) {marks}"
+    elif is_text and behind[0].is_special:
+        yield f"{rule}_end: {rule}_text {marks}"
+        yield f"{rule}_text: /(?s:.*)/"
+    elif is_text:
+        rest = " ".join(mark.lark for mark in behind[1:])
+        yield f"{rule}_end: {rule}_text {rest}"
+        yield f"{rule}_text[suffix={behind[0].lark}]: /(?s:.*)/"
+    else:
+        fields = {**definitions, **schema} if isinstance(schema, Mapping) else schema
+        yield f"{rule}_end: %json {schema_text(fields)} {marks}"

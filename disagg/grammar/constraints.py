@@ -1,36 +1,70 @@
 """Builders of constraints, and their check: what a client may ask for, as one text.
 
-Each builder returns the text of `SamplingParams.grammar`. RequestError, with the place, for what
-cannot be one.
+Each builder returns the text of `SamplingParams.grammar`. It may take a tenth of a second, most of
+it without Python's lock, so servers call it in a thread. RequestError, with the place, for what
+cannot be a constraint.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-def json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """JSON that a schema allows; RequestError with the JSON pointer of what is not supported."""
-    raise NotImplementedError
+from disagg.errors import RequestError
+from disagg.grammar.json_schemas import prepare, schema_text
+from disagg.grammar.limits import MAX_CONSTRAINT_CHARS, error_of
+from disagg.grammar.marks import lark_text, split_mark
+from disagg.grammar.repeats import check_pattern, check_terminals
+
+MAX_CHOICES = 10_000
+JSON_MARK = "%json"
+RULE_OF_EBNF = "::="
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+BODY = "body"  # the rule behind a thought
+
+
+def json_schema(schema: Any) -> str:
+    """JSON that a schema allows, its properties in the order of the schema.
+
+    RequestError with the JSON pointer of what is wrong or not supported.
+    """
+    return _sized(f"start: {JSON_MARK} {schema_text(schema)}")
 
 
 def json_object() -> str:
     """Any JSON object."""
-    raise NotImplementedError
+    return json_schema(ANY_OBJECT)
 
 
 def regex(pattern: str) -> str:
-    """A text that a regular expression matches as a whole."""
-    raise NotImplementedError
+    """A text that a regular expression matches as a whole; it has Rust's notation."""
+    check_pattern(pattern)
+    grammar = json.loads(LLMatcher.grammar_from_regex(pattern))
+    constraint = _sized(grammar["grammars"][0]["lark_grammar"])
+    return _compiled(constraint, "the regular expression")
 
 
 def choice(options: Sequence[str]) -> str:
-    """One of some texts."""
-    raise NotImplementedError
+    """One of several texts."""
+    if not 0 < len(options) <= MAX_CHOICES or not all(options):
+        raise RequestError(
+            f"a choice has {len(options)} texts; expected 1 to {MAX_CHOICES}, none empty"
+        )
+    return _sized("start: " + " | ".join(map(lark_text, options)))
 
 
 def lark(grammar: str) -> str:
-    """A text of a grammar, in Lark's notation, in llama.cpp's GBNF or in EBNF."""
-    raise NotImplementedError
+    """A text of a grammar in Lark's notation, or in the EBNF of llama.cpp, which is GBNF."""
+    _sized(grammar)
+    if RULE_OF_EBNF in grammar:
+        try:
+            grammar = gbnf_to_lark(grammar)
+        except Exception as error:  # of a kind that llguidance does not export
+            raise RequestError(f"the grammar cannot be read: {error}") from error
+    check(grammar)
+    return grammar
 
 
 def behind_thought(
@@ -38,21 +72,87 @@ def behind_thought(
     begin: str,
     end: str,
     special_tokens: Mapping[str, int],
+    *,
     is_open: bool,
 ) -> str:
-    """A free thought, and then what a constraint allows.
+    """A free thought, and then what a constraint allows, perhaps after two line ends.
 
+    constraint: from a builder of this room, but not from this one
     begin, end: the marks of a thought, such as "<think>" and "</think>"; special tokens in them are
                 such tokens
     is_open:    the prompt ends in a thought, so that the answer begins in it. Else the answer may
                 begin with one, or be without
     """
-    raise NotImplementedError
+    marks = split_mark(end, special_tokens)
+    opening = " ".join(mark.lark for mark in split_mark(begin, special_tokens))
+    if marks[0].is_special:
+        thought = "thought: FREE " + " ".join(mark.lark for mark in marks)
+        rules = [thought, "FREE: /(?s:.*)/"]
+    else:
+        rest = " ".join(mark.lark for mark in marks[1:])
+        rules = [f"thought: free {rest}", f"free[suffix={marks[0].lark}]: /(?s:.*)/"]
+    start = "thought" if is_open else f"({opening} thought)?"
+    outer = [f"start: {start} /\\n{{0,2}}/ @{BODY}", *rules]
+    grammars = [
+        {"lark_grammar": "\n".join(outer)},
+        {"name": BODY, "lark_grammar": constraint},
+    ]
+    return _compiled(json.dumps({"grammars": grammars}), "the grammar behind a thought")
 
 
 def check(constraint: str) -> None:
-    """RequestError for a constraint that no engine can follow, or that is too large.
+    """RequestError for a constraint that no engine can follow, or that costs too much.
 
-    May take a tenth of a second, without Python's lock; call it from a thread.
+    Whether a model has the special tokens that it names is found out by an engine.
     """
-    raise NotImplementedError
+    _sized(constraint)
+    for grammar in _lark_grammars(constraint):
+        check_terminals(_without_schemas(grammar))
+    _compiled(constraint, "the grammar")
+
+
+def _sized(constraint: str) -> str:
+    if len(constraint) > MAX_CONSTRAINT_CHARS:
+        raise RequestError(
+            f"the grammar has {len(constraint):,} characters; expected at most "
+            f"{MAX_CONSTRAINT_CHARS:,}"
+        )
+    return constraint
+
+
+def _compiled(constraint: str, what: str) -> str:
+    """The constraint, unless llguidance cannot follow it."""
+    error = error_of(constraint)
+    if error:
+        raise RequestError(f"{what} is not supported: {error}")
+    return constraint
+
+
+def _lark_grammars(constraint: str) -> list[str]:
+    """The Lark grammars of a constraint, which may be JSON."""
+    if not constraint.lstrip().startswith("{"):
+        return [constraint]
+    try:
+        grammars = json.loads(constraint)["grammars"]
+        return [grammar["lark_grammar"] for grammar in grammars]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RequestError(
+            'the grammar is JSON, but not {"grammars": [{"lark_grammar": ...}]}'
+        ) from error
+
+
+def _without_schemas(grammar: str) -> str:
+    """A Lark grammar without its JSON schemas; RequestError for a mistake in one of them."""
+    pieces = grammar.split(JSON_MARK)
+    rest = [pieces[0]]
+    for piece in pieces[1:]:
+        text = piece.lstrip()
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"the grammar has a {JSON_MARK} without a schema behind it: {error}"
+            ) from error
+        prepare(schema)
+        rest.append(text[end:])
+    return "".join(rest)

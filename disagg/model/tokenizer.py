@@ -19,6 +19,7 @@ SPELLING_CACHE = 1 << 16  # tokens: answers with log-probabilities name thousand
 MOST_PENDING = 64  # tokens; bytes that are no character by then never become one
 CONTEXT = 5  # tokens of a prompt that its answer is decoded with
 UNFINISHED = "\ufffd"  # the decoders' sign for bytes that are no character (yet)
+SPACE_SIGN = "▁"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # a byte, in vocabularies of characters
 
 
@@ -123,6 +124,29 @@ class Tokenizer:
             return bytes(byte_of[letter] for letter in written)
         return text.encode()
 
+    def token_bytes(self, size: int) -> list[bytes]:
+        """The bytes of the tokens 0 to `size` - 1; empty for ids without a token."""
+        written = ["" for _ in range(size)]
+        for text, number in self._backend.get_vocab().items():
+            if number < size:
+                written[number] = text
+        added = self._backend.get_added_tokens_decoder()
+        decoder = self._backend.decoder
+        form = "" if decoder is None else decoder.__getstate__().decode()
+        if '"ByteLevel"' in form:
+            tokens = [_bytes_of_letters(text) for text in written]
+        elif '"ByteFallback"' in form:
+            tokens = [_bytes_of_piece(text) for text in written]
+        else:  # slow, seconds
+            tokens = [
+                self.bytes_of(number) if text else b""
+                for number, text in enumerate(written)
+            ]
+        for number, token in added.items():
+            if number < size:
+                tokens[number] = token.content.encode()
+        return tokens
+
     def detokenizer(self, before: Sequence[int] = ()) -> "Detokenizer":
         """A new incremental decoder for one stream of tokens.
 
@@ -191,6 +215,22 @@ def _bytes_by_letter() -> dict[str, int]:
     printed = [ord(letter) for letter in letters if ord(letter) < 256]
     others = sorted(set(range(256)) - set(printed))
     return dict(zip(letters, printed + others, strict=True))
+
+
+def _bytes_of_letters(written: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary."""
+    byte_of = _bytes_by_letter()
+    if all(letter in byte_of for letter in written):
+        return bytes(byte_of[letter] for letter in written)
+    return written.encode()
+
+
+def _bytes_of_piece(written: str) -> bytes:
+    """The bytes of a token of a vocabulary of characters, which has a sign for the space."""
+    byte_token = BYTE_TOKEN.fullmatch(written)
+    if byte_token:
+        return bytes.fromhex(byte_token[1])
+    return written.replace(SPACE_SIGN, " ").encode()
 
 
 def _from_file(file: Path) -> tokenizers.Tokenizer:

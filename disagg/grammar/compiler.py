@@ -1,0 +1,52 @@
+"""Grammars compiled for one vocabulary, by a thread of their own."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from threading import Lock
+
+from disagg.grammar.state import GrammarState
+from disagg.grammar.vocabulary import Vocabulary
+
+MOST_COMPILED = 128  # grammars
+
+
+class GrammarCompiler:
+    """Compiles each constraint once, for all requests that have it. Any thread may call it.
+
+    Without requests that have a grammar it costs nothing: the vocabulary is read, and the thread
+    started, for the first one.
+    """
+
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary]):
+        self._read_vocabulary = read_vocabulary
+        self._compiled: OrderedDict[str, Future[GrammarState]] = OrderedDict()
+        self._lock = Lock()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model. Reading it takes a second, so only the thread of this compiler does."""
+        return self._read_vocabulary()
+
+    def prepare(self, constraint: str) -> "Future[GrammarState]":
+        """Compile a constraint in the background; the result is the state before the first token.
+
+        It is for copies alone.
+        """
+        with self._lock:
+            future = self._compiled.get(constraint)
+            if future is None:
+                future = self._thread.submit(self._compile, constraint)
+                self._compiled[constraint] = future
+            self._compiled.move_to_end(constraint)
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+            return future
+
+    def _compile(self, constraint: str) -> GrammarState:
+        return GrammarState.compile(constraint, self.vocabulary)

@@ -1,0 +1,230 @@
+"""JSON schemas as clients write them: mistakes with their place, and what llguidance gets.
+
+The place of a mistake is its JSON pointer, such as `/properties/age/type`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from disagg.errors import MAX_QUOTED_CHARS, RequestError
+from disagg.grammar.limits import error_of
+from disagg.grammar.repeats import check_pattern
+
+MAX_SUBSCHEMAS = 10_000
+MAX_DEPTH = 50  # schemas inside each other; llguidance reads JSON 128 levels deep
+MOST_LOCATED = 300  # subschemas that are compiled to find the one with an error
+MAX_MULTIPLE = 10_000  # a `multipleOf` has as many states
+TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+# formats that are followed; others are comments, as the specification says
+FORMATS = {
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "time",
+    "uri",
+    "uuid",
+}
+# keywords whose value is a schema, a list of schemas, or schemas by name
+SCHEMA = {
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+}
+SCHEMAS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
+NAMED_SCHEMAS = {
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "patternProperties",
+    "properties",
+}
+DEFINITIONS = ("$defs", "definitions")
+NUMBERS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
+COUNTS = {
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "minItems",
+    "minLength",
+    "minProperties",
+}
+TEXTS = {"$ref", "format", "pattern"}
+
+# models that write JSON for a long time would else write nothing but space
+SPACES = r"( |\n( {0,24}|\t{0,8}))"
+Schema = dict[str, Any] | bool
+Place = tuple[str, ...]
+
+
+def schema_text(schema: Any) -> str:
+    """A schema as llguidance reads it; RequestError with the place of a mistake.
+
+    May take a tenth of a second.
+    """
+    prepared = prepare(schema)
+    text = _options(prepared)
+    error = error_of(f"start: %json {text}")
+    if error:
+        pointer, error = _locate(prepared, error)
+        raise RequestError(f"the schema at {pointer} is not supported: {error}")
+    return text
+
+
+def prepare(schema: Any) -> Schema:
+    """A schema without comments that llguidance would refuse; RequestError for a mistake."""
+    if not isinstance(schema, bool | Mapping):
+        raise _mistake((), schema, "an object or a boolean")
+    prepared: Schema = json.loads(json.dumps(schema))  # a copy
+    for place, subschema in subschemas(prepared):
+        _check_keywords(place, subschema)
+        if subschema.get("format") not in FORMATS:
+            subschema.pop("format", None)
+    return prepared
+
+
+def subschemas(schema: Schema) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """A schema and all in it, with their places; those outside first.
+
+    RequestError for a subschema that is none, for too many and for too deep ones.
+    """
+    ahead: list[tuple[Place, Any]] = [((), schema)]
+    count = 0
+    while ahead:
+        place, subschema = ahead.pop()
+        count += 1
+        if isinstance(subschema, bool):
+            continue
+        if not isinstance(subschema, dict):
+            raise _mistake(place, subschema, "a schema: an object or a boolean")
+        if count > MAX_SUBSCHEMAS or len(place) > 2 * MAX_DEPTH:
+            raise RequestError(
+                f"the schema is too large at {pointer_of(place)}; expected at most "
+                f"{MAX_SUBSCHEMAS} schemas, {MAX_DEPTH} inside each other"
+            )
+        yield place, subschema
+        ahead += _children(place, subschema)
+
+
+def _children(place: Place, schema: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """The schemas that the keywords of a schema have."""
+    for keyword, value in schema.items():
+        inside = (*place, keyword)
+        if keyword in SCHEMAS and isinstance(value, list):
+            yield from (
+                ((*inside, str(index)), item) for index, item in enumerate(value)
+            )
+        elif keyword in SCHEMA:
+            yield inside, value
+        elif keyword in SCHEMAS:
+            raise _mistake(inside, value, "a list of schemas")
+        elif keyword in NAMED_SCHEMAS:
+            if not isinstance(value, dict):
+                raise _mistake(inside, value, "an object of schemas by name")
+            yield from (((*inside, name), item) for name, item in value.items())
+
+
+def _check_keywords(place: Place, schema: Mapping[str, Any]) -> None:
+    """RequestError for the value of a keyword that makes no sense, or costs too much."""
+    for keyword, value in schema.items():
+        expected = _expected(keyword, value)
+        if expected:
+            raise _mistake((*place, keyword), value, expected)
+    patterns = [*schema.get("patternProperties", ())]
+    if "pattern" in schema:
+        patterns.append(schema["pattern"])
+    for pattern in patterns:
+        try:
+            check_pattern(pattern)
+        except RequestError as error:
+            raise RequestError(f"{error}, at {pointer_of(place)}") from error
+
+
+def _expected(keyword: str, value: Any) -> str:
+    """What would be right; empty for a value that is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_list = isinstance(value, list)
+    right: Mapping[str, tuple[bool, str]] = {
+        "type": (_is_type(value), f"one of {', '.join(TYPES)}, or a list of them"),
+        "required": (is_list and _are_texts(value), "a list of names"),
+        "enum": (is_list and bool(value), "a list with at least one value"),
+        "multipleOf": (
+            is_number and _is_multiple(value),
+            "a number from 1e-6 to 10000",
+        ),
+    }
+    if keyword in right:
+        is_right, expected = right[keyword]
+        return "" if is_right else expected
+    if keyword in NUMBERS and not is_number and not isinstance(value, bool):
+        return "a number"
+    if keyword in COUNTS and not (is_number and value >= 0 and value == int(value)):
+        return "an integer from 0"
+    if keyword in TEXTS and not isinstance(value, str):
+        return "a text"
+    return ""
+
+
+def _is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and _are_texts(names) and {*names} <= {*TYPES}
+
+
+def _are_texts(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _is_multiple(number: float) -> bool:
+    """Whether a `multipleOf` has few states: as many as its digits without trailing zeros say."""
+    if not 1e-6 <= number <= MAX_MULTIPLE:
+        return False
+    digits = Decimal(str(number)).normalize().as_tuple().digits
+    return int("".join(map(str, digits))) <= MAX_MULTIPLE
+
+
+def pointer_of(place: Place) -> str:
+    """A place as a JSON pointer; that of the whole schema is '#'."""
+    steps = (step.replace("~", "~0").replace("/", "~1") for step in place)
+    return "#" + "".join(f"/{step}" for step in steps)
+
+
+def _mistake(place: Place, value: Any, expected: str) -> RequestError:
+    shown = json.dumps(value, default=repr)[:MAX_QUOTED_CHARS]
+    return RequestError(
+        f"the schema at {pointer_of(place)} is {shown}; expected {expected}"
+    )
+
+
+def _options(schema: Schema) -> str:
+    """The text of a schema with our options for its JSON."""
+    if schema is False:
+        return "false"
+    options = {"whitespace_pattern": SPACES}
+    fields = {} if schema is True else schema
+    return json.dumps({**fields, "x-guidance": options})
+
+
+def _locate(root: Schema, error: str) -> tuple[str, str]:
+    """The place of the smallest schema that has an error by itself, and that error."""
+    pointer = pointer_of(())
+    if isinstance(root, bool):
+        return pointer, error
+    definitions = {name: root[name] for name in DEFINITIONS if name in root}
+    for number, (place, schema) in enumerate(subschemas(root)):
+        if number >= MOST_LOCATED:
+            break
+        own = error_of(f"start: %json {json.dumps({**definitions, **schema})}")
+        if own == error and len(pointer_of(place)) >= len(pointer):
+            pointer = pointer_of(place)
+    return pointer, error
