@@ -6,14 +6,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from disagg.config import Config, ModelConfig, ServerConfig
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.service import Service
-from tests.clients.scripted import ScriptedService
+from tests.clients.scripted import scripted
+from tests.model.tiny import byte_tokenizer
 from tests.server.running import serving
 
 HERE = Path(__file__).parent
@@ -83,7 +83,48 @@ def test_the_npm_client_responds_streams_and_calls(service, tmp_path):
 
     assert answers["whole"]
     assert answers["text"] == answers["final"] == answers["whole"]
-    assert (answers["first"], answers["last"]) == ("response.created", "response.completed")
+    assert (answers["first"], answers["last"]) == (
+        "response.created",
+        "response.completed",
+    )
     assert answers["call"] == ["get_weather", "boolean"]
     assert answers["next"] == "completed"
     assert answers["missing"] == 404
+
+
+CODEX_CONFIG = """
+model = "tiny"
+model_provider = "disagg"
+
+[model_providers.disagg]
+name = "disagg"
+base_url = "URL/v1"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+CALL = '{"name": "exec_command", "arguments": {"cmd": "echo $((6 * 7))"}}'
+TEXTS = [
+    f"<think>I compute.</think>Wait.<tool_call>{CALL}</tool_call>",
+    "<think>Good.</think>The answer is there.",
+]
+
+
+def test_codex_runs_a_command_and_answers(tmp_path):
+    """It sends tools in namespaces and its own thoughts back; all of that reaches the model."""
+    with scripted(HERE / "tools.jinja", TEXTS) as (url, router):
+        (tmp_path / "config.toml").write_text(CODEX_CONFIG.replace("URL", url))
+        command = ["codex", "exec", "--skip-git-repo-check", "--json"]
+        command += ["--dangerously-bypass-approvals-and-sandbox", "What is 6 * 7?"]
+        said = run(*command, cwd=tmp_path, CODEX_HOME=str(tmp_path))
+
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    items = [event["item"] for event in events if event["type"] == "item.completed"]
+    texts = [item["text"] for item in items if item["type"] == "agent_message"]
+    assert texts == ["Wait.", "The answer is there."]
+
+    (_, _, _), (prompt, _, _) = router.asked
+    text = byte_tokenizer().decode(list(prompt))
+    _, behind = text.split("What is 6 * 7?")
+    assert "<think>I compute.</think>Wait.<tool_call>" in behind
+    assert "42" in behind
