@@ -171,8 +171,8 @@ class SequenceGrammars:
                 except DisaggError as error:
                     errors[row] = error
                     masks.append(_everything(vocabulary))
-        bits: NDArray[np.int32] = np.stack(masks).view(np.int32)
-        return TokenMasks(tuple(rows), bits, errors)
+        words: NDArray[np.int32] = np.stack(masks).view(np.int32)
+        return TokenMasks(tuple(rows), words, errors)
 
 
 @dataclass(frozen=True)

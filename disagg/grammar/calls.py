@@ -27,7 +27,7 @@ class ParameterForm:
 
 
 @dataclass(frozen=True)
-class CallForm:
+class CallNotation:
     """How a model writes calls; special tokens are written as in its tokenizer.
 
     before_name, before_arguments, behind: of each call
@@ -45,27 +45,27 @@ class CallForm:
 
 
 # by the name of the tool parser that reads it
-CALL_FORMS: Mapping[str, CallForm] = {
-    "hermes": CallForm(
+CALL_FORMS: Mapping[str, CallNotation] = {
+    "hermes": CallNotation(
         before_name='<tool_call>\n{"name": "',
         before_arguments='", "arguments": ',
         behind="}\n</tool_call>",
         between="\n",
     ),
-    "qwen3_coder": CallForm(
+    "qwen3_coder": CallNotation(
         before_name="<tool_call>\n<function=",
         before_arguments=">\n",
         behind="</function>\n</tool_call>",
         between="\n",
         parameters=ParameterForm("<parameter=", ">\n", "\n</parameter>\n"),
     ),
-    "llama3_json": CallForm(
+    "llama3_json": CallNotation(
         before_name='{"name": "',
         before_arguments='", "parameters": ',
         behind="}",
         between="; ",
     ),
-    "mistral": CallForm(
+    "mistral": CallNotation(
         before_name='{"name": "',
         before_arguments='", "arguments": ',
         behind="}",
@@ -73,7 +73,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
         between=", ",
         behind_last="]",
     ),
-    "deepseek_v3": CallForm(
+    "deepseek_v3": CallNotation(
         before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         before_arguments="\n```json\n",
         behind="\n```<｜tool▁call▁end｜>",
@@ -81,14 +81,14 @@ CALL_FORMS: Mapping[str, CallForm] = {
         between="\n",
         behind_last="<｜tool▁calls▁end｜>",
     ),
-    "deepseek_v31": CallForm(
+    "deepseek_v31": CallNotation(
         before_name="<｜tool▁call▁begin｜>",
         before_arguments="<｜tool▁sep｜>",
         behind="<｜tool▁call▁end｜>",
         before_first="<｜tool▁calls▁begin｜>",
         behind_last="<｜tool▁calls▁end｜>",
     ),
-    "glm45": CallForm(
+    "glm45": CallNotation(
         before_name="<tool_call>",
         before_arguments="\n",
         behind="</tool_call>",
@@ -97,7 +97,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
             "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"
         ),
     ),
-    "harmony": CallForm(
+    "harmony": CallNotation(
         before_name="<|channel|>commentary to=functions.",
         before_arguments=" <|constrain|>json<|message|>",
         behind="<|call|>",
@@ -107,7 +107,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
 
 def tool_calls(
     functions: Mapping[str, Mapping[str, Any]],
-    form: CallForm,
+    form: CallNotation,
     special_tokens: Mapping[str, int],
     *,
     parallel: bool,
@@ -143,7 +143,7 @@ def _call_rules(
     number: int,
     name: str,
     parameters: Mapping[str, Any],
-    form: CallForm,
+    form: CallNotation,
     special_tokens: Mapping[str, int],
 ) -> Iterator[str]:
     """The rules of the calls of one function; the first is `call_NUMBER`."""

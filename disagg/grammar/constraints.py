@@ -15,7 +15,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from disagg.errors import RequestError
 from disagg.grammar.json_schemas import prepare, schema_text
 from disagg.grammar.limits import MAX_CONSTRAINT_CHARS, error_of
-from disagg.grammar.marks import lark_text, split_mark
+from disagg.grammar.marks import lark_of, lark_text, split_mark
 from disagg.grammar.repeats import check_pattern, check_terminals
 
 MAX_CHOICES = 10_000
@@ -72,8 +72,8 @@ def behind_thought(
     begin: str,
     end: str,
     special_tokens: Mapping[str, int],
-    *,
     is_open: bool,
+    before: str = "",
 ) -> str:
     """A free thought, and then what a constraint allows, perhaps after two line ends.
 
@@ -82,6 +82,7 @@ def behind_thought(
                 such tokens
     is_open:    the prompt ends in a thought, so that the answer begins in it. Else the answer may
                 begin with one, or be without
+    before:     a mark in front of the text of the constraint, such as that of a channel
     """
     marks = split_mark(end, special_tokens)
     opening = " ".join(mark.lark for mark in split_mark(begin, special_tokens))
@@ -92,7 +93,8 @@ def behind_thought(
         rest = " ".join(mark.lark for mark in marks[1:])
         rules = [f"thought: free {rest}", f"free[suffix={marks[0].lark}]: /(?s:.*)/"]
     start = "thought" if is_open else f"({opening} thought)?"
-    outer = [f"start: {start} /\\n{{0,2}}/ @{BODY}", *rules]
+    head = lark_of(before, special_tokens) or "/\\n{0,2}/"
+    outer = [f"start: {start} {head} @{BODY}", *rules]
     grammars = [
         {"lark_grammar": "\n".join(outer)},
         {"name": BODY, "lark_grammar": constraint},

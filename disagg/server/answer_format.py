@@ -91,19 +91,30 @@ class ModelFormats:
             request.parallel_tool_calls and not request.tool_choice.is_named,
         )
 
-    def call_constraint(self, request: ChatRequest) -> str:
-        """The grammar of an answer that must call a tool."""
-        tools = request.callable_tools
-        tool_format = self.formats.tool
-        form = None if tool_format is None else CALL_FORMS.get(tool_format.name)
+    def call_grammar(self, request: ChatRequest, prompt: str) -> str:
+        """The grammar of the answers to a prompt that must call a tool, perhaps behind a thought.
+
+        RequestError for a format of calls or a schema that grammars do not have.
+        """
+        form = (
+            None
+            if self.formats.tool is None
+            else CALL_FORMS.get(self.formats.tool.name)
+        )
         if form is None:
             raise RequestError(
-                "tool_choice forces a call, but the format of this model's calls is not known; "
-                'use "auto", or serve the model with a --tool-parser that has a grammar',
+                "tool_choice forces a call, but there is no grammar for the format of this model's "
+                'calls; use "auto", or serve the model with another --tool-parser',
                 "tool_choice",
             )
+        functions = _schemas(request.callable_tools)
         parallel = request.parallel_tool_calls and not request.tool_choice.is_named
-        return tool_calls(_schemas(tools), form, self.special_tokens, parallel=parallel)
+        try:
+            calls = tool_calls(functions, form, self.special_tokens, parallel=parallel)
+        except RequestError as error:
+            error.param = "tools"
+            raise
+        return self.behind_thought(calls, prompt)
 
     def behind_thought(self, constraint: str, prompt: str) -> str:
         """A constraint of the answer proper, which a thought may precede."""

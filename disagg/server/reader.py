@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from disagg.errors import ModelError, RequestError
-from disagg.grammar.constraints import check
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
@@ -219,17 +218,17 @@ class RequestReader:
         reading = self.formats.reading(request, text)
         special = bool(request.add_special_tokens)
         tokens = await self.tokens_of(text, special, "messages")
-        grammar = ""
-        if request.tool_choice.mode == "required":
-            grammar = await asyncio.to_thread(self._call_grammar, request, text)
+        grammar = await self._chat_grammar(request, text)
         return TokenizedPrompt(tuple(tokens), "", reading, grammar)
 
-    def _call_grammar(self, request: ChatRequest, prompt: str) -> str:
-        """The grammar of answers that must call a tool; RequestError for an impossible one."""
-        constraint = self.formats.call_constraint(request)
-        grammar = self.formats.behind_thought(constraint, prompt)
-        check(grammar)
-        return grammar
+    async def _chat_grammar(self, request: ChatRequest, prompt: str) -> str:
+        """What the answers to a prompt must follow; "": anything.
+
+        RequestError for what no engine can follow.
+        """
+        if request.tool_choice.mode != "required":
+            return ""
+        return await asyncio.to_thread(self.formats.call_grammar, request, prompt)
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, written by the model's chat template."""

@@ -1,6 +1,7 @@
 """One answer, delta by delta, read by a parser that says what a test wants."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from disagg.parsers.parts import (
     CallArguments,
@@ -8,7 +9,6 @@ from disagg.parsers.parts import (
     CallEnd,
     Content,
     Part,
-    Thought,
 )
 from disagg.server.answer_parts import AnswerParts
 from disagg.server.output_text import TextDelta
@@ -17,48 +17,32 @@ CALL: list[Part] = [CallBegin(0, "f"), CallArguments(0, "{}"), CallEnd(0)]
 
 
 class Scripted:
-    """Takes a letter for a thought, a digit for content, "f" for a whole call, "(" for half of one.
+    """Takes "f" for a whole call, "(" for half of one, and "~" for what is held back."""
 
-    ">" ends thoughts; "~" is held back until the end.
-    """
+    num_thought_tokens = 0
 
-    def __init__(self, is_thinking: bool = False):
-        self.is_thinking = is_thinking
+    def __init__(self) -> None:
         self._held_back = ""
 
     def add(self, text: str) -> Sequence[Part]:
-        parts: list[Part] = []
-        for letter in text:
-            parts += self._add(letter)
-        return parts
+        return [part for letter in text for part in self._parts(letter)]
 
-    def _add(self, letter: str) -> Sequence[Part]:
-        if letter == ">":
-            self.is_thinking = False
-        elif letter == "~":
+    def _parts(self, letter: str) -> Sequence[Part]:
+        if letter == "~":
             self._held_back += letter
-        elif letter == "f":
-            return CALL
-        elif letter == "(":
-            return CALL[:2]
-        elif self.is_thinking:
-            return [Thought(letter)]
-        else:
-            return [Content(letter)]
-        return []
+            return []
+        by_letter = {"f": CALL, "(": CALL[:2]}
+        return by_letter.get(letter, [Content(letter)])
 
     def finish(self) -> Sequence[Part]:
         return [Content(self._held_back)] if self._held_back else []
 
 
 def read(
-    text: str,
-    end: str = "stop",
-    is_thinking: bool = False,
-    parallel: bool = True,
+    text: str, end: str = "stop", parallel: bool = True
 ) -> tuple[list[Part], TextDelta]:
     """The parts of an answer with a token for each letter, and its last delta."""
-    answer = AnswerParts(Scripted(is_thinking), parallel)
+    answer = AnswerParts(cast(Any, Scripted()), parallel)
     parts: list[Part] = []
     deltas = [TextDelta(letter, number) for number, letter in enumerate(text, 1)]
     for delta in [*deltas, TextDelta("", len(text), end)]:
@@ -97,22 +81,9 @@ def test_nothing_follows_the_only_call():
 
 
 def test_a_token_with_two_calls_ends_behind_the_only_one():
-    answer = AnswerParts(Scripted(), parallel=False)
+    answer = AnswerParts(cast(Any, Scripted()), parallel=False)
 
     delta = answer.read(TextDelta("f1~", 1))
 
     assert delta.parts == tuple(CALL)
     assert delta.finish_reason == "stop"
-
-
-def test_tokens_inside_thoughts_are_counted():
-    parts, last = read("ab>1", is_thinking=True)
-
-    assert parts == [Thought("a"), Thought("b"), Content("1")]
-    assert last.num_thought == 2
-
-
-def test_an_answer_that_ends_inside_a_thought_is_all_thought():
-    _, last = read("abc", "length", is_thinking=True)
-
-    assert last.num_thought == 3

@@ -1,0 +1,102 @@
+"""A server whose model says what a test wants, a byte a token; special tokens stand in ⟨⟩."""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from disagg.model.chat import ChatTemplate
+from disagg.model.tokenizer import Tokenizer
+from disagg.router.actions import TokenOutput
+from disagg.server.answer_format import ModelFormats
+from disagg.server.app import create_app
+from disagg.server.completions import Completions
+from disagg.server.reader import ServedModel
+from tests.model.tiny import byte_tokenizer
+from tests.server.conftest import FakeRouter
+
+CONTEXT = 4000
+
+# as Qwen3's: tools as JSON lines, calls as JSON between marks, and perhaps an open thought
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}
+    {%- for call in m.tool_calls or [] %}<tool_call>
+        {{- '{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}}</tool_call>
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+    {%- if enable_thinking is false %}<think></think>
+    {%- elif reasoning_effort == 'high' %}<think>
+    {%- endif %}
+{%- endif %}"""
+# the same, of a model without thoughts
+PLAIN_TEMPLATE = re.sub("(?s)\n    {%- if enable_thinking.*?endif %}", "", TEMPLATE)
+
+
+class SpeakingRouter(FakeRouter):
+    """Says a text, of which `cut` tokens have been taken when its consumer leaves."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer):
+        super().__init__()
+        self.tokens: list[int] = []
+        for piece in re.split("(⟨.*?⟩)", text):
+            special = tokenizer.special_tokens.get(piece[1:-1])
+            self.tokens += (
+                tokenizer.encode(piece, False) if special is None else [special]
+            )
+        self.params: list[Mapping[str, Any]] = []
+        self.prompts: list[str] = []
+        self._tokenizer = tokenizer
+        self.num_taken = 0
+
+    async def generate(
+        self,
+        prompt: tuple[int, ...],
+        params: Mapping[str, Any],
+        codec: str,
+        at: Any = None,
+        client: str = "",
+        prediction: Sequence[int] = (),
+    ) -> AsyncGenerator[TokenOutput]:
+        self.params.append(params)
+        self.prompts.append(self._tokenizer.decode(prompt, special=True))
+        said = self.tokens[: params["max_tokens"]]
+        for token in said:
+            await asyncio.sleep(0)
+            self.num_taken += 1
+            scores = [[-0.5, []]] if "logprobs" in params else []
+            yield TokenOutput("r", token, logprobs=scores, kv=self.kv)
+        is_cut = len(said) < len(self.tokens)
+        yield TokenOutput("r", finish_reason="length" if is_cut else "stop", kv=self.kv)
+
+
+def speaking(
+    text: str,
+    template: str = TEMPLATE,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    special_tokens: Sequence[str] = (),
+) -> tuple[ASGIApp, SpeakingRouter]:
+    """The application of a model that answers every prompt with a text, and its router."""
+    backend = byte_tokenizer()
+    backend.add_special_tokens(list(special_tokens))
+    tokenizer = Tokenizer(backend)
+    router = SpeakingRouter(text, tokenizer)
+    chat = ChatTemplate(template, {})
+    formats = ModelFormats.choose(
+        template, tool_parser, reasoning_parser, tokenizer.special_tokens
+    )
+    about = ServedModel(
+        name="tiny",
+        context_length=CONTEXT,
+        vocab_size=300,
+        codec="raw",
+        longest_token=20,
+    )
+    completions = Completions(about, tokenizer, router, chat, formats=formats)
+    return create_app(completions, token="secret"), router
