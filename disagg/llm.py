@@ -22,6 +22,7 @@ from typing import Any
 from disagg.config import DEFAULT_CODEC, EngineConfig, check_state_form
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
+from disagg.engine.grammars import compiler_for
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
 from disagg.engine.sampling_defaults import AUTO, read_sampling_defaults
 from disagg.engine.sequence import MAX_NUMBER, Logprobs, Request, SamplingParams
@@ -90,8 +91,17 @@ class LLM:
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
         expected = [self._codec]
-        self._prefill = Engine(self._runner, config, state=state, expected=expected)
-        self._decode = Engine(self._runner, config, state=state, expected=expected)
+        self._grammars = compiler_for(self._runner.info)
+        self._prefill, self._decode = (
+            Engine(
+                self._runner,
+                config,
+                state=state,
+                expected=expected,
+                grammars=self._grammars,
+            )
+            for _ in range(2)
+        )
         self._plan = cache(self._checked_plan)
         pool = self._decode.pool
         plan = self._plan(codec)  # raises its errors now
@@ -138,6 +148,8 @@ class LLM:
         waiting = deque(answers)
         with self._lock:
             self._plan(codec)  # raises its errors before anything is admitted
+            if params.grammar:
+                self._grammars.prepare(params.grammar).result()  # so does this
             try:
                 by_rid = {answer.request.rid: answer for answer in answers}
                 while not all(answer.finish_reason for answer in answers):
@@ -217,7 +229,8 @@ class LLM:
         tokens = tuple(map(index, ids))
         request = Request(str(next(self._rids)), tokens, params, codec)
         decoder = self._tokenizer.detokenizer(tokens)
-        return _PendingAnswer(request, TextStream(decoder, stop, params.min_tokens))
+        stream = TextStream(decoder, stop, params.min_tokens)
+        return _PendingAnswer(request, stream, params.ends(self._runner.info.eos_ids))
 
     def _start(self, waiting: deque["_PendingAnswer"]) -> None:
         """Prefill prompts, in order, while the decode engine has room for them."""
@@ -318,6 +331,7 @@ class _PendingAnswer:
 
     request: Request
     stream: TextStream
+    end_tokens: tuple[int, ...]
     text: str = ""
     handoff: InProcessHandoff | None = None
     tokens: list[int] = field(default_factory=list)
@@ -342,7 +356,7 @@ class _PendingAnswer:
     def _add(self, token: int, finish_reason: str | None) -> None:
         self.tokens.append(token)
         self.finish_reason = finish_reason or ""
-        if finish_reason != "stop":  # the token that ends a text is not part of it
+        if token not in self.end_tokens:  # they are not part of the text
             self.text += self.stream.add(token)
 
     def completion(self) -> Completion:

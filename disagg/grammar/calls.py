@@ -19,11 +19,13 @@ class ParameterForm:
     """How arguments are written one by one, where they are not one JSON object.
 
     A text stands as it is up to `behind`; anything else is JSON.
+    before_json: in place of `before_value`, where notations differ
     """
 
     before_name: str
     before_value: str
     behind: str
+    before_json: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class CallNotation:
     before_name, before_arguments, behind: of each call
     before_first, between, behind_last:    of all calls
     parameters: None: the arguments are one JSON object
+    newer:      that of newer models, which have the special token `sign_of_newer`
     """
 
     before_name: str
@@ -42,6 +45,8 @@ class CallNotation:
     between: str = ""
     behind_last: str = ""
     parameters: ParameterForm | None = None
+    newer: "CallNotation | None" = None
+    sign_of_newer: str = ""
 
 
 # by the name of the tool parser that reads it
@@ -72,6 +77,74 @@ CALL_FORMS: Mapping[str, CallNotation] = {
         before_first="[TOOL_CALLS][",
         between=", ",
         behind_last="]",
+        newer=CallNotation(
+            before_name="[TOOL_CALLS]", before_arguments="[ARGS]", behind=""
+        ),
+        sign_of_newer="[ARGS]",
+    ),
+    "cohere": CallNotation(
+        before_name='{"tool_call_id": "0", "tool_name": "',
+        before_arguments='", "parameters": ',
+        behind="}",
+        before_first="<|START_ACTION|>[\n    ",
+        between=",\n    ",
+        behind_last="\n]<|END_ACTION|>",
+    ),
+    "granite": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="<|tool_call|>[",
+        between=", ",
+        behind_last="]",
+    ),
+    "apriel": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="<tool_calls>[",
+        between=", ",
+        behind_last="]</tool_calls>",
+    ),
+    "functionary_v31": CallNotation(
+        before_name="<function=", before_arguments=">", behind="</function>"
+    ),
+    "kimi_k2": CallNotation(
+        before_name="<|tool_call_begin|>functions.",
+        before_arguments=":0<|tool_call_argument_begin|>",
+        behind="<|tool_call_end|>",
+        before_first="<|tool_calls_section_begin|>",
+        behind_last="<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": CallNotation(
+        before_name='<invoke name="',
+        before_arguments='">\n',
+        behind="</invoke>",
+        before_first="<minimax:tool_call>\n",
+        between="\n",
+        behind_last="\n</minimax:tool_call>",
+        parameters=ParameterForm('<parameter name="', '">', "</parameter>\n"),
+    ),
+    "seed_oss": CallNotation(
+        before_name="<seed:tool_call>\n<function=",
+        before_arguments=">\n",
+        behind="</function>\n</seed:tool_call>",
+        between="\n",
+        parameters=ParameterForm("<parameter=", ">", "</parameter>\n"),
+    ),
+    "deepseek_v32": CallNotation(
+        before_name='<｜DSML｜invoke name="',
+        before_arguments='">\n',
+        behind="</｜DSML｜invoke>",
+        before_first="<｜DSML｜function_calls>\n",
+        between="\n",
+        behind_last="\n</｜DSML｜function_calls>",
+        parameters=ParameterForm(
+            '<｜DSML｜parameter name="',
+            '" string="true">',
+            "</｜DSML｜parameter>\n",
+            before_json='" string="false">',
+        ),
     ),
     "deepseek_v3": CallNotation(
         before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -121,6 +194,8 @@ def tool_calls(
     RequestError, with the name of the function, for a schema that is not supported. May take a
     hundredth of a second a function, so servers call it in a thread.
     """
+    if form.newer is not None and form.sign_of_newer in special_tokens:
+        form = form.newer
     if not functions:
         raise RequestError("no function may be called; expected at least one")
     rules: list[str] = []
@@ -164,7 +239,7 @@ def _call_rules(
     yield f"call_{number}: {opening} {' '.join(values)} {closing}"
     definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
     for rule, (key, schema) in zip(names, properties.items(), strict=True):
-        before = form.parameters.before_name + key + form.parameters.before_value
+        before = form.parameters.before_name + key + _before(schema, form.parameters)
         value = _value_rules(rule, schema, definitions, form.parameters, special_tokens)
         yield from value
         yield f"{rule}: {lark_of(before, special_tokens)} {rule}_end"
@@ -180,7 +255,7 @@ def _value_rules(
     """The rules of the value of one parameter and of the mark behind it: `RULE_end`."""
     behind = split_mark(form.behind, special_tokens)
     marks = " ".join(mark.lark for mark in behind)
-    is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+    is_text = _is_text(schema)
     if is_text and "enum" in schema:
         options = " | ".join(lark_text(str(option)) for option in schema["enum"])
         yield f"{rule}_end: ({options}) {marks}"
@@ -194,3 +269,14 @@ def _value_rules(
     else:
         fields = {**definitions, **schema} if isinstance(schema, Mapping) else schema
         yield f"{rule}_end: %json {schema_text(fields)} {marks}"
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _before(schema: Any, form: ParameterForm) -> str:
+    """What stands between the name of a parameter and its value."""
+    if form.before_json and not _is_text(schema):
+        return form.before_json
+    return form.before_value

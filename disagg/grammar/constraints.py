@@ -73,33 +73,46 @@ def behind_thought(
     end: str,
     special_tokens: Mapping[str, int],
     is_open: bool,
-    before: str = "",
 ) -> str:
     """A free thought, and then what a constraint allows, perhaps after two line ends.
 
-    constraint: from a builder of this room, but not from this one
     begin, end: the marks of a thought, such as "<think>" and "</think>"; special tokens in them are
                 such tokens
     is_open:    the prompt ends in a thought, so that the answer begins in it. Else the answer may
                 begin with one, or be without
-    before:     a mark in front of the text of the constraint, such as that of a channel
     """
     marks = split_mark(end, special_tokens)
-    opening = " ".join(mark.lark for mark in split_mark(begin, special_tokens))
+    opening = lark_of(begin, special_tokens)
+    rest = " ".join(mark.lark for mark in marks[1:])
     if marks[0].is_special:
-        thought = "thought: FREE " + " ".join(mark.lark for mark in marks)
-        rules = [thought, "FREE: /(?s:.*)/"]
+        rules = [f"thought: FREE {marks[0].lark} {rest}", "FREE: /(?s:.*)/"]
     else:
-        rest = " ".join(mark.lark for mark in marks[1:])
-        rules = [f"thought: free {rest}", f"free[suffix={marks[0].lark}]: /(?s:.*)/"]
+        free = f"free[suffix={marks[0].lark}]: /(?s:.*)/"
+        rules = [f"thought: free {rest}", free]
     start = "thought" if is_open else f"({opening} thought)?"
-    head = lark_of(before, special_tokens) or "/\\n{0,2}/"
-    outer = [f"start: {start} {head} @{BODY}", *rules]
-    grammars = [
-        {"lark_grammar": "\n".join(outer)},
-        {"name": BODY, "lark_grammar": constraint},
-    ]
-    return _compiled(json.dumps({"grammars": grammars}), "the grammar behind a thought")
+    outer = "\n".join([f"start: {start} /\\n{{0,2}}/ @{BODY}", *rules])
+    return _compiled(_nested(outer, {BODY: constraint}), "the grammar behind a thought")
+
+
+def behind(mark: str, constraint: str, special_tokens: Mapping[str, int]) -> str:
+    """A mark, in which special tokens are such tokens, and then what a constraint allows."""
+    return _nested(
+        f"start: {lark_of(mark, special_tokens)} @marked", {"marked": constraint}
+    )
+
+
+def either(first: str, second: str) -> str:
+    """What one of two constraints allows."""
+    return _nested("start: @first | @second", {"first": first, "second": second})
+
+
+def _nested(outer: str, inner: Mapping[str, str]) -> str:
+    """A Lark grammar that names others as `@NAME`."""
+    grammars: list[dict[str, str]] = [{"lark_grammar": outer}]
+    for name, constraint in inner.items():
+        first, *others = _grammars(constraint)
+        grammars += [{"name": name, **first}, *others]
+    return json.dumps({"grammars": grammars})
 
 
 def check(constraint: str) -> None:
@@ -108,8 +121,8 @@ def check(constraint: str) -> None:
     Whether a model has the special tokens that it names is found out by an engine.
     """
     _sized(constraint)
-    for grammar in _lark_grammars(constraint):
-        check_terminals(_without_schemas(grammar))
+    for grammar in _grammars(constraint):
+        check_terminals(_without_schemas(grammar["lark_grammar"]))
     _compiled(constraint, "the grammar")
 
 
@@ -130,17 +143,20 @@ def _compiled(constraint: str, what: str) -> str:
     return constraint
 
 
-def _lark_grammars(constraint: str) -> list[str]:
-    """The Lark grammars of a constraint, which may be JSON."""
+def _grammars(constraint: str) -> list[dict[str, str]]:
+    """The Lark grammars of a constraint, the first of which it begins with."""
     if not constraint.lstrip().startswith("{"):
-        return [constraint]
+        return [{"lark_grammar": constraint}]
     try:
-        grammars = json.loads(constraint)["grammars"]
-        return [grammar["lark_grammar"] for grammar in grammars]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        grammars: list[dict[str, str]] = json.loads(constraint)["grammars"]
+        is_right = all("lark_grammar" in grammar for grammar in grammars)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_right = False
+    if not is_right:
         raise RequestError(
             'the grammar is JSON, but not {"grammars": [{"lark_grammar": ...}]}'
-        ) from error
+        )
+    return grammars
 
 
 def _without_schemas(grammar: str) -> str:

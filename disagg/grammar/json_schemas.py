@@ -86,7 +86,10 @@ def prepare(schema: Any) -> Schema:
     """A schema without comments that llguidance would refuse; RequestError for a mistake."""
     if not isinstance(schema, bool | Mapping):
         raise _mistake((), schema, "an object or a boolean")
-    prepared: Schema = json.loads(json.dumps(schema))  # a copy
+    try:
+        prepared: Schema = json.loads(json.dumps(schema))  # a copy
+    except (RecursionError, TypeError, ValueError) as error:
+        raise RequestError(f"the schema is no JSON: {error}") from error
     for place, subschema in subschemas(prepared):
         _check_keywords(place, subschema)
         if subschema.get("format") not in FORMATS:

@@ -3,12 +3,14 @@
 generation_config.json, config.json   eos_token_id: an id, or a list of ids
 the tokenizer                         eos_token: a text, whose id is in its vocabulary
 
+gpt-oss has two more, since it ends a message to its user and a tool call in two ways.
+
 Fine-tuned models often change only one of these, so all of them count. One exception: some tools
 write an architecture's default ids into config.json, and these may be ordinary words of this
 tokenizer. So a token that only config.json names counts only if it was added to the vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from disagg.model.json_file import read_object
 
 GENERATION_CONFIG = "generation_config.json"
 KEY = "eos_token_id"
+CHANNEL_MODEL = "gpt_oss"  # the model type
+CHANNEL_ENDS = ("<|return|>", "<|call|>")
 
 
 def end_tokens(
@@ -30,6 +34,8 @@ def end_tokens(
     file = folder / GENERATION_CONFIG
     vocabulary = TokenizerVocabulary(folder)
     ids = _ids(file, read_object(file)) + vocabulary.end_ids
+    if config.get("model_type") == CHANNEL_MODEL:
+        ids += vocabulary.ids_of(CHANNEL_ENDS)
     for part in (config, config.get("text_config") or {}):
         named = _ids(folder / "config.json", part)
         ids += [
@@ -68,6 +74,10 @@ class TokenizerVocabulary:
         if token is None:
             token = self._words.get(text)
         return [] if token is None else [token]
+
+    def ids_of(self, texts: Iterable[str]) -> list[int]:
+        """The ids of those of some added tokens that it has."""
+        return [self._added[text] for text in texts if text in self._added]
 
     def may_be_special(self, token: int) -> bool:
         """Whether a token was added to the vocabulary; true if no added tokens are known."""

@@ -23,9 +23,9 @@ from disagg.parsers.parts_writer import PartsWriter
 from disagg.parsers.schema_types import is_string, json_text, parameter_types
 from disagg.parsers.source import CharacterStops, Source, Stops, Wait
 
-NAME_KEYS = {"name", "function"}
+NAME_KEYS = {"name", "function", "tool_name"}
 ARGUMENTS_KEYS = {"arguments", "parameters"}
-OTHER_KEYS = {"id", "type"}
+OTHER_KEYS = {"id", "type", "tool_call_id"}
 BEHIND_NAME = CharacterStops(r"^\w.:/\-")
 MAX_NAME = 256  # characters
 

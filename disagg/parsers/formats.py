@@ -224,6 +224,16 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         ),
     ),
     ToolFormat(
+        "functionary_v31",
+        "Functionary 3.1",
+        r"<function=example_function_name>\{",
+        (
+            NamedCalls(
+                begin="<function=", before_arguments=(">",), behind=("</function>",)
+            ),
+        ),
+    ),
+    ToolFormat(
         "seed_oss",
         "Seed-OSS",
         r"<seed:tool_call>",
@@ -286,6 +296,24 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
             ),
             JsonCalls(begin="[TOOL_CALLS]"),
         ),
+    ),
+    ToolFormat(
+        "cohere",
+        "Command R7B, Command A",
+        r"<\|START_ACTION\|>",
+        (JsonCalls(begin="<|START_ACTION|>", end="<|END_ACTION|>"),),
+    ),
+    ToolFormat(
+        "granite",
+        "Granite 3, Phi-4-mini",
+        r"<\|tool_call\|>",
+        (JsonCalls(begin="<|tool_call|>", end="<|/tool_call|>"),),
+    ),
+    ToolFormat(
+        "apriel",
+        "Apriel 1.5, 1.6",
+        r"<tool_calls>",
+        (JsonCalls(begin="<tool_calls>", end="</tool_calls>"),),
     ),
     ToolFormat(
         "llama3_json",

@@ -6,12 +6,13 @@ from typing import Any
 
 from disagg.errors import RequestError
 from disagg.grammar.calls import CALL_FORMS, tool_calls
-from disagg.grammar.constraints import behind_thought
+from disagg.grammar.constraints import behind, behind_thought, either
 from disagg.parsers.answer import AnswerParser
 from disagg.parsers.formats import NONE, AnswerFormats, ReasoningFormat
 from disagg.server.schema import ChatRequest
 from disagg.server.tools import Tool
 
+FINAL = "<|channel|>final"  # before the message of a channel for users
 MARK_CHARS = 256  # at the end of a prompt, where a thought may begin
 
 
@@ -91,8 +92,8 @@ class ModelFormats:
             request.parallel_tool_calls and not request.tool_choice.is_named,
         )
 
-    def call_grammar(self, request: ChatRequest, prompt: str) -> str:
-        """The grammar of the answers to a prompt that must call a tool, perhaps behind a thought.
+    def _calls(self, request: ChatRequest) -> str:
+        """The grammar of an answer that calls tools.
 
         RequestError for a format of calls or a schema that grammars do not have.
         """
@@ -110,13 +111,39 @@ class ModelFormats:
         functions = _schemas(request.callable_tools)
         parallel = request.parallel_tool_calls and not request.tool_choice.is_named
         try:
-            calls = tool_calls(functions, form, self.special_tokens, parallel=parallel)
+            return tool_calls(functions, form, self.special_tokens, parallel=parallel)
         except RequestError as error:
             error.param = "tools"
             raise
-        return self.behind_thought(calls, prompt)
 
-    def behind_thought(self, constraint: str, prompt: str) -> str:
+    def grammar(self, request: ChatRequest, prompt: str) -> str:
+        """What an answer must follow that has a form, or must call a tool.
+
+        An answer that has a form and may call tools does the one or the other. RequestError for
+        what cannot be followed, and for a form of an answer that must call a tool.
+        """
+        calls, form = "", ""
+        if request.tool_choice.mode == "required":
+            if request.structured_field:
+                raise RequestError(
+                    f"tool_choice forces a call, so {request.structured_field} cannot be "
+                    "followed; leave one of them out",
+                    "tool_choice",
+                )
+            calls = self._calls(request)
+        else:
+            form = request.constraint()
+            if request.callable_tools and self.formats.tool is not None:
+                calls = self._calls(request)
+        reasoning = self.formats.reasoning
+        if reasoning is not None and reasoning.channels is not None and form:
+            form = behind(
+                f"{FINAL}{reasoning.channels.message}", form, self.special_tokens
+            )
+        constraint = either(calls, form) if calls and form else calls or form
+        return self._behind_thought(constraint, prompt)
+
+    def _behind_thought(self, constraint: str, prompt: str) -> str:
         """A constraint of the answer proper, which a thought may precede."""
         reasoning = self.formats.reasoning
         if reasoning is None:

@@ -5,7 +5,7 @@ import logging
 from array import array
 from collections.abc import AsyncIterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from disagg.errors import ModelError, RequestError
@@ -147,7 +147,13 @@ class RequestReader:
             prompts = [await self._chat_prompt(request)]
         else:
             assert isinstance(request, CompletionRequest)
-            prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
+            grammar = ""
+            if request.structured_field:
+                grammar = await asyncio.to_thread(request.constraint)
+            prompts = [
+                replace(await self._prompt(request, prompt), grammar=grammar)
+                for prompt in request.prompt
+            ]
         if sum(len(prompt.tokens) for prompt in prompts) <= limits.LONG_PROMPTS:
             self._check(request, prompts)
         else:
@@ -226,9 +232,9 @@ class RequestReader:
 
         RequestError for what no engine can follow.
         """
-        if request.tool_choice.mode != "required":
+        if not request.structured_field and request.tool_choice.mode != "required":
             return ""
-        return await asyncio.to_thread(self.formats.call_grammar, request, prompt)
+        return await asyncio.to_thread(self.formats.grammar, request, prompt)
 
     async def chat_tokens(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, written by the model's chat template."""

@@ -23,6 +23,7 @@ from disagg.engine.sequence import AS_MANY_AS_FIT, BOUNDS, Bounds
 from disagg.errors import RequestError
 from disagg.server import json_pieces, limits
 from disagg.server.messages import ChatMessage
+from disagg.server.structured_output import StructuredFields
 from disagg.server.tools import AUTO, Tool, ToolChoice, callable_tools, read_tool_choice
 
 # fields that are not supported, by the only value, besides null, that is accepted
@@ -31,9 +32,9 @@ NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
         None,
         """
         allowed_token_ids audio cache_salt chat_template documents
-        guided_choice guided_grammar guided_json guided_regex logprob_token_ids
+        guided_whitespace_pattern logprob_token_ids
         max_completion_tokens messages mm_processor_kwargs prompt prompt_embeds
-        prompt_logprobs reasoning_effort repetition_detection structured_outputs
+        prompt_logprobs reasoning_effort repetition_detection
         truncate_prompt_tokens verbosity web_search_options
         """,
     ),
@@ -53,7 +54,6 @@ NEUTRAL_FIELDS: tuple[tuple[Any, str], ...] = (
     ([], "bad_words functions logits_processors tools"),
     (["text"], "modalities"),
     ({}, "ec_transfer_params vllm_xargs"),
-    ({"type": "text"}, "response_format"),
 )
 NEUTRAL: Mapping[str, Any] = {
     name: value for value, names in NEUTRAL_FIELDS for name in names.split()
@@ -65,6 +65,7 @@ INSTEAD = {
 }
 # accepted with any value: none of them changes the answer
 HARMLESS = {
+    "guided_decoding_backend",
     "include_reasoning",
     "metadata",
     "parallel_tool_calls",
@@ -93,6 +94,11 @@ SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
+# long fields that are not used any more when an answer begins
+WITHOUT_TEXTS: Mapping[str, Any] = {
+    "prediction": None,
+    **{name: field.default for name, field in StructuredFields.model_fields.items()},
+}
 NO_DEFAULTS: Mapping[str, Any] = {}  # of a model that brings none
 
 
@@ -241,7 +247,7 @@ class Prediction(BaseModel):
     content: Annotated[str, BeforeValidator(predicted_text)]
 
 
-class GenerationRequest(Body, ABC):
+class GenerationRequest(StructuredFields, Body, ABC):
     """The fields that completions and chats share."""
 
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
@@ -364,7 +370,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def without_prompts(self) -> Self:
-        return self.model_copy(update={"prompt": [], "prediction": None})
+        return self.model_copy(update={"prompt": [], **WITHOUT_TEXTS})
 
     def sampling(
         self, room: int, defaults: Mapping[str, Any] = NO_DEFAULTS
@@ -449,7 +455,7 @@ class ChatRequest(GenerationRequest, Conversation):
             "messages": [],
             "tools": [],
             "chat_template_kwargs": {},
-            "prediction": None,
+            **WITHOUT_TEXTS,
         }
         return self.model_copy(update=large)
 

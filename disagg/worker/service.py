@@ -121,7 +121,9 @@ class WorkerService:
             raise PeerLostError(
                 f"{self.name} ({self.role}) decodes nothing of others now"
             )
-        sampling_of(job)  # RequestError before room is reserved
+        params = sampling_of(job)  # RequestError before room is reserved
+        if params.grammar:
+            self._engine.grammar_compiler.prepare(params.grammar)  # while KV travels
         return self.reservations.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:

@@ -44,11 +44,10 @@ class SpeakingRouter(FakeRouter):
     def __init__(self, text: str, tokenizer: Tokenizer):
         super().__init__()
         self.tokens: list[int] = []
+        letters = Tokenizer(byte_tokenizer())  # special tokens written out are letters
         for piece in re.split("(⟨.*?⟩)", text):
             special = tokenizer.special_tokens.get(piece[1:-1])
-            self.tokens += (
-                tokenizer.encode(piece, False) if special is None else [special]
-            )
+            self.tokens += letters.encode(piece) if special is None else [special]
         self.params: list[Mapping[str, Any]] = []
         self.prompts: list[str] = []
         self._tokenizer = tokenizer

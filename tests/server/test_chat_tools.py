@@ -338,3 +338,52 @@ def test_a_conversation_goes_on_behind_a_call():
 
     assert message["content"] == "It is raining."
     assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in router.prompts[0]
+
+
+CHANNELS = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"]
+CHANNELS += ["<|call|>", "<|return|>"]
+# as gpt-oss's, whose answers are messages in channels
+HARMONY = """
+{%- for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}
+{%- for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}
+{#- its answers: <|channel|>final<|message|> #}"""
+
+
+def in_channel(header: str, text: str, end: str = "end") -> str:
+    return f"⟨<|channel|>⟩{header}⟨<|message|>⟩{text}⟨<|{end}|>⟩"
+
+
+ANALYSIS = in_channel("analysis", "Two and two.") + "⟨<|start|>⟩assistant"
+
+
+def test_channels_are_thoughts_and_content():
+    app, _ = speaking(
+        ANALYSIS + in_channel("final", "Four.", "return"),
+        HARMONY,
+        special_tokens=CHANNELS,
+    )
+
+    message = message_of(app)
+    streamed, _ = gathered(app)
+
+    assert (message["reasoning"], message["content"]) == ("Two and two.", "Four.")
+    assert (streamed["reasoning"], streamed["content"]) == ("Two and two.", "Four.")
+
+
+def test_a_channel_to_a_function_is_a_call():
+    header = "commentary to=functions.get_weather ⟨<|constrain|>⟩json"
+    call = in_channel(header, '{"city": "Oslo"}', "call")
+    app, _ = speaking(ANALYSIS + call, HARMONY, special_tokens=CHANNELS)
+
+    message = message_of(app)
+
+    assert calls_of(message) == [("get_weather", {"city": "Oslo"})]
+    assert (message["reasoning"], message["content"]) == ("Two and two.", None)
+
+
+def test_letters_that_look_like_a_special_token_are_letters():
+    text = "It writes <|channel|> and <|end|>."
+    app, _ = speaking(in_channel("final", text), HARMONY, special_tokens=CHANNELS)
+
+    assert message_of(app)["content"] == text

@@ -3,17 +3,19 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import VOCAB, byte_tokenizer, save_tiny
 from tests.server.running import Running, running
 
-TEMPLATE = (
+TEMPLATE = "{% for t in tools or [] %}{{ t.function | tojson }}<tool_call>{% endfor %}"
+TEMPLATE += (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
 )
 TEMPLATE += "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -358,6 +360,53 @@ def test_what_cannot_be_answered_is_refused_by_its_name(error, fields, client):
     with pytest.raises(error) as refused:
         client.chat.completions.create(**GREEDY | {"messages": MESSAGES} | fields)
     assert refused.value.param == next(iter(fields))
+
+
+class Trip(BaseModel):
+    """Go there."""
+
+    days: int = Field(ge=1, le=3)
+    by: Literal["train", "ship"]
+
+
+TOOL = openai.pydantic_function_tool(Trip)
+NAMED = {"type": "function", "function": {"name": "Trip"}}
+FORCED: dict[str, Any] = GREEDY | {
+    "messages": [{"role": "user", "content": "Go."}],
+    "tools": [TOOL],
+    "max_tokens": 200,
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=repr
+)
+def test_a_forced_call_has_the_arguments_of_its_schema(choice, reason, client):
+    answer = client.chat.completions.parse(
+        **FORCED, tool_choice=choice, parallel_tool_calls=False
+    )
+
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "Trip"
+    assert isinstance(call.function.parsed_arguments, Trip)
+    assert choice.message.content is None
+    assert choice.finish_reason == reason
+
+
+def test_a_forced_call_is_streamed_as_it_is_whole(client):
+    request = FORCED | {"tool_choice": NAMED}
+    whole = client.chat.completions.create(**request).choices[0].message.tool_calls
+
+    with client.chat.completions.stream(**request) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_completion().choices[0].message.tool_calls
+
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert "tool_calls.function.arguments.done" in kinds
+    assert [each.function.arguments for each in streamed] == [
+        each.function.arguments for each in whole
+    ]
 
 
 def test_a_stream_that_is_left_leaves_nothing(client):
