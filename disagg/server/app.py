@@ -43,7 +43,7 @@ from disagg.server.items_writer import ItemsWriter
 from disagg.server.log import RequestLog
 from disagg.server.reader import Generation
 from disagg.server.responses import ChoicesWriter, ResponseWriter, error_body
-from disagg.server.responses_request import ResponsesRequest, sent_as
+from disagg.server.responses_request import ResponsesRequest, translate
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 STREAM_HEADERS = {
@@ -155,7 +155,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
         try:
             return await respond(http, request.chat, writer_of)
         except DisaggError as error:
-            error.param = sent_as(error.param)
+            translate(error)
             raise
 
     @app.get("/v1/responses/{id}")

@@ -26,7 +26,7 @@ from disagg.server.responses_output import (
     OutputWriter,
     with_field,
 )
-from disagg.server.responses_request import ResponsesRequest, sent_as
+from disagg.server.responses_request import ResponsesRequest, translate
 
 if TYPE_CHECKING:
     from disagg.server.reader import Generation, ServedModel
@@ -90,11 +90,12 @@ class ItemsWriter(ResponseWriter):
         yield self._response_event(f"response.{self._final_status}", body)
 
     def _failure_events(self, error: DisaggError) -> Iterator[str]:
+        translate(error)
         payload = {
             "type": error.reason,
             "code": str(error.http_status),
             "message": str(error),
-            "param": sent_as(error.param),
+            "param": error.param,
         }
         yield self._numbered(Event("error", {"error": payload}))
         failure = {"code": SERVER_ERROR, "message": str(error)}

@@ -18,39 +18,36 @@ from disagg.server.responses_input import messages_of
 from disagg.server.responses_tools import FunctionTools, chat_choice
 from disagg.server.schema import Body, ChatRequest, Name, NumLogprobs, same_value
 
-# fields of a chat that mean the same here, besides those that are declared below
-CHAT_FIELDS = (
-    "chat_template_kwargs",
-    "codec",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_reasoning",
-    "kv",
-    "kv_transfer_params",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "stream",
-    "structured_outputs",
-    "temperature",
-    "top_k",
-    "top_p",
-)
-# what errors call a field of the chat
-SENT_AS = {
+# fields of a chat that have another form here
+CONVERTED_FIELDS = {
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "model",
+    "n",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "response_format",
+    "stream_options",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+}
+# the others mean the same
+CHAT_FIELDS = {*ChatRequest.model_fields} - CONVERTED_FIELDS
+# what errors begin with: places in a chat, and here
+PLACES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
-    "response_format": "text",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
 }
 # fields that are not supported, and what to do instead
 REFUSED_FIELDS = {
     "background": "leave it out: a response is only sent to the client that waits for it",
     "conversation": "send its items as input: nothing is stored here",
+    "logprobs": "write top_logprobs",
     "max_completion_tokens": "write max_output_tokens",
     "max_tokens": "write max_output_tokens",
     "messages": "write input",
@@ -193,7 +190,7 @@ class ResponsesRequest(Body):
         try:
             request._chat = ChatRequest.of(request._fields_of_chat())
         except DisaggError as error:
-            error.param = sent_as(error.param)
+            translate(error)
             raise
         return request
 
@@ -277,6 +274,17 @@ class ResponsesRequest(Body):
         super()._drop_extras()
 
 
+def translate(error: DisaggError) -> None:
+    """Let an error about the chat name the fields of this dialect."""
+    error.param = sent_as(error.param)
+    message = str(error)
+    for place, own_place in PLACES.items():
+        if message.startswith(place):
+            error.args = (own_place + message.removeprefix(place),)
+            return
+
+
 def sent_as(param: str | None) -> str | None:
     """What a client of /v1/responses calls a field of the chat."""
-    return SENT_AS.get(param or "", param)
+    place = PLACES.get(param or "", param)
+    return place and place.partition(".")[0]

@@ -134,6 +134,15 @@ def test_log_probabilities_come_where_they_are_included(fields):
     assert read().chat.num_logprobs is None
 
 
+def test_the_format_is_that_of_a_chat():
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+
+    chat = read(text={"format": form}).chat
+
+    assert chat.structured_field == "response_format"
+    assert chat.response_format.json_schema.fields == {"type": "object"}
+
+
 def test_nulls_and_neutral_values_are_accepted():
     read(
         background=False,
@@ -161,6 +170,7 @@ WRONG = [
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", "chat_template_kwargs is 5"),
     ({"conversation": "x"}, "conversation", "nothing is stored here"),
     ({"include": ["all"]}, "include", "include has 'all'"),
+    ({"logprobs": True}, "logprobs", "write top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
     ({"max_tokens": 5}, "max_tokens", "write max_output_tokens"),
     ({"messages": [{}]}, "messages", "write input"),
@@ -171,6 +181,11 @@ WRONG = [
     ({"temperature": "x"}, "temperature", "temperature is 'x'"),
     ({"text": {"format": {"type": "x"}}}, "text", "text.format is {'type': 'x'}"),
     ({"text": {"verbosity": "x"}}, "text", "text.verbosity is 'x'"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+        "text",
+        "text.format.schema is required",
+    ),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice", "tool_choice is"),
     ({"tools": [5]}, "tools", "tools[0] is 5"),
     ({"tools": [LOOK, {"type": "custom"}]}, "tools", "tools[1].type='custom'"),
