@@ -30,6 +30,10 @@ THOUGHT_FIELDS = {
     "summary_text": "text",
     "text": "text",
 }
+# items that say nothing to a model: what tools did that it is not shown here
+UNUSED_ITEMS = ("web_search_call", "image_generation_call")
+# parts of a result in whose place the model gets their type: a refusal would end a conversation
+UNREADABLE_PARTS = ("input_image", "input_file")
 # items that are known and refused, and what to send instead
 INSTEAD = {
     "item_reference": "send the item itself: nothing is stored here",
@@ -152,6 +156,8 @@ def _add_item(conversation: ConversationWriter, item: Any, place: str) -> None:
     if not isinstance(item, dict):
         raise _error(f"{place} is {limits.shown(item)}; expected an object")
     kind = item.get("type") or "message"
+    if kind in UNUSED_ITEMS:
+        return
     add = ITEMS.get(kind) if isinstance(kind, str) else None
     if add is None:
         names = ", ".join(ITEMS)
@@ -177,8 +183,19 @@ def _add_call(conversation: ConversationWriter, item: Item, place: str) -> None:
 
 
 def _add_result(conversation: ConversationWriter, item: Item, place: str) -> None:
-    text = _content_text(item.get("output"), f"{place}.output")
+    output = item.get("output")
+    if isinstance(output, list):
+        output = [_readable(part) for part in output]
+    text = _content_text(output, f"{place}.output")
     conversation.add_result(_text(item, "call_id", place), text, place)
+
+
+def _readable(part: Any) -> Any:
+    """A part of a result, or a text instead of one that is no text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in UNREADABLE_PARTS:
+        return {"type": "input_text", "text": f"[{kind}: this model reads text only]"}
+    return part
 
 
 def _add_reasoning(conversation: ConversationWriter, item: Item, place: str) -> None:

@@ -28,6 +28,7 @@ from disagg.parsers.parts import (
 from disagg.server.responses_input import sealed
 
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
+MAX_BLANK = 64  # characters of white space that wait for the text of a message
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class OutputWriter:
             return
         text = self._blank + text
         logprobs = [*self._blank_logprobs, *logprobs]
-        if text.strip():
+        if text.strip() or len(text) > MAX_BLANK:
             yield from self._open_message(text, logprobs)
         else:
             self._blank, self._blank_logprobs = text, logprobs

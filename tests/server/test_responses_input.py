@@ -128,6 +128,19 @@ def test_a_result_may_have_parts():
     assert messages[-1]["content"] == "rain"
 
 
+def test_the_model_reads_that_a_result_has_an_image():
+    """Codex sends it with every later request."""
+    output = [{"type": "input_image", "image_url": "data:"}]
+
+    messages = messages_of([CALL, {**RESULT, "output": output}], None)
+
+    assert messages[-1]["content"] == "[input_image: this model reads text only]"
+
+
+def test_what_an_unused_tool_did_is_left_out():
+    assert messages_of([{"type": "web_search_call", "id": "1"}, HI], None) == [HI]
+
+
 def test_a_function_in_a_namespace_has_both_names():
     (message,) = messages_of([{**CALL, "namespace": "eyes"}], None)
 

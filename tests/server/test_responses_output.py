@@ -17,7 +17,7 @@ from disagg.parsers.parts import (
 )
 from disagg.server.output_text import joined_parts
 from disagg.server.responses_input import unsealed
-from disagg.server.responses_output import OutputWriter
+from disagg.server.responses_output import MAX_BLANK, OutputWriter
 
 NAMESPACES = {"eyes__look": ("eyes", "look")}
 CALL = [CallBegin(0, "look"), CallArguments(0, '{"at": 2}'), CallEnd(0)]
@@ -123,6 +123,13 @@ def test_white_space_between_items_is_no_message():
 
 def test_white_space_before_a_text_is_part_of_it():
     assert items_of([Content("\n"), Content(" Rain.\n")]) == [message("\n Rain.\n")]
+
+
+def test_much_white_space_is_a_message():
+    """Clients see that a model repeats it."""
+    text = "\n" * (MAX_BLANK + 1)
+
+    assert items_of([Content(text), *CALL])[0] == message(text)
 
 
 @pytest.mark.parametrize("text", ["", "\n"])
