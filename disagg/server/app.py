@@ -32,6 +32,7 @@ from disagg.server.choices import (
     ChatChoices,
     CompletionChoices,
 )
+from disagg.server.choices_writer import ChoicesWriter
 from disagg.server.completions import Completions
 from disagg.server.gate import Gate
 from disagg.server.info_routes import (
@@ -42,7 +43,7 @@ from disagg.server.info_routes import (
 from disagg.server.items_writer import ItemsWriter
 from disagg.server.log import RequestLog
 from disagg.server.reader import Generation
-from disagg.server.responses import ChoicesWriter, ResponseWriter, error_body
+from disagg.server.responses import ResponseWriter, error_body
 from disagg.server.responses_request import ResponsesRequest, translate
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
