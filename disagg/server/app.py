@@ -77,6 +77,7 @@ def create_app(
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app, completions)
     _add_generation_routes(app, completions)
+    _add_response_routes(app, completions)
     add_info_routes(app, completions, worker_pool, is_stopping)
     add_model_routes(app, completions)
     add_tokenizer_routes(app, completions)
@@ -98,38 +99,17 @@ def create_app(
     return RequestLog(stack)
 
 
+# Each route is a dialect: how a request is read, and how its response is written. The content type
+# is ignored.
+
+
 def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
-    async def respond(
-        http: Request,
-        request: GenerationRequest,
-        writer_of: Callable[[Generation], ResponseWriter],
-    ) -> Response:
-        host, port = http.scope.get("server") or ("", 0)  # the address it came in at
-        generation = await completions.prepare(request, port, http.state.client)
-        deltas = completions.generate(generation)
-        writer = writer_of(generation)
-        http.state.log_fields = writer.log_fields
-        if generation.request.stream:
-            first = await _unless_client_leaves(http, writer.first(deltas))
-            events = writer.events(first, deltas)
-            return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
-        await _unless_client_leaves(http, writer.gather(deltas))
-        more = {}
-        if generation.request.kv_transfer_params.do_remote_decode:
-            (prompt,) = generation.prompts
-            handle = completions.pd_ports.park(host, port, prompt.tokens)
-            more["kv_transfer_params"] = handle
-        return _json_response(writer.pieces(more))
-
-    # each route is a dialect: how a request is read, and how its response is written;
-    # the content type is ignored
-
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
         request = await completions.read(CompletionRequest, http.stream())
         choices = CompletionChoices(completions.tokenizer)
         writer_of = partial(ChoicesWriter, choices, served=completions.served)
-        return await respond(http, request, writer_of)
+        return await _respond(http, completions, request, writer_of)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
@@ -141,8 +121,10 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
             shows_thoughts=request.include_reasoning,
         )
         writer_of = partial(ChoicesWriter, choices, served=completions.served)
-        return await respond(http, request, writer_of)
+        return await _respond(http, completions, request, writer_of)
 
+
+def _add_response_routes(app: FastAPI, completions: Completions) -> None:
     @app.post("/v1/responses")
     async def create_response(http: Request) -> Response:
         request = await completions.read(ResponsesRequest, http.stream())
@@ -154,7 +136,7 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
             new_call_id=completions.new_call_id,
         )
         try:
-            return await respond(http, request.chat, writer_of)
+            return await _respond(http, completions, request.chat, writer_of)
         except DisaggError as error:
             translate(error)
             raise
@@ -171,6 +153,30 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     @app.post("/v1/responses/{name}")
     async def no_such_operation(name: str) -> Response:
         raise HTTPException(404)  # not 405, which clients take for a wrong method
+
+
+async def _respond(
+    http: Request,
+    completions: Completions,
+    request: GenerationRequest,
+    writer_of: Callable[[Generation], ResponseWriter],
+) -> Response:
+    host, port = http.scope.get("server") or ("", 0)  # the address it came in at
+    generation = await completions.prepare(request, port, http.state.client)
+    deltas = completions.generate(generation)
+    writer = writer_of(generation)
+    http.state.log_fields = writer.log_fields
+    if generation.request.stream:
+        first = await _unless_client_leaves(http, writer.first(deltas))
+        events = writer.events(first, deltas)
+        return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
+    await _unless_client_leaves(http, writer.gather(deltas))
+    more = {}
+    if generation.request.kv_transfer_params.do_remote_decode:
+        (prompt,) = generation.prompts
+        handle = completions.pd_ports.park(host, port, prompt.tokens)
+        more["kv_transfer_params"] = handle
+    return _json_response(writer.pieces(more))
 
 
 def _json_response(pieces: Iterator[bytes]) -> Response:

@@ -108,19 +108,23 @@ class ItemsWriter(ResponseWriter):
 
     def _events(self, delta: TextDelta) -> Iterator[Event]:
         """The events of the next delta of the answer, which has one choice."""
-        text: tuple[Part, ...] = (Content(delta.text),) if delta.text else ()
-        parts = delta.parts or text
+        parts = self._parts(delta)
         logprobs = self._logprobs(delta)
         contents = [part for part in parts if isinstance(part, Content)]
         for part in parts:
-            if isinstance(part, Thought) and not self._shows_thoughts:
-                continue
-            has_logprobs = bool(contents) and part is contents[-1]
+            has_logprobs = part is contents[-1] if contents else False
             yield from self._output.add(part, logprobs if has_logprobs else ())
-        if logprobs and not parts:
+        if logprobs and not delta.parts and not delta.text:
             yield from self._output.add_logprobs(logprobs)
         if delta.finish_reason is not None:
             yield from self._output.finish(is_cut=delta.finish_reason == "length")
+
+    def _parts(self, delta: TextDelta) -> list[Part]:
+        """The parts that the response shows. A text that no parser reads is content."""
+        parts = [Content(delta.text), *delta.parts] if delta.text else [*delta.parts]
+        if self._shows_thoughts:
+            return parts
+        return [part for part in parts if not isinstance(part, Thought)]
 
     def _logprobs(self, delta: TextDelta) -> list[str]:
         """JSON of the log-probabilities of each token."""

@@ -169,31 +169,34 @@ def accumulated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items that a client knows from deltas alone."""
     items: list[dict[str, Any]] = []
     for event in events:
-        kind = event["type"].removeprefix("response.")
-        if kind == "output_item.added":
+        if event["type"] == "response.output_item.added":
             assert event["output_index"] == len(items)
             items.append(event["item"])
-            continue
-        item = items[event["output_index"]]
-        assert item is items[-1]
-        if kind == "output_item.done":
+        else:
+            item = items[event["output_index"]]
+            assert item is items[-1]
+            advance(item, event)
+    return items
+
+
+def advance(item: dict[str, Any], event: dict[str, Any]) -> None:
+    """Add a delta to an item, or compare the item with what an event says of it."""
+    match event:
+        case {"type": "response.output_item.done"}:
             item["status"] = event["item"]["status"]
             assert item == event["item"]
-            continue
-        assert event["item_id"] == item["id"]
-        if kind == "content_part.added":
+        case {"type": "response.content_part.added"}:
             item["content"].append(event["part"])
-        elif kind == "content_part.done":
+        case {"type": "response.content_part.done"}:
             assert item["content"] == [event["part"]]
-        elif kind == "function_call_arguments.delta":
+        case {"type": "response.function_call_arguments.delta"}:
             item["arguments"] += event["delta"]
-        elif kind == "function_call_arguments.done":
+        case {"type": "response.function_call_arguments.done"}:
             assert item["arguments"] == event["arguments"]
-        elif kind.endswith("delta"):
-            item["content"][0]["text"] += event["delta"]
-        else:
-            assert item["content"][0]["text"] == event["text"]
-    return items
+        case {"delta": text}:
+            item["content"][0]["text"] += text
+        case {"text": text}:
+            assert item["content"][0]["text"] == text
 
 
 @settings(max_examples=60)
