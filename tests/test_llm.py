@@ -17,6 +17,7 @@ from disagg.errors import (
     RequestError,
     UnknownNameError,
 )
+from disagg.grammar import choice
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
 from disagg.transfer.records import Manifest
@@ -327,4 +328,23 @@ def test_a_hand_off_of_any_codec_changes_no_token(llm, runner, codec):
     reported = parse_plan(kv.codec, runner.shape)
     assert reported.fingerprint == parse_plan(codec, runner.shape).fingerprint
     assert kv.wire_bytes > kv.payload_bytes + kv.cached_bytes > 0.9 * kv.resident_bytes
+    assert_empty(llm)
+
+
+def test_an_answer_follows_a_grammar(llm):
+    params = SamplingParams(max_tokens=9, grammar=choice(["yes", "no"]))
+
+    answers = llm.generate(["a", "b"], params)
+
+    assert {answer.text for answer in answers} <= {"yes", "no"}
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    assert_empty(llm)
+
+
+def test_a_grammar_that_cannot_be_followed_admits_nothing(llm):
+    params = SamplingParams(grammar="start: <[9999]>")
+
+    with pytest.raises(RequestError, match="grammar is not supported"):
+        llm.generate("a", params)
+
     assert_empty(llm)

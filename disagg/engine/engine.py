@@ -129,9 +129,11 @@ class Engine:
             self.pool, config.max_batch_tokens, self.decode_slots, config.watermark
         )
         context = runner.info.context_length
-        self._lookup = LookUp.on(runner.device.type, config, context)
         self.grammar_compiler = grammars or compiler_for(runner.info)
         self._grammars = SequenceGrammars(self.grammar_compiler, runner.info.eos_ids)
+        self._lookup = LookUp.on(
+            runner.device.type, config, context, self._grammars.forced
+        )
         # by request: its messages, while its grammar is being compiled
         self._uncompiled: dict[str, list[RequestMessage]] = {}
         self._chunk_time = ChunkTime(config.chunk_s)

@@ -113,6 +113,12 @@ class SequenceGrammars:
             return False
         return self._state(sequence).is_complete
 
+    def forced(self, sequence: Sequence) -> list[int]:
+        """The tokens that its grammar forces to come next."""
+        if not sequence.request.params.grammar:
+            return []
+        return self._state(sequence).forced()
+
     def cut_drafts(self, scheduled: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
         """The tokens of a step with drafts that their grammars allow."""
         return [self._with_cut_draft(entry) for entry in scheduled]

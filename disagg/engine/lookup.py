@@ -4,7 +4,8 @@
     draft                                                            │ fox jumps ...
 
 The last tokens of a text are looked up in the text before them, and what followed there is a draft.
-Where a request has a prediction of its answer, the draft is what comes next in that.
+Where a request has a prediction of its answer, the draft is what comes next in that; where a
+grammar forces the next tokens, they are the draft.
 A step feeds the draft behind the last token, and samples at all of these tokens. A token of the
 draft was right if it equals the one sampled before it; from the first wrong one on, all are taken
 back. So an answer is the one that it would be without drafts.
@@ -15,6 +16,7 @@ and a sequence whose drafts are wrong waits longer and longer before it has the 
 """
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
@@ -31,6 +33,8 @@ LONGEST_WAIT = 64  # tokens of an answer
 CPU_DRAFT = 7  # tokens of a draft, unless the config says
 CPU_ROWS = 16  # tokens of a step that take a CPU hardly longer than one
 TOKEN_BYTES = 4
+
+Forced = Callable[[Sequence], list[int]]
 
 
 class TokenText:
@@ -130,22 +134,26 @@ class LookUp:
     most:      tokens of a draft; 0: there are none
     most_rows: tokens of a step with drafts
     context:   of the model
+    forced:    the tokens of a sequence that come next in any case
     """
 
-    def __init__(self, most: int, most_rows: int, context: int):
+    def __init__(self, most: int, most_rows: int, context: int, forced: Forced):
         self._most = most
+        self._forced = forced
         self._most_rows = most_rows
         self._context = context
         self._histories: WeakKeyDictionary[Sequence, DraftHistory] = WeakKeyDictionary()
 
     @classmethod
-    def on(cls, device: str, config: EngineConfig, context: int) -> "LookUp":
+    def on(
+        cls, device: str, config: EngineConfig, context: int, forced: Forced
+    ) -> "LookUp":
         """Look-up as a config says, for a model on a device."""
         most = config.speculative_tokens
         if most is None:
             most = CPU_DRAFT if device == "cpu" else 0
         rows = CPU_ROWS if device == "cpu" else config.max_batch_tokens
-        return cls(most, min(rows, config.max_batch_tokens), context)
+        return cls(most, min(rows, config.max_batch_tokens), context, forced)
 
     def add_drafts(self, scheduled: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
         """The decoding sequences of a step, those that allow it with a draft."""
@@ -171,6 +179,9 @@ class LookUp:
         if history is None:
             history = DraftHistory.of(sequence.request)
             self._histories[sequence] = history
+        forced = self._forced(sequence)[: min(room, self._most)]
+        if len(forced) >= LEAST_DRAFT:
+            return forced
         return history.draft(sequence.emitted, room)
 
     def learn(self, entry: ScheduledTokens, right: int) -> None:

@@ -106,6 +106,14 @@ CALL_FORMS: Mapping[str, CallNotation] = {
         between=", ",
         behind_last="]</tool_calls>",
     ),
+    "nemotron": CallNotation(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        behind="}",
+        before_first="<TOOLCALL>[",
+        between=", ",
+        behind_last="]</TOOLCALL>",
+    ),
     "functionary_v31": CallNotation(
         before_name="<function=", before_arguments=">", behind="</function>"
     ),

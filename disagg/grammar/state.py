@@ -53,6 +53,10 @@ class GrammarState:
         """How many tokens of a draft may come next."""
         return self._matcher.validate_tokens(list(draft))
 
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever the model likes; often none."""
+        return self._matcher.compute_ff_tokens()
+
     @property
     def is_complete(self) -> bool:
         """Whether the text of the grammar ends here: nothing may follow."""

@@ -24,7 +24,7 @@ from disagg.parsers.marked import MarkedReader
 from disagg.parsers.marks import Marks
 from disagg.parsers.parts import Part
 from disagg.parsers.parts_writer import PartsWriter
-from disagg.parsers.source import Source, Wait
+from disagg.parsers.source import TextSource, Wait
 
 
 class AnswerParser:
@@ -60,7 +60,7 @@ class AnswerParser:
         self._marks = Marks(
             _marks_of(syntaxes, formats.reasoning), special_tokens or {}
         )
-        self._source = Source()
+        self._source = TextSource()
         self._writer = PartsWriter(has_calls=bool(syntaxes))
         self._num_thought_tokens = 0
         self._reading = self._reader(formats, syntaxes, tools or {}, prompt)

@@ -21,7 +21,7 @@ from disagg.parsers.json_text import (
 from disagg.parsers.marks import Marks
 from disagg.parsers.parts_writer import PartsWriter
 from disagg.parsers.schema_types import is_string, json_text, parameter_types
-from disagg.parsers.source import CharacterStops, Source, Stops, Wait
+from disagg.parsers.source import CharacterStops, Stops, TextSource, Wait
 
 NAME_KEYS = {"name", "function", "tool_name"}
 ARGUMENTS_KEYS = {"arguments", "parameters"}
@@ -48,7 +48,7 @@ class CallReader(Protocol):
 
 
 class JsonCallsReader:
-    def __init__(self, syntax: JsonCalls, source: Source, writer: PartsWriter):
+    def __init__(self, syntax: JsonCalls, source: TextSource, writer: PartsWriter):
         self.begins: tuple[str, ...] = (syntax.begin,)
         self.is_bare = syntax.bare
         self._syntax = syntax
@@ -96,7 +96,9 @@ class JsonCallsReader:
 class _JsonCall:
     """One object with a name and arguments, in any order."""
 
-    def __init__(self, source: Source, writer: PartsWriter, *, needs_arguments: bool):
+    def __init__(
+        self, source: TextSource, writer: PartsWriter, *, needs_arguments: bool
+    ):
         self._source = source
         self._writer = writer
         self._needs_arguments = needs_arguments
@@ -168,7 +170,7 @@ class _JsonCall:
         self._writer.end_call(is_whole=True)
 
 
-def write_call(source: Source, writer: PartsWriter, name: str) -> Wait[bool]:
+def write_call(source: TextSource, writer: PartsWriter, name: str) -> Wait[bool]:
     """Pass on a call whose arguments, an object, come next. Whether it is complete."""
     writer.begin_call(name)
     is_whole = yield from container(source, writer.arguments)
@@ -195,7 +197,7 @@ def _object_text(text: str) -> str:
 
 
 class NamedCallsReader:
-    def __init__(self, syntax: NamedCalls, source: Source, writer: PartsWriter):
+    def __init__(self, syntax: NamedCalls, source: TextSource, writer: PartsWriter):
         self.begins: tuple[str, ...] = _begins(syntax)
         self.is_bare = False
         self._syntax = syntax
@@ -238,7 +240,7 @@ class ParameterCallsReader:
     def __init__(
         self,
         syntax: ParameterCalls,
-        source: Source,
+        source: TextSource,
         writer: PartsWriter,
         marks: Marks,
         tools: Mapping[str, Mapping[str, Any]],
@@ -360,7 +362,7 @@ def _begins(syntax: NamedCalls | ParameterCalls) -> tuple[str, ...]:
     return (syntax.open, syntax.begin) if syntax.open else (syntax.begin,)
 
 
-def _skip(source: Source, marks: tuple[str, ...]) -> Wait[None]:
+def _skip(source: TextSource, marks: tuple[str, ...]) -> Wait[None]:
     for mark in marks:
         yield from source.space()
         yield from source.match(mark)
@@ -369,7 +371,7 @@ def _skip(source: Source, marks: tuple[str, ...]) -> Wait[None]:
 def _read_section(
     syntax: NamedCalls | ParameterCalls,
     mark: str,
-    source: Source,
+    source: TextSource,
     writer: PartsWriter,
     read_call: Callable[[], Wait[bool]],
 ) -> Wait[bool]:

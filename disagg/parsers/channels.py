@@ -13,7 +13,7 @@ from disagg.parsers.calls import write_call
 from disagg.parsers.formats import Channels
 from disagg.parsers.marks import Marks
 from disagg.parsers.parts_writer import PartsWriter
-from disagg.parsers.source import Source, Stops, Wait
+from disagg.parsers.source import Stops, TextSource, Wait
 
 RECIPIENT = "to="
 FUNCTION = re.compile(r"\bto=functions\.([\w.:/-]+)")
@@ -30,7 +30,7 @@ class ChannelsReader:
     def __init__(
         self,
         syntax: Channels,
-        source: Source,
+        source: TextSource,
         writer: PartsWriter,
         marks: Marks,
         *,

@@ -316,6 +316,12 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         (JsonCalls(begin="<tool_calls>", end="</tool_calls>"),),
     ),
     ToolFormat(
+        "nemotron",
+        "Llama-Nemotron, Nemotron Nano 2",
+        r"<TOOLCALL>",
+        (JsonCalls(begin="<TOOLCALL>", end="</TOOLCALL>"),),
+    ),
+    ToolFormat(
         "llama3_json",
         "Llama 3.1 to 3.3",
         r'<\|python_tag\|>|\{"name": function name, "parameters"',

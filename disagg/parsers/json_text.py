@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from disagg.parsers.marks import CODES
-from disagg.parsers.source import CharacterStops, Source, Wait
+from disagg.parsers.source import CharacterStops, TextSource, Wait
 
 STRUCTURE = CharacterStops(r'"{}\[\]' + CODES)
 IN_STRING = CharacterStops(r'"\\' + CODES)
@@ -14,7 +14,7 @@ BEHIND_SCALAR = CharacterStops(r'",}\]\s' + CODES)
 Emit = Callable[[str], None]
 
 
-def container(source: Source, emit: Emit) -> Wait[bool]:
+def container(source: TextSource, emit: Emit) -> Wait[bool]:
     """Read an object or a list, with all that is in it. False: it is cut off."""
     depth = 0
     while True:
@@ -36,7 +36,7 @@ def container(source: Source, emit: Emit) -> Wait[bool]:
             return False
 
 
-def string(source: Source, emit: Emit) -> Wait[bool]:
+def string(source: TextSource, emit: Emit) -> Wait[bool]:
     """Read a string, with its quotes. False: it is cut off."""
     emit(source.take(1))
     while True:
@@ -54,7 +54,7 @@ def string(source: Source, emit: Emit) -> Wait[bool]:
             return False
 
 
-def _escaped(source: Source, emit: Emit) -> Wait[bool]:
+def _escaped(source: TextSource, emit: Emit) -> Wait[bool]:
     letter = yield from source.peek()
     if not letter or "\ud800" <= letter <= "\udfff":
         return False
@@ -62,7 +62,7 @@ def _escaped(source: Source, emit: Emit) -> Wait[bool]:
     return True
 
 
-def value(source: Source, emit: Emit) -> Wait[bool]:
+def value(source: TextSource, emit: Emit) -> Wait[bool]:
     """Read any value. False: it is cut off, or is none."""
     first = yield from source.peek()
     if first in ("{", "["):
@@ -78,7 +78,7 @@ def value(source: Source, emit: Emit) -> Wait[bool]:
             return size > 0
 
 
-def decoded_string(source: Source) -> Wait[str | None]:
+def decoded_string(source: TextSource) -> Wait[str | None]:
     """Read a string, which comes next. None: it is none."""
     pieces: list[str] = []
     yield from string(source, pieces.append)

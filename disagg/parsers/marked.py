@@ -10,7 +10,7 @@ from disagg.parsers.calls import CallReader
 from disagg.parsers.formats import ReasoningFormat
 from disagg.parsers.marks import Marks
 from disagg.parsers.parts_writer import PartsWriter
-from disagg.parsers.source import Source, Stops, Wait
+from disagg.parsers.source import Stops, TextSource, Wait
 
 
 class MarkedReader:
@@ -18,7 +18,7 @@ class MarkedReader:
 
     def __init__(
         self,
-        source: Source,
+        source: TextSource,
         writer: PartsWriter,
         marks: Marks,
         call_readers: Sequence[CallReader],

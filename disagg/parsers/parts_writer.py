@@ -1,5 +1,9 @@
 """Collects the parts of an answer, and trims the space between them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
 from disagg.parsers.parts import (
     CallArguments,
     CallBegin,
@@ -31,7 +35,8 @@ class PartsWriter:
 
     def take(self) -> tuple[Part, ...]:
         """The parts since the last call of this."""
-        parts = tuple(self._parts)
+        runs = groupby(self._parts, key=_text_key)
+        parts = tuple(_joined([*run]) for _, run in runs)
         self._parts.clear()
         return parts
 
@@ -88,3 +93,18 @@ class PartsWriter:
         space = "".join(self._space)
         self._space.clear()
         return space
+
+
+def _text_key(part: Part) -> tuple[type[Part], int]:
+    """Equal for pieces of one text that follow each other."""
+    index = 0 if isinstance(part, Thought | Content) else part.index
+    return type(part), index
+
+
+def _joined(run: Sequence[Part]) -> Part:
+    """Pieces of one text as one."""
+    first = run[0]
+    if isinstance(first, CallBegin | CallEnd) or len(run) == 1:
+        return first
+    pieces = [part.text for part in run if not isinstance(part, CallBegin | CallEnd)]
+    return replace(first, text="".join(pieces))

@@ -22,17 +22,27 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
         return set()
     named = schema.get("type", [])
     types = {named} if isinstance(named, str) else {*named}
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(keyword) or ():
-            types |= _types(option, root, references - 1)
+    options = [
+        option
+        for keyword in ("anyOf", "oneOf", "allOf")
+        for option in schema.get(keyword) or ()
+    ]
     if "$ref" in schema:
-        types |= _types(_target(schema["$ref"], root), root, references - 1)
-    if not types and "properties" in schema:
-        types = {"object"}
-    if not types and isinstance(schema.get("enum"), list):
-        is_text = all(isinstance(option, str) for option in schema["enum"])
-        types = {"string" if is_text else "number"}
-    return types
+        options.append(_target(schema["$ref"], root))
+    for option in options:
+        types |= _types(option, root, references - 1)
+    return types or _types_of_values(schema)
+
+
+def _types_of_values(schema: Mapping[str, Any]) -> set[str]:
+    """The types of a schema that names none, by what else it says; empty if that is nothing."""
+    if "properties" in schema:
+        return {"object"}
+    values = schema.get("enum") or [schema[key] for key in ("const",) if key in schema]
+    if not values:
+        return set()
+    is_text = all(isinstance(each, str) for each in values)
+    return {"string"} if is_text else {"number"}
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:

@@ -46,7 +46,7 @@ class CharacterStops(Stops):
         self.pattern = re.compile(f"[{characters}]")
 
 
-class Source:
+class TextSource:
     """Text that arrives at one end and is taken from the other."""
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class Source:
             yield
 
     def _may_begin(self, marks: Iterable[str]) -> bool:
-        text = self._text[self._at :]
-        return any(mark.startswith(text) for mark in marks if mark)
+        longer = [mark for mark in marks if self._at + len(mark) > len(self._text)]
+        return any(mark.startswith(self._text[self._at :]) for mark in longer)
 
     def space(self) -> Wait[str]:
         """Take spaces and line breaks. Returns the character behind them; empty at the end."""

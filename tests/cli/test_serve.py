@@ -527,6 +527,28 @@ def test_serve_tells_the_sampling_of_the_models_authors(
     assert "temperature is 'hot'" in refusal
 
 
+def test_serve_tells_how_it_reads_calls_and_thoughts(
+    state_file, disagg, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("disagg.server.service.Service", StoppedService)
+    template = tmp_path / "template.jinja"
+    template.write_text("<tool_call>{{ messages[0].content }}")
+    command = ("serve --state-file", state_file, "--chat-template", template)
+
+    printed = disagg(*command, "--reasoning-parser", "think").err
+
+    assert "parser of tool calls: hermes (auto)\n" in printed
+    assert "parser of thoughts: think (think)\n" in printed
+
+
+@pytest.mark.parametrize("option", ["--tool-parser", "--reasoning-parser"])
+def test_a_parser_that_does_not_exist_is_refused_at_once(option, state_file, disagg):
+    error = disagg("serve --state-file", state_file, option, "qwen", code=2).err
+
+    assert "'qwen'" in error
+    assert "none" in error
+
+
 def test_a_context_beyond_the_models_reach_is_refused_at_once(state_file, disagg):
     error = disagg(
         "serve --set model.context=4096 --state-file", state_file, code=2

@@ -99,7 +99,7 @@ def guess(monkeypatch):
     return guess
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("ask", ["greedy", "sampled"])
 def test_drafts_change_no_token(ask, runner, guess):
     expected = follow(ready(runner), **ASKS[ask])
     guess(expected)
@@ -120,6 +120,17 @@ def test_drafts_are_cut_where_the_grammar_forbids_them(runner, monkeypatch):
     serve(engine, PROMPTS, "raw", 30, grammar=digits)
 
     assert engine.counts["draft_tokens"] == 0
+
+
+def test_tokens_that_a_grammar_forces_are_drafts_that_are_right(runner):
+    grammar = lark('start: /[0-9]/ ", and then a long text" /[0-9]/')
+    expected = serve(ready(runner, grammar), PROMPTS, "raw", 60, grammar=grammar)
+    engine = ready(runner, grammar, speculative_tokens=5)
+
+    tokens = serve(engine, PROMPTS, "raw", 60, grammar=grammar)
+
+    assert tokens == expected
+    assert engine.counts["accepted_tokens"] == engine.counts["draft_tokens"] > 30
 
 
 def test_a_preempted_answer_goes_on_where_it_was(runner, expected):

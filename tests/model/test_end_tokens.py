@@ -100,3 +100,15 @@ def test_a_tokenizer_of_another_form_is_refused(tokenizer, tmp_path):
 
     with pytest.raises(ModelError, match="make no sense"):
         ends(tmp_path, {}, **files)
+
+
+def test_gpt_oss_ends_messages_in_two_ways(tmp_path):
+    names = ["<|return|>", "<|call|>", "<|end|>"]
+    added = [{"id": number, "content": name} for number, name in enumerate(names)]
+    files = {"tokenizer": {"added_tokens": added}}
+
+    assert ends(tmp_path, {"model_type": "gpt_oss", "eos_token_id": 0}, **files) == (
+        0,
+        1,
+    )
+    assert ends(tmp_path, {"model_type": "llama", "eos_token_id": 0}, **files) == (0,)

@@ -51,3 +51,35 @@ def test_without_stop_strings_everything_is_shown_at_once():
     stream = TextStream(BYTES.detokenizer())
     assert [stream.add(x) for x in BYTES.encode("aéé")[:-1]] == ["a", "", "é", ""]
     assert stream.finish() == "\ufffd"
+
+
+SNOWMAN = BYTES.encode("☃", special=False)
+MARK = 1 << 20  # an id that the tokenizer does not have: marks are not decoded
+
+
+def marked(tokens: list[int], stops: list[str], hidden: set[int] | None = None) -> str:
+    stream = TextStream(
+        BYTES.detokenizer(), stops, hidden=hidden or set(), marks={MARK: "\ud800"}
+    )
+    pieces = [stream.add(token) for token in tokens]
+    return "".join([*pieces, stream.finish()])
+
+
+def test_a_mark_is_shown_where_it_stands():
+    """Also if it is an end token, which is hidden otherwise."""
+    one, two = BYTES.encode("one"), BYTES.encode("two")
+
+    assert marked([*one, MARK, *two, MARK], ["net"], {MARK}) == "one\ud800two\ud800"
+
+
+def test_no_stop_string_reaches_over_a_mark():
+    one, two = BYTES.encode("one"), BYTES.encode("two")
+
+    assert marked([*one, MARK, *two, *two], ["onetwo", "twot"]) == "one\ud800"
+    assert marked([*one, MARK], ["one"]) == ""
+
+
+def test_half_a_character_before_a_mark_is_not_completed_behind_it():
+    tokens = [SNOWMAN[0], MARK, *SNOWMAN[1:], *SNOWMAN]
+
+    assert marked(tokens, []) == "\ufffd\ud800\ufffd\ufffd☃"

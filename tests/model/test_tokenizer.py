@@ -189,3 +189,16 @@ def test_what_has_no_text_is_decoded_a_few_tokens_at_a_time(monkeypatch):
 
     assert "".join(stream.add([token]) for token in ids) == "one two ☃"
     assert max(sizes) <= 2 * MOST_PENDING
+
+
+@pytest.mark.parametrize("form", ["packaged", "bytes"])
+def test_the_bytes_of_all_tokens_are_those_of_each(form, tokenizer):
+    if form == "packaged":
+        tokenizer = packaged()
+    size = tokenizer.size + 2
+
+    tokens = tokenizer.token_bytes(size)
+
+    assert len(tokens) == size
+    each = [tokenizer.bytes_of(number) for number in range(tokenizer.size)]
+    assert tokens[: tokenizer.size] == each

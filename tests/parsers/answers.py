@@ -85,10 +85,6 @@ def content_of(parts: Sequence[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Content))
 
 
-def thought_of(parts: Sequence[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Thought))
-
-
 def calls_of(parts: Sequence[Part]) -> list[tuple[str, str]]:
     """The names and arguments of the calls that are complete."""
     names = {part.index: part.name for part in parts if isinstance(part, CallBegin)}

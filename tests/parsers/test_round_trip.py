@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.parsers.formats import TOOL_FORMATS, CallSyntax, ParameterCalls
@@ -67,6 +67,7 @@ def pieces_of(data: st.DataObject, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("tool", "syntax"), SYNTAXES)
+@settings(max_examples=8)
 @given(calls=CALLS, data=st.data())
 def test_calls_are_read_as_they_were_written(tool, syntax, calls, data):
     if not can_write(syntax, calls):
@@ -83,6 +84,7 @@ def test_calls_are_read_as_they_were_written(tool, syntax, calls, data):
 
 
 @pytest.mark.parametrize("tool", [each.name for each in TOOL_FORMATS])
+@settings(max_examples=10)
 @given(data=st.data())
 def test_no_text_breaks_a_parser(tool, data):
     """Bits of every format in any order: the parts do not depend on the cuts."""

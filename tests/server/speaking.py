@@ -39,15 +39,14 @@ PLAIN_TEMPLATE = re.sub("(?s)\n    {%- if enable_thinking.*?endif %}", "", TEMPL
 
 
 class SpeakingRouter(FakeRouter):
-    """Says a text, of which `cut` tokens have been taken when its consumer leaves."""
+    """Says one text after the other; the last one again and again.
 
-    def __init__(self, text: str, tokenizer: Tokenizer):
+    num_taken: tokens of its answers that have been taken
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer):
         super().__init__()
-        self.tokens: list[int] = []
-        letters = Tokenizer(byte_tokenizer())  # special tokens written out are letters
-        for piece in re.split("(⟨.*?⟩)", text):
-            special = tokenizer.special_tokens.get(piece[1:-1])
-            self.tokens += letters.encode(piece) if special is None else [special]
+        self.texts = [tokens_of(text, tokenizer) for text in texts]
         self.params: list[Mapping[str, Any]] = []
         self.prompts: list[str] = []
         self._tokenizer = tokenizer
@@ -64,28 +63,41 @@ class SpeakingRouter(FakeRouter):
     ) -> AsyncGenerator[TokenOutput]:
         self.params.append(params)
         self.prompts.append(self._tokenizer.decode(prompt, special=True))
-        said = self.tokens[: params["max_tokens"]]
+        number = min(len(self.prompts), len(self.texts)) - 1
+        tokens = self.texts[number]
+        said = tokens[: params["max_tokens"]]
         for token in said:
             await asyncio.sleep(0)
             self.num_taken += 1
             scores = [[-0.5, []]] if "logprobs" in params else []
             yield TokenOutput("r", token, logprobs=scores, kv=self.kv)
-        is_cut = len(said) < len(self.tokens)
+        is_cut = len(said) < len(tokens)
         yield TokenOutput("r", finish_reason="length" if is_cut else "stop", kv=self.kv)
 
 
+def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text."""
+    letters = Tokenizer(byte_tokenizer())  # special tokens written out are letters
+    tokens: list[int] = []
+    for piece in re.split("(⟨.*?⟩)", text):
+        special = tokenizer.special_tokens.get(piece[1:-1])
+        tokens += letters.encode(piece) if special is None else [special]
+    return tokens
+
+
 def speaking(
-    text: str,
+    text: str | Sequence[str],
     template: str = TEMPLATE,
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     special_tokens: Sequence[str] = (),
 ) -> tuple[ASGIApp, SpeakingRouter]:
-    """The application of a model that answers every prompt with a text, and its router."""
+    """The application of a model that says a text, or one after the other, and its router."""
     backend = byte_tokenizer()
     backend.add_special_tokens(list(special_tokens))
     tokenizer = Tokenizer(backend)
-    router = SpeakingRouter(text, tokenizer)
+    texts = [text] if isinstance(text, str) else text
+    router = SpeakingRouter(texts, tokenizer)
     chat = ChatTemplate(template, {})
     formats = ModelFormats.choose(
         template, tool_parser, reasoning_parser, tokenizer.special_tokens

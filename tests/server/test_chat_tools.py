@@ -220,7 +220,7 @@ def test_every_token_has_its_log_probability(stream):
     chunks = events(response.text) if stream else [response.json()]
     lists = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     tokens = [entry["token"] for each in lists if each for entry in each["content"]]
-    assert len(tokens) == len(router.tokens)
+    assert len(tokens) == len(router.texts[0])
     assert "".join(tokens) == f"{THOUGHT}I look.{OSLO}"
 
 
