@@ -12,9 +12,8 @@ import pytest
 from disagg.config import Config, ModelConfig, ServerConfig
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.service import Service
-from tests.clients.scripted import scripted
-from tests.model.tiny import byte_tokenizer
 from tests.server.running import serving
+from tests.server.speaking import on_a_port, speaking
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
@@ -33,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("model")
     shutil.copytree(DEFAULT_MODEL, folder, dirs_exist_ok=True)
-    shutil.copy(HERE / "tools.jinja", folder / "chat_template.jinja")
+    shutil.copy(HERE / "thinking.jinja", folder / "chat_template.jinja")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     end = tokenizer["model"]["vocab"][END_WORD]
     (example,) = tokenizer["added_tokens"]
@@ -116,9 +115,16 @@ TEXTS = [
 ]
 
 
+CODEX_CONTEXT = (
+    1_000_000  # a token is a byte, and its instructions and tools have 40,000
+)
+
+
 def test_codex_runs_a_command_and_answers(tmp_path):
     """It sends tools in namespaces and its own thoughts back; all of that reaches the model."""
-    with scripted(HERE / "tools.jinja", TEXTS) as (url, router):
+    template = (HERE / "thinking.jinja").read_text()
+    app, router = speaking(TEXTS, template, context_length=CODEX_CONTEXT)
+    with on_a_port(app) as url:
         (tmp_path / "config.toml").write_text(CODEX_CONFIG.replace("URL", url))
         command = ["codex", "exec", "--skip-git-repo-check", "--json"]
         command += ["--dangerously-bypass-approvals-and-sandbox", "What is 6 * 7?"]
@@ -129,8 +135,7 @@ def test_codex_runs_a_command_and_answers(tmp_path):
     texts = [item["text"] for item in items if item["type"] == "agent_message"]
     assert texts == ["Wait.", "The answer is there."]
 
-    (_, _, _), (prompt, _, _) = router.asked
-    text = byte_tokenizer().decode(list(prompt))
-    _, behind = text.split("What is 6 * 7?")
+    _, prompt = router.prompts
+    _, behind = prompt.split("What is 6 * 7?")
     assert "<think>I compute.</think>Wait.<tool_call>" in behind
     assert "42" in behind

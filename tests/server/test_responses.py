@@ -8,6 +8,7 @@ import pytest
 from disagg.errors import PeerLostError
 from disagg.server.app import create_app
 from tests.server.conftest import A, completions_of
+from tests.server.speaking import speaking
 from tests.server.visits import assert_counted, refused, respond, send
 
 
@@ -91,3 +92,66 @@ def test_a_model_without_a_template_is_named(router):
     message = refused(respond(create_app(completions)), 400, "request", "input")
 
     assert "has no chat template" in message
+
+
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+CALL = '<tool_call>{"name": "look", "arguments": {"at": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_and_calls_of_a_model_are_items(stream):
+    app, _ = speaking(f"<think>Hm.</think>I look.{CALL}")
+
+    answer = respond(app, tools=[LOOK], max_output_tokens=None, stream=stream)
+
+    body = datas(answer.text)[-1]["response"] if stream else answer.json()
+    reasoning, message, call = body["output"]
+    assert reasoning["content"][0]["text"] == "Hm."
+    assert message["content"][0]["text"] == "I look."
+    assert (call["name"], json.loads(call["arguments"])) == ("look", {"at": 2})
+    assert body["status"] == "completed"
+    assert body["usage"]["output_tokens_details"]["reasoning_tokens"] >= 3
+
+
+def test_a_call_of_a_function_in_a_namespace_has_both_names():
+    app, _ = speaking(CALL.replace("look", "eyes__look"))
+    namespace = {"type": "namespace", "name": "eyes", "tools": [LOOK]}
+
+    (call,) = respond(app, tools=[namespace], max_output_tokens=None).json()["output"]
+
+    assert (call["namespace"], call["name"]) == ("eyes", "look")
+
+
+def test_a_call_that_is_cut_off_is_incomplete():
+    app, _ = speaking(CALL)
+
+    body = respond(app, tools=[LOOK], max_output_tokens=45).json()
+
+    assert body["status"] == body["output"][0]["status"] == "incomplete"
+
+
+def test_a_forced_call_follows_a_grammar():
+    app, router = speaking(CALL)
+
+    for choice in ("auto", "required", {"type": "function", "name": "look"}):
+        assert respond(app, tools=[LOOK], tool_choice=choice).is_success
+
+    assert ["grammar" in params for params in router.params] == [False, True, True]
+
+
+def test_a_format_follows_a_grammar():
+    app, router = speaking("{}")
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+
+    assert respond(app, text={"format": form}).is_success
+
+    assert "grammar" in router.params[0]
+
+
+def test_a_wrong_schema_is_named_by_the_field_of_this_dialect():
+    app, _ = speaking("{}")
+    form = {"type": "json_schema", "name": "x", "schema": {"type": 5}}
+
+    message = refused(respond(app, text={"format": form}), 400, "request", "text")
+
+    assert message.startswith("text.format")
