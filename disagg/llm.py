@@ -33,6 +33,9 @@ from disagg.model.runner import Runner
 from disagg.model.text_stream import TextStream
 from disagg.model.tokenizer import Tokenizer
 from disagg.paged.doctor import check_plans
+from disagg.parsers.answer import AnswerParser
+from disagg.parsers.formats import AnswerFormats
+from disagg.parsers.parts import Part, joined_parts
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission, ReceiverPolicy, Reservations
 from disagg.transfer.stats import HandoffStats
@@ -48,6 +51,7 @@ class Completion:
     """One answer. `finish_reason`: "stop" (end of text) or "length".
 
     logprobs: of each token, if `params` ask for them; before them those of the prompt, likewise
+    parts:    of an answer of `chat`: its thoughts, content and calls
     """
 
     text: str
@@ -56,6 +60,7 @@ class Completion:
     prompt_tokens: int
     kv: HandoffStats
     logprobs: tuple[Logprobs, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
 class LLM:
@@ -169,21 +174,43 @@ class LLM:
         codec: str | None = None,
         n: int = 1,
         stop: Sequence[str] = (),
+        tools: Sequence[Message] = (),
     ) -> list[Completion]:
         """Answer conversations, which the chat template of the model writes, as `generate` does.
 
         conversations: the messages of one, [{"role": "user", "content": "Hello"}], or of several
-        RequestError for a model without a chat template, and for messages that it cannot take.
+        tools: definitions of functions in OpenAI's form, which the answers may call
+        RequestError for a model without a chat template, and for messages and tools that it cannot
+        take.
         """
-        if self._template is None:
+        template = self._template
+        if template is None:
             raise RequestError("the model has no chat template; use generate()")
+        if tools and not template.writes_tools:
+            raise RequestError("the model's chat template does not show tools")
+        schemas = _schemas(tools) if tools else None
         is_one = all(isinstance(x, Mapping) for x in conversations)
         several = [conversations] if is_one else conversations
-        prompts = []
-        for messages in several:
-            text = self._template.render(messages, add_generation_prompt=True)  # type: ignore[arg-type]
-            prompts.append(self._tokenizer.encode(text, special=False))
-        return self.generate(prompts, params, codec, n, stop)
+        options = {"tools": tools} if tools else {}
+        texts = [
+            template.render(messages, add_generation_prompt=True, **options)  # type: ignore[arg-type]
+            for messages in several
+        ]
+        prompts = [self._tokenizer.encode(text, special=False) for text in texts]
+        answers = self.generate(prompts, params, codec, n, stop)
+        formats = AnswerFormats.choose(template.source)
+        special_tokens = self._tokenizer.special_tokens
+        ends = {*self._runner.info.eos_ids}
+        ends.update((params or self.default_params).stop_token_ids)
+        with_parts = []
+        for number, answer in enumerate(answers):
+            prompt = number // n
+            parser = AnswerParser(formats, schemas, texts[prompt], special_tokens)
+            decoder = self._tokenizer.detokenizer(prompts[prompt])
+            stream = TextStream(decoder, stop, hidden=ends, marks=parser.marks)
+            parts = _read_parts(parser, stream, answer.tokens)
+            with_parts.append(replace(answer, parts=parts))
+        return with_parts
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
@@ -310,6 +337,26 @@ def _check_options(params: object, n: object, stop: Any) -> None:
     is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
     if not is_list or not all(isinstance(text, str) for text in stop):
         raise RequestError(f"stop is {reprlib.repr(stop)}; expected a list of texts")
+
+
+def _schemas(tools: Sequence[Message]) -> dict[str, Mapping[str, Any]]:
+    """The JSON schemas of the functions' parameters, by name; RequestError for other tools."""
+    try:
+        functions = [tool["function"] for tool in tools]
+        return {each["name"]: each.get("parameters") or {} for each in functions}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise RequestError(
+            f"tools are {reprlib.repr(tools)}; "
+            'expected {"type": "function", "function": {"name": ...}} for each'
+        ) from error
+
+
+def _read_parts(
+    parser: AnswerParser, stream: TextStream, tokens: Sequence[int]
+) -> tuple[Part, ...]:
+    """The parts of a whole answer."""
+    text = "".join(map(stream.add, tokens)) + stream.finish()
+    return joined_parts([*parser.add(text), *parser.finish()])
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:

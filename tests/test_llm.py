@@ -20,6 +20,7 @@ from disagg.errors import (
 from disagg.grammar import choice
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
+from disagg.parsers.parts import CallArguments, CallBegin, CallEnd
 from disagg.transfer.records import Manifest
 from tests.engine.margins import assert_same, serve_watched
 from tests.model.reference import ReferenceModel
@@ -190,6 +191,43 @@ def test_conversations_are_answered_as_their_template_writes_them(tiny, tmp_path
     several = llm.chat([messages, messages])
 
     assert [x.tokens for x in (one, *several)] == 3 * [expected.tokens]
+
+
+CALLS = (
+    "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}" + TEMPLATE
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+def test_an_answer_of_a_chat_has_its_calls(tiny, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "chat_template.jinja").write_text(CALLS)
+    llm = LLM(str(folder), KIVI, config=EngineConfig(arena_bytes=16 << 20))
+    messages = [{"role": "user", "content": "Hello"}]
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    params = SamplingParams(max_tokens=100, grammar=choice([call]))
+
+    (answer,) = llm.chat(messages, params, tools=[WEATHER])
+
+    assert answer.text == call
+    assert answer.parts == (
+        CallBegin(0, "weather"),
+        CallArguments(0, "{}"),
+        CallEnd(0),
+    )
+    with pytest.raises(RequestError, match="tools are"):
+        llm.chat(messages, tools=["weather"])
+
+
+def test_a_template_that_shows_no_tools_takes_none(tiny, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    llm = LLM(str(folder), KIVI, config=EngineConfig(arena_bytes=16 << 20))
+
+    with pytest.raises(RequestError, match="does not show tools"):
+        llm.chat([{"role": "user", "content": "Hello"}], tools=[WEATHER])
 
 
 def test_a_model_without_a_template_has_no_chat(llm):

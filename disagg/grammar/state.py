@@ -58,11 +58,16 @@ class GrammarState:
         return self._matcher.compute_ff_tokens()
 
     @property
+    def may_end(self) -> bool:
+        """Whether the text of the grammar may end here."""
+        return self._matcher.is_accepting()
+
+    @property
     def is_complete(self) -> bool:
         """Whether the text of the grammar ends here: nothing may follow."""
         if self._matcher.is_stopped():
             return True
-        if not self._matcher.is_accepting():
+        if not self.may_end:
             return False
         bits = self.bits()
         end = self._vocabulary.end

@@ -64,6 +64,7 @@ class AnswerParser:
         self._writer = PartsWriter(has_calls=bool(syntaxes))
         self._num_thought_tokens = 0
         self._reading = self._reader(formats, syntaxes, tools or {}, prompt)
+        next(self._reading)  # up to where it needs text
 
     def _reader(
         self,

@@ -45,6 +45,7 @@ class MarkedReader:
 
     def read(self, *, in_thought: bool) -> Wait[None]:
         """in_thought: the prompt ends in a thought."""
+        self._writer.in_thought = in_thought
         yield from self._opening(in_thought=in_thought)
         while True:
             self._source.record()

@@ -9,6 +9,7 @@ Consecutive thoughts, contents and arguments of one call are pieces of one text.
 `CallEnd` was cut off.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -50,3 +51,27 @@ class CallEnd:
 
 
 Part = Thought | Content | CallBegin | CallArguments | CallEnd
+
+
+def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Parts of which pieces of one text that follow each other are one."""
+    joined: list[Part] = []
+    for part in parts:
+        longer = _continued(joined[-1], part) if joined else None
+        if longer is None:
+            joined.append(part)
+        else:
+            joined[-1] = longer
+    return tuple(joined)
+
+
+def _continued(before: Part, part: Part) -> Part | None:
+    """Two pieces of one text as one; None for parts of two texts."""
+    match before, part:
+        case Thought(text), Thought(more):
+            return Thought(text + more)
+        case Content(text), Content(more):
+            return Content(text + more)
+        case CallArguments(index, text), CallArguments(other, more) if index == other:
+            return CallArguments(index, text + more)
+    return None

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 from disagg.engine.sequence import Logprobs as Logprobs
-from disagg.parsers.parts import CallArguments, Content, Part, Thought
+from disagg.parsers.parts import Part, joined_parts
 
 # a token with its log-probabilities; the first token of a prompt has none
 Score = tuple[int, Logprobs | None]
@@ -70,27 +70,3 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
         parts=joined_parts([part for delta in deltas for part in delta.parts]),
         scores=tuple(score for delta in deltas for score in delta.scores),
     )
-
-
-def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Parts of which pieces of one text that follow each other are one."""
-    joined: list[Part] = []
-    for part in parts:
-        longer = _continued(joined[-1], part) if joined else None
-        if longer is None:
-            joined.append(part)
-        else:
-            joined[-1] = longer
-    return tuple(joined)
-
-
-def _continued(before: Part, part: Part) -> Part | None:
-    """Two pieces of one text as one; None for parts of two texts."""
-    match before, part:
-        case Thought(text), Thought(more):
-            return Thought(text + more)
-        case Content(text), Content(more):
-            return Content(text + more)
-        case CallArguments(index, text), CallArguments(other, more) if index == other:
-            return CallArguments(index, text + more)
-    return None

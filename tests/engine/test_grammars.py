@@ -2,11 +2,14 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock, patch
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
+from disagg.engine import grammars
 from disagg.engine.engine import Engine
 from disagg.engine.grammars import NO_MASKS, TokenMasks
 from disagg.engine.lookup import DraftHistory
@@ -384,3 +387,16 @@ def test_a_row_that_is_sampled_alone_has_its_own_mask():
 
     assert masks.of_row(1) is NO_MASKS
     assert masks.of_row(2).bits.tolist() == [[2]]
+
+
+def test_masks_are_the_same_on_any_device():
+    """No GPU here, so the two ways are asked for by the name of a device."""
+    bits = np.random.default_rng(1).integers(0, 2**31, (3, 5), dtype=np.int32)
+    elsewhere = Mock(shape=(3, 150), device=Mock(type="other"))
+    words = torch.from_numpy(~bits)
+    with patch.object(torch, "from_numpy", return_value=Mock(to=lambda _: words)):
+        shifts = torch.arange(32, dtype=torch.int32)
+        with patch.object(torch, "arange", return_value=shifts):
+            other = grammars._forbidden(bits, elsewhere)
+
+    assert other.equal(grammars._forbidden(bits, torch.zeros(3, 150)))

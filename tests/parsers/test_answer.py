@@ -336,6 +336,14 @@ def test_tokens_between_the_marks_of_a_thought_are_counted():
     assert parser.num_thought_tokens == 4
 
 
+def test_the_first_token_of_a_thought_that_the_prompt_began_is_counted():
+    parser = Reading("none", "think", prompt="<think>\n").parser()
+    for token in ["Rain", "?", "</think>", "Yes"]:
+        parser.add(token)
+
+    assert parser.num_thought_tokens == 2
+
+
 @pytest.mark.parametrize(
     ("formats", "bit"),
     [

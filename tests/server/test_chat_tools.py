@@ -387,3 +387,50 @@ def test_letters_that_look_like_a_special_token_are_letters():
     app, _ = speaking(in_channel("final", text), HARMONY, special_tokens=CHANNELS)
 
     assert message_of(app)["content"] == text
+
+
+CLOCK = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("auto", []),
+        ("none", []),
+        ("required", ["get_weather", "get_time"]),
+        (NAMED, ["get_weather"]),
+    ],
+    ids=["auto", "none", "required", "named"],
+)
+def test_only_forced_calls_follow_a_grammar(choice, names):
+    app, router = speaking(OSLO)
+
+    assert chat(
+        app, **TOOLS | {"tools": [WEATHER, CLOCK]}, tool_choice=choice
+    ).is_success
+
+    grammar = router.params[0].get("grammar", "")
+    present = [name for name in ("get_weather", "get_time") if name in grammar]
+    assert present == names
+
+
+def test_a_schema_that_no_grammar_has_is_refused_with_its_place():
+    app, router = speaking(OSLO)
+    schema = {"type": "object", "properties": {"city": {"type": "text"}}}
+    function = {"name": "get_weather", "parameters": schema}
+    request = {"tools": [{"type": "function", "function": function}]}
+
+    response = chat(app, **request, tool_choice="required")
+
+    message = refused(response, 400, "request", "tools")
+    assert "get_weather" in message
+    assert "/properties/city" in message
+    assert not router.prompts
+
+
+def test_a_forced_call_of_an_unknown_format_is_refused():
+    app, _ = speaking(OSLO, tool_parser="none")
+
+    response = chat(app, **TOOLS, tool_choice="required")
+
+    assert "--tool-parser" in refused(response, 400, "request", "tool_choice")
