@@ -21,31 +21,36 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 NAME = "deepseek-r1-tiny"  # llm-comply tests reasoning only of models with such names
 # of llm-comply; README.md says why
 EXPECTED_FAILURES = {"error-handling", "image-input"}
-END_WORD = "."
+END_WORDS = ".,;!?"
+CONTEXT = 512  # an answer without any of these ends soon too
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packaged model with a template for tools; a full stop ends its answers.
+    """The packaged model with a template for tools; any punctuation mark ends its answers.
 
-    It is a special token, so that a grammar allows it at its end alone.
+    These are special tokens, so that a grammar allows them at its end alone.
     """
     folder = tmp_path_factory.mktemp("model")
     shutil.copytree(DEFAULT_MODEL, folder, dirs_exist_ok=True)
     shutil.copy(HERE / "thinking.jinja", folder / "chat_template.jinja")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    end = tokenizer["model"]["vocab"][END_WORD]
+    ends = {tokenizer["model"]["vocab"][word]: word for word in END_WORDS}
     (example,) = tokenizer["added_tokens"]
-    tokenizer["added_tokens"].append({**example, "id": end, "content": END_WORD})
+    tokenizer["added_tokens"] += [
+        {**example, "id": token, "content": word} for token, word in ends.items()
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    sampling = {"eos_token_id": [*ends]}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
     return folder
 
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[Service]:
     http = ServerConfig(port=0, served_model_name=NAME, reasoning_parser="none")
-    with serving(Config("raw", model=ModelConfig(str(folder)), server=http)) as service:
+    model = ModelConfig(str(folder), context=CONTEXT)
+    with serving(Config("raw", model=model, server=http)) as service:
         yield service
 
 
