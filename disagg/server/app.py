@@ -1,6 +1,7 @@
-"""HTTP: routes, status codes, clients that disconnect. `responses.py` has the bodies.
+"""HTTP: routes, status codes, clients that disconnect. Writers have the bodies.
 
-POST /v1/completions · /v1/chat/completions; info_routes.py and admin.py have the other routes
+POST /v1/completions · /v1/chat/completions · /v1/responses
+info_routes.py and admin.py have the other routes
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -28,9 +30,9 @@ from disagg.server.auth import KeyRing
 from disagg.server.choices import (
     MAX_PIECE,
     ChatChoices,
-    Choices,
     CompletionChoices,
 )
+from disagg.server.choices_writer import ChoicesWriter
 from disagg.server.completions import Completions
 from disagg.server.gate import Gate
 from disagg.server.info_routes import (
@@ -38,8 +40,11 @@ from disagg.server.info_routes import (
     add_model_routes,
     add_tokenizer_routes,
 )
+from disagg.server.items_writer import ItemsWriter
+from disagg.server.reader import Generation
 from disagg.server.request_log import RequestLog
-from disagg.server.responses import GenerationResponse, error_body
+from disagg.server.responses import ResponseWriter, error_body
+from disagg.server.responses_request import ResponsesRequest, translate
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 STREAM_HEADERS = {
@@ -73,6 +78,7 @@ def create_app(
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app, completions)
     _add_generation_routes(app, completions)
+    _add_response_routes(app, completions)
     add_info_routes(app, completions, worker_pool, is_stopping)
     add_model_routes(app, completions)
     add_tokenizer_routes(app, completions)
@@ -94,35 +100,17 @@ def create_app(
     return RequestLog(stack)
 
 
-def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
-    async def respond(
-        http: Request,
-        request: GenerationRequest,
-        choices: Choices,
-    ) -> Response:
-        host, port = http.scope.get("server") or ("", 0)  # the address it came in at
-        generation = await completions.prepare(request, port, http.state.client)
-        deltas = completions.generate(generation)
-        response = GenerationResponse(choices, generation, completions.served)
-        http.state.log_fields = response.log_fields
-        if generation.request.stream:
-            first = await _unless_client_leaves(http, response.first(deltas))
-            events = response.events(first, deltas)
-            return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
-        whole = await _unless_client_leaves(http, response.whole(deltas))
-        more = {}
-        if generation.request.kv_transfer_params.do_remote_decode:
-            (prompt,) = generation.prompts
-            handle = completions.pd_ports.park(host, port, prompt.tokens)
-            more["kv_transfer_params"] = handle
-        return _json_response(response.pieces(whole, more))
+# Each route is a dialect: how a request is read, and how its response is written. The content type
+# is ignored.
 
-    # the content type is ignored
+
+def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
         request = await completions.read(CompletionRequest, http.stream())
         choices = CompletionChoices(completions.tokenizer)
-        return await respond(http, request, choices)
+        writer_of = partial(ChoicesWriter, choices, served=completions.served)
+        return await _respond(http, completions, request, writer_of)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
@@ -133,7 +121,63 @@ def _add_generation_routes(app: FastAPI, completions: Completions) -> None:
             names_call=request.tool_choice.is_named,
             shows_thoughts=request.include_reasoning,
         )
-        return await respond(http, request, choices)
+        writer_of = partial(ChoicesWriter, choices, served=completions.served)
+        return await _respond(http, completions, request, writer_of)
+
+
+def _add_response_routes(app: FastAPI, completions: Completions) -> None:
+    @app.post("/v1/responses")
+    async def create_response(http: Request) -> Response:
+        request = await completions.read(ResponsesRequest, http.stream())
+        writer_of = partial(
+            ItemsWriter,
+            request,
+            served=completions.served,
+            tokenizer=completions.tokenizer,
+            new_call_id=completions.new_call_id,
+        )
+        try:
+            return await _respond(http, completions, request.chat, writer_of)
+        except DisaggError as error:
+            translate(error)
+            raise
+
+    @app.get("/v1/responses/{id}")
+    @app.delete("/v1/responses/{id}")
+    async def not_stored(id: str) -> Response:
+        message = (
+            "responses are not stored here: store is false in each of them; "
+            "send its items as input of the next request"
+        )
+        return JSONResponse(error_body(message, "not_found", 404), 404)
+
+    @app.post("/v1/responses/{name}")
+    async def no_such_operation(name: str) -> Response:
+        raise HTTPException(404)  # not 405, which clients take for a wrong method
+
+
+async def _respond(
+    http: Request,
+    completions: Completions,
+    request: GenerationRequest,
+    writer_of: Callable[[Generation], ResponseWriter],
+) -> Response:
+    host, port = http.scope.get("server") or ("", 0)  # the address it came in at
+    generation = await completions.prepare(request, port, http.state.client)
+    deltas = completions.generate(generation)
+    writer = writer_of(generation)
+    http.state.log_fields = writer.log_fields
+    if generation.request.stream:
+        first = await _unless_client_leaves(http, writer.first(deltas))
+        events = writer.events(first, deltas)
+        return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
+    await _unless_client_leaves(http, writer.gather(deltas))
+    more = {}
+    if generation.request.kv_transfer_params.do_remote_decode:
+        (prompt,) = generation.prompts
+        handle = completions.pd_ports.park(host, port, prompt.tokens)
+        more["kv_transfer_params"] = handle
+    return _json_response(writer.pieces(more))
 
 
 def _json_response(pieces: Iterator[bytes]) -> Response:

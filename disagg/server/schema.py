@@ -6,7 +6,7 @@ and that is not supported here is refused by its name.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -171,11 +171,16 @@ class Body(BaseModel):
     def read(cls, body: bytes | bytearray) -> Self:
         """Parse JSON; RequestError that names the wrong field."""
         try:
-            fields = json_pieces.parse(body.removeprefix(BOM), cls.model_fields)
+            fields = json_pieces.parse(body.removeprefix(BOM), cls.used_fields())
         except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise RequestError("the body is JSON, but not an object")
+        return cls.of(fields)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """A request with these fields; RequestError that names the wrong one."""
         if len(fields) > limits.MAX_NAMED:
             raise RequestError(
                 f"the body has {len(fields)} fields; expected at most {limits.MAX_NAMED}"
@@ -188,6 +193,11 @@ class Body(BaseModel):
         request._drop_extras()
         return request
 
+    @classmethod
+    def used_fields(cls) -> Collection[str]:
+        """The fields whose values are used."""
+        return cls.model_fields
+
     @property
     def unknown(self) -> list[str]:
         """Fields that neither OpenAI nor vLLM nor this service has."""
@@ -197,7 +207,7 @@ class Body(BaseModel):
         """Forget the fields that are not used; RequestError for one that cannot be ignored."""
         extras = self.model_extra or {}
         for name, value in extras.items():
-            if name in NEUTRAL and not _same(value, NEUTRAL[name]):
+            if name in NEUTRAL and not same_value(value, NEUTRAL[name]):
                 instead = INSTEAD.get(name, "leave it out")
                 raise RequestError(
                     f"{name}={limits.shown(value)} is not supported; {instead}", name
@@ -493,6 +503,6 @@ def _path(error: ErrorDetails) -> str:
     return path.removeprefix(".")[: limits.MAX_SHOWN_CHARS] or "the body"
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def same_value(value: Any, neutral: Any) -> bool:
     """Equal, where 0 is not False and 1 is not True."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -8,21 +8,15 @@ import json
 import os
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.types import ASGIApp
 
 from disagg.config import ServerConfig
-from tests.cli.conftest import free_port
 from tests.server.running import Running, running
-from tests.server.speaking import PLAIN_TEMPLATE, speaking
+from tests.server.speaking import PLAIN_TEMPLATE, on_a_port, speaking
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
@@ -39,22 +33,6 @@ def service() -> Iterator[Running]:
     http = ServerConfig(port=0, chat_template=str(HERE / "hermes.jinja"))
     with running(None, http) as service:
         yield service
-
-
-@contextmanager
-def on_a_port(app: ASGIApp) -> Iterator[str]:
-    """The URL of an application."""
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def run(*command: str, **environment: str) -> str:

@@ -2,9 +2,13 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from starlette.types import ASGIApp
 
 from disagg.model.chat import ChatTemplate
@@ -14,6 +18,7 @@ from disagg.server.answer_format import ModelFormats
 from disagg.server.app import create_app
 from disagg.server.completions import Completions
 from disagg.server.reader import ServedModel
+from tests.cli.conftest import free_port
 from tests.model.tiny import byte_tokenizer
 from tests.server.conftest import FakeRouter
 
@@ -91,6 +96,7 @@ def speaking(
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     special_tokens: Sequence[str] = (),
+    context_length: int = CONTEXT,
 ) -> tuple[ASGIApp, SpeakingRouter]:
     """The application of a model that says a text, or one after the other, and its router."""
     backend = byte_tokenizer()
@@ -104,10 +110,26 @@ def speaking(
     )
     about = ServedModel(
         name="tiny",
-        context_length=CONTEXT,
+        context_length=context_length,
         vocab_size=300,
         codec="raw",
         longest_token=20,
     )
     completions = Completions(about, tokenizer, router, chat, formats=formats)
     return create_app(completions, token="secret"), router
+
+
+@contextmanager
+def on_a_port(app: ASGIApp) -> Iterator[str]:
+    """The URL of an application."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()

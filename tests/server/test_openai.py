@@ -409,6 +409,32 @@ def test_a_forced_call_is_streamed_as_it_is_whole(client):
     ]
 
 
+RESPONDING: dict[str, Any] = GREEDY | {"input": "Go.", "max_output_tokens": 200}
+
+
+def test_a_response_has_the_form_of_its_schema(client):
+    response = client.responses.parse(**RESPONDING, text_format=Trip)
+
+    assert isinstance(response.output_parsed, Trip)
+    assert response.status == "completed"
+
+
+def test_a_response_is_streamed_as_it_is_whole(client):
+    tool = {"type": "function", "name": "Trip", "strict": True}
+    tool["parameters"] = TOOL["function"]["parameters"]
+    request = RESPONDING | {"tools": [tool], "tool_choice": "required"}
+    whole = client.responses.create(**request, parallel_tool_calls=False)
+
+    with client.responses.stream(**request, parallel_tool_calls=False) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+
+    assert kinds[-1] == "response.completed"
+    assert [item.type for item in streamed.output] == ["function_call"]
+    assert streamed.output[0].arguments == whole.output[0].arguments
+    assert Trip.model_validate_json(whole.output[0].arguments)
+
+
 def test_a_stream_that_is_left_leaves_nothing(client):
     with client.completions.create(
         **GREEDY, prompt=TEXT, max_tokens=400, stream=True

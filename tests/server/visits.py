@@ -20,6 +20,12 @@ def chat(app: ASGIApp, **fields: Any) -> httpx.Response:
     return send(app, "POST", "/v1/chat/completions", json=body)
 
 
+def respond(app: ASGIApp, **fields: Any) -> httpx.Response:
+    """The answer to one request to /v1/responses: "hi", unless it says otherwise."""
+    body = {"input": "hi", "max_output_tokens": 4} | fields
+    return send(app, "POST", "/v1/responses", json=body)
+
+
 def get(app: ASGIApp, path: str) -> httpx.Response:
     return send(app, "GET", path)
 
