@@ -137,6 +137,10 @@ class LookUp:
         self._context = context
         self._histories: WeakKeyDictionary[Sequence, DraftHistory] = WeakKeyDictionary()
 
+    def without_drafts(self) -> "LookUp":
+        """For the same steps, none of which has a draft."""
+        return LookUp(0, self._most_rows, self._context, self._forced)
+
     def fixed(self) -> "FixedDrafts":
         """Short drafts for the same steps."""
         return FixedDrafts(self.most, self._most_rows, self._context, self._forced)

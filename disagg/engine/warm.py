@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from disagg.engine.engine import Engine
-from disagg.engine.lookup import LookUp
 from disagg.engine.messages import Prefill
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.kv.plan import Plan
@@ -42,7 +41,7 @@ def warm_up(
     context = runner.info.context_length
     runner.graphs.record_sizes(context)
     own_lookup = engine.lookup
-    lookups = [LookUp(0, 0, context)]
+    lookups = [own_lookup.without_drafts()]
     if own_lookup.most:
         lookups.append(own_lookup.fixed())
     for number, spec in enumerate(specs, 1):
