@@ -67,6 +67,7 @@ class LayerShape:
     window:   most tokens that a query sees, itself included; None: all
     chunked:  the window does not slide: a query sees those of its chunk of `window` tokens
     latent:   channels of a key that are its value too; None: values are stored
+    first_head: the model's number of the first of these heads, on a rank that has some of them
     """
 
     heads: int
@@ -74,6 +75,7 @@ class LayerShape:
     window: int | None = None
     chunked: bool = False
     latent: int | None = None
+    first_head: int = 0
 
     @property
     def values_per_token(self) -> int:
@@ -96,6 +98,7 @@ class LayerGroup:
     layers:   model layer indices, ascending
     window:   most tokens that a query sees, itself included; None: all
     chunked:  the window does not slide, as in `LayerShape`
+    first_head: the model's number of the first head, as in `LayerShape`: some bytes depend on it
     residual: R, the least number of exact tokens in the tail
     sink:     first tokens that stay exact, a multiple of 16; 0 where there is a window
     lead:     first tokens of a prompt that all its pages depend on, besides those they hold
@@ -121,6 +124,7 @@ class LayerGroup:
     sink: int = 0
     lead: int = 0
     chunked: bool = False
+    first_head: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
