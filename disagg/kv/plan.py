@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from disagg.errors import LayoutError
 from disagg.kv.page import (
@@ -265,6 +265,20 @@ class LayerGroup:
         has_pages = self.sealed(n) > 0
         return not has_pages if self.lead else has_pages
 
+    def divided(self, parts: int) -> Self:
+        """The group of one of `parts` equal parts of the heads.
+
+        LayoutError where they do not divide. A latent is one for all heads, and does not.
+        """
+        if self.heads % parts:
+            heads = (
+                "one latent for all heads" if self.latent else f"{self.heads} KV heads"
+            )
+            raise LayoutError(
+                f"layer {self.layers[0]} has {heads}, which cannot be divided among {parts} ranks"
+            )
+        return replace(self, heads=self.heads // parts)
+
     def kept_raws(self, seals: int) -> int:
         """Raw pages for the tokens that `seals` seals set aside; a whole prompt is one seal."""
         return -(-min(seals * self.kept_per_seal, self.kept_limit) // RAW_TOKENS)
@@ -310,6 +324,12 @@ class StateGroup(LayerGroup):
 
     def dropped_pages(self, n: int) -> int:
         return 0
+
+    def divided(self, parts: int) -> Self:
+        raise LayoutError(
+            f"layer {self.layers[0]} keeps a state, which is not divided among ranks: "
+            f"a worker of this model has one rank"
+        )
 
     @property
     def step(self) -> int:
@@ -390,6 +410,20 @@ class Plan:
             replace(group, moves=True) if isinstance(group, StateGroup) else group
             for group in self.groups
         )
+        return replace(self, groups=groups)
+
+    def divided(self, parts: int) -> "Plan":
+        """The plan of one of `parts` equal parts of the heads of every layer.
+
+        LayoutError where heads do not divide, and for layers with states.
+        """
+        if parts == 1:
+            return self
+        return replace(self, groups=tuple(x.divided(parts) for x in self.groups))
+
+    def of_group(self, ranks: int) -> "Plan":
+        """The plan of a group of ranks, of which each has this one."""
+        groups = tuple(replace(x, heads=x.heads * ranks) for x in self.groups)
         return replace(self, groups=groups)
 
     @property

@@ -118,7 +118,7 @@ def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
 
 @triton.jit
 def seed_of(seed, i_head, i_side):
-    """The seed of the power iteration of a side and head of the model, in a segment with this seed."""
+    """The seed of a side and a head of the model, in a segment with this seed."""
     return (seed.to(tl.int64) * STRIDE + i_head) * 2 + i_side
 
 

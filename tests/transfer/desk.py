@@ -62,7 +62,7 @@ class Desk:
 
     def received(self, ticket: Ticket) -> dict[int, int]:
         """Digests of the items in place, by index."""
-        return self.ledger._by_nonce[ticket.nonce].live().received.digests
+        return self.ledger._by_nonce[ticket.nonce].live().parts[0].digests
 
     def ask(
         self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0
