@@ -423,6 +423,8 @@ class Plan:
 
     def of_group(self, ranks: int) -> "Plan":
         """The plan of a group of ranks, of which each has this one."""
+        if ranks == 1:
+            return self
         groups = tuple(replace(x, heads=x.heads * ranks) for x in self.groups)
         return replace(self, groups=groups)
 

@@ -139,13 +139,13 @@ class Followers:
         addresses: Sequence[str] = (),
     ):
         self.addresses = tuple(addresses)
-        self._handlers = handlers
+        self.handlers = handlers
         self._openings: dict[int, asyncio.Future[Any]] = {}  # by nonce
         self._closing = set[asyncio.Task[None]]()
 
     async def open(self, opening: Opening) -> None:
         """Open the parts of a reservation on all followers."""
-        calls = [handler.open(opening) for handler in self._handlers]
+        calls = [handler.open(opening) for handler in self.handlers]
         task = asyncio.gather(*calls)
         self._openings[opening.nonce] = task
         try:
@@ -155,15 +155,15 @@ class Followers:
 
     async def attach(self, rank: int, attach: Attach) -> Attached:
         """A sender takes over a part of a follower."""
-        return await self._handlers[rank - 1].attach(attach)
+        return await self.handlers[rank - 1].attach(attach)
 
     async def check(self, rank: int, commit: Commit) -> float:
         """Whether a part of a follower is complete; its `verify_ms`."""
-        return await self._handlers[rank - 1].check(commit)
+        return await self.handlers[rank - 1].check(commit)
 
     def close(self, nonce: int, free: Callable[[], None]) -> None:
         """Close the parts of a reservation everywhere, then free its records."""
-        if not self._handlers:
+        if not self.handlers:
             free()
             return
         task = asyncio.ensure_future(self._close(nonce, free))
@@ -174,7 +174,7 @@ class Followers:
         opening = self._openings.get(nonce)
         if opening is not None:
             await asyncio.wait([opening])
-        for handler in self._handlers:
+        for handler in self.handlers:
             await self._close_at(handler, nonce)
         free()
 

@@ -26,6 +26,9 @@ class Desk:
         nbytes: int = 1 << 20,
         pool: Pool | None = None,
         clock: Callable[[], float] | None = None,
+        on_close: Callable[[int, Callable[[], None]], None] = lambda nonce, free: (
+            free()
+        ),
         **policy: object,
     ):
         self.pool = pool or make_pool(nbytes)
@@ -39,6 +42,7 @@ class Desk:
             on_admit=lambda admission: self.admit(admission),
             on_drop=lambda *dropped: self.drop(*dropped),
             clock=clock or (lambda: self.now),
+            on_close=on_close,
         )
 
     def admit(self, admission: Admission) -> None:
