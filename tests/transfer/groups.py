@@ -14,7 +14,7 @@ from disagg.transfer.parts import Partition, part_nonce
 from disagg.transfer.receiver import PageReceiver, Receiver
 from disagg.transfer.records import ArenaSource, Manifest
 from disagg.transfer.sender import SendQueue
-from disagg.wire import Ticket, frame_message, message_frame, pack
+from disagg.wire import Commit, Ticket, digest, frame_message, message_frame, pack
 from disagg.worker.follower import FollowerService
 from disagg.worker.handoff import SendingContext
 from tests.transfer.desk import Desk
@@ -187,6 +187,16 @@ class Handoff:
 
     async def commit(self, part: int, gen: int = 1, first_token: int = 5) -> None:
         commit = self.queues[part].commit(self.ticket(part, gen), first_token, {})
+        await self.send_commit(commit)
+
+    async def commit_early(self, part: int, gen: int) -> None:
+        """Commit a part, whether or not all of it was sent."""
+        queue = self.queues[part]
+        payload = queue._source.read(queue.manifest.items)
+        queue._sent_digests = dict(enumerate(map(digest, payload)))
+        await self.commit(part, gen)
+
+    async def send_commit(self, commit: Commit) -> None:
         message = frame_message(pack(commit))
         reply = await self.receivers.receiver.commit(message)
         self.nbytes += len(message) + len(reply)

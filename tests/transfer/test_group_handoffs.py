@@ -1,22 +1,27 @@
 """Hand-offs between groups of ranks of different sizes, whose ranks are arenas of one process."""
 
 import asyncio
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from disagg.codecs import codec_names
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import (
     AbortedError,
     CorruptFrameError,
+    DisaggError,
     LayoutError,
     ReservationError,
     TransferError,
 )
 from disagg.kv.plan import LayerShape, Plan
 from disagg.transfer.parts import part_nonce
-from disagg.wire import message_frame, pack, unpack
+from disagg.wire import Buffer, message_frame, pack, unpack
 from tests.transfer.desk import corrupt
 from tests.transfer.groups import Handoff, ReceivingGroup, sending_group, slice_bytes
 from tests.transfer.prompts import Prompt, make_prompt, make_related
@@ -359,3 +364,87 @@ def test_two_workers_of_one_model_have_one_plan_at_any_size():
     whole = make_plan("gear")
     plans = [whole.divided(ranks).of_group(ranks) for ranks in (1, 2, 4)]
     assert len({plan.fingerprint for plan in plans}) == 1
+
+
+@pytest.mark.parametrize("spec", ["raw", "kivi:bits=2", "ott"])
+async def test_parts_add_less_than_two_percent_to_the_bytes_on_the_wire(spec):
+    """Counted: every message both ways. Eight parts are the smallest of eight heads."""
+    plan = parse_plan(spec, KVShape.uniform(1, 8, 128, "bfloat16"))
+    whole = make_prompt(512, plan=plan)
+
+    one = await make_handoff(whole, 1, 1).run(whole)
+    eight = await make_handoff(whole, 8, 8).run(whole)
+
+    assert one < eight < 1.02 * one
+
+
+EVENTS = st.sampled_from(["attach", "frame", "spoilt", "commit", "break", "commit"])
+PART = st.integers(0, 3)
+
+
+class Interleaving:
+    """The parts of one hand-off, whose events come in any order, and what should be true."""
+
+    def __init__(self, whole: Prompt):
+        self.handoff = make_handoff(whole, 2, 4)
+        self.gens = [0] * 4
+        self.committed = set[int]()
+
+    @property
+    def group(self) -> ReceivingGroup:
+        return self.handoff.receivers
+
+    async def event(self, kind: str, part: int) -> None:
+        """One event, which may be refused, with an error of ours."""
+        with suppress(DisaggError):
+            await getattr(self, kind)(part)
+
+    async def attach(self, part: int) -> None:
+        self.gens[part] += 1
+        attached = await self.handoff.attach(part, self.gens[part])
+        assert not attached.admitted or self.committed == set(range(4))
+
+    async def frame(self, part: int) -> None:
+        """The next frame that is missing, small as it is."""
+        queue = self.handoff.queues[part]
+        queue.frame_bytes = 1 << 13
+        for message in islice(self.handoff.messages(part, self.gens[part]), 2):
+            self.take(part, message_frame(message))
+
+    async def spoilt(self, part: int) -> None:
+        for message in islice(self.handoff.messages(part, self.gens[part]), 1):
+            damaged = corrupt(unpack(message_frame(message)))
+            self.take(part, b"".join(pack(damaged)))
+
+    def take(self, part: int, frame: Buffer) -> None:
+        self.group.endpoint(part).take(frame, (self, part))
+
+    async def commit(self, part: int) -> None:
+        await self.handoff.commit_early(part, self.gens[part])
+        self.committed.add(part)
+
+    async def break_(self, part: int) -> None:
+        self.group.endpoint(part).channel_ended((self, part))
+
+
+async def run_events(whole: Prompt, events: list[tuple[str, int]]) -> None:
+    run = Interleaving(whole)
+    await run.handoff.reserve(whole)
+    for kind, part in events:
+        await run.event("break_" if kind == "break" else kind, part)
+        assert bool(run.group.engine) == (run.committed == set(range(4)))
+    for part in range(4):  # whatever happened, a sender that attaches again succeeds
+        if part not in run.committed:
+            await run.attach(part)
+            run.handoff.push(part, run.gens[part])
+            await run.commit(part)
+    check_admitted(whole, run.group)
+    run.group.free()
+    await check_idle(run.group)
+
+
+@settings(max_examples=25, deadline=None)
+@given(events=st.lists(st.tuples(EVENTS, PART), max_size=24))
+def test_no_order_of_events_admits_a_part_too_few_or_stops_a_sender(events):
+    whole = make_whole("kivi", 130)
+    asyncio.run(run_events(whole, events))
