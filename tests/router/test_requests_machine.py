@@ -164,6 +164,10 @@ class Interleavings(RuleBasedStateMachine):
     def reply(self, reserve: Reserve, lost: bool = False) -> None:
         self.asked.remove(reserve)
         worker, job = self.workers.get(reserve.worker), reserve.job
+        if worker is not None and job.moved and worker.held.get(job.rid) == job.attempt:
+            del worker.held[
+                job.rid
+            ]  # more room is asked for: the old one is free again
         error: DisaggError | None = (
             PeerLostError("gone") if worker is None or lost else None
         )

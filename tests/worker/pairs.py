@@ -1,12 +1,16 @@
 """Two plain workers in this process, real gRPC on the loopback, and a router on the test's loop."""
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.config import Config, RouterConfig
+from disagg.engine.engine import Engine
+from disagg.engine.messages import StepOutput
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
@@ -22,6 +26,9 @@ from tests.transfer.peer import until
 GREEDY = {"max_tokens": 12, "ignore_eos": True}
 KIVI = "kivi:bits=2,group=64,residual=64"
 TOKEN = "a shared secret"
+FEW_MORE = 2  # tokens: the last that were heard are on their way
+PACE_S = 0.005  # between the steps of an engine that is about to leave
+LONGEST_PAUSE_S = 1.0
 IDLE = {"arena_bytes", "cached_pages", "cached_bytes"}  # not zero when nothing goes on
 
 
@@ -35,6 +42,7 @@ class House:
     config: Config
     router: Router
     workers: dict[str, Worker] = field(default_factory=dict)
+    may_go_on: threading.Event = field(default_factory=threading.Event)
 
     def add(self, name: str, role: Role, runner: Runner) -> Worker:
         """Start a worker and tell the router."""
@@ -65,6 +73,7 @@ class House:
         self.add("d2", Role.DECODE, runner)
         leaving = self.workers.pop("d")
         leaving.stop(30.0)
+        self.may_go_on.set()
         await until(lambda: leaving.wait(0.0))
         self.router.died("d")
         return leaving
@@ -85,6 +94,28 @@ class House:
         asking = asyncio.create_task(collect(outputs, tokens))
         await until(lambda: len(tokens) >= heard or asking.done())
         return asking
+
+    def _pace(self, engine: Engine, most: int) -> None:
+        """Let an engine pause after each step, and before answers of so many tokens."""
+        self.may_go_on.clear()
+        step = engine.step
+
+        def paced_step() -> StepOutput:
+            output = step()
+            time.sleep(PACE_S)
+            active = list(engine._scheduler.active)
+            if any(len(sequence.emitted) >= most for sequence in active):
+                self.may_go_on.wait(LONGEST_PAUSE_S)
+            return output
+
+        setattr(engine, "step", paced_step)  # noqa: B010
+
+    async def begin_to_move(
+        self, prompt: Prompt, codec: str, heard: int, max_tokens: int
+    ) -> asyncio.Task[tuple[list[int], TokenOutput]]:
+        """The same; however busy the machine is, "d" does not finish it before `relieve`."""
+        self._pace(self.workers["d"].engine, heard + FEW_MORE)
+        return await self.begin(prompt, codec, heard, max_tokens)
 
     async def gauges(self) -> dict[str, Mapping[str, float]]:
         return {

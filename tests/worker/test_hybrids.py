@@ -64,7 +64,7 @@ async def test_a_running_sequence_moves_with_its_states(hybrids):
     prompt = tuple(random_prompt(150))
     async with paired(hybrids) as home:
         expected, _ = await home.complete(prompt, codec, max_tokens=ANSWER)
-        asking = await home.begin(prompt, codec, HEARD, ANSWER)
+        asking = await home.begin_to_move(prompt, codec, HEARD, ANSWER)
         leaving = await home.relieve(hybrids[2])
 
         tokens, _ = await asking
@@ -112,7 +112,7 @@ async def test_a_sequence_moves_with_its_states_as_they_are(hybrids):
     prompt = tuple(random_prompt(150))
     async with paired(hybrids, ROUNDED) as home:
         expected, ended = await home.complete(prompt, "raw", max_tokens=ANSWER)
-        asking = await home.begin(prompt, "raw", HEARD, ANSWER)
+        asking = await home.begin_to_move(prompt, "raw", HEARD, ANSWER)
         leaving = await home.relieve(hybrids[2])
 
         tokens, _ = await asking

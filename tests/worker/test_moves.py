@@ -68,7 +68,7 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     with witnessed() as (departures, came):
         async with paired(runners) as home:
             expected, _ = await home.complete(story, codec, max_tokens=LONG)
-            asking = await home.begin(story, codec, HEARD, LONG)
+            asking = await home.begin_to_move(story, codec, HEARD, LONG)
             leaving = await home.relieve(runners[2])
             assert (await asking)[0] == expected
             assert leaving.service.decode.counts["moved"] == 1
@@ -96,7 +96,7 @@ async def test_a_model_of_another_form_is_handed_off_and_moves(kind, tmp_path):
     config = Config(engine=EngineConfig(max_batch_tokens=50, arena_bytes=32 << 20))
 
     async with paired(runners, config) as home:
-        asking = await home.begin(prompt, "raw", 8, 60)
+        asking = await home.begin_to_move(prompt, "raw", 8, 60)
         leaving = await home.relieve(runners[2])
         tokens, _ = await asking
 
@@ -116,7 +116,7 @@ async def test_a_text_that_grows_long_keeps_its_answer(tokens, tmp_path):
     config = Config(engine=EngineConfig(max_batch_tokens=50, arena_bytes=32 << 20))
 
     async with paired(runners, config) as home:
-        asking = await home.begin(prompt, "raw", 8, 80)
+        asking = await home.begin_to_move(prompt, "raw", 8, 80)
         leaving = await home.relieve(runners[2])
         answer, _ = await asking
         moved = leaving.service.decode.counts["moved"]
