@@ -102,6 +102,8 @@ class ReceivingGroup(Desk):
         )
         self.receiver = Receiver(self.ledger, followers=self.followers)
         self.arenas.insert(0, self.pool.arena)
+        for arena in self.arenas:
+            arena.write([(0, b"\xaa" * arena.nbytes)])  # of prompts before
 
     def make_follower(self, rank: int, ranks: int, arena: Arena) -> FollowerService:
         context = SendingContext(
