@@ -82,10 +82,13 @@ def sending_group(whole: Prompt, ranks: int) -> list[SendingRank]:
 
 
 class ReceivingGroup(Desk):
-    """A decode worker of several ranks: rank 0's reservations, and followers with arenas."""
+    """A decode worker of several ranks: rank 0's reservations, and followers with arenas.
+
+    plan: of each rank
+    """
 
     def __init__(self, plan: Plan, ranks: int, nbytes: int = 1 << 21, **desk: object):
-        self.plan = plan.divided(ranks)
+        self.plan = plan
         self.arenas = [make_pool(nbytes, 1 << 17).arena for _ in range(1, ranks)]
         self.services = [
             self.make_follower(rank, ranks, arena)
@@ -124,6 +127,10 @@ class ReceivingGroup(Desk):
         """What a rank has of an admitted prompt."""
         groups = self.engine[rid].groups
         return bytes_of(self.arenas[rank], self.plan, groups)
+
+
+def receiving_group(whole: Prompt, ranks: int) -> ReceivingGroup:
+    return ReceivingGroup(whole.plan.divided(ranks), ranks)
 
 
 class Handoff:

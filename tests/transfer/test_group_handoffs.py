@@ -19,11 +19,20 @@ from disagg.errors import (
     ReservationError,
     TransferError,
 )
+from disagg.kv.page import make_state_layout
 from disagg.kv.plan import LayerShape, Plan
 from disagg.transfer.parts import part_nonce
 from disagg.wire import Buffer, message_frame, pack, unpack
 from tests.transfer.desk import corrupt
-from tests.transfer.groups import Handoff, ReceivingGroup, sending_group, slice_bytes
+from tests.transfer.groups import (
+    Handoff,
+    ReceivingGroup,
+    SendingRank,
+    bytes_of,
+    receiving_group,
+    sending_group,
+    slice_bytes,
+)
 from tests.transfer.prompts import Prompt, make_prompt, make_related
 
 SHAPES = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)]
@@ -43,7 +52,7 @@ def make_whole(spec: str, tokens: int = TOKENS, heads: int = 4) -> Prompt:
 
 def make_handoff(whole: Prompt, senders: int, receivers: int) -> Handoff:
     sending = sending_group(whole, senders)
-    return Handoff(whole, sending, ReceivingGroup(whole.plan, receivers))
+    return Handoff(whole, sending, receiving_group(whole, receivers))
 
 
 def check_admitted(whole: Prompt, group: ReceivingGroup, rid: str = "r") -> None:
@@ -280,7 +289,7 @@ async def give(whole: Prompt, senders: int, group: ReceivingGroup, rid: str) -> 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2), (4, 2)])
 async def test_cached_blocks_are_not_sent_again_in_any_part(senders, receivers):
     first, second = make_cached(1500, 1), make_cached(1500, 1)
-    group = ReceivingGroup(first.plan, receivers)
+    group = receiving_group(first, receivers)
     sent = await give(first, senders, group, "one")
     group.free()
     await settle()
@@ -293,7 +302,7 @@ async def test_cached_blocks_are_not_sent_again_in_any_part(senders, receivers):
 async def test_blocks_from_a_group_of_another_size_are_not_shared():
     """Their bytes differ above the first layer: a retry from such a group is sent whole."""
     whole = make_cached(1500, 1)
-    group = ReceivingGroup(whole.plan, 2)
+    group = receiving_group(whole, 2)
     sent = await give(whole, 2, group, "one")
     group.free()
     await settle()
@@ -304,7 +313,7 @@ async def test_blocks_from_a_group_of_another_size_are_not_shared():
 
 async def test_a_retry_from_a_group_of_another_size_replaces_the_attempt():
     whole = make_whole("kivi")
-    group = ReceivingGroup(whole.plan, 2)
+    group = receiving_group(whole, 2)
     begun = Handoff(whole, sending_group(whole, 2), group)
     await begun.reserve(whole)
     await begun.attach(1)
@@ -322,7 +331,7 @@ async def test_a_retry_from_a_group_of_another_size_replaces_the_attempt():
 
 async def test_a_damaged_cached_part_is_found_at_rank_0():
     whole = make_cached(1500, 1)
-    group = ReceivingGroup(whole.plan, 1)
+    group = receiving_group(whole, 1)
     await give(whole, 2, group, "one")
     group.free()
     assert not group.scrub()
@@ -338,12 +347,28 @@ async def test_a_damaged_cached_part_is_found_at_rank_0():
 
 async def test_heads_that_do_not_divide_are_refused_before_room_is_taken():
     whole = make_whole("kivi")
-    group = ReceivingGroup(whole.plan, 2)
+    group = receiving_group(whole, 2)
     job = whole.job(senders=3)
 
     with pytest.raises(LayoutError, match=r"2 KV heads.* among 3"):
         await group.receiver.reserve(job, group.ledger.epoch)
     group.assert_nothing_held()
+
+
+async def test_latents_and_states_cross_between_groups_of_one_size():
+    """Each rank has all of them, and hands its own to the same rank of the other group."""
+    latent = LayerShape(1, 96, latent=64)
+    state = make_state_layout([("conv0", "float32", (4, 8))])
+    shape = KVShape((latent,), "float16", states=(state,))
+    whole = make_prompt(TOKENS, plan=parse_plan("kivi", shape))
+    rank = SendingRank(whole.plan, whole.pool.arena, whole.states)
+    group = ReceivingGroup(whole.plan, 2)
+
+    await Handoff(whole, [rank, rank], group).run(whole)
+
+    expected = bytes_of(rank.arena, rank.plan, rank.states)
+    assert group.bytes_of(0) == expected
+    assert group.bytes_of(1) == expected
 
 
 async def test_a_follower_that_cannot_open_its_parts_ends_the_reservation(monkeypatch):

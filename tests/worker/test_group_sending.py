@@ -115,7 +115,7 @@ async def groups(
     whole: Prompt, senders: int, receivers: int
 ) -> AsyncIterator[tuple[SendingGroup, ListeningGroup]]:
     sending = SendingGroup(whole, senders)
-    receiving = ListeningGroup(whole.plan, receivers)
+    receiving = ListeningGroup(whole.plan.divided(receivers), receivers)
     async with AsyncExitStack() as stack:
         await sending.open(stack)
         await receiving.open(stack)
