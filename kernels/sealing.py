@@ -20,7 +20,7 @@ from disagg.kernels.formats import ARENA_UNIT, ExactFormat, PageFormat
 # of a row that completes no page, and of one that is padding and not written
 NO_PAGE = -1
 STRETCH_TOKENS = 16  # every segment begins at a multiple of this
-# seeds of a segment: one for each side and head, however many heads a call has
+# seeds of a segment: one for each side and head of the model, however many heads a call has
 HEAD_STRIDE = 256
 
 
@@ -51,6 +51,7 @@ class Segmentation:
 
     tokens: of a segment, a multiple of 16; the last one may have fewer
     seed:   of the first segment; that of the next one is larger by a segment's stretches
+    head:   the model's number of the first head
     frozen: [H, segment_bytes] u8 - a segment that new ones repeat: its rotation, and its order and
             signs, which no encoder makes. None: rotations are made anew
     """
@@ -58,6 +59,7 @@ class Segmentation:
     tokens: int = 2048
     seed: int = 0
     frozen: Tensor | None = None
+    head: int = 0
 
     def count(self, tokens: int) -> int:
         """Segments that hold this many tokens; at least one."""
@@ -117,6 +119,7 @@ class Sealing:
 
     base, segment_base: offsets of the layer page inside a page, and inside a segment
     seed:               added to a stretch, it is the seed of a power iteration
+    head:               the model's number of the first head
     """
 
     rows: SealRows
@@ -124,3 +127,4 @@ class Sealing:
     base: int
     segment_base: int = 0
     seed: int = 0
+    head: int = 0

@@ -63,6 +63,7 @@ class AlignedKV(Codec):
         layer: int,
         prompt: Prompt,
         target: Target | None,
+        head: int = 0,
     ) -> Encoded:
         fmt = aligned_format(self.page_layout(k.shape[2]), k.shape[2])
         return Encoded(ops.encode(k, v, fmt, target=target)[0])

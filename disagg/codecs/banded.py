@@ -149,8 +149,9 @@ class Banded(SinkCodec):
         layer: int,
         prompt: Prompt,
         target: Target | None,
+        head: int = 0,
     ) -> Encoded:
-        segment = self._segment(_squares(prompt), _ranges(prompt), layer)
+        segment = self._segment(_squares(prompt), _ranges(prompt), layer, head)
         cut = Segmentation(self.segment_tokens, frozen=segment)
         fmt = prompt_format(self, k.shape[2])
         blocks, segments = ops.encode(k, v, fmt, cut, target=target)
@@ -160,22 +161,31 @@ class Banded(SinkCodec):
         return _squares(prompt).float().view(torch.uint8)
 
     def flush(
-        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        before: Encoded,
+        head: int = 0,
     ) -> Encoded:
         if before.segments is None:
             # the first page of all: the end of the prompt left its squares in the side record
             assert before.side is not None
             squares = before.side.view(torch.float32).double()
-            segment = self._segment(squares, _ranges(Prompt(k.shape[1], k)), layer)
+            ranges = _ranges(Prompt(k.shape[1], k))
+            segment = self._segment(squares, ranges, layer, head)
             before = replace(before, segments=segment.unsqueeze(0))
-        return super().flush(k, v, first, layer, before)
+        return super().flush(k, v, first, layer, before, head)
 
-    def _segment(self, squares: Tensor, ranges: Tensor, layer: int) -> Tensor:
+    def _segment(
+        self, squares: Tensor, ranges: Tensor, layer: int, head: int
+    ) -> Tensor:
         """The record [H, bytes] u8 of every segment, from sums of q^2 and ranges of k [H, D]."""
         heads, head_dim = ranges.shape
         weights = torch.where(squares.sum(1, keepdim=True) > 0, squares, 1.0) * ranges
         order = weights.argsort(dim=1, descending=True, stable=True)
-        signs = _signs(layer, heads, head_dim, order.device)
+        signs = _signs(layer, range(head, head + heads), head_dim, order.device)
         fmt = prompt_format(self, head_dim)
         assert fmt.hadamard is not None
         record = signs.new_zeros(heads, fmt.segment_bytes)
@@ -204,7 +214,10 @@ def _ranges(prompt: Prompt) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _signs(layer: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
-    """Random bits for V's channels, packed low bit first: [H, D / 8] u8; 1 stands for -1."""
-    seeds = layer * HEAD_STRIDE + torch.arange(heads, device=device)
+def _signs(layer: int, heads: range, head_dim: int, device: torch.device) -> Tensor:
+    """Random bits for V's channels, packed low bit first: [H, D / 8] u8; 1 stands for -1.
+
+    heads: by their numbers in the model
+    """
+    seeds = layer * HEAD_STRIDE + torch.arange(heads.start, heads.stop, device=device)
     return pack_bits(seeded_uniform(seeds, head_dim) < 0.5)

@@ -289,6 +289,7 @@ class Codec(ABC):
         layer: int,
         prompt: Prompt,
         target: Target | None,
+        head: int = 0,
     ) -> Encoded:
         """The pages of tokens first .. first+n-1 of a prompt, in one layer.
 
@@ -298,6 +299,7 @@ class Codec(ABC):
         layer:  of the model
         prompt: for codecs whose choices depend on more than these tokens
         target: where to write the blocks; None: they are returned
+        head:   the model's number of the first head: a rank has some of its layer's heads
         error:  see the codec's own docstring
         """
 
@@ -310,7 +312,13 @@ class Codec(ABC):
         return None
 
     def flush(
-        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        before: Encoded,
+        head: int = 0,
     ) -> Encoded:
         """One page sealed while decoding that an append does not seal by itself: k, v [H, T, D].
         By default it is encoded like the only page of a prompt.
@@ -318,8 +326,9 @@ class Codec(ABC):
         first:  position of the first token
         before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
                 `side` and `kept_pages` have room for what this seal may set aside
+        head:   as in `encode`
         """
-        return self.encode(k, v, first, layer, Prompt(k.shape[1], k), None)
+        return self.encode(k, v, first, layer, Prompt(k.shape[1], k), None, head)
 
     def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> Format:
         """The format in which kernels read pages of a layout and their segments.

@@ -76,6 +76,7 @@ class H2O(Codec):
         layer: int,
         prompt: Prompt,
         target: Target | None,
+        head: int = 0,
     ) -> Encoded:
         if prompt.queries is None:
             raise RequestError(
@@ -104,7 +105,13 @@ class H2O(Codec):
         return Encoded(blocks)
 
     def flush(
-        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        before: Encoded,
+        head: int = 0,
     ) -> Encoded:
         """Nothing is dropped while decoding."""
         kv = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], as the planes lie

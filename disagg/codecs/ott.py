@@ -125,19 +125,26 @@ class Ott(QuantizedCodec):
         layer: int,
         prompt: Prompt,
         target: Target | None,
+        head: int = 0,
     ) -> Encoded:
         outliers, side, kept_pages = self._compete(k, v, first, layer, None)
         fmt = prompt_format(self, k.shape[2])
-        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
+        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first), head=head)
         blocks, segments = ops.encode(k, v, fmt, cut, outliers, target)
         return Encoded(blocks, segments, side, kept_pages)
 
     def flush(
-        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        before: Encoded,
+        head: int = 0,
     ) -> Encoded:
         outliers, side, kept_pages = self._compete(k, v, first, layer, before)
         fmt = flush_format(self, k.shape[2])
-        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
+        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first), head=head)
         blocks, segments = ops.encode(k, v, fmt, cut, outliers)
         return Encoded(blocks, segments, side, kept_pages, flush=True)
 

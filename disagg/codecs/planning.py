@@ -105,7 +105,7 @@ def _group_of(
     group = codec.layer_group(
         layers, shape.heads, shape.head_dim, dtype, shape.window, shape.latent
     )
-    return replace(group, chunked=shape.chunked)
+    return replace(group, chunked=shape.chunked, first_head=shape.first_head)
 
 
 def _plan_of(codecs: Sequence[Codec], shape: KVShape) -> Plan:

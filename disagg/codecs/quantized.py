@@ -104,9 +104,10 @@ class QuantizedCodec(Codec):
         layer: int,
         prompt: Prompt,
         target: Target | None,
+        head: int = 0,
     ) -> Encoded:
         fmt = prompt_format(self, k.shape[2], latent_of(k, v))
-        cut = Segmentation(self.segment_tokens, seed_of(layer, first))
+        cut = Segmentation(self.segment_tokens, seed_of(layer, first), head=head)
         stored_v = v if fmt.v else None
         blocks, segments = ops.encode(k, stored_v, fmt, cut, target=target)
         return Encoded(blocks, segments)
@@ -116,11 +117,17 @@ class QuantizedCodec(Codec):
         return fmt if fmt.is_sealable else None
 
     def flush(
-        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        before: Encoded,
+        head: int = 0,
     ) -> Encoded:
         fmt = flush_format(self, k.shape[2], latent_of(k, v))
         frozen = None if before.segments is None else before.segments[0]
-        cut = Segmentation(self.segment_tokens, seed_of(layer, first), frozen)
+        cut = Segmentation(self.segment_tokens, seed_of(layer, first), frozen, head)
         stored_v = v if fmt.v else None
         blocks, segments = ops.encode(k, stored_v, fmt, cut)
         return Encoded(blocks, segments, flush=True)

@@ -67,6 +67,7 @@ class Raw(Codec):
         layer: int,
         prompt: Prompt,
         target: Target | None,
+        head: int = 0,
     ) -> Encoded:
         blocks = raw_blocks(k, v)
         if target is not None:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from disagg.errors import LayoutError
 from disagg.kv.page import (
@@ -67,6 +67,7 @@ class LayerShape:
     window:   most tokens that a query sees, itself included; None: all
     chunked:  the window does not slide: a query sees those of its chunk of `window` tokens
     latent:   channels of a key that are its value too; None: values are stored
+    first_head: the model's number of the first of these heads, on a rank that has some of them
     """
 
     heads: int
@@ -74,6 +75,7 @@ class LayerShape:
     window: int | None = None
     chunked: bool = False
     latent: int | None = None
+    first_head: int = 0
 
     @property
     def values_per_token(self) -> int:
@@ -96,6 +98,7 @@ class LayerGroup:
     layers:   model layer indices, ascending
     window:   most tokens that a query sees, itself included; None: all
     chunked:  the window does not slide, as in `LayerShape`
+    first_head: the model's number of the first head, as in `LayerShape`: some bytes depend on it
     residual: R, the least number of exact tokens in the tail
     sink:     first tokens that stay exact, a multiple of 16; 0 where there is a window
     lead:     first tokens of a prompt that all its pages depend on, besides those they hold
@@ -121,6 +124,7 @@ class LayerGroup:
     sink: int = 0
     lead: int = 0
     chunked: bool = False
+    first_head: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -261,6 +265,20 @@ class LayerGroup:
         has_pages = self.sealed(n) > 0
         return not has_pages if self.lead else has_pages
 
+    def divided(self, parts: int) -> Self:
+        """The group of one of `parts` equal parts of the heads.
+
+        LayoutError where they do not divide. A latent is one for all heads, and does not.
+        """
+        if self.heads % parts:
+            heads = (
+                "one latent for all heads" if self.latent else f"{self.heads} KV heads"
+            )
+            raise LayoutError(
+                f"layer {self.layers[0]} has {heads}, which cannot be divided among {parts} ranks"
+            )
+        return replace(self, heads=self.heads // parts)
+
     def kept_raws(self, seals: int) -> int:
         """Raw pages for the tokens that `seals` seals set aside; a whole prompt is one seal."""
         return -(-min(seals * self.kept_per_seal, self.kept_limit) // RAW_TOKENS)
@@ -306,6 +324,12 @@ class StateGroup(LayerGroup):
 
     def dropped_pages(self, n: int) -> int:
         return 0
+
+    def divided(self, parts: int) -> Self:
+        raise LayoutError(
+            f"layer {self.layers[0]} keeps a state, which is not divided among ranks: "
+            f"a worker of this model has one rank"
+        )
 
     @property
     def step(self) -> int:
@@ -386,6 +410,22 @@ class Plan:
             replace(group, moves=True) if isinstance(group, StateGroup) else group
             for group in self.groups
         )
+        return replace(self, groups=groups)
+
+    def divided(self, parts: int) -> "Plan":
+        """The plan of one of `parts` equal parts of the heads of every layer.
+
+        LayoutError where heads do not divide, and for layers with states.
+        """
+        if parts == 1:
+            return self
+        return replace(self, groups=tuple(x.divided(parts) for x in self.groups))
+
+    def of_group(self, ranks: int) -> "Plan":
+        """The plan of a group of ranks, of which each has this one."""
+        if ranks == 1:
+            return self
+        groups = tuple(replace(x, heads=x.heads * ranks) for x in self.groups)
         return replace(self, groups=groups)
 
     @property

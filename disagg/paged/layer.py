@@ -161,6 +161,7 @@ def _write_pages(
         records.layer,
         Prompt(total, chunk.k, chunk.queries),
         records.target(group.page, pages),
+        group.first_head,
     )
     if encoded.segments is not None and group.segment is not None:
         index = (start - dropped) // group.segment_tokens
@@ -225,7 +226,7 @@ def _flush(codec: Codec, records: LayerRecords, seal: Seal) -> None:
     side, kept_pages = records.read_kept(at)
     before = Encoded(records.arena.new_zeros(0), segments, side, kept_pages)
     k, v = records.read_tail(at.tail)
-    encoded = codec.flush(k, v, seal.first, records.layer, before)
+    encoded = codec.flush(k, v, seal.first, records.layer, before, group.first_head)
     records.write(group.decode_page, at.pages, encoded.blocks)
     if seal.begins_segment and encoded.segments is not None:
         records.write(group.layout(Kind.SEGMENT), at.segments, encoded.segments)
@@ -331,5 +332,11 @@ def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
     page = group.decode_page
     segment = group.segment_of(page)
     segment_offset = group.layer_offset(segment, layer) if segment else 0
-    seed = seed_of(layer, 0)
-    return Sealing(rows, fmt, group.layer_offset(page, layer), segment_offset, seed)
+    return Sealing(
+        rows,
+        fmt,
+        base=group.layer_offset(page, layer),
+        segment_base=segment_offset,
+        seed=seed_of(layer, 0),
+        head=group.first_head,
+    )

@@ -31,8 +31,12 @@ def has_to_move(
     return tokens_left > MOVE_TOKENS and sampling.get("logprobs") is None
 
 
-def reserve_target(request: RequestState, target: str) -> Reserve:
-    """Ask for room for the sequence as it will be when its pages have arrived."""
+def reserve_target(request: RequestState, target: str, senders: int) -> Reserve:
+    """Ask for room for the sequence as it will be when its pages have arrived.
+
+    senders: ranks of the worker that it leaves
+    """
+    request.job = replace(request.job, senders=senders)
     return _reserve(request, target, MOVE_TOKENS)
 
 

@@ -412,7 +412,9 @@ class RequestTable:
             return []
         source = self.workers[request.decode]
         target = placement.choose_target(request, source)
-        return [] if target is None else [reserve_target(request, target.name)]
+        if target is None:
+            return []
+        return [reserve_target(request, target.name, source.info.ranks)]
 
     def _begin_all(self, placement: Placement, now: float) -> list[Action]:
         """Start the queued requests that can start, in the order of the queue.

@@ -606,6 +606,7 @@ class Router:
             decode_epoch=start.grant.epoch,
             nonce=start.grant.nonce,
             router=self.id,
+            decode_followers=start.grant.followers,
         )
 
     async def _abort(self, action: AbortAttempt) -> None:

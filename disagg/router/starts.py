@@ -57,6 +57,7 @@ class Starts:
             deadline_s=request.deadline - now,
             moved=0,
             waited_s=now - request.arrived,
+            senders=prefill.info.ranks,
         )
         if prefill is decode:
             request.phase = Phase.PREFILL

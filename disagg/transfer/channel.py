@@ -130,8 +130,10 @@ class PushStream:
 
 
 class Channel:
-    """All hand-offs from this worker to one other: their stream, their leases, their calls.
+    """All hand-offs from this rank to one of another worker: their stream, leases and calls.
 
+    address: of the rank that takes the frames
+    control: of its rank 0, which takes the calls; empty: the same
     host:  the link to the peer's host, shared by all channels to it
     meter: of the current stream
     """
@@ -142,11 +144,15 @@ class Channel:
         security: Security | None = None,
         options: ChannelOptions | None = None,
         host: HostLink | None = None,
+        control: str = "",
     ):
         self.address = address
         self.host = host or HostLink(address)
         self.options = options or ChannelOptions()
         self.link = connect(address, security)  # it connects when first used
+        self.control = self.link
+        if control not in ("", address):
+            self.control = connect(control, security)
         self._security = security
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
@@ -197,6 +203,8 @@ class Channel:
             self._serving.cancel()
             await asyncio.wait([self._serving])
         await self.link.close()
+        if self.control is not self.link:
+            await self.control.close()
 
     # -- called by senders
 
@@ -236,7 +244,7 @@ class Channel:
         """The answer to a call, or PeerLostError. Its bytes, both ways, count for `senders`."""
         began = time.monotonic()
         try:
-            reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
+            reply = await self.control.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
         call_s = time.monotonic() - began
@@ -436,15 +444,20 @@ class Peers:
             direct=config.channel == "direct",
         )
         self._security = security
-        self._channels = WeakValueDictionary[str, Channel]()
+        # by the addresses of the rank and its rank 0
+        self._channels = WeakValueDictionary[tuple[str, str], Channel]()
         self._hosts = HostLinks()
 
-    def get(self, address: str) -> Channel:
-        """The channel to "host:port"; it connects when it is used."""
-        if (channel := self._channels.get(address)) is None:
+    def get(self, address: str, control: str = "") -> Channel:
+        """The channel to "host:port"; it connects when it is used.
+
+        control: address of rank 0 of a follower that has this address
+        """
+        key = address, control or address
+        if (channel := self._channels.get(key)) is None:
             host = self._hosts.to(address, time.monotonic())
-            channel = Channel(address, self._security, self.options, host)
-            self._channels[address] = channel
+            channel = Channel(address, self._security, self.options, host, control)
+            self._channels[key] = channel
         return channel
 
     async def meet(self, addresses: Iterable[str]) -> list[str]:

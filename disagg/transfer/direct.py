@@ -23,7 +23,7 @@ from itertools import islice
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
 from disagg.transfer.messages import FrameAnswer
-from disagg.transfer.receiver import Receiver
+from disagg.transfer.receiver import PageReceiver
 from disagg.transfer.rpc import bind_within
 from disagg.transfer.security import Security, tls_context
 from disagg.wire import MAX_FRAME_BYTES, PRELUDE_BYTES, Buffer, frame_bytes
@@ -240,7 +240,7 @@ async def dial(
 class DirectServer:
     """Takes the frames of direct connections to a receiver. Lives on the io loop."""
 
-    def __init__(self, receiver: Receiver, security: Security | None = None):
+    def __init__(self, receiver: PageReceiver, security: Security | None = None):
         self._receiver = receiver
         self._context = tls_context(security or Security(), server=True)
         self._keys: dict[bytes, float] = {}  # when each expires; oldest first

@@ -73,6 +73,7 @@ class WorkerInfo:
     """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint.
 
     min_tokens: shorter prompts are served whole where they decode, if that is here
+    ranks:      of its group
     room:       tokens of its own codec that its arena holds
     step_tokens: of prompts, the most that it computes in one step
     snapshots:  of states, the most that it caches; None: it resumes any prefix without them
@@ -87,6 +88,7 @@ class WorkerInfo:
     epoch: int
     model: str = ""
     min_tokens: int = 0
+    ranks: int = 1
     room: int = 0
     step_tokens: int = EngineConfig.max_batch_tokens
     snapshots: int | None = None
@@ -140,6 +142,7 @@ class Job:
     waited_s: how long the request has waited before this attempt
     prediction: tokens that the answer may repeat
     request_id: the client's name of the request, for logs; several may have the same
+    senders:  ranks of the worker that hands the records over
     """
 
     rid: str
@@ -153,6 +156,7 @@ class Job:
     waited_s: float = 0.0
     prediction: Sequence[int] = ()
     request_id: str = ""
+    senders: int = 1
 
     @property
     def text_length(self) -> int:
@@ -183,6 +187,7 @@ class Job:
             waited_s=self.waited_s,
             prediction=self.prediction,
             request_id=self.request_id,
+            sender_followers=self.senders - 1,
         )
 
     @classmethod
@@ -203,27 +208,41 @@ class Job:
             waited_s=message.waited_s,
             prediction=tuple(message.prediction),
             request_id=message.request_id,
+            senders=message.sender_followers + 1,
         )
 
 
 @dataclass(frozen=True)
 class Grant:
-    """A reservation: what the router hands to the prefill worker."""
+    """A reservation: what the router hands to the prefill worker.
+
+    followers: "host:port" of each follower of the decode worker, where its parts are sent
+    """
 
     nonce: int
     epoch: int
+    followers: tuple[str, ...] = ()
 
     def to_proto(self) -> pb.ReserveResponse:
-        return pb.ReserveResponse(nonce=self.nonce, epoch=self.epoch)
+        return pb.ReserveResponse(
+            nonce=self.nonce, epoch=self.epoch, followers=self.followers
+        )
 
     @classmethod
     def from_proto(cls, message: pb.ReserveResponse) -> Self:
-        return cls(nonce=message.nonce, epoch=message.epoch)
+        return cls(
+            nonce=message.nonce,
+            epoch=message.epoch,
+            followers=tuple(message.followers),
+        )
 
 
 @dataclass(frozen=True)
 class Submit:
-    """A job for a worker, with the reservation at a decode worker unless the work is local."""
+    """A job for a worker, with the reservation at a decode worker unless the work is local.
+
+    decode_followers: as in `Grant`
+    """
 
     job: Job
     work: Work
@@ -232,6 +251,7 @@ class Submit:
     decode_epoch: int = 0
     nonce: int = 0
     router: str = ""
+    decode_followers: tuple[str, ...] = ()
 
     def to_proto(self) -> pb.SubmitRequest:
         return pb.SubmitRequest(
@@ -242,6 +262,7 @@ class Submit:
             decode_epoch=self.decode_epoch,
             nonce=self.nonce,
             router=self.router,
+            decode_followers=self.decode_followers,
         )
 
     @classmethod
@@ -255,6 +276,7 @@ class Submit:
             decode_epoch=message.decode_epoch,
             nonce=message.nonce,
             router=message.router,
+            decode_followers=tuple(message.decode_followers),
         )
 
 
@@ -408,7 +430,10 @@ KV_SERVICE = "disagg.v1.KvTransferService"
 
 @dataclass(frozen=True)
 class Attach:
-    """A sender takes over a reservation. `model`, `plan`: fingerprints, equal on both sides."""
+    """A sender takes over a part of a reservation.
+
+    model, plan: fingerprints, equal on both sides; the plan is that of a part
+    """
 
     ticket: Ticket
     model: str
@@ -513,7 +538,10 @@ class FrameAnswer:
 
 @dataclass(frozen=True)
 class Ack:
-    """The hand-off is complete and the engine has it. Times as the receiver measured them."""
+    """The part is complete; with the last one, the engine has the prompt.
+
+    Times as the receiver measured them.
+    """
 
     verify_ms: float = 0.0
     admit_ms: float = 0.0

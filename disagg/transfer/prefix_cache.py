@@ -10,18 +10,19 @@ The pool stores and counts; this file knows no peer, no lease and no clock.
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
-from disagg.kv.page import Kind
+from disagg.kv.page import ARENA_UNIT, Item, Kind
 from disagg.kv.plan import LayerGroup, Plan, RecordShape
 from disagg.kv.pool import Pool
 from disagg.kv.prefix_keys import PrefixBlock, content_keys, joined, prefix_blocks
 from disagg.kv.slabs import num_slabs_for
 from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
+from disagg.transfer.parts import HeadSlice, Partition, sender_model
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
 from disagg.wire import digest
 
@@ -32,7 +33,9 @@ Keys = Sequence[Sequence[bytes]]  # of the blocks of a prompt, by layer group
 class CachedBlock:
     """A cached prefix block of a committed prompt: its key and its page ids.
 
-    digests: of all items of that prompt, in the order of its manifest
+    manifest: of a part of that prompt; the same for all of its parts
+    digests:  of all items of all parts, part by part in the order of the manifest
+    own_parts: how many of these are on this rank, the first ones
     """
 
     key: bytes
@@ -40,46 +43,56 @@ class CachedBlock:
     block: PrefixBlock
     manifest: Manifest
     digests: "array[int]"
+    own_parts: int = 1
 
     @property
     def group(self) -> LayerGroup:
         """The layer group that the records belong to."""
         return self.manifest.plan.groups[self.block.group]
 
-    def item_digests(self) -> list[int]:
-        """The digests of the block's items, in their order."""
+    def item_digests(self, part: int = 0) -> list[int]:
+        """The digests of the block's items of a part, in their order."""
+        before = part * self.manifest.num_items
         digests = list[int]()
         for indices in self.manifest.indices_of(self.block):
-            digests += self.digests[indices.start : indices.stop]
+            digests += self.digests[before + indices.start : before + indices.stop]
         return digests
 
-    def spans(self) -> list[Span]:
-        """The addresses of these items."""
+    def own_items(self) -> Iterator[tuple[Item, Span, int]]:
+        """The items on this rank, with their addresses and digests."""
         page_of = dict(zip(self.block.records(), self.pages, strict=True))
-        spans = []
-        for kind, _, layer, record in self.block.items(self.group):
-            layout = self.group.layout(kind)
-            start = self.group.address(layout, page_of[kind, record], layer)
-            spans.append((start, self.group.layer_bytes(layout)))
-        return spans
+        group = self.group
+        items = self.block.items(group)
+        for part in range(self.own_parts):
+            heads = HeadSlice(part, self.own_parts)
+            for item, expected in zip(items, self.item_digests(part), strict=True):
+                layout = group.layout(item.kind)
+                page = page_of[item.kind, item.record]
+                start = page * ARENA_UNIT + heads.offset(group, layout, item.layer)
+                yield item, (start, group.layer_bytes(layout)), expected
 
 
 @dataclass(frozen=True)
 class PendingHandoff:
     """The records of a reserved job until its commit, and the items that have arrived.
 
-    keys:     of its prefix blocks, by layer group
-    received: at first the items of cached blocks
-    shared:   page ids that others may own too
+    keys:   of its prefix blocks, by layer group
+    parts:  of all ranks; those of followers have only what was cached
+    shared: page ids that others may own too
     cached_tokens: leading tokens whose blocks all layer groups had cached, or do not need
     """
 
     job: Job
     keys: Keys
     groups: tuple[GroupState, ...]
-    received: ReceivedItems
+    parts: tuple[ReceivedItems, ...]
     shared: frozenset[int]
     cached_tokens: int
+
+    @property
+    def manifest(self) -> Manifest:
+        """The items of each part."""
+        return self.parts[0].manifest
 
 
 @dataclass(frozen=True)
@@ -94,8 +107,7 @@ class Scrub:
         damaged: dict[bytes, CorruptFrameError] = {}
         copies = iter(self.copies())
         for cached in self.blocks:
-            items = cached.block.items(cached.group)
-            for item, expected in zip(items, cached.item_digests(), strict=True):
+            for item, _, expected in cached.own_items():
                 actual = digest(next(copies))
                 if actual != expected:
                     text = f"{item} was altered in the pool: it is {actual:x}, was {expected:x}"
@@ -104,11 +116,15 @@ class Scrub:
 
 
 class PrefixCache:
-    """The cached blocks of a decode worker, and records for prompts that may `share` them."""
+    """The cached blocks of a decode worker, and records for prompts that may `share` them.
 
-    def __init__(self, pool: Pool, share: bool = True):
+    ranks: of the worker; the pool and the blocks are those of rank 0
+    """
+
+    def __init__(self, pool: Pool, share: bool = True, ranks: int = 1):
         self._pool = pool
         self._share = share
+        self._ranks = ranks
         self._keys_to_scrub: list[bytes] = []
 
     def check(self, plan: Plan, tokens: int) -> None:
@@ -142,7 +158,8 @@ class PrefixCache:
         no_keys: Keys = ((),) * len(plan.groups)
         shares = self._share and not job.moved
         is_long = plan.is_long(job.text_length)
-        keys = content_keys(model, plan, job.prompt, is_long) if shares else no_keys
+        source = sender_model(model, job.senders)
+        keys = content_keys(source, plan, job.prompt, is_long) if shares else no_keys
         if self._pool.referenced_pages:
             return self._hold(plan, job, keys, keys, spare_bytes)
         try:
@@ -159,12 +176,15 @@ class PrefixCache:
     def keep(self, pending: PendingHandoff, digests: Sequence[int]) -> frozenset[int]:
         """Cache the verified blocks of a prompt; the page ids of all its blocks.
 
+        digests: of all items of all parts, as in `CachedBlock`
+
         Blocks are cached from the last to the first, so that the first is evicted last.
         """
         if not any(pending.keys):
             return frozenset()
-        plan = pending.received.manifest.plan
+        plan = pending.manifest.plan
         tokens = pending.job.tokens
+        own_parts = len(self._partition(pending.job).received_by(0))
         manifest = Manifest(plan, tokens)  # a new one, which has not listed its items
         packed_digests = array("Q", digests)
         block_pages = set[int]()
@@ -174,7 +194,9 @@ class PrefixCache:
             ids = state.ids_by_kind()
             for block, key in zip(reversed(blocks), reversed(keys), strict=True):
                 pages = tuple(ids[kind][record] for kind, record in block.records())
-                cached = CachedBlock(key, pages, block, manifest, packed_digests)
+                cached = CachedBlock(
+                    key, pages, block, manifest, packed_digests, own_parts
+                )
                 self._pool.keep(key, pages, cached)
                 block_pages.update(pages)
         return frozenset(block_pages)
@@ -188,7 +210,7 @@ class PrefixCache:
         while self._keys_to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
             for cached in self._take([self._keys_to_scrub.pop()]):
                 blocks.append(cached)
-                spans += cached.spans()
+                spans += [span for _, span, _ in cached.own_items()]
         return Scrub(blocks, self._pool.arena.stage(spans))
 
     def end_scrub(self, scrub: Scrub, damaged: Iterable[bytes]) -> None:
@@ -214,28 +236,37 @@ class PrefixCache:
         All other records may hold any bytes: a prompt is admitted when all of its own are there.
         """
         tokens = job.tokens
+        partition = self._partition(job)
         cached = [self._take(group_keys) for group_keys in reused_keys]
         shared = [page for blocks in cached for block in blocks for page in block.pages]
         owned = list(shared)
         try:
             groups = self._allocate(plan, tokens, cached, spare_bytes, owned)
-            manifest = Manifest(plan, tokens)
-            addresses = Addresses(manifest, groups)
-            self._pool.arena.zero(list(addresses.unsent()))
+            whole = Addresses(Manifest(plan, tokens), groups)
+            self._pool.arena.zero(list(whole.unsent()))
             for blocks in cached:
                 self._pool.used([block.key for block in blocks])
         except BaseException:
             self._pool.release(owned)
             raise
-        digests, cached_tokens = _cached_items(manifest, cached)
+        manifest = Manifest(partition.received_plan(plan), tokens)
+        parts = []
+        for part in range(partition.count):
+            heads = partition.received_slice(part)
+            addresses = Addresses(manifest, groups, heads)
+            digests = _cached_items(manifest, cached, part)
+            parts.append(ReceivedItems(manifest, addresses, digests))
         return PendingHandoff(
             job=job,
             keys=keys,
             groups=groups,
-            received=ReceivedItems(manifest, addresses, digests),
+            parts=tuple(parts),
             shared=frozenset(shared),
-            cached_tokens=cached_tokens,
+            cached_tokens=_cached_tokens(manifest, cached),
         )
+
+    def _partition(self, job: Job) -> Partition:
+        return Partition(job.senders, self._ranks)
 
     def _allocate(
         self,
@@ -285,20 +316,16 @@ class PrefixCache:
 
 
 def _cached_items(
-    manifest: Manifest, cached: Sequence[Sequence[CachedBlock]]
-) -> tuple[dict[int, int], int]:
-    """Digests of a prompt's cached items, by the prompt's own indices, and its cached tokens.
+    manifest: Manifest, cached: Sequence[Sequence[CachedBlock]], part: int
+) -> dict[int, int]:
+    """Digests of the cached items of a part of a prompt, by the prompt's own indices.
 
     cached: blocks of each layer group
     """
-    plan, tokens = manifest.plan, manifest.tokens
     digests: dict[int, int] = {}
-    cached_tokens = tokens
-    for group, blocks, cached_blocks in zip(
-        plan.groups, prefix_blocks(plan, tokens), cached, strict=True
-    ):
-        group_tokens = group.dropped(tokens)  # of which no records are needed
-        pairs = list(zip(blocks, cached_blocks, strict=False))
+    all_blocks = prefix_blocks(manifest.plan, manifest.tokens)
+    for blocks, cached_blocks in zip(all_blocks, cached, strict=True):
+        pairs = zip(blocks, cached_blocks, strict=False)
         # blocks of one earlier prompt stand side by side, and are looked up together
         for _, same_prompt in groupby(pairs, key=lambda pair: id(pair[1].digests)):
             own, earlier = zip(*same_prompt, strict=True)
@@ -307,11 +334,24 @@ def _cached_items(
                 earlier[0], block=joined([x.block for x in earlier])
             )
             own_indices = chain.from_iterable(indices)
-            digests.update(zip(own_indices, earlier_block.item_digests(), strict=True))
-        if pairs:
-            group_tokens = pairs[-1][0].end
+            earlier_digests = earlier_block.item_digests(part)
+            digests.update(zip(own_indices, earlier_digests, strict=True))
+    return digests
+
+
+def _cached_tokens(manifest: Manifest, cached: Sequence[Sequence[CachedBlock]]) -> int:
+    """Leading tokens of a prompt whose blocks all layer groups have cached, or do not need."""
+    plan, tokens = manifest.plan, manifest.tokens
+    cached_tokens = tokens
+    for group, blocks, cached_blocks in zip(
+        plan.groups, prefix_blocks(plan, tokens), cached, strict=True
+    ):
+        num_cached = min(len(blocks), len(cached_blocks))
+        group_tokens = group.dropped(tokens)  # of which no records are needed
+        if num_cached:
+            group_tokens = blocks[num_cached - 1].end
         cached_tokens = min(cached_tokens, group_tokens)
-    return digests, cached_tokens
+    return cached_tokens
 
 
 def _pages_by_kind(blocks: Iterable[CachedBlock]) -> defaultdict[Kind, list[int]]:

@@ -17,6 +17,7 @@ from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Item, Kind, items_of
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.prefix_keys import PrefixBlock
 from disagg.kv.state import GroupState
+from disagg.transfer.parts import ALL_HEADS, HeadSlice
 from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
 # what a page depends on comes first
@@ -204,9 +205,17 @@ def _row_spans(group: LayerGroup, rows: int) -> Iterator[Span]:
 
 
 class Addresses:
-    """The addresses of a sequence's items in an arena, from the page ids of its groups."""
+    """The addresses of a sequence's items in an arena, from the page ids of its groups.
 
-    def __init__(self, manifest: Manifest, states: Sequence[GroupState]):
+    heads: which of the heads of this rank the items have
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        states: Sequence[GroupState],
+        heads: HeadSlice = ALL_HEADS,
+    ):
         self._manifest = manifest
         self._ids = [state.ids_by_kind() for state in states]
         self._offsets: dict[tuple[Kind, int], int] = {}  # by kind and layer
@@ -219,7 +228,7 @@ class Addresses:
             for kind in ids:
                 layout = group.layout(kind)
                 for layer in group.layers:
-                    offset = group.layer_offset(layout, layer)
+                    offset = heads.offset(group, layout, layer)
                     self._offsets[kind, layer] = offset
 
     def spans(self, item: Item) -> list[Span]:
@@ -231,7 +240,7 @@ class Addresses:
         return [(start, self._manifest.nbytes(item))]
 
     def unsent(self) -> Iterator[Span]:
-        """Records that items do not cover completely. A receiver fills them with zeros first.
+        """Records that the items of all heads do not cover. A receiver fills them with zeros first.
 
         Not those that are written whole before they are read: states, from their wire records.
         """
@@ -249,15 +258,21 @@ class Addresses:
 
 
 class ArenaSource:
-    """Reads items of a sequence out of an arena.
+    """Reads items of a sequence out of an arena: of all heads of this rank, or a slice of them.
 
     On the host nothing is copied but the rows of tails. From a device, many items are copied at
     once when they are staged; those that were not, or are read again, are copied by `read`.
     """
 
-    def __init__(self, arena: Arena, manifest: Manifest, states: Sequence[GroupState]):
+    def __init__(
+        self,
+        arena: Arena,
+        manifest: Manifest,
+        states: Sequence[GroupState],
+        heads: HeadSlice = ALL_HEADS,
+    ):
         self._arena = arena
-        self._addresses = Addresses(manifest, states)
+        self._addresses = Addresses(manifest, states, heads)
         self._staged: dict[Item, memoryview] = {}
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:

@@ -4,10 +4,15 @@
     room ───────────► HELD ───────────► ATTACHED ───────────► BROKEN
                        │                 │  ▲ ▲                 │
                        │           frame └──┘ └──── attach ─────┘
-                       │                 │ commit, complete and verified (BROKEN too)
-                       │                 └──────────► ADMITTED
+                       │                 │ commit of the last part, all complete and verified
+                       │                 └──────────► ADMITTED            (BROKEN too)
                        └─► EXPIRED (lease over) · ABORTED (router, fence, attempt+1),
                            the latter from ADMITTED too, until the engine is done
+
+A hand-off between groups of ranks arrives in parts (`parts.py`). Each is attached, sent and
+committed by itself; they have one lease, one abort and one admission. These rules run at rank 0.
+Its followers store their parts by the rules of `incoming.py`, and the caller asks them: it opens
+their parts before it answers `reserve`, and checks each part before it passes the commit on.
 
 One thread calls it. A frame is checked, verified and copied within one call. The names of
 ended reservations are remembered, so that late frames are refused by name and written nowhere.
@@ -18,7 +23,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from functools import partial
 
 from disagg.errors import (
     AbortedError,
@@ -32,7 +37,10 @@ from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Pool
 from disagg.kv.state import GroupState
+from disagg.transfer.followers import Opening
+from disagg.transfer.incoming import IncomingPart, State
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
+from disagg.transfer.parts import Partition, part_nonce, part_of
 from disagg.transfer.prefix_cache import PendingHandoff, PrefixCache, Scrub
 from disagg.wire import Commit, PageFrame, Ticket, digest, pack
 
@@ -56,6 +64,7 @@ class ReceiverPolicy:
     watermark_bytes: what a reservation leaves free for sequences that grow
     may_reserve:     False while sequences of this worker wait for room
     share:           prompts share cached blocks of equal prefixes
+    ranks:           of this worker
     """
 
     model: str
@@ -66,9 +75,13 @@ class ReceiverPolicy:
     watermark_bytes: int = 0
     may_reserve: Callable[[], bool] = lambda: True
     share: bool = True
+    ranks: int = 1
 
     def plan_for(self, job: Job) -> Plan:
-        """The plan of a job; RequestError or ConfigError if it can never be served."""
+        """The plan of a job on this rank.
+
+        RequestError, ConfigError or LayoutError if it can never be served.
+        """
         if (
             not job.rid
             or len(job.rid) > MAX_RID_CHARS
@@ -84,6 +97,7 @@ class ReceiverPolicy:
                 f"{job.tokens} of {len(job.prompt)} tokens"
             )
         plan = self.plan_of(job.codec)
+        Partition(job.senders, self.ranks).received_plan(plan)
         return plan.moving if job.moved else plan
 
 
@@ -96,42 +110,56 @@ class Admission:
     commit: Commit
 
 
-class State(StrEnum):
-    """The state of a reservation; see the figure above."""
-
-    HELD = "held"
-    ATTACHED = "attached"
-    BROKEN = "broken"
-    ADMITTED = "admitted"  # the engine owns its pages, or has freed them
-    EXPIRED = "expired"
-    ABORTED = "aborted"
-
-
 class Reservation:
-    """One hand-off at its decode worker.
+    """One hand-off at its decode worker, in parts that arrive at its ranks.
 
+    nonce:     of part 0; see `parts.part_nonce`
     pending:   its records and the items that arrived; None once it was admitted or is over
-    channel:   on which its frames come
+    parts:     of all ranks, until its end. Items of followers that arrived are not in them
     pages:     page ids that other prompts may own too
-    committed: a hash of the commit that was admitted, and `ack` the answer to it
+    commits:   by part, while other parts are not committed yet
+    committed: hashes of the commits by part, and `acks` the answers to them
     """
 
-    def __init__(self, nonce: int, pending: PendingHandoff):
+    def __init__(self, nonce: int, pending: PendingHandoff, partition: Partition):
         self.nonce = nonce
         self.rid = pending.job.rid
         self.attempt = pending.job.attempt
         self.name = pending.job.name
+        self.partition = partition
         self.pending: PendingHandoff | None = pending
-        self.state = State.HELD
+        self.parts: tuple[IncomingPart, ...] = tuple(
+            IncomingPart(self.name, received) for received in pending.parts
+        )
+        self.ended: State | None = None
         self.reason = ""
-        self.gen = 0
-        self.channel: object = None
         self.lease_until = 0.0
         self.ended_at = 0.0
         self.pages = pending.shared
-        self.committed = 0
-        self.ack = Ack()
-        self.verify_ms = 0.0
+        self.commits: dict[int, Commit] = {}
+        self.committed: dict[int, int] = {}
+        self.acks: dict[int, Ack] = {}
+
+    @property
+    def nonces(self) -> list[int]:
+        """Those of its parts."""
+        return [part_nonce(self.nonce, part) for part in range(self.partition.count)]
+
+    @property
+    def state(self) -> State:
+        """Attached if any part is; broken if any is, and none is attached."""
+        if self.ended is not None:
+            return self.ended
+        states = {part.state for part in self.parts}
+        live_states = (State.ATTACHED, State.BROKEN)
+        return next((x for x in live_states if x in states), State.HELD)
+
+    def end(self, state: State) -> None:
+        """Forget what has arrived, but not the names and the answers."""
+        self.ended = state
+        self.pending = None
+        self.parts = ()
+        self.commits.clear()
 
     def live(self) -> PendingHandoff:
         """Its records; ReservationError once it is over."""
@@ -140,13 +168,25 @@ class Reservation:
         kind = AbortedError if self.state is State.ABORTED else ReservationError
         raise kind(f"{self.name} is {self.state}: {self.reason}")
 
-    def attached(self, ticket: Ticket, *states: State) -> PendingHandoff:
-        """Its records; ReservationError unless the ticket is of its last attachment."""
+    def part(self, ticket: Ticket) -> int:
+        """The part that a ticket names."""
+        return part_of(self.nonce, ticket.nonce)
+
+    def rank(self, part: int) -> int:
+        """The rank that stores a part."""
+        return self.partition.receiver_of(part)
+
+    def opening(self) -> Opening:
+        """What a follower needs to know of it."""
         pending = self.live()
-        if ticket.gen == self.gen and self.state in states:
-            return pending
-        raise ReservationError(
-            f"stream {ticket.gen} of {self.name}, which is {self.state} by stream {self.gen}"
+        return Opening(
+            nonce=self.nonce,
+            codec=pending.job.codec,
+            tokens=pending.job.tokens,
+            moves=pending.job.moved > 0,
+            senders=pending.job.senders,
+            records=[state.ids_by_kind() for state in pending.groups],
+            cached={i: x.digests for i, x in enumerate(pending.parts) if self.rank(i)},
         )
 
 
@@ -159,6 +199,8 @@ class Reservations:
               free; only enqueues
     clock:    in seconds; it never goes back
 
+    on_close: called with the nonce of a reservation that is over or admitted, and what frees its
+              records: by default at once, by a group when its followers have closed their parts
     counts: reservations that "expired", cached blocks that were "damaged", and tokens of admitted
             prompts: "received_tokens", and "shared_tokens" of cached blocks
     """
@@ -170,12 +212,16 @@ class Reservations:
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
         clock: Callable[[], float] = time.monotonic,
+        on_close: Callable[[int, Callable[[], None]], None] = lambda nonce, free: (
+            free()
+        ),
     ):
         self.policy = policy
         self.epoch = policy.epoch
         self.counts: Counter[str] = Counter()
-        self.cache = PrefixCache(pool, policy.share)
+        self.cache = PrefixCache(pool, policy.share, policy.ranks)
         self._on_admit, self._on_drop = on_admit, on_drop
+        self._on_close = on_close
         self._arena = pool.arena
         self._clock = clock
         # by rid, in the order of renewal: the first lease to end comes first
@@ -210,6 +256,7 @@ class Reservations:
                 old_job.prompt == job.prompt
                 and old_job.codec == job.codec
                 and old_job.moved == job.moved
+                and old_job.senders == job.senders
             )
             if not is_same:
                 raise ReservationError(f"{old.name} is reserved for another prompt")
@@ -240,10 +287,25 @@ class Reservations:
         for reservation in self._of():
             self._stop(reservation, f"fenced: epoch {epoch} has begun")
 
+    def opening(self, nonce: int) -> Opening:
+        """What followers need to know of a reservation; ReservationError if it is over."""
+        return self._by_nonce[nonce].opening()
+
     # -- events of the sender
 
+    def follower_of(self, ticket: Ticket) -> int:
+        """The rank of the follower to ask about a part; 0: none, or the hand-off is over.
+
+        ReservationError for an unknown ticket.
+        """
+        reservation = self._find(ticket)
+        part = reservation.part(ticket)
+        return reservation.rank(part) if reservation.pending else 0
+
     def attach(self, attach: Attach) -> Attached:
-        """A sender takes over, with a gen above those of all before.
+        """A sender takes a part over, with a gen above those of all before.
+
+        The items of a part of a follower are those that were cached.
 
         LayoutError if it encodes a prompt of another length, model or plan than was reserved.
         """
@@ -251,26 +313,19 @@ class Reservations:
         reservation = self._find(attach.ticket)
         if reservation.state is State.ADMITTED:
             return Attached(admitted=True)
-        received = reservation.live().received
-        manifest = received.manifest
+        manifest = reservation.live().manifest
         reserved = (self.policy.model, manifest.plan.fingerprint, manifest.tokens)
         attached = (attach.model, attach.plan, attach.tokens)
         if attached != reserved:
             raise LayoutError(
                 f"model, plan and tokens are {attached}; reserved were {reserved}"
             )
-        gen = attach.ticket.gen
-        if gen <= reservation.gen:
-            raise ReservationError(
-                f"stream {gen} attaches after stream {reservation.gen} did"
-            )
-        reservation.gen = gen
-        reservation.state = State.ATTACHED
-        reservation.channel = None
+        part = reservation.parts[reservation.part(attach.ticket)]
+        part.attach(attach.ticket.gen)
         self._renew(reservation)
         return Attached(
-            have=list(received.digests.keys()),
-            digests=list(received.digests.values()),
+            have=list(part.received.digests.keys()),
+            digests=list(part.received.digests.values()),
             lease_s=self.policy.lease_s,
             credit=2 * manifest.frame_bytes,
         )
@@ -295,46 +350,55 @@ class Reservations:
         """Verify a frame and copy its items to their addresses."""
         self.expire()
         reservation = self._find(frame.ticket)
-        received = reservation.attached(frame.ticket, State.ATTACHED).received
-        if reservation.channel not in (None, channel):
+        index = reservation.part(frame.ticket)
+        reservation.live()
+        if rank := reservation.rank(index):
             raise ReservationError(
-                f"frames of {reservation.name} come on another channel"
+                f"part {index} of {reservation.name} belongs to rank {rank}, not to rank 0"
             )
-        reservation.channel = channel
+        part = reservation.parts[index]
+        part.take_channel(frame, channel)
         self._renew(reservation)
-        began = self._clock()
-        new_digests, pieces = received.verify(frame)
-        self._arena.write(pieces)
-        reservation.verify_ms += 1000 * (self._clock() - began)
-        received.digests.update(new_digests)
+        part.store(frame, self._arena, self._clock)
 
     def channel_ended(self, channel: object) -> None:
         """A channel ended, for any reason. Nothing is complete without a commit."""
         for reservation in self._live.values():
-            if reservation.channel is channel:
-                reservation.state = State.BROKEN
+            for part in reservation.parts:
+                part.channel_ended(channel)
 
-    def commit(self, commit: Commit) -> Ack:
-        """Admit a hand-off if all its items are here, with the digests of the commit.
+    def commit(self, commit: Commit, verify_ms: float = 0.0) -> Ack:
+        """Complete a part if all its items are here, with the digests of the commit.
 
-        TransferError if one is missing: a sender commits when all its frames were answered. The
-        same commit again gets the same answer and admits nothing.
+        With the last part the hand-off is admitted. The same commit again gets the same answer and
+        admits nothing. TransferError if an item is missing: a sender commits when all its frames
+        were answered. Whether those of a follower are here, the caller has asked the follower.
+
+        verify_ms: that a follower spent on the part
         """
         self.expire()
         began = self._clock()
         reservation = self._find(commit.ticket)
+        index = reservation.part(commit.ticket)
         if reservation.state is State.ADMITTED:
-            if reservation.committed != _hash(commit):
+            if reservation.committed[index] != _hash(commit):
                 raise ReservationError(
                     f"{reservation.name} was admitted by another commit"
                 )
-            return reservation.ack
-        pending = reservation.attached(commit.ticket, State.ATTACHED, State.BROKEN)
-        pending.received.check(commit)
-        reservation.committed = _hash(commit)
-        self._admit(reservation, pending, commit)
-        reservation.ack = Ack(reservation.verify_ms, 1000 * (self._clock() - began))
-        return reservation.ack
+            return reservation.acks[index]
+        pending = reservation.live()
+        part = reservation.parts[index]
+        part.check_attached(commit.ticket, State.ATTACHED, State.BROKEN)
+        if reservation.rank(index) == 0:
+            part.received.check(commit)
+            verify_ms = part.verify_ms
+        reservation.committed[index] = _hash(commit)
+        reservation.commits[index] = commit
+        if len(reservation.commits) == len(reservation.parts):
+            self._admit(reservation, pending)
+        admit_ms = 1000 * (self._clock() - began)
+        reservation.acks[index] = Ack(verify_ms, admit_ms)
+        return reservation.acks[index]
 
     # -- events of the engine, and time
 
@@ -356,7 +420,8 @@ class Reservations:
             self._stop(first, reason, State.EXPIRED)
         forget_before = now - MEMORY_S
         while self._ended and self._ended[0].ended_at < forget_before:
-            self._by_nonce.pop(self._ended.popleft().nonce, None)
+            for nonce in self._ended.popleft().nonces:
+                self._by_nonce.pop(nonce, None)
         while self._tombstones:
             _, buried_at = next(iter(self._tombstones.values()))
             if buried_at >= forget_before:
@@ -429,8 +494,10 @@ class Reservations:
         except BaseException:
             policy.decode_slots.give()
             raise
-        reservation = Reservation(secrets.randbits(64), pending)
-        self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
+        partition = Partition(job.senders, policy.ranks)
+        reservation = Reservation(secrets.randbits(64), pending, partition)
+        self._live[job.rid] = reservation
+        self._by_nonce.update(dict.fromkeys(reservation.nonces, reservation))
         self._renew(reservation)
         return reservation
 
@@ -438,13 +505,22 @@ class Reservations:
         reservation.lease_until = self._clock() + self.policy.lease_s
         self._live.move_to_end(reservation.rid)
 
-    def _admit(
-        self, reservation: Reservation, pending: PendingHandoff, commit: Commit
-    ) -> None:
-        """Hand the records over to the engine; cache those that other prompts can share."""
-        reservation.pages = self.cache.keep(pending, commit.digests)
-        reservation.pending = None
-        reservation.state = State.ADMITTED
+    def _admit(self, reservation: Reservation, pending: PendingHandoff) -> None:
+        """Hand the records over to the engine; cache those that other prompts can share.
+
+        CorruptFrameError if the parts do not begin the same answer.
+        """
+        commits = [commit for _, commit in sorted(reservation.commits.items())]
+        commit = commits[0]
+        first_tokens = {x.first_token for x in commits}
+        if len(first_tokens) > 1:
+            raise CorruptFrameError(
+                f"the parts of {reservation.name} have the first tokens {sorted(first_tokens)}"
+            )
+        digests = [digest for x in commits for digest in x.digests]
+        reservation.pages = self.cache.keep(pending, digests)
+        reservation.end(State.ADMITTED)
+        self._on_close(reservation.nonce, lambda: None)
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
         self.counts["shared_tokens"] += pending.cached_tokens
@@ -466,7 +542,8 @@ class Reservations:
 
     def _end(self, reservation: Reservation, state: State, reason: str) -> None:
         """Free what a reservation holds; only its names are remembered."""
-        reservation.state = state
+        pending = reservation.pending
+        reservation.end(state)
         reservation.reason = reason
         reservation.ended_at = self._clock()
         reservation.pages = frozenset()
@@ -475,10 +552,9 @@ class Reservations:
                 del table[reservation.rid]
         self.policy.decode_slots.give()
         self._ended.append(reservation)
-        pending = reservation.pending
         if pending is not None:
-            reservation.pending = None
-            self.cache.release(pending.groups)
+            free = partial(self.cache.release, pending.groups)
+            self._on_close(reservation.nonce, free)
 
     def _bury(self, rid: str, attempt: int) -> None:
         """No attempt up to this one may reserve any more."""

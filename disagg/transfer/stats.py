@@ -1,7 +1,8 @@
 """The figures of the hand-off of one prompt."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,21 @@ class HandoffStats:
     attention_error: Mapping[str, Sequence[Mapping[str, float]]] = field(
         default_factory=dict
     )
+
+
+SUMMED = ("wire_bytes", "payload_bytes", "cached_bytes", "link_bytes_per_s")
+LONGEST = ("queue_ms", "wire_ms", "verify_ms", "admit_ms", "exposed_ms", "attaches")
+
+
+def joined(parts: Sequence[HandoffStats]) -> HandoffStats:
+    """The figures of a hand-off from those of its parts, which were sent at the same time.
+
+    What was measured before the hand-off is that of the first part.
+    """
+    totals: dict[str, float] = {}
+    for name in SUMMED:
+        totals[name] = sum(getattr(part, name) for part in parts)
+    for name in LONGEST:
+        totals[name] = max(getattr(part, name) for part in parts)
+    figures: dict[str, Any] = totals
+    return replace(parts[0], **figures)

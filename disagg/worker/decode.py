@@ -189,7 +189,7 @@ class DecodeSide:
         stats = None
         is_first_or_last = output.finish_reason or output.index <= len(job.emitted)
         if is_first_or_last and output.rid.endswith(LOCAL):
-            plan = self.context.engine.plan(job.codec)
+            plan = self.context.group_plan(job.codec)
             tokens = len(job.prompt)
             stats = asdict(handoff_stats(plan, tokens, output.cached_tokens))
         return TokenEvent(

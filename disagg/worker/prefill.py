@@ -114,7 +114,7 @@ class PrefillSide:
         self, job: Job, handoff: OutgoingHandoff[Prefilled], prefilled: Prefilled
     ) -> None:
         """Send the first token to the router, then the statistics once the hand-off is complete."""
-        plan = self.context.engine.plan(job.codec)
+        plan = self.context.group_plan(job.codec)
         stats = handoff_stats(
             plan, len(job.prompt), prefilled.cached_tokens, prefilled.encode_ms
         )
@@ -128,14 +128,14 @@ class PrefillSide:
             logprobs=logprobs,
         )
         if prefilled.finish_reason and not job.emitted:  # nothing to decode
-            stats = replace(stats, wire_bytes=handoff.sender.wire_bytes)
+            stats = replace(stats, wire_bytes=handoff.wire_bytes)
             last = replace(
                 first, finish_reason=prefilled.finish_reason, stats=asdict(stats)
             )
             self.events.publish([last])
             return
         self.events.publish([] if job.emitted else [first])
-        handoff.sender.prefill_stats = stats
+        handoff.senders[0].prefill_stats = stats
         extras: dict[str, Any] = {"logprobs": logprobs} if logprobs else {}
         stats = await handoff.commit(prefilled.first_token, extras)
         self.events.publish([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])

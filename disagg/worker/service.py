@@ -30,6 +30,7 @@ from disagg.kv.plan import Plan
 from disagg.model.capacity import Room, tokens_that_fit
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
+from disagg.transfer.followers import Followers
 from disagg.transfer.messages import (
     Grant,
     Job,
@@ -73,7 +74,10 @@ class WorkerService:
         runner: Runner,
         security: Security | None,
         tasks: TaskGroup,
+        followers: Followers | None = None,
     ):
+        """followers: of the group whose rank 0 this is"""
+        followers = followers or Followers()
         self.name = name
         self.role = role
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
@@ -83,7 +87,16 @@ class WorkerService:
         self._codec = config.listed[0]  # of jobs that name none
         self.event_log = EventLog(self._load)
         self.peers = Peers(security, config.transfer)
-        context = HandoffContext(engine, runner.fingerprint, self.peers)
+        self._ranks = 1 + len(followers.addresses)
+        context = HandoffContext(
+            engine=engine,
+            model=runner.fingerprint,
+            plan_of=engine.plan,
+            arena=engine.pool.arena,
+            peers=self.peers,
+            ranks=self._ranks,
+            followers=followers.handlers,
+        )
         self.prefill = PrefillSide(
             context, config.transfer.overlap, tasks, self.event_log
         )
@@ -94,9 +107,13 @@ class WorkerService:
             on_done=lambda rid, attempt: self.reservations.finished(rid, attempt),
         )
         self.reservations = Reservations(
-            self._receiver_policy(), engine.pool, self.decode.admit, self.decode.drop
+            self._receiver_policy(),
+            engine.pool,
+            self.decode.admit,
+            self.decode.drop,
+            on_close=followers.close,
         )
-        self.receiver = Receiver(self.reservations, self.decode.fail)
+        self.receiver = Receiver(self.reservations, self.decode.fail, followers)
 
     def _receiver_policy(self) -> ReceiverPolicy:
         config = self._config
@@ -110,6 +127,7 @@ class WorkerService:
             watermark_bytes=int(arena_bytes * config.engine.watermark),
             may_reserve=self._engine.may_reserve,
             share=config.transfer.dedup,
+            ranks=self._ranks,
         )
 
     # -- calls of a router
@@ -124,7 +142,7 @@ class WorkerService:
         params = sampling_of(job)  # RequestError before room is reserved
         if params.grammar:
             self._engine.grammar_compiler.prepare(params.grammar)  # while KV travels
-        return self.reservations.reserve(job, epoch)
+        return await self.receiver.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
         """Begin a hand-off, or a request that is served whole."""
@@ -209,6 +227,7 @@ class WorkerService:
             self.epoch,
             model=self._runner.fingerprint,
             min_tokens=self._min_tokens(),
+            ranks=self._ranks,
             room=self._tokens_that_fit(pool.empty()),
             step_tokens=self._config.engine.max_batch_tokens,
             snapshots=self._engine.most_snapshots,
@@ -217,7 +236,9 @@ class WorkerService:
                 for plan in plans
             },
             wire_sizes={
-                plan.spec: {x: Manifest(plan, x).total_bytes for x in SIZES}
+                plan.spec: {
+                    x: self._ranks * Manifest(plan, x).total_bytes for x in SIZES
+                }
                 for plan in plans
             },
             speaks=self._speaks(),
@@ -293,7 +314,10 @@ class WorkerService:
         return [self._engine.plan(codec) for codec in self._config.listed]
 
     def _speaks(self) -> tuple[str, ...]:
-        plans = [(plan.spec, plan.fingerprint) for plan in self._listed_plans()]
+        plans = []
+        for plan in self._listed_plans():
+            group_plan = plan.of_group(self._ranks)
+            plans.append((plan.spec, group_plan.fingerprint))
         return spoken(self._runner.fingerprint, plans)
 
     def _load(self) -> Load:

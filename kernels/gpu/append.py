@@ -26,13 +26,13 @@ UNIT = tl.constexpr(ARENA_UNIT)
 @triton.jit
 def append_kernel(
     arena_ptr, k_ptr, v_ptr, pages_ptr, slots_ptr, raw_base, k_row, k_head, v_row, v_head,
-    sealed_ptr, tails_ptr, segments_ptr, stretches_ptr, base, segment_base, seed,
+    sealed_ptr, tails_ptr, segments_ptr, stretches_ptr, base, segment_base, seed, head,
     RAW: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
     """K or V (axis 2) of one new token (axis 0) and KV head (axis 1).
 
     arena_ptr:    u8; k_ptr, v_ptr: [N, H, D] of any float dtype, strides in items
-    sealed_ptr .. stretches_ptr, base .. seed: see sealing.py; FMT: None if nothing seals
+    sealed_ptr .. stretches_ptr, base .. head: see sealing.py; FMT: None if nothing seals
     DTYPE:        that of raw pages; BANDS: how many bands K has
     """
     i_row = tl.program_id(0).to(tl.int64)
@@ -59,7 +59,9 @@ def append_kernel(
             block = arena_ptr + tl.multiple_of(o_block, 16)
             segment = tl.load(segments_ptr + i_row).to(tl.int64) * UNIT + segment_base
             segment = arena_ptr + segment + i_head * FMT.segment_bytes
-            start = seed_of(seed + tl.load(stretches_ptr + i_row), i_head, i_side)
+            start = seed_of(
+                seed + tl.load(stretches_ptr + i_row), head + i_head, i_side
+            )
             if i_side == 0:
                 for band in tl.static_range(BANDS):
                     seal(
@@ -211,13 +213,13 @@ def append(
         fmt = None
         bands = 0
         tables = (pages, pages, pages, pages)
-        offsets = (0, 0, 0)
+        offsets = (0, 0, 0, 0)
     else:
         fmt = sealing.fmt
         bands = len(fmt.k_sides)
         seals = sealing.rows
         tables = (seals.pages, seals.tails, seals.segments, seals.stretches)
-        offsets = (sealing.base, sealing.segment_base, sealing.seed)
+        offsets = (sealing.base, sealing.segment_base, sealing.seed, sealing.head)
     append_kernel[(k.shape[0], k.shape[1], sides)](
         arena, k, v, pages, slots, rows.base, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt, bands,

@@ -35,14 +35,14 @@ LONGEST = tl.constexpr(16.0)
 FAINTEST = tl.constexpr(1e-7)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "head"])
 def low_rank_kernel(
-    x_ptr, bytes_ptr, pages_ptr, segments_ptr, n, segment_tokens, unit, base, seed,
+    x_ptr, bytes_ptr, pages_ptr, segments_ptr, n, segment_tokens, unit, base, seed, head,
     FMT: tl.constexpr,
 ):  # fmt: skip
     """A of all pages of a segment, and its B, of one side and head; a page may be a segment.
 
-    x_ptr:     [2, H, n, D] fp16; seed: of the first segment
+    x_ptr:     [2, H, n, D] fp16; seed: of the first segment; head: the model's number of the first
     bytes_ptr, pages_ptr, unit, base: where blocks lie; segments_ptr: [S, H, segment bytes] u8
     """
     T: tl.constexpr = FMT.tokens
@@ -64,7 +64,9 @@ def low_rank_kernel(
     start = i_segment * segment_tokens
     length = tl.minimum(segment_tokens, n - start)
     p_x = x_ptr + ((i_side * heads + i_head).to(tl.int64) * n + start) * D
-    seed = seed_of(seed + i_segment * (segment_tokens // STRETCH), i_head, i_side)
+    seed = seed_of(
+        seed + i_segment * (segment_tokens // STRETCH), head + i_head, i_side
+    )
     # no row of X times a vector of length 1 is above this
     most = power_above(loudest(p_x, length, FMT)) * LONGEST
     q = tl.where(m_b, uniform(seed, o_b), 0.0) / LONGEST
@@ -116,7 +118,7 @@ def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
 
 @triton.jit
 def seed_of(seed, i_head, i_side):
-    """The seed of the power iteration of a side and head, in a segment with this seed."""
+    """The seed of a side and a head of the model, in a segment with this seed."""
     return (seed.to(tl.int64) * STRIDE + i_head) * 2 + i_side
 
 
@@ -257,5 +259,5 @@ def encode_low_rank(
     tokens = fmt.tokens if fmt.has_own_basis else cut.tokens
     low_rank_kernel[(triton.cdiv(n, tokens), heads, 2)](
         missing, target.arena, target.pages, segments, n, tokens, target.unit, target.base,
-        cut.seed, fmt, num_warps=WARPS, enable_fp_fusion=False,
+        cut.seed, cut.head, fmt, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

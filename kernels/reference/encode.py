@@ -135,7 +135,7 @@ def completed_pages(
             )
             frozen = segments[0]
         seed = sealing.seed + int(tables.stretches[row])
-        cut = Segmentation(fmt.tokens, seed, frozen)
+        cut = Segmentation(fmt.tokens, seed, frozen, sealing.head)
         target = Target(arena, tables.pages[this_row], sealing.base)
         yield k[0], v[0] if fmt.v else None, cut, target
 
@@ -224,7 +224,7 @@ def _encode_segments(
             one = slice(head, head + 1)
             pages = DenseBlocks(blocks[columns, one])
             shared = DenseBlocks(segments[i, one])
-            seed = 2 * (segment_seed * HEAD_STRIDE + head)
+            seed = 2 * (segment_seed * HEAD_STRIDE + cut.head + head)
             _encode_side(k[one, tokens], fmt.k, fmt, pages, shared, seed, is_new)
             if v is None or fmt.v is None:
                 continue

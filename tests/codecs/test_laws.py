@@ -12,7 +12,7 @@ from disagg.codecs.quantized import QuantizedCodec
 from disagg.codecs.registry import holds
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
-from disagg.kv.page import FinalAt
+from disagg.kv.page import FinalAt, Kind
 from disagg.kv.state import allocate_group
 from disagg.paged.append import RecordIds
 from disagg.paged.compressed_kv import CompressedKV, GrowingArena, compress
@@ -237,6 +237,43 @@ def prefill_in_chunks(codec: Codec, n: int, chunk: int) -> list[Tensor]:
         assert len(ids) == inventory[kind]
         contents.append(records.read(group.layout(kind), ids))
     return contents
+
+
+def blocks_of_heads(codec: Codec, heads: range, n: int, more: int) -> list[Tensor]:
+    """The blocks [P, H, bytes] of a prompt and what decode appends, of some of four heads."""
+    layer = 3
+    k, v = realistic(4, n + more, 64)
+    q = gaussian(8, n, 64, seed=8)[2 * heads.start : 2 * heads.stop]
+    k, v = k[heads.start : heads.stop], v[heads.start : heads.stop]
+    whole_group = codec.layer_group((layer,), len(heads), 64, "float16")
+    group = replace(whole_group, first_head=heads.start)
+    arena = GrowingArena(k.device)
+    state = allocate_group(group, n, arena)
+    queries = Queries.of(q, len(heads), n)
+    prompt = PromptChunk(k[:, :n], v[:, :n], total=n, queries=queries)
+    records = LayerRecords(group, layer, arena.bytes)
+    write_prompt(codec, records, RecordIds.of(state), prompt)
+    cache = CompressedKV(codec, group, state, arena, n)
+    cache.append(k[:, n:], v[:, n:])
+
+    records = LayerRecords(group, layer, arena.bytes)
+    blocks = [records.read(run.layout, run.pages) for run in state.runs]
+    for kind in (Kind.SEGMENT, Kind.SIDE, Kind.RAW):
+        if ids := state.ids_by_kind().get(kind):
+            blocks.append(records.read(group.layout(kind), ids))
+    return blocks
+
+
+@pytest.mark.parametrize("n", [40, 700])
+def test_the_bytes_of_a_head_do_not_depend_on_its_neighbours(codec, n):
+    """So the ranks of a group write what one worker would: each the blocks of its heads."""
+    whole = blocks_of_heads(codec, range(4), n, more=150)
+    first = blocks_of_heads(codec, range(2), n, more=150)
+    second = blocks_of_heads(codec, range(2, 4), n, more=150)
+
+    assert whole
+    for blocks, *halves in zip(whole, first, second, strict=True):
+        assert torch.equal(blocks, torch.cat(halves, 1))
 
 
 @pytest.mark.parametrize("chunk", [97, 2100])

@@ -213,6 +213,19 @@ def moving(role: Role = Role.NONE) -> Rules:
     return table
 
 
+def test_who_reserves_says_how_many_ranks_will_hand_over() -> None:
+    table = Rules(RouterConfig(deadline_s=100.0))
+    table.worker_up(WorkerInfo("p", Role.PREFILL, "p", 1, ranks=4), 0.0)
+    table.worker_up(WorkerInfo("d", Role.DECODE, "d", 1, ranks=2), 0.0)
+
+    (reserve,) = table.submit(job(length=100), 0.0)
+    assert reserve.job.senders == 4
+    begin(table, "d")
+    join(table, "d2", 0.0)
+    (move,) = leave(table)
+    assert move.job.senders == 2
+
+
 @pytest.mark.parametrize("role", [Role.NONE, Role.PREFILL])
 def test_a_worker_that_decodes_no_longer_gets_nothing_and_what_it_has_moves(
     role: Role,

@@ -26,6 +26,9 @@ class Desk:
         nbytes: int = 1 << 20,
         pool: Pool | None = None,
         clock: Callable[[], float] | None = None,
+        on_close: Callable[[int, Callable[[], None]], None] = lambda nonce, free: (
+            free()
+        ),
         **policy: object,
     ):
         self.pool = pool or make_pool(nbytes)
@@ -39,6 +42,7 @@ class Desk:
             on_admit=lambda admission: self.admit(admission),
             on_drop=lambda *dropped: self.drop(*dropped),
             clock=clock or (lambda: self.now),
+            on_close=on_close,
         )
 
     def admit(self, admission: Admission) -> None:
@@ -62,7 +66,7 @@ class Desk:
 
     def received(self, ticket: Ticket) -> dict[int, int]:
         """Digests of the items in place, by index."""
-        return self.ledger._by_nonce[ticket.nonce].live().received.digests
+        return self.ledger._by_nonce[ticket.nonce].live().parts[0].digests
 
     def ask(
         self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0

@@ -78,7 +78,7 @@ class Peer(Desk):
 
     def arrived(self) -> int:
         """Items of all prompts that are here."""
-        return sum(len(x.live().received.digests) for x in self.ledger._live.values())
+        return sum(len(x.live().parts[0].digests) for x in self.ledger._live.values())
 
     @property
     def held(self) -> int:

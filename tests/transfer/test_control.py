@@ -44,9 +44,11 @@ JOB = Job(
     deadline_s=3.5,
     moved=9,
     prediction=(7, 8),
+    senders=4,
 )
-SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me")
-GRANT = Grant(2**64 - 1, 7)
+FOLLOWERS = ("127.0.0.1:2", "[::1]:3")
+SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me", FOLLOWERS)
+GRANT = Grant(2**64 - 1, 7, FOLLOWERS)
 STEPS = [
     StepEvents(
         (TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)),

@@ -194,7 +194,7 @@ def test_scattered_cached_pages_do_not_keep_their_prompt_out():
 
     pending = cache.hold(MODEL, BY_PAGE, prompt.job(), 0)
 
-    assert (pending.cached_tokens, pending.received.digests) == (0, {})
+    assert (pending.cached_tokens, pending.parts[0].digests) == (0, {})
     cache.release(pending.groups)
     pool.check_integrity()
     assert pool.referenced_pages == 0
@@ -307,8 +307,8 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
         for block in chain.from_iterable(prefix_blocks(plan, len(tokens))):
             for i, item in enumerate(block.items(plan.groups[block.group])):
                 digests[item] = hash((block.group, block.end, i)) % 2**64
-        items = pending.received.manifest.items
-        for index, cached_digest in pending.received.digests.items():
+        items = pending.manifest.items
+        for index, cached_digest in pending.parts[0].digests.items():
             assert digests[items[index]] == cached_digest
         cache.keep(pending, [digests.get(item, 0) for item in items])
         return pending
@@ -322,7 +322,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     full, windowed = plan.groups
     sealed = full.sealed(1000)
     assert longer.cached_tokens == sealed
-    cached_items = map(longer.received.manifest.item, longer.received.digests)
+    cached_items = map(longer.manifest.item, longer.parts[0].digests)
     pages = (sealed - windowed.dropped(1100)) // 64
     in_window = [item for item in cached_items if item.group == 1]
     assert len(in_window) == pages * len(windowed.layers)

@@ -7,6 +7,7 @@ routers abort and fence, and the engine refuses.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from hypothesis import HealthCheck, settings, stateful
@@ -20,8 +21,14 @@ from disagg.errors import (
 )
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.transfer.messages import Ack, Attach, Grant
+from disagg.transfer.parts import Partition
 from disagg.transfer.records import ArenaSource
-from disagg.transfer.reservations import MEMORY_S, Admission, State
+from disagg.transfer.reservations import (
+    MEMORY_S,
+    Admission,
+    Reservation,
+    State,
+)
 from disagg.wire import Buffer, PageFrame, Ticket
 from tests.transfer.desk import Desk, corrupt
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_related
@@ -42,6 +49,11 @@ LIVE = {State.HELD, State.ATTACHED, State.BROKEN}
 LEASE_S = 10.0
 MAX_SEQUENCES = 2
 Key = tuple[str, int]
+
+
+def channel_of(reservation: Reservation | None) -> object:
+    """On which the frames of its only part come."""
+    return reservation.parts[0].channel if reservation and reservation.parts else None
 
 
 class Machine(stateful.RuleBasedStateMachine):
@@ -138,13 +150,13 @@ class Machine(stateful.RuleBasedStateMachine):
     def write(self, frame: PageFrame, channel: str) -> bool:
         """Whether the frame was taken; what is shared is never written to."""
         reservation = self.ledger._by_nonce.get(frame.ticket.nonce)
-        bound = reservation and reservation.channel
+        bound = channel_of(reservation)
 
         def write(pieces: Sequence[tuple[int, Buffer]]) -> None:
             assert frame.ticket.gen == self.gens[frame.ticket.nonce]
             assert frame.ticket.epoch == self.epoch
             assert bound in (None, channel)
-            assert reservation.channel == channel
+            assert channel_of(reservation) == channel
             pages = {start // 128 for start, _ in pieces}
             assert not pages & reservation.pending.shared
             arena_write(pieces)
@@ -205,7 +217,7 @@ class Machine(stateful.RuleBasedStateMachine):
             return
         except TransferError:
             pending = self.ledger._by_nonce[nonce].pending
-            assert len(pending.received.digests) < len(digests)
+            assert len(pending.parts[0].digests) < len(digests)
         else:
             assert is_last or nonce in self.acks
             answered = ((digests, first_token), ack)
@@ -232,7 +244,8 @@ class Machine(stateful.RuleBasedStateMachine):
         before = {nonce: x.state for nonce, x in self.ledger._by_nonce.items()}
         self.ledger.channel_ended(channel)
         for nonce, reservation in self.ledger._by_nonce.items():
-            broken = reservation.channel == channel and before[nonce] is State.ATTACHED
+            is_bound = channel_of(reservation) == channel
+            broken = is_bound and before[nonce] is State.ATTACHED
             assert reservation.state is (State.BROKEN if broken else before[nonce])
 
     @stateful.rule(rid=RID, event=EVENTS)
@@ -322,8 +335,11 @@ class Machine(stateful.RuleBasedStateMachine):
         assert all(x.pending is None for x in self.ledger._running.values())
         for reservation in self.ledger._ended:
             assert reservation.state not in LIVE
-            for value in vars(reservation).values():
-                assert isinstance(value, (int, float, str, Ack)) or not value
+            values = list(vars(reservation).values())
+            by_part = [value for value in values if isinstance(value, dict)]
+            values = [value for value in values if not isinstance(value, dict)]
+            for value in [*values, *chain(*map(dict.values, by_part))]:
+                assert isinstance(value, (int, float, str, Ack, Partition)) or not value
 
     def free(self, key: Key) -> None:
         for state in self.engine.pop(key).groups:

@@ -118,7 +118,7 @@ def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
             changed.notify_all()
 
     def ask(self: OutgoingHandoff, item: Item) -> bool:
-        queue = self.sender.queue
+        queue = self.senders[0].queue
         with changed:
             assert changed.wait_for(lambda: queue in queues, timeout=30)
         return has(self, item)
@@ -137,7 +137,7 @@ async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkey
     async def note(self: OutgoingHandoff, *arguments: Any) -> Any:
         stats = await commit(self, *arguments)
         left_out.append(
-            sum(item.kind is Kind.PAGE for item in self.sender.queue._not_encoded)
+            sum(item.kind is Kind.PAGE for item in self.senders[0].queue._not_encoded)
         )
         return stats
 

@@ -33,7 +33,7 @@ ROLE_BOTH: Role
 ROLE_NONE: Role
 
 class Job(_message.Message):
-    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s", "moved", "waited_s", "prediction", "request_id")
+    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s", "moved", "waited_s", "prediction", "request_id", "sender_followers")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Job(_message.Message):
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FOLLOWERS_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -56,7 +57,8 @@ class Job(_message.Message):
     waited_s: float
     prediction: _containers.RepeatedScalarFieldContainer[int]
     request_id: str
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ..., moved: _Optional[int] = ..., waited_s: _Optional[float] = ..., prediction: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    sender_followers: int
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ..., moved: _Optional[int] = ..., waited_s: _Optional[float] = ..., prediction: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ..., sender_followers: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("job", "epoch", "router")
@@ -69,15 +71,17 @@ class ReserveRequest(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., epoch: _Optional[int] = ..., router: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("nonce", "epoch")
+    __slots__ = ("nonce", "epoch", "followers")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWERS_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     epoch: int
-    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    followers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., followers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("job", "work", "epoch", "decode_address", "decode_epoch", "nonce", "router")
+    __slots__ = ("job", "work", "epoch", "decode_address", "decode_epoch", "nonce", "router", "decode_followers")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +89,7 @@ class SubmitRequest(_message.Message):
     DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FOLLOWERS_FIELD_NUMBER: _ClassVar[int]
     job: Job
     work: Work
     epoch: int
@@ -92,7 +97,8 @@ class SubmitRequest(_message.Message):
     decode_epoch: int
     nonce: int
     router: str
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., work: _Optional[_Union[Work, str]] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., router: _Optional[str] = ...) -> None: ...
+    decode_followers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., work: _Optional[_Union[Work, str]] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., router: _Optional[str] = ..., decode_followers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ()
