@@ -21,6 +21,7 @@ from disagg.errors import ConfigError, UnknownNameError
 T = TypeVar("T")
 
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
+RANK_TIMEOUT_S = 30.0
 AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
 # how states of a hybrid model are handed off

@@ -1,4 +1,4 @@
-"""What rank 0 tells the followers of its group: one order a step, with all that arenas and models do.
+"""What rank 0 tells the followers of its group: one order a step, with all that it writes.
 
     rank 0     schedule, allocate, build ─► StepOrder ─► forward, with the others ─► sample
     follower                                StepOrder ─► the same pages, its own heads ─► forward
