@@ -18,7 +18,7 @@ from torch.distributed import (
 
 from disagg.errors import RanksLostError
 
-MEET_S = 300.0  # the slowest rank may still import torch
+LOAD_S = 1800.0  # ranks read their weights at different speeds
 
 
 def open_store(host: str = "127.0.0.1") -> TCPStore:
@@ -28,13 +28,13 @@ def open_store(host: str = "127.0.0.1") -> TCPStore:
         0,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=MEET_S),
+        timeout=timedelta(seconds=LOAD_S),
     )
 
 
 def join_store(host: str, port: int) -> TCPStore:
     """The same store as another rank sees it."""
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=MEET_S))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=LOAD_S))
 
 
 class RankGroup:
@@ -42,7 +42,7 @@ class RankGroup:
 
     rank:      number of this process, from 0
     ranks:     processes of the group
-    timeout_s: after which a collective fails with RanksLostError
+    timeout_s: after which a collective fails with RanksLostError, once the model is loaded
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class RankGroup:
         self.rank = rank
         self.ranks = ranks
         named = PrefixStore(device, store)
-        timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=LOAD_S)
         try:
             if device == "cuda":
                 self._group = _nccl(named, rank, ranks, timeout)
@@ -65,6 +66,10 @@ class RankGroup:
                 self._group = _gloo(named, rank, ranks, timeout, host)
         except RuntimeError as error:
             raise _lost(rank, error) from error
+
+    def begin_serving(self) -> None:
+        """The model is loaded: from now on each collective has only `timeout_s`."""
+        self._group._set_default_timeout(self._timeout)
 
     def sum(self, x: Tensor) -> Tensor:
         """x summed over all ranks, in place; the same bits on each."""

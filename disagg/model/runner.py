@@ -191,7 +191,10 @@ class Runner:
             check_attention(model, info)
         is_first = group is None or group.rank == 0  # nobody asks the others
         fingerprint = fingerprint_model(info.path) if is_first else ""
-        return cls(model, info, fingerprint, workers, weights=weights, group=group)
+        runner = cls(model, info, fingerprint, workers, weights=weights, group=group)
+        if group is not None:
+            group.begin_serving()
+        return runner
 
     @classmethod
     def random(

@@ -35,6 +35,7 @@ from disagg.errors import DisaggError, RanksLostError
 from disagg.model.rank_group import RankGroup, join_store, open_store
 from disagg.model.runner import Runner, pick_device
 
+READY = b"ready"
 END_S = 2.0  # for a follower whose socket was closed
 
 
@@ -69,7 +70,12 @@ class RankProcesses:
         device: str = "cpu",
         context: int | None = None,
         workers: int = 1,
+        threads: int | None = None,
     ):
+        """
+        workers: of this host · threads: of each rank; None: as many as this process has
+        The others as of `Runner.load`.
+        """
         device = pick_device(device)
         store = open_store()
         self._links: list[Connection] = []
@@ -83,7 +89,7 @@ class RankProcesses:
                 ranks=ranks,
                 port=store.port,
                 timeout_s=timeout_s,
-                threads=torch.get_num_threads(),
+                threads=threads or torch.get_num_threads(),
                 model=model,
                 dtype=dtype,
                 device=device,
@@ -92,6 +98,7 @@ class RankProcesses:
             )
             self._start(start)
         try:
+            self._wait_for_processes()
             self.group = RankGroup(store, 0, ranks, timeout_s, device)
         except DisaggError:
             self.close()
@@ -155,6 +162,16 @@ class RankProcesses:
                 process.kill()
                 process.wait()
 
+    def _wait_for_processes(self) -> None:
+        """Return when all followers are about to join; RanksLostError if one ends instead."""
+        for link in self._links:
+            try:
+                is_ready = link.recv_bytes() == READY
+            except (OSError, EOFError):
+                is_ready = False
+            if not is_ready:
+                raise RanksLostError(f"a rank did not start: {self.cause()}")
+
     def _start(self, start: RankStart) -> None:
         own, other = socketpair()
         command = [sys.executable, "-m", "disagg.worker.rank_process"]
@@ -174,6 +191,7 @@ def follow(link: Connection) -> None:
     """The life of a follower: load, then do what rank 0 orders, until it closes the link."""
     try:
         start: RankStart = unpack_order(link.recv_bytes())
+        link.send_bytes(READY)
         ranks = _Ranks(_load(start))
         while True:
             engine, order = unpack_order(link.recv_bytes())

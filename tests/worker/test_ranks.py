@@ -165,7 +165,7 @@ def test_a_frozen_rank_ends_its_group_after_the_timeout(tiny, monkeypatch):
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     folder = save_tiny("llama", tmp_path, **heads)
 
     with pytest.raises(ModelError, match="has 3 KV heads, which 2 ranks cannot share"):
