@@ -275,12 +275,6 @@ class ClusterConfig(Bounded):
                 f"config key cluster.ports is {self.ports!r}; "
                 "expected the first and the last port: [20000, 20099]"
             )
-        if self.ranks > 1 and not self.colocated:
-            raise ConfigError(
-                f"config key cluster.prefill_ranks is {self.prefill_ranks} and "
-                f"cluster.decode_ranks {self.decode_ranks}; hand-offs of several ranks are not "
-                "built, so expected 1, or cluster.colocated"
-            )
 
     @property
     def ranks(self) -> int:

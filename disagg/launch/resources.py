@@ -32,6 +32,17 @@ def gpu_share(gpus: int, config: Config) -> float:
     return equal_share(gpus, config)
 
 
+def check_ranks_setting(config: Config) -> None:
+    """ConfigError for workers of several ranks that would hand off."""
+    cluster = config.cluster
+    if cluster.ranks > 1 and not cluster.colocated:
+        raise ConfigError(
+            f"config key cluster.prefill_ranks is {cluster.prefill_ranks} and "
+            f"cluster.decode_ranks {cluster.decode_ranks}; hand-offs of several ranks are not "
+            "built, so expected 1, or cluster.colocated"
+        )
+
+
 def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -> None:
     """ConfigError for a number of workers that can never start.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (
+from torch._C._distributed_c10d import (
     PrefixStore,
     ProcessGroupGloo,
     ReduceOp,
@@ -111,10 +111,11 @@ class RankGroup:
 def _gloo(
     store: PrefixStore, rank: int, ranks: int, timeout: timedelta, host: str
 ) -> Any:
-    options = ProcessGroupGloo._Options()
+    gloo: Any = ProcessGroupGloo  # stubs lack its options
+    options = gloo._Options()
     options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    return ProcessGroupGloo(store, rank, ranks, options)
+    options._devices = [gloo.create_device(hostname=host)]
+    return gloo(store, rank, ranks, options)
 
 
 def _nccl(store: PrefixStore, rank: int, ranks: int, timeout: timedelta) -> Any:
