@@ -1,6 +1,6 @@
 """The parts of an answer, in the order in which the model wrote them.
 
-    <think>Rain?</think>I look it up.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}...
+    <think>Rain?</think>I look it up.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}..
 
     Thought("Rain?")  Content("I look it up.")  CallBegin(0, "weather")
     CallArguments(0, '{"city": "Oslo"}')  CallEnd(0)

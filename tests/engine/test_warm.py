@@ -71,10 +71,17 @@ def test_after_the_start_all_steps_are_replayed_and_none_is_recorded(
 
 
 @pytest.mark.timeout(900)
-def test_a_gpu_compiles_records_and_copies_nothing_but_tables_after_the_start():
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        ["raw", "kivi"],
+        pytest.param([*codec_names(), MIXED], marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_a_gpu_compiles_records_and_copies_nothing_but_tables_after_the_start(codecs):
     """One copy of tables for each step that runs or is replayed, and none inside a layer."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.engine.pretended", *codec_names(), MIXED]
+    command = [sys.executable, "-m", "tests.engine.pretended", *codecs]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True
     )
