@@ -21,6 +21,8 @@ from disagg.errors import ConfigError, UnknownNameError
 T = TypeVar("T")
 
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
+RANK_TIMEOUT_S = 30.0
+MAX_RANKS = 64
 AUTO = "auto"  # in place of a codec: the service chooses for each request
 DEVICES = ("auto", "cpu", "cuda")
 # how states of a hybrid model are handed off
@@ -224,6 +226,10 @@ class ClusterConfig(Bounded):
              that Ray itself would choose: RAY_ADDRESS, or one on this host
     name:    name of this service on a cluster; also its Ray namespace
     prefill, decode: number of workers of this role
+    prefill_ranks, decode_ranks: processes of each worker of this role, which compute its model
+             together, each with its share of the heads and weights and on a GPU of its own. More
+             than 1 only with `colocated`, whose workers have `prefill_ranks`
+    rank_timeout_s: a worker one of whose ranks does not answer for this long ends
     colocated: start only `prefill` workers, which prefill and decode; nothing is handed off
     pools:   place each worker on a node with a Ray resource named after its role (prefill or
              decode), one worker per unit; without such a node it waits, and an autoscaler may
@@ -245,6 +251,9 @@ class ClusterConfig(Bounded):
     name: str = "disagg"
     prefill: int = at_least(1, most=MAX_WORKERS, default=1)
     decode: int = at_least(1, most=MAX_WORKERS, default=1)
+    prefill_ranks: int = at_least(1, most=MAX_RANKS, default=1)
+    decode_ranks: int = at_least(1, most=MAX_RANKS, default=1)
+    rank_timeout_s: float = at_least(0.001, default=RANK_TIMEOUT_S)
     colocated: bool = False
     pools: bool = False
     gpus: float | None = at_least(0, default=None)
@@ -266,6 +275,13 @@ class ClusterConfig(Bounded):
                 f"config key cluster.ports is {self.ports!r}; "
                 "expected the first and the last port: [20000, 20099]"
             )
+
+    @property
+    def ranks(self) -> int:
+        """The most ranks that a worker has."""
+        if self.colocated:
+            return self.prefill_ranks
+        return max(self.prefill_ranks, self.decode_ranks)
 
     @property
     def roles(self) -> dict[str, int]:

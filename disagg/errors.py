@@ -21,7 +21,8 @@ DisaggError
     ├── ReservationError        a reservation that is unknown or expired
     │   └── AbortedError        one that was given up, or superseded: nothing failed
     ├── PeerLostError           the other side is gone or does not answer
-    │   └── StoppingError       the service is shutting down; another one may take the request
+    │   ├── StoppingError       the service is shutting down; another one may take the request
+    │   └── RanksLostError      a rank of a worker's group has ended or hangs
     └── DeadlineError           the work did not end in the time it was given
 
 Each class says how it looks from outside: a gRPC status name, an HTTP status, an exit code.
@@ -174,6 +175,10 @@ class PeerLostError(TransferError):
 
 class StoppingError(PeerLostError):
     reason = "stopping"
+
+
+class RanksLostError(PeerLostError):
+    reason = "ranks_lost"
 
 
 class DeadlineError(TransferError):

@@ -19,15 +19,22 @@ from operator import index
 from threading import Lock
 from typing import Any
 
-from disagg.config import DEFAULT_CODEC, EngineConfig, check_state_form
+from disagg.config import (
+    DEFAULT_CODEC,
+    RANK_TIMEOUT_S,
+    EngineConfig,
+    check_state_form,
+)
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.grammars import compiler_for
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
+from disagg.engine.orders import CopyOrder
 from disagg.engine.sampling_defaults import AUTO, read_sampling_defaults
 from disagg.engine.sequence import MAX_NUMBER, Logprobs, Request, SamplingParams
 from disagg.errors import CapacityError, ConfigError, RequestError
 from disagg.kv.plan import Plan
+from disagg.model.capacity import check_ranks_of
 from disagg.model.chat import ChatTemplate
 from disagg.model.runner import Runner
 from disagg.model.text_stream import TextStream
@@ -41,8 +48,11 @@ from disagg.transfer.reservations import Admission, ReceiverPolicy, Reservations
 from disagg.transfer.rpc import tune_malloc
 from disagg.transfer.stats import HandoffStats
 from disagg.worker.in_process import InProcessHandoff
+from disagg.worker.ranks import RankProcesses, share_threads
 
 Message = Mapping[str, Any]  # "role" and "content", and what else a chat template reads
+
+PREFILL, DECODE = range(2)  # numbers of the engines
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
 
@@ -81,6 +91,8 @@ class LLM:
         generation_config: str = AUTO,
         state: str = AUTO,
         weights: str | None = None,
+        ranks: int = 1,
+        rank_timeout_s: float = RANK_TIMEOUT_S,
     ):
         """Load a model, by name or path; without one, the packaged model.
 
@@ -90,13 +102,43 @@ class LLM:
         state:   what the states of a hybrid model are rounded to when a prompt is computed:
                  "exact", "bf16", "int8", or "auto": exact with codec raw, else int8
         weights: on a CPU, what large linear layers are rounded to: "int8", "int4"; None: nothing
+        ranks:   processes that compute it together, each with its share of heads and weights; on
+                 GPUs, each has one of its own. `close` ends them
+        rank_timeout_s: RanksLostError if one of them does not answer for this long
         Raises ModelError, UnknownNameError and ConfigError for arguments that cannot be used.
         """
         state = check_state_form(state)
         defaults = read_sampling_defaults(model, generation_config)
         self.default_params = SamplingParams(**defaults)
         tune_malloc()
-        self._runner = Runner.load(model, dtype, device, context, weights=weights)
+        self._ranks: RankProcesses | None = None
+        check_ranks_of(model, ranks)
+        if ranks > 1:
+            share_threads(ranks)
+            self._ranks = RankProcesses(
+                ranks, rank_timeout_s, model, dtype, device, context
+            )
+        try:
+            self._load(model, codec, dtype, device, config, context, state, weights)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(
+        self,
+        model: str | None,
+        codec: str,
+        dtype: str,
+        device: str,
+        config: EngineConfig | None,
+        context: int | None,
+        state: str,
+        weights: str | None,
+    ) -> None:
+        group = self._ranks.group if self._ranks else None
+        self._runner = Runner.load(
+            model, dtype, device, context, weights=weights, group=group
+        )
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
@@ -108,10 +150,12 @@ class LLM:
                 config,
                 state=state,
                 expected=expected,
+                orders=self._ranks.orders() if self._ranks else None,
                 grammars=self._grammars,
             )
             for _ in range(2)
         )
+        self._handoffs: dict[str, InProcessHandoff] = {}  # of a group of ranks
         self._plan = cache(self._checked_plan)
         pool = self._decode.pool
         plan = self._plan(codec)  # raises its errors now
@@ -275,6 +319,8 @@ class LLM:
             except CapacityError:
                 return
             waiting.popleft()
+            if self._ranks is not None:
+                self._handoffs[answer.request.rid] = answer.handoff
             self._prefill.submit(Prefill(answer.request, answer.handoff))
 
     def _step(self, answers: dict[str, "_PendingAnswer"]) -> None:
@@ -307,10 +353,18 @@ class LLM:
         params = SamplingParams(**job.sampling)
         request = Request(job.rid, tuple(job.prompt), params, job.codec)
         first_token = admission.commit.first_token
+        if self._ranks is not None:
+            copies = self._handoffs.pop(job.rid).copies(admission.groups)
+            self._ranks.send(DECODE, CopyOrder(PREFILL, tuple(copies)))
         self._decode.submit(Admit(request, admission.groups, (first_token,)))
 
     def _drop_from_decode(self, rid: str, attempt: int, reason: str) -> None:
         self._decode.submit(Abort(rid))
+
+    def close(self) -> None:
+        """End the other ranks; without any, nothing happens."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _abandon(self, answers: Sequence["_PendingAnswer"]) -> None:
         """Free everything of a call that failed."""
@@ -325,10 +379,13 @@ class LLM:
 def _for_each_of_two(config: EngineConfig, runner: Runner) -> EngineConfig:
     """The config of each of two engines on one device: what is not configured is halved."""
     arena_bytes, workspace_bytes = measure_memory(config, runner)
+    parts = 2
+    if runner.group is not None and runner.device.type == "cpu":
+        parts *= runner.group.ranks  # which share the memory of this host
     return replace(
         config,
-        arena_bytes=config.arena_bytes or arena_bytes // 2,
-        workspace_bytes=config.workspace_bytes or workspace_bytes // 2,
+        arena_bytes=config.arena_bytes or arena_bytes // parts,
+        workspace_bytes=config.workspace_bytes or workspace_bytes // parts,
     )
 
 

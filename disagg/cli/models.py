@@ -41,6 +41,13 @@ Context = Annotated[
     Option(min=2, help="Maximum tokens of a prompt with its answer, as model.context."),
 ]
 
+Ranks = Annotated[
+    int,
+    Option(
+        min=1, help="Accelerators that share the model; the numbers are those of each."
+    ),
+]
+
 
 @app.command()
 def check(
@@ -48,13 +55,14 @@ def check(
     memory: Memory = None,
     dtype: Dtype = "auto",
     context: Context = None,
+    ranks: Ranks = 1,
     as_json: options.Json = False,
 ) -> None:
     """Check whether a model can be served, and how many tokens fit."""
     from disagg.model.capacity import check_model
 
     room = None if memory is None else parse_bytes(memory)
-    fit = check_model(ref, dtype, room, EngineConfig().memory_share, context)
+    fit = check_model(ref, dtype, room, EngineConfig().memory_share, context, ranks)
     reason = _wrong_file(ref, fit)
     if reason:
         fit = replace(fit, served=False, reason=reason)

@@ -82,6 +82,11 @@ def serve(
     colocated: bool | None = Option(
         None, "--colocated", help="Every worker prefills and decodes; no hand-offs."
     ),
+    ranks: int | None = Option(
+        None,
+        min=1,
+        help="Processes of each worker, which share its model; only with --colocated.",
+    ),
     min_disagg_tokens: int | None = Option(
         None, min=0, help="Prompts below this length are not handed off."
     ),
@@ -133,6 +138,8 @@ def serve(
         "cluster.name": name,
         "cluster.prefill": prefill,
         "cluster.decode": decode,
+        "cluster.prefill_ranks": ranks,
+        "cluster.decode_ranks": ranks,
         "cluster.colocated": colocated,
         "transfer.min_disagg_tokens": min_disagg_tokens,
         "router.error_budget": error_budget,

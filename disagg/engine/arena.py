@@ -170,17 +170,31 @@ def make_pool(
     Behind them the tensor has `scratch` more, which belong to no page: padded rows and steps
     that are recorded write there.
 
+    """
+    tensor = make_arena(nbytes, scratch, device)
+    return Pool(view_arena(tensor, scratch), slab_bytes), tensor
+
+
+def make_arena(nbytes: int, scratch: int, device: torch.device) -> Tensor:
+    """The memory of an arena with `scratch` bytes behind it, which are 0.
+
     On a host numpy allocates it, which asks for huge pages: frames enter and leave them faster.
     """
     size = align(nbytes, ARENA_UNIT)
     if device.type == "cpu":
-        buffer = np.empty(size + scratch, np.uint8)
-        buffer[size:] = 0
-        pool = Pool(HostArena(buffer.data[:size]), slab_bytes)
-        return pool, torch.from_numpy(buffer)
-    tensor = torch.empty(size + scratch, dtype=torch.uint8, device=device)
+        tensor = torch.from_numpy(np.empty(size + scratch, np.uint8))
+    else:
+        tensor = torch.empty(size + scratch, dtype=torch.uint8, device=device)
     tensor[size:] = 0
-    return Pool(DeviceArena(tensor[:size]), slab_bytes), tensor
+    return tensor
+
+
+def view_arena(tensor: Tensor, scratch: int) -> HostArena | DeviceArena:
+    """The bytes of an arena as hand-offs read and write them, without those behind it."""
+    pages = tensor[: len(tensor) - scratch]
+    if pages.device.type == "cpu":
+        return HostArena(pages.numpy().data)
+    return DeviceArena(pages)
 
 
 def check_slabs(

@@ -22,6 +22,8 @@ from functools import lru_cache, partial
 from itertools import count
 from queue import Empty, SimpleQueue
 
+from torch import Tensor
+
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import (
@@ -52,11 +54,12 @@ from disagg.engine.messages import (
     as_disagg_error,
     is_memory_error,
 )
+from disagg.engine.orders import ArenaOrder, StepOrders
 from disagg.engine.progress import StepProgress
 from disagg.engine.prompts import Prompts
 from disagg.engine.sampler import Sampled, choose, score_prompts
 from disagg.engine.scheduler import ScheduledTokens, Scheduler
-from disagg.engine.sequence import Sequence, Status
+from disagg.engine.sequence import Handoff, Sequence, Status
 from disagg.engine.states import drop_exact_states, widen_states
 from disagg.engine.steps import (
     StepAllocation,
@@ -69,6 +72,7 @@ from disagg.errors import (
     DisaggError,
     PeerLostError,
     PromptTooLongError,
+    RanksLostError,
     RequestError,
     TransferError,
     UnknownNameError,
@@ -77,6 +81,7 @@ from disagg.grammar.compiler import GrammarCompiler
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import ARENA_UNIT, EXACT
 from disagg.kv.plan import Plan
+from disagg.model.attention import Batch
 from disagg.model.capacity import slab_bytes_for
 from disagg.model.runner import Runner
 from disagg.model.states.records import scratch_bytes
@@ -98,6 +103,7 @@ class Engine:
         state: str = EXACT,
         expected: Seq[str] = ("raw",),
         grammars: GrammarCompiler | None = None,
+        orders: StepOrders | None = None,
     ):
         """
         codecs:   those that may be served; none: all
@@ -105,6 +111,8 @@ class Engine:
         state:    the form in which states are handed off
         expected: codecs that slabs are sized for; others waste more of their ends
         grammars: compiles them for the model; None: one of its own
+        orders:   to the followers of this rank's group, of which each begins a `Follower`; None:
+                  there are none
         """
         shape = replace(runner.shape, state_form=state)
         arena_bytes, workspace_bytes = measure_memory(config, runner)
@@ -115,6 +123,11 @@ class Engine:
         self.pool, self.arena = make_pool(
             arena_bytes, slab_bytes, runner.device, scratch_bytes(shape.states)
         )
+        self._orders = orders
+        if orders is not None:
+            scratch = scratch_bytes(shape.states)
+            nbytes = self.pool.arena.nbytes
+            orders.send(ArenaOrder(nbytes, scratch, shape.state_form))
         # behind all pages of the pool
         self._scratch_page = self.pool.arena.nbytes // ARENA_UNIT
         self.listed = {parse_plan(spec, shape): spec for spec in codecs}
@@ -146,6 +159,7 @@ class Engine:
             workspace_bytes=workspace_bytes,
             probed=[self.plan(spec) for spec in probed],
             on_layer=self.progress.advance,
+            orders=orders,
         )
         # "computed_tokens" and "cached_tokens" of prompts, "preempted"; of look-up speculation
         # "drafts", "draft_tokens" and "accepted_tokens"
@@ -234,10 +248,14 @@ class Engine:
                 self._chunk_time.learn(prompt_tokens, self._clock() - began)
             except BaseException as error:
                 self._give_up(scheduled, allocation, error)
-                if not isinstance(error, Exception):
+                if isinstance(error, RanksLostError) or not isinstance(
+                    error, Exception
+                ):
                     # an interrupt: the caller of this step gets no output of it
                     self._flush_output()
                     raise
+        if self._orders is not None:
+            self._orders.send_handoffs()
         return self._flush_output()
 
     # -- inbox
@@ -428,9 +446,15 @@ class Engine:
         sequence.enter(Status.PREFILL)
         sequence.choose_rotation(shared=sequence.handoff is not None)
         if sequence.handoff is not None:
-            sequence.handoff.begin(sequence.plan, sequence.groups)
+            self._begin_handoff(sequence, sequence.handoff)
         self._prompts.begin(sequence, budget)
         return True
+
+    def _begin_handoff(self, sequence: Sequence, handoff: Handoff) -> None:
+        """Let a hand-off have the records of a sequence, on all ranks."""
+        handoff.begin(sequence.plan, sequence.groups)
+        if self._orders is not None:
+            self._orders.begin_handoff(sequence.rid, sequence.plan, sequence.groups)
 
     # -- build, forward, sample
 
@@ -446,7 +470,7 @@ class Engine:
         )
         ready = [entry for entry in scheduled if entry.completes]
         masks = self._grammars.begin_masks(ready)
-        logits = self._runner.forward(batch)
+        logits = self._forward(batch)
         self._prompts.check_numbers(scheduled)
         logits = score_prompts(scheduled, logits)
         sampled = choose(ready, logits, self._runner.info.eos_ids, masks())
@@ -457,6 +481,19 @@ class Engine:
             self.pool.release(decode.step.freed)
         allocation.loose.clear()
         self._advance(scheduled, ready, sampled)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """The logits of a step, computed by all ranks.
+
+        RanksLostError for whatever goes wrong in a group: its other ranks wait for this one.
+        """
+        if self._orders is None:
+            return self._runner.forward(batch)
+        try:
+            self._orders.send_step(batch)
+            return self._runner.forward(batch)
+        except Exception as error:
+            raise RanksLostError(f"a step of the group broke: {error}") from error
 
     def _give_up(
         self,
@@ -577,6 +614,8 @@ class Engine:
         """Offer what is sealed; the rest follows when the sequence stops."""
         is_late = sequence.status is not Status.DECODE or sequence.length > move.tokens
         try:
+            if self._orders is not None:
+                raise TransferError("sequences of several ranks do not move")
             if is_late or sequence.handoff is not None:
                 raise TransferError(
                     f"it has {sequence.length} tokens and is {sequence.status}; a sequence "
@@ -588,7 +627,7 @@ class Engine:
                 )
             sequence.handoff = move.handoff
             sequence.hold_at = move.tokens
-            move.handoff.begin(sequence.plan, sequence.groups)
+            self._begin_handoff(sequence, move.handoff)
         except Exception as error:
             self._fail(sequence, as_disagg_error(error))
 
@@ -599,7 +638,7 @@ class Engine:
             for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
                 pages = group.dropped_pages(sequence.n)
                 self.pool.release(state.drop(pages))
-            sequence.handoff.begin(sequence.plan, sequence.groups)
+            self._begin_handoff(sequence, sequence.handoff)
         except Exception as error:
             self._fail(sequence, as_disagg_error(error))
         else:

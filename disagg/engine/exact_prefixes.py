@@ -29,8 +29,10 @@ from disagg.kernels.ops import gather_raw, store_blocks
 from disagg.kernels.sealing import Target
 from disagg.kv.page import RAW_TOKENS
 from disagg.kv.page_cache import CachedPages
+from disagg.kv.plan import Plan
 from disagg.kv.pool import Pool
 from disagg.kv.prefix_keys import content_keys
+from disagg.model.cache import Workspace
 
 # stands in the keys for the model's fingerprint: raw pages that were handed off have other keys
 MODEL = "computed here"
@@ -67,11 +69,15 @@ class ExactPrefixes:
     Layers of the same shape are a group with records of its own.
     """
 
-    def __init__(self, pool: Pool, arena: Tensor, shape: KVShape):
-        plan = parse_plan("raw", replace(shape, states=()))
-        # without windows, so that no page is dropped while a prompt grows
-        groups = tuple(replace(group, window=None) for group in plan.groups)
-        self._plan = replace(plan, groups=groups)
+    def __init__(
+        self, pool: Pool, arena: Tensor, shape: KVShape, followed: bool = False
+    ):
+        """
+        followed: other ranks read the pages of a prefix in the step after this one has
+        """
+        self._plan = prefix_plan(shape)
+        self._followed = followed
+        self._unread: list[Seq[Seq[CachedPages]]] = []  # by followers
         self._pool = pool
         self._arena = arena
         self._new: list[NewUnits] = []
@@ -102,7 +108,10 @@ class ExactPrefixes:
                 self._read(sequence, cached, num_tokens)
                 self._mark_used(sequence, num_units)
         finally:
-            self._release(cached)
+            if self._followed:
+                self._unread.append(cached)
+            else:
+                self._release(cached)
         return num_tokens
 
     def open(self, sequence: Sequence, done: int) -> NewUnits:
@@ -134,22 +143,17 @@ class ExactPrefixes:
         k, v:   [H, n, D] of the last n tokens so far
         tables: `units.tables` on the device
         """
-        if not tables:
-            return
-        index = self._plan.group_of[layer]
-        group = self._plan.groups[index]
-        page_ids = tables[index]
-        before = units.done - k.shape[1]
-        start = units.first * RAW_TOKENS - before
-        tokens = slice(start, start + len(page_ids) * RAW_TOKENS)
-        target = Target(self._arena, page_ids, group.layer_offset(group.raw, layer))
-        store_blocks(target, raw_blocks(k[:, tokens], v[:, tokens]))
+        write_units(
+            self._plan, self._arena, units.first, units.done, layer, k, v, tables
+        )
 
     def close(self, whole: bool) -> None:
         """After a step: cache the units that all layers have written.
 
         whole: whether the step was completed; else nothing is cached
         """
+        while self._unread:
+            self._release(self._unread.pop())
         while self._new:
             units = self._new.pop(0)
             try:
@@ -235,23 +239,78 @@ class ExactPrefixes:
         """Copy cached K and V, and the notes, into the workspace of a prompt."""
         workspace = sequence.workspace
         assert workspace is not None
-        whole_groups = [x for x in cached if len(x) * RAW_TOKENS == done]
-        if whole_groups:
-            notes = [unit.note for unit in whole_groups[0]]
-            squares = [note for note in notes if isinstance(note, Tensor)]
-            if squares:
-                workspace.recall(torch.stack(squares).to(self._arena.device))
-        for group, units in zip(self._plan.groups, cached, strict=True):
-            ids = torch.tensor(
-                [_pages_of(units)], dtype=torch.int32, device=self._arena.device
-            )
-            fmt = exact_format(group.raw)
-            for layer in group.layers:
-                base = group.layer_offset(group.raw, layer)
-                k, v = gather_raw(self._arena, ids, fmt, base, group.heads)
-                workspace.extend(layer, k[0], v[0], done - k.shape[2])
-        # others may write to these pages once they are released
-        wait_for_kernels(self._arena.device)
+        sequence.prefix_pages = [_pages_of(units) for units in cached]
+        squares: list[Tensor] = []
+        for units in cached:
+            if len(units) * RAW_TOKENS == done:
+                notes = [unit.note for unit in units]
+                squares = [note for note in notes if isinstance(note, Tensor)]
+                break
+        pages = sequence.prefix_pages
+        read_units(self._plan, self._arena, workspace, pages, squares, done)
+
+
+def prefix_plan(shape: KVShape) -> Plan:
+    """The raw pages of the prefix cache.
+
+    Without windows, so that no page is dropped while a prompt grows.
+    """
+    plan = parse_plan("raw", replace(shape, states=()))
+    groups = tuple(replace(group, window=None) for group in plan.groups)
+    return replace(plan, groups=groups)
+
+
+def write_units(
+    plan: Plan,
+    arena: Tensor,
+    first: int,
+    done: int,
+    layer: int,
+    k: Tensor,
+    v: Tensor,
+    tables: Seq[Tensor],
+) -> None:
+    """Write one layer of new units into the raw pages of a plan.
+
+    first: the first unit of them · done: tokens of the prompt up to the end of k
+    k, v:   [H, n, D] of the last n tokens so far
+    tables: pages by layer group, on the device; empty: nothing is cached
+    """
+    if not tables:
+        return
+    index = plan.group_of[layer]
+    group = plan.groups[index]
+    page_ids = tables[index]
+    before = done - k.shape[1]
+    start = first * RAW_TOKENS - before
+    tokens = slice(start, start + len(page_ids) * RAW_TOKENS)
+    target = Target(arena, page_ids, group.layer_offset(group.raw, layer))
+    store_blocks(target, raw_blocks(k[:, tokens], v[:, tokens]))
+
+
+def read_units(
+    plan: Plan,
+    arena: Tensor,
+    workspace: Workspace,
+    pages: Seq[Seq[int]],
+    squares: Seq[Tensor],
+    done: int,
+) -> None:
+    """Copy the cached K and V of `done` tokens, and the notes, into the workspace of a prompt.
+
+    pages: by layer group, the last ones of the prefix
+    """
+    if squares:
+        workspace.recall(torch.stack([*squares]).to(arena.device))
+    for group, group_pages in zip(plan.groups, pages, strict=True):
+        ids = torch.tensor([group_pages], dtype=torch.int32, device=arena.device)
+        fmt = exact_format(group.raw)
+        for layer in group.layers:
+            base = group.layer_offset(group.raw, layer)
+            k, v = gather_raw(arena, ids, fmt, base, group.heads)
+            workspace.extend(layer, k[0], v[0], done - k.shape[2])
+    # others may write to these pages once they are released
+    wait_for_kernels(arena.device)
 
 
 def _pages_of(units: Seq[CachedPages]) -> list[int]:

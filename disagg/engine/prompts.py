@@ -13,6 +13,7 @@ Knows no queues, and no sequences that decode.
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from disagg.engine.error_probe import CodecErrorProbe
 from disagg.engine.exact_prefixes import ExactPrefixes
 from disagg.engine.limits import check_range
 from disagg.engine.messages import as_disagg_error
+from disagg.engine.orders import StepOrders
 from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Handoff, Sequence
 from disagg.engine.state_snapshots import StateSnapshots
@@ -46,6 +48,7 @@ class Prompts:
     workspace_bytes: room for the exact K and V of all prompts that compute
     probed:          plans whose error is sampled
     on_layer:        called when a layer of a prompt has been computed
+    orders:          to the followers of a group; None: there are none
     """
 
     def __init__(
@@ -57,8 +60,12 @@ class Prompts:
         workspace_bytes: int,
         probed: Iterable[Plan],
         on_layer: Callable[[], None],
+        orders: StepOrders | None = None,
     ):
-        self.prefixes = ExactPrefixes(pool, arena, runner.shape)
+        self.prefixes = ExactPrefixes(
+            pool, arena, runner.shape, followed=orders is not None
+        )
+        self._orders = orders
         self._snapshots = _make_snapshots(runner, config, pool, arena)
         self._runner = runner
         self._config = config
@@ -109,8 +116,9 @@ class Prompts:
             sequence.plan, sequence.prompt_len, self._config.max_batch_tokens
         )
         sequence.workspace = self._runner.workspace(sequence.prompt_len, rooms)
+        is_reserved = budget < sequence.prompt_len
         try:
-            if budget < sequence.prompt_len:
+            if is_reserved:
                 dtype = getattr(torch, self._runner.info.dtype)
                 sequence.workspace.reserve(dtype, self._runner.device)
             if self._config.prefix_cache and self.most_snapshots != 0:
@@ -120,6 +128,8 @@ class Prompts:
                 "no memory for the exact KV of a prompt of "
                 f"{sequence.prompt_len} tokens: {error}"
             ) from None
+        if self._orders is not None:
+            self._orders.begin_prompt(sequence, rooms, is_reserved)
 
     def _restore(self, sequence: Sequence) -> None:
         """Begin behind the cached prefix of a prompt.
@@ -162,7 +172,9 @@ class Prompts:
             if sequence.error is not None:
                 return
             try:
-                self._encode(sequence, layer, k, v, chunk)
+                start = time.perf_counter()
+                encode_chunk(sequence, layer, k, v, chunk, self._arena)
+                sequence.encode_s += time.perf_counter() - start
                 self._error_probe.measure(sequence, layer, k, v, units.done)
                 self.prefixes.write(units, layer, k, v, chunk.tables.prefix_pages)
             except Exception as error:
@@ -173,6 +185,15 @@ class Prompts:
             record_ids=tuple(map(RecordIds.of, paged)),
             prefix_pages=units.tables,
         )
+        if self._orders is not None:
+            self._orders.add_chunk(
+                workspace=workspace,
+                row=row,
+                count=entry.count,
+                before=sequence.n,
+                first_unit=units.first,
+                tables=tables,
+            )
         return Chunk(
             row=row,
             count=entry.count,
@@ -181,38 +202,6 @@ class Prompts:
             on_layer=on_layer,
             tables=tables,
         )
-
-    def _encode(
-        self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk
-    ) -> None:
-        """Compress what a chunk completes in one layer, and offer it."""
-        index = sequence.plan.group_of[layer]
-        group = sequence.plan.groups[index]
-        record_ids = chunk.tables.record_ids[index]
-        num_pages = len(record_ids.pages)
-        start = time.perf_counter()
-        # the first chunk also encodes the cached prefix
-        is_first = chunk.before == sequence.cached
-        prompt = PromptChunk(
-            k,
-            v,
-            total=sequence.prompt_len,
-            before=0 if is_first else chunk.before,
-            first=chunk.before + chunk.count - k.shape[1],
-            queries=chunk.workspace.queries(layer),
-            peer_pages=_pages_at_receiver(sequence.handoff, index, layer, num_pages),
-        )
-        records = LayerRecords(group, layer, self._arena)
-        items = write_prompt(codec_of(group), records, record_ids, prompt)
-        sequence.encode_s += time.perf_counter() - start
-        if sequence.handoff is not None and items:
-            sequence.handoff.offer(
-                [
-                    Item(written.kind, index, layer, i)
-                    for written in items
-                    for i in written.indices
-                ]
-            )
 
     def cuts(self, entry: ScheduledTokens) -> list[int]:
         """Tokens behind which layers with a state stop in a step: borders, and the last one."""
@@ -271,6 +260,62 @@ class Prompts:
         if self._snapshots is not None:
             self._snapshots.close(whole)
         self.prefixes.close(whole)
+
+
+class EncodedPrompt(Protocol):
+    """What encoding needs of a prompt."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def prompt_len(self) -> int: ...
+
+    @property
+    def cached(self) -> int:
+        """Leading tokens that were not computed."""
+
+    @property
+    def handoff(self) -> Handoff | None: ...
+
+
+def encode_chunk(
+    prompt: EncodedPrompt,
+    layer: int,
+    k: Tensor,
+    v: Tensor,
+    chunk: Chunk,
+    arena: Tensor,
+) -> None:
+    """Compress what a chunk completes in one layer, and offer it.
+
+    k, v: [H, n, D] of the last n tokens so far
+    """
+    index = prompt.plan.group_of[layer]
+    group = prompt.plan.groups[index]
+    record_ids = chunk.tables.record_ids[index]
+    num_pages = len(record_ids.pages)
+    # the first chunk also encodes the cached prefix
+    is_first = chunk.before == prompt.cached
+    tokens = PromptChunk(
+        k,
+        v,
+        total=prompt.prompt_len,
+        before=0 if is_first else chunk.before,
+        first=chunk.before + chunk.count - k.shape[1],
+        queries=chunk.workspace.queries(layer),
+        peer_pages=_pages_at_receiver(prompt.handoff, index, layer, num_pages),
+    )
+    records = LayerRecords(group, layer, arena)
+    items = write_prompt(codec_of(group), records, record_ids, tokens)
+    if prompt.handoff is not None and items:
+        prompt.handoff.offer(
+            [
+                Item(written.kind, index, layer, i)
+                for written in items
+                for i in written.indices
+            ]
+        )
 
 
 def _make_snapshots(

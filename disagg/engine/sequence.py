@@ -289,6 +289,7 @@ class Sequence:
     is_long:   its keys have the rotation of long texts: see `Plan.rope_switch`
     cached:    leading tokens of the prompt that were cached at its last start
     first_cached: the same at its first start, before it could find its own; None: not started
+    prefix_pages: raw pages of these tokens at that start, by layer group of the prefix cache
     keys:      of the units of its exact KV, by layer group
     stored_units: leading units of them that are in the prefix cache
     borders:   tokens behind which its states are copied for later prompts, with keys of the copies
@@ -319,6 +320,7 @@ class Sequence:
     cached: int = 0
     first_cached: int | None = None
     keys: Seq[Seq[bytes]] = ()
+    prefix_pages: Seq[Seq[int]] = ()
     stored_units: int = 0
     borders: Mapping[int, bytes] = field(default_factory=dict)
     groups: tuple[GroupState, ...] = ()

@@ -17,7 +17,11 @@ from disagg.launch import actors
 from disagg.launch.actors import Actor, start_actor
 from disagg.launch.private_ray import Session
 from disagg.launch.ray_connection import LOCAL, RayConnection, lost_ray_is_an_error
-from disagg.launch.resources import check_counts, check_place
+from disagg.launch.resources import (
+    check_counts,
+    check_place,
+    check_ranks_setting,
+)
 from disagg.launch.retry_pauses import RetryPauses
 from disagg.launch.scaling import plan_scaling
 from disagg.launch.shared_facts import SharedFacts
@@ -70,8 +74,9 @@ class Cluster:
         """Open the connection to Ray.
 
         PeerLostError if no Ray starts or answers, ConfigError if a private one can never have
-        room for all workers.
+        room for all workers, or if several ranks would hand off.
         """
+        check_ranks_setting(self._config)
         self._connection.open()
         if self._connection.gpus is not None:
             num_workers = sum(self.target_counts.values())

@@ -22,12 +22,25 @@ def equal_share(units: int, config: Config) -> float:
 
 
 def gpu_share(gpus: int, config: Config) -> float:
-    """GPUs per worker: the setting, else an equal share."""
+    """GPUs per worker: the setting, else one for each of several ranks, or an equal share."""
     if config.cluster.gpus is not None:
         return config.cluster.gpus
     if config.model.device == "cpu":
         return 0.0
+    if gpus and config.cluster.ranks > 1:
+        return float(config.cluster.ranks)
     return equal_share(gpus, config)
+
+
+def check_ranks_setting(config: Config) -> None:
+    """ConfigError for workers of several ranks that would hand off."""
+    cluster = config.cluster
+    if cluster.ranks > 1 and not cluster.colocated:
+        raise ConfigError(
+            f"config key cluster.prefill_ranks is {cluster.prefill_ranks} and "
+            f"cluster.decode_ranks {cluster.decode_ranks}; hand-offs of several ranks are not "
+            "built, so expected 1, or cluster.colocated"
+        )
 
 
 def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -> None:
@@ -75,16 +88,17 @@ def worker_config(
     gpus:           of this worker; None: it computes on the CPU
     host_resources: Ray's resources of this host; the units of a pool are room for workers
 
-    The workers that fit on this host share its cores, unless the number of threads is set, and on
-    CPUs its memory.
+    The ranks of the workers that fit on this host share its cores, unless the number of threads is
+    set, and on CPUs its memory.
     """
     workers = workers_of_host(config, host_resources)
-    part = 1 / workers if gpus is None else min(1, gpus)
+    ranks = config.cluster.ranks
+    part = 1 / (workers * ranks) if gpus is None else min(1, gpus)
     cores = int(host_resources.get("CPU", 0)) or os.cpu_count() or 1
     engine = replace(
         config.engine,
         memory_share=max(LEAST_SHARE, config.engine.memory_share * part),
-        torch_threads=config.engine.torch_threads or max(1, cores // workers),
+        torch_threads=config.engine.torch_threads or max(1, cores // (workers * ranks)),
     )
     return replace(config, engine=engine)
 

@@ -5,7 +5,7 @@ our attention. `Workspace` holds exact K and V of one prompt, dense, until its l
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -132,6 +132,13 @@ class Workspace:
         sizes = [size for size in self._largest if size is not None]
         numbers: list[float] = torch.stack(sizes).float().tolist()
         return numbers
+
+    def update_largest(self, update: Callable[[Tensor], Tensor]) -> None:
+        """Replace the largest |K| or |V| of the layers: [L], those that attended, in order."""
+        layers = [i for i, size in enumerate(self._largest) if size is not None]
+        sizes = [size for size in self._largest if size is not None]
+        for layer, size in zip(layers, update(torch.stack(sizes)), strict=True):
+            self._largest[layer] = size
 
     def observe(
         self, layer: int, q: Tensor, before: int, softmax: Softmax | None = None

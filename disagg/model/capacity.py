@@ -34,6 +34,7 @@ from disagg.model.forward import forward_shape
 from disagg.model.loading import check_storage, model_shape, stays_packed
 from disagg.model.quantization import read_quantization
 from disagg.model.quantized_linear import has_large_layers, usable_weights
+from disagg.model.shards import check_ranks, local_info
 from disagg.model.states.records import scratch_bytes
 from disagg.model.storage import read_storage
 
@@ -217,11 +218,13 @@ def check_model(
     memory: int | None = None,
     share: float = 0.9,
     context: int | None = None,
+    ranks: int = 1,
 ) -> ModelFit:
     """A model as config.json and the headers of its files show it; ModelError if there is none.
 
     context: as of `describe_model`
     memory: bytes of an accelerator; weights, arena and workspaces take this `share` of it
+    ranks:  accelerators that share it; tokens are then those that fit on each of them
     """
     path = locate_model(ref)
     config = read_config(path)
@@ -229,6 +232,7 @@ def check_model(
     try:
         info = describe_model(str(path), dtype, device="cuda", context=context)
         weights = _weights_bytes(info, config)
+        check_ranks(class_of(info)[1], info, ranks)
     except ModelError as error:
         return ModelFit(
             model=name,
@@ -237,13 +241,15 @@ def check_model(
             reason=" ".join(str(error).split()),
         )
     shape = kv_shape(info)
+    local = local_info(info, ranks)
     arena = None
     if memory is not None:
-        usable = int(memory * share) - weights
-        arena, _ = split_memory(usable, shape, info.context_length)
+        # each rank has the whole embedding, which is a small part
+        usable = int(memory * share) - weights // ranks
+        arena, _ = split_memory(usable, kv_shape(local), info.context_length)
     cpu_dtype = describe_model(str(path), dtype, "cpu").dtype if weights else ""
-    suggested = [fit_codec(codec, info, arena) for codec in SUGGESTED]
-    others = [fit_codec(codec, info, arena) for codec in codec_names()]
+    suggested = [fit_codec(codec, local, arena) for codec in SUGGESTED]
+    others = [fit_codec(codec, local, arena) for codec in codec_names()]
     return ModelFit(
         model=name,
         architecture=info.architecture,
@@ -283,6 +289,15 @@ def _cpu_weights(info: ModelInfo, dtype: str) -> tuple[str, ...]:
         return ()
     layers = layers_of(info)
     return tuple(weights for weights in usable if has_large_layers(layers, weights))
+
+
+def check_ranks_of(ref: str | None, ranks: int, dtype: str = "auto") -> None:
+    """ModelError unless so many ranks can share a model, by name or path; loads nothing."""
+    if ranks < 1:
+        raise ConfigError(f"ranks are {ranks}; expected at least 1")
+    info = describe_model(ref, dtype)
+    _, config = class_of(info)
+    check_ranks(config, info, ranks)
 
 
 def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:

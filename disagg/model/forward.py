@@ -10,6 +10,7 @@ from disagg.model.cache import cache_name
 from disagg.model.linear import has_room, linear_layers, pack_linears
 from disagg.model.llama import LlamaForward, is_llama_like, llama_forward
 from disagg.model.quantized_linear import quantize_linears
+from disagg.model.rank_group import RankGroup
 from disagg.model.states.cache import StepCache
 
 
@@ -63,7 +64,10 @@ def forward_shape(model: PreTrainedModel) -> nn.Module:
 
 
 def forward_of(
-    model: PreTrainedModel, workers: int = 1, weights: str | None = None
+    model: PreTrainedModel,
+    workers: int = 1,
+    weights: str | None = None,
+    group: RankGroup | None = None,
 ) -> Forward:
     """The fastest forward pass of a model on its device; on a CPU its weights are reordered.
 
@@ -71,9 +75,13 @@ def forward_of(
 
     workers: processes of this host that load the same model
     weights: "int4" or "int8", on a CPU that takes it; None: as they are
+    group:   the ranks that divide the model: all take the same way
     """
     own = None
-    if model.device.type == "cpu" and has_room(_linears(model), workers):
+    is_own = model.device.type == "cpu" and has_room(_linears(model), workers)
+    if group is not None:
+        is_own = group.agree(is_own, model.device)
+    if is_own:
         own = llama_forward(model)
     forward = own or ModuleForward(model)
     if weights is not None:

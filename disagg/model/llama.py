@@ -22,6 +22,7 @@ from torch.nn.functional import rms_norm
 
 from disagg.kernels.view import Softmax
 from disagg.model.attention import Attention, attend_exact
+from disagg.model.shards import Summed
 
 # model types that this forward pass was written for; each has a test
 LLAMA_LIKE = {
@@ -266,7 +267,7 @@ def is_llama_like(model: Any) -> bool:
         for layer in model.model.layers
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     ]
-    return all(type(linear) is nn.Linear for linear in linears)
+    return all(type(linear) in (nn.Linear, Summed) for linear in linears)
 
 
 def _agrees(forward: LlamaForward, model: Any) -> bool:

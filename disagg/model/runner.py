@@ -28,6 +28,8 @@ from disagg.model.longrope import LongRows, long_rows, split_rotary
 from disagg.model.outliers import KeyOutliers
 from disagg.model.probe import check_attention
 from disagg.model.quantized_linear import check_weights_setting, quantized_part
+from disagg.model.rank_group import RankGroup
+from disagg.model.shards import local_info
 from disagg.model.states.cache import StepCache
 from disagg.model.states.layers import continues_everywhere, split_states
 from disagg.model.static import StaticStep
@@ -104,13 +106,17 @@ class Runner:
         workers: int = 1,
         forward: ModuleForward | LlamaForward | None = None,
         weights: str | None = None,
+        group: RankGroup | None = None,
     ):
         """
+        info:    of what this rank has of it
         workers: processes of this host that load the model
         weights: as of `ModelConfig`
         forward: computes with the weights of `model`; None: the fastest that there is
+        group:   the ranks that divide the model; None: this one has all of it
         """
         self.info = info
+        self.group = group
         # packed weights, which may be the model's first ones, are on no device
         self.device = model.get_input_embeddings().weight.device
         self.shape = kv_shape(info)
@@ -123,7 +129,7 @@ class Runner:
             fingerprint = fingerprint_with(fingerprint, info.context_length)
         self.weights = "as stored"  # in words
         with torch.inference_mode():
-            self._forward = forward or forward_of(model, workers, weights)
+            self._forward = forward or forward_of(model, workers, weights, group)
         if weights is not None:
             # so would workers with other weights
             self.weights = f"{weights} in {quantized_part(self._forward)}"
@@ -135,6 +141,8 @@ class Runner:
         if self.device.type == "cuda":
             # cuDNN plans anew for each length of prompts
             torch.backends.cuda.enable_cudnn_sdp(False)
+        # ranks would have to decide alike whether a step is like an earlier one
+        if self.device.type == "cuda" and group is None:
             self.record_steps(CudaRecorder())
 
     @classmethod
@@ -146,6 +154,7 @@ class Runner:
         context: int | None = None,
         workers: int = 1,
         weights: str | None = None,
+        group: RankGroup | None = None,
     ) -> "Runner":
         """Load a model by name in the local cache, by path, or the packaged one.
 
@@ -154,6 +163,7 @@ class Runner:
         context: maximum tokens of a prompt with its answer; None: the default of the model
         workers: processes of this host that load it
         weights: as of `ModelConfig`
+        group:   the ranks that divide it, each of which loads its part at the same time
         ModelError if there is none, or if its attention is not plain softmax attention; ConfigError
         for a device that `pick_device` refuses, for a context that is too long, and for weights
         that this host cannot round to.
@@ -167,13 +177,24 @@ class Runner:
         if dtype == "auto" and info.dtype == "bfloat16" and not has_bfloat16():
             info = describe_model(ref, "float16", device, context)
         check_weights_setting(weights, device, info.dtype)
-        model = load_model(info, device).eval().requires_grad_(False)
+        if group is not None and weights is not None:
+            raise ConfigError(
+                f"config key model.weights is {weights!r} with {group.ranks} ranks, which would "
+                "round their parts of a row apart; expected none, or one rank"
+            )
+        model = load_model(info, device, group).eval().requires_grad_(False)
+        if group is not None:
+            info = local_info(info, group.ranks)
         split_states(model, info.states)
         keep_latents(model, info.layers)
         with torch.inference_mode():
             check_attention(model, info)
-        fingerprint = fingerprint_model(info.path)
-        return cls(model, info, fingerprint, workers, weights=weights)
+        is_first = group is None or group.rank == 0  # nobody asks the others
+        fingerprint = fingerprint_model(info.path) if is_first else ""
+        runner = cls(model, info, fingerprint, workers, weights=weights, group=group)
+        if group is not None:
+            group.begin_serving()
+        return runner
 
     @classmethod
     def random(
@@ -244,7 +265,17 @@ class Runner:
             chunks=tuple(chunks),
             states=batch.states.with_tables(states),
         )
-        return self._logits(tokens, positions, batch, outputs.long()).float()
+        logits = self._logits(tokens, positions, batch, outputs.long()).float()
+        self._compare_largest(batch)
+        return logits
+
+    def _compare_largest(self, batch: Batch) -> None:
+        """Let each rank know the largest K and V of all heads of prompts that are complete."""
+        if self.group is None:
+            return
+        for chunk in batch.chunks:
+            if chunk.before + chunk.count == chunk.workspace.total:
+                chunk.workspace.update_largest(self.group.max)
 
     def _static_step(self, static: StaticStep) -> Tensor:
         """Logits [bucket, V] of every row of a step in its buffers; never waits for the host."""

@@ -39,6 +39,14 @@ from disagg.model.loading import (
 )
 from disagg.model.packed.tables import PackedWeight
 from disagg.model.quantization import MODELOPT_FILE
+from disagg.model.rank_group import RankGroup
+from disagg.model.shards import (
+    check_ranks,
+    join_ranks,
+    local_config,
+    plan_of,
+    shard_tensors,
+)
 from disagg.model.storage import Storage, read_storage
 
 READ_BYTES = 16 << 20
@@ -49,14 +57,20 @@ SETTLED_NS = (
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
-def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
+def load_model(
+    info: ModelInfo, device: str, group: RankGroup | None = None
+) -> PreTrainedModel:
     """The model of a folder on a device; ModelError if weights are missing or cannot be read.
 
     Packed weights are unpacked, unless a kernel of transformers multiplies them on this machine.
     Files other than safetensors are read by transformers.
+
+    group: the ranks that divide the model; None: it is whole
     """
     kind, config = class_of(info)
     storage = read_storage(info.path)
+    if group is not None:
+        return _load_shard(info, device, group, storage)
     if storage is not None and not stays_packed(storage.quantization, device, config):
         tensors = _open(info, storage, device)
         model = build_model(kind, config, tensors, info, device)
@@ -70,6 +84,29 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
     except LOAD_ERRORS as error:
         raise load_error(info, error) from error
     check_report(report, info)
+    return model
+
+
+def _load_shard(
+    info: ModelInfo, device: str, group: RankGroup, storage: Storage | None
+) -> PreTrainedModel:
+    """The part of a model that this rank has; its forward pass is one of all ranks."""
+    kind, config = class_of(info)
+    check_ranks(config, info, group.ranks)
+    if storage is None:
+        raise ModelError(
+            f"{info.path} has no safetensors files; {group.ranks} ranks read slices of them"
+        )
+    if stays_packed(storage.quantization, device, config):
+        raise ModelError(
+            f"{info.path} is multiplied without unpacking on this GPU, which one rank does; "
+            f"ranks are {group.ranks}"
+        )
+    plan = plan_of(config)
+    tensors = shard_tensors(_open(info, storage, device), plan, group.rank, group.ranks)
+    config = local_config(config, info, group.ranks)
+    model = build_model(kind, config, tensors, info, device)
+    join_ranks(model, plan, group)
     return model
 
 

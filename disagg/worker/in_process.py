@@ -16,7 +16,7 @@ from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Job
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.records import ArenaSource, Manifest
+from disagg.transfer.records import Addresses, ArenaSource, Manifest
 from disagg.transfer.sender import SendQueue
 from disagg.transfer.stats import HandoffStats
 from disagg.wire import Commit, Ticket, frame_message, message_frame, pack, unpack
@@ -51,6 +51,7 @@ class InProcessHandoff:
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         """The records are allocated: attach."""
         manifest = Manifest(plan, len(self._request.tokens))
+        self._groups = groups
         self._source = ArenaSource(self._prefill.pool.arena, manifest, groups)
         self._queue = SendQueue(manifest)
         self._queue.read_from(self._source)
@@ -63,6 +64,7 @@ class InProcessHandoff:
         attached = self._reservations.attach(attach)
         self._wire_bytes += attach.to_proto().ByteSize()
         self._wire_bytes += attached.to_proto().ByteSize()
+        self._in_place = frozenset(attached.have)
         self._queue.restart(attached.received(), attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
@@ -78,6 +80,24 @@ class InProcessHandoff:
         return False
 
     # -- called by the LLM
+
+    def copies(self, groups: Sequence[GroupState]) -> list[tuple[int, int, int]]:
+        """What other ranks copy between their arenas: starts in both, and bytes.
+
+        groups: the records at the receiver
+        """
+        manifest = self._queue.manifest
+        source = Addresses(manifest, self._groups)
+        target = Addresses(manifest, groups)
+        copies = []
+        for index, item in enumerate(manifest.items):
+            if index in self._in_place:
+                continue
+            spans = zip(source.spans(item), target.spans(item), strict=True)
+            copies += [
+                (read, written, nbytes) for (read, nbytes), (written, _) in spans
+            ]
+        return copies
 
     def finish(self, prefilled: Prefilled) -> None:
         """The prompt is computed: commit, unless its first token ends the answer."""

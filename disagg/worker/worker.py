@@ -31,7 +31,9 @@ from disagg.engine.warm import warm_up
 from disagg.errors import (
     CapacityError,
     PeerLostError,
+    RanksLostError,
 )
+from disagg.model.capacity import check_ranks_of
 from disagg.model.runner import Runner
 from disagg.paged.doctor import check_plans
 from disagg.transfer.control import worker_handler
@@ -42,6 +44,7 @@ from disagg.transfer.messages import (
 )
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
+from disagg.worker.ranks import RankProcesses
 from disagg.worker.service import WorkerService, backend_of
 from disagg.worker.watchdog import Watchdog
 
@@ -81,13 +84,15 @@ class Worker:
         self._host = host
         self._security = security
         model = config.model
+        self._ranks = self._start_ranks(workers)
         self._runner = runner or Runner.load(
             model.name,
             model.dtype,
             model.device,
             model.context,
-            workers,
+            workers * config.cluster.ranks,
             model.weights,
+            group=self._ranks.group if self._ranks else None,
         )
         self._listed = config.listed
         compiled = self._listed if self._runner.graphs else ()
@@ -98,6 +103,7 @@ class Worker:
             probed=self._listed,
             state=config.state,
             expected=self._listed,
+            orders=self._ranks.orders() if self._ranks else None,
         )
         check_slabs(
             self.engine.pool.arena.nbytes,
@@ -114,6 +120,29 @@ class Worker:
         )
         self._watchdog = Watchdog(name, self.engine.progress, config.engine.stuck_s)
         self._failure: BaseException | None = None
+
+    def _start_ranks(self, workers: int) -> RankProcesses | None:
+        """The other ranks of this worker, which load beside it; None: there are none."""
+        cluster = self.config.cluster
+        if cluster.ranks == 1:
+            return None
+        model = self.config.model
+        check_ranks_of(model.name, cluster.ranks)
+        return RankProcesses(
+            cluster.ranks,
+            cluster.rank_timeout_s,
+            model.name,
+            model.dtype,
+            model.device,
+            model.context,
+            workers,
+            self.config.engine.torch_threads,
+        )
+
+    def _on_rank_lost(self, error: RanksLostError) -> None:
+        """A rank has ended: so does the worker, as if its process had."""
+        self._failure = self._failure or error
+        self._on_loop(self._begin_stop, 0.0)
 
     # -- from any thread
 
@@ -144,6 +173,8 @@ class Worker:
         self._info.result()
         self._engine_thread.start()
         self._watchdog.start()
+        if self._ranks is not None:
+            self._ranks.watch(self._on_rank_lost)
         return self.info
 
     @property
@@ -198,6 +229,8 @@ class Worker:
             raise
         finally:
             self._watchdog.stop()
+            if self._ranks is not None:
+                self._ranks.close()
             self._on_loop(self._begin_stop, 0.0)
 
     def _run_io(self) -> None:

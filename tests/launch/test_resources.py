@@ -5,7 +5,8 @@ import os
 import pytest
 
 from disagg.config import load_config
-from disagg.launch.resources import gpu_share, worker_config
+from disagg.errors import ConfigError
+from disagg.launch.resources import check_ranks_setting, gpu_share, worker_config
 
 GPU_SHARES = [
     (0, 1, 1, 0),
@@ -25,6 +26,19 @@ def test_every_worker_has_a_place_on_the_gpus(gpus, prefill, decode, share):
     assert not gpus or gpus * int(1 / share) >= prefill + decode
 
 
+def test_each_rank_has_a_gpu_of_its_own():
+    flags = {"cluster.colocated": True, "cluster.prefill_ranks": 4}
+
+    assert gpu_share(8, load_config(None, flags)) == 4.0
+
+
+def test_ranks_that_would_hand_off_are_refused():
+    config = load_config(None, {"cluster.decode_ranks": 2})
+
+    with pytest.raises(ConfigError, match="decode_ranks 2; hand-offs of several ranks"):
+        check_ranks_setting(config)
+
+
 def test_workers_on_the_cpu_take_no_gpus():
     assert gpu_share(8, load_config(None, {"model.device": "cpu"})) == 0.0
 
@@ -40,6 +54,7 @@ THREADS = [
     (POOLS, {"decode": 8}, 3),
     (POOLS, {"prefill": 1, "decode": 2}, 4),
     (POOLS, {}, 12),
+    ({"cluster.colocated": True, "cluster.prefill_ranks": 4}, {}, 3),
 ]
 
 

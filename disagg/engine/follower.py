@@ -1,0 +1,137 @@
+"""A follower's side of an engine: it does to its arena and model what rank 0 does to its own.
+
+No scheduler, no pool, no sampler: an order says which pages. See `orders.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.planning import parse_plan
+from disagg.engine.arena import make_arena
+from disagg.engine.exact_prefixes import prefix_plan, read_units, write_units
+from disagg.engine.orders import ArenaOrder, ChunkOrder, PromptOrder, StepOrder
+from disagg.engine.prompts import encode_chunk
+from disagg.engine.sequence import Handoff
+from disagg.kv.page import RAW_TOKENS
+from disagg.kv.plan import Plan
+from disagg.model.attention import Batch, Chunk
+from disagg.model.cache import Workspace
+from disagg.model.runner import Runner
+
+HandoffOf = Callable[[str], Handoff]
+
+
+@dataclass(frozen=True)
+class FollowedPrompt:
+    """A prompt that computes, as far as its records go."""
+
+    plan: Plan
+    prompt_len: int
+    cached: int
+    handoff: Handoff | None
+    workspace: Workspace
+
+
+class Follower:
+    """The arena of one engine on another rank than 0, and its prompts that compute.
+
+    handoff_of: the hand-off of this rank by the engine's name of a sequence
+    """
+
+    def __init__(
+        self, runner: Runner, order: ArenaOrder, handoff_of: HandoffOf | None = None
+    ):
+        self.arena = make_arena(order.nbytes, order.scratch, runner.device)
+        self._runner = runner
+        self._shape = replace(runner.shape, state_form=order.state_form)
+        self._prefix_plan = prefix_plan(runner.shape)
+        self._handoff_of = handoff_of
+        self._prompts: dict[int, FollowedPrompt] = {}
+        # sums of squares of queries, by the raw page whose unit they are of
+        self._squares: dict[int, Tensor] = {}
+
+    @torch.inference_mode()
+    def step(self, order: StepOrder) -> Tensor | None:
+        """Take part in a step; the logits, or None for an order without tokens."""
+        for number in order.ended:
+            del self._prompts[number]
+        for handoff in order.handoffs:
+            plan = parse_plan(handoff.codec, self._shape)
+            self._find_handoff(handoff.rid).begin(plan, handoff.groups)
+        for prompt in order.begun:
+            self._begin(prompt)
+        if not order.tokens:
+            return None
+        batch = Batch(
+            tokens=order.tokens,
+            positions=order.positions,
+            outputs=order.outputs,
+            arena=self.arena,
+            chunks=tuple(map(self._chunk, order.chunks)),
+            decodes=order.decodes,
+            long_rows=order.long_rows,
+        )
+        logits = self._runner.forward(batch)
+        for chunk in order.chunks:
+            self._note_squares(chunk)
+        return logits
+
+    def _find_handoff(self, rid: str) -> Handoff:
+        assert self._handoff_of is not None, "hand-offs of this group have one rank"
+        return self._handoff_of(rid)
+
+    def _begin(self, order: PromptOrder) -> None:
+        workspace = self._runner.workspace(order.total, order.rooms)
+        if order.reserved:
+            dtype = getattr(torch, self._runner.info.dtype)
+            workspace.reserve(dtype, self._runner.device)
+        if order.cached:
+            squares = self._squares_of(order)
+            plan = self._prefix_plan
+            read_units(plan, self.arena, workspace, order.prefix, squares, order.cached)
+        self._prompts[order.number] = FollowedPrompt(
+            plan=parse_plan(order.codec, self._shape),
+            prompt_len=order.total,
+            cached=order.cached,
+            handoff=self._find_handoff(order.rid) if order.hands_off else None,
+            workspace=workspace,
+        )
+
+    def _squares_of(self, order: PromptOrder) -> list[Tensor]:
+        """The notes of the cached units, of a group that has all of them."""
+        for pages in order.prefix:
+            if len(pages) * RAW_TOKENS == order.cached:
+                return [self._squares[x] for x in pages if x in self._squares]
+        return []
+
+    def _chunk(self, order: ChunkOrder) -> Chunk:
+        prompt = self._prompts[order.number]
+        done = order.before + order.count
+        plan = self._prefix_plan
+
+        def on_layer(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
+            encode_chunk(prompt, layer, k, v, chunk, self.arena)
+            tables = chunk.tables.prefix_pages
+            write_units(plan, self.arena, order.first_unit, done, layer, k, v, tables)
+
+        return Chunk(
+            row=order.row,
+            count=order.count,
+            before=order.before,
+            workspace=prompt.workspace,
+            on_layer=on_layer,
+            tables=order.tables,
+        )
+
+    def _note_squares(self, order: ChunkOrder) -> None:
+        workspace = self._prompts[order.number].workspace
+        for pages in order.tables.prefix_pages:
+            for unit, page in enumerate(pages.tolist(), order.first_unit):
+                squares = workspace.squares(unit)
+                if squares is None:
+                    self._squares.pop(page, None)
+                else:
+                    self._squares[page] = squares
