@@ -50,7 +50,7 @@ class CallNotation:
 
 
 # by the name of the tool parser that reads it
-CALL_FORMS: Mapping[str, CallNotation] = {
+CALL_NOTATIONS: Mapping[str, CallNotation] = {
     "hermes": CallNotation(
         before_name='<tool_call>\n{"name": "',
         before_arguments='", "arguments": ',

@@ -30,13 +30,13 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Of the model. Reading it takes a second, so only the thread of this compiler does."""
+        """Of the model. Reading it takes seconds, so only the thread of this compiler does."""
         return self._read_vocabulary()
 
     def prepare(self, constraint: str) -> "Future[GrammarState]":
         """Compile a constraint in the background; the result is the state before the first token.
 
-        It is for copies alone.
+        Follow copies of it, never the state itself: all requests share it.
         """
         with self._lock:
             future = self._compiled.get(constraint)

@@ -40,7 +40,7 @@ class GrammarState:
         return copy
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Go to the state behind `tokens`, which begin with those behind which it is.
+        """Advance to the end of `tokens`, which continue those that were followed before.
 
         RequestError where the grammar does not allow them, or is too complex behind them.
         """
@@ -54,7 +54,7 @@ class GrammarState:
         return self._matcher.validate_tokens(list(draft))
 
     def forced(self) -> list[int]:
-        """The tokens that come next whatever the model likes; often none."""
+        """The tokens that must come next; often none."""
         return self._matcher.compute_ff_tokens()
 
     @property

@@ -5,8 +5,8 @@
     head                it has part of the vocabulary; the logits are gathered
     all else            each rank has all of it
 
-Which layers these are says transformers' plan of the model. Each rank reads only its own slices
-of the files.
+transformers' plan of the model names these layers. Each rank reads only its own slices of the
+files.
 """
 
 import re

@@ -17,14 +17,15 @@ from disagg.parsers.source import Stops, TextSource, Wait
 
 RECIPIENT = "to="
 FUNCTION = re.compile(r"\bto=functions\.([\w.:/-]+)")
-THOUGHT = "analysis"
+THOUGHT_CHANNEL = "analysis"
+FINAL_CHANNEL = "final"  # for users
 MAX_HEADER = 512  # characters
 
 
 class ChannelsReader:
     """Reads a whole answer.
 
-    tools, thoughts: whether calls and thoughts are told from content
+    tools, thoughts: whether calls and thoughts are separated from content
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ChannelsReader:
             if is_call:
                 self._was_thought = None
         _, _, channel = header.partition(self._syntax.channel)
-        is_thought = self._thoughts and channel.lstrip().startswith(THOUGHT)
+        is_thought = self._thoughts and channel.lstrip().startswith(THOUGHT_CHANNEL)
         yield from self._text(is_thought)
 
     def _call(self, name: str) -> Wait[bool]:

@@ -10,7 +10,8 @@ Consecutive thoughts, contents and arguments of one call are pieces of one text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -54,24 +55,20 @@ Part = Thought | Content | CallBegin | CallArguments | CallEnd
 
 
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Parts of which pieces of one text that follow each other are one."""
-    joined: list[Part] = []
-    for part in parts:
-        longer = _continued(joined[-1], part) if joined else None
-        if longer is None:
-            joined.append(part)
-        else:
-            joined[-1] = longer
-    return tuple(joined)
+    """Parts in which consecutive pieces of one text are one part."""
+    return tuple(_joined([*run]) for _, run in groupby(parts, key=_text_key))
 
 
-def _continued(before: Part, part: Part) -> Part | None:
-    """Two pieces of one text as one; None for parts of two texts."""
-    match before, part:
-        case Thought(text), Thought(more):
-            return Thought(text + more)
-        case Content(text), Content(more):
-            return Content(text + more)
-        case CallArguments(index, text), CallArguments(other, more) if index == other:
-            return CallArguments(index, text + more)
-    return None
+def _text_key(part: Part) -> tuple[type[Part], int]:
+    """Equal for pieces of one text that follow each other."""
+    index = 0 if isinstance(part, Thought | Content) else part.index
+    return type(part), index
+
+
+def _joined(run: Sequence[Part]) -> Part:
+    """Pieces of one text as one."""
+    first = run[0]
+    if isinstance(first, CallBegin | CallEnd) or len(run) == 1:
+        return first
+    pieces = [part.text for part in run if not isinstance(part, CallBegin | CallEnd)]
+    return replace(first, text="".join(pieces))

@@ -1,9 +1,5 @@
 """Collects the parts of an answer, and trims the space between them."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import groupby
-
 from disagg.parsers.parts import (
     CallArguments,
     CallBegin,
@@ -11,6 +7,7 @@ from disagg.parsers.parts import (
     Content,
     Part,
     Thought,
+    joined_parts,
 )
 from disagg.parsers.source import SPACE
 
@@ -34,9 +31,8 @@ class PartsWriter:
         self._num_calls = 0
 
     def take(self) -> tuple[Part, ...]:
-        """The parts since the last call of this."""
-        runs = groupby(self._parts, key=_text_key)
-        parts = tuple(_joined([*run]) for _, run in runs)
+        """The parts since the last `take`."""
+        parts = joined_parts(self._parts)
         self._parts.clear()
         return parts
 
@@ -93,18 +89,3 @@ class PartsWriter:
         space = "".join(self._space)
         self._space.clear()
         return space
-
-
-def _text_key(part: Part) -> tuple[type[Part], int]:
-    """Equal for pieces of one text that follow each other."""
-    index = 0 if isinstance(part, Thought | Content) else part.index
-    return type(part), index
-
-
-def _joined(run: Sequence[Part]) -> Part:
-    """Pieces of one text as one."""
-    first = run[0]
-    if isinstance(first, CallBegin | CallEnd) or len(run) == 1:
-        return first
-    pieces = [part.text for part in run if not isinstance(part, CallBegin | CallEnd)]
-    return replace(first, text="".join(pieces))

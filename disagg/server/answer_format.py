@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.errors import RequestError
-from disagg.grammar.calls import CALL_FORMS, tool_calls
+from disagg.grammar.calls import CALL_NOTATIONS, tool_calls
 from disagg.grammar.constraints import behind, behind_thought, either
 from disagg.parsers.answer import AnswerParser
+from disagg.parsers.channels import FINAL_CHANNEL, THOUGHT_CHANNEL
 from disagg.parsers.formats import NONE, AnswerFormats, ReasoningFormat
 from disagg.server.schema import ChatRequest
 from disagg.server.tools import Tool
 
-FINAL = "<|channel|>final"  # before the message of a channel for users
 MARK_CHARS = 256  # at the end of a prompt, where a thought may begin
 
 
@@ -33,7 +33,7 @@ class AnswerReading:
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether thoughts are told from the rest of an answer."""
+        """Whether thoughts are separated from the rest of an answer."""
         return self.formats.reasoning is not None
 
     def parser(self) -> AnswerParser:
@@ -89,7 +89,7 @@ class ModelFormats:
             _schemas(tools) if tools else None,
             prompt[-MARK_CHARS:],
             self.special_tokens,
-            request.parallel_tool_calls and not request.tool_choice.is_named,
+            _is_parallel(request),
         )
 
     def _calls(self, request: ChatRequest) -> str:
@@ -100,7 +100,7 @@ class ModelFormats:
         form = (
             None
             if self.formats.tool is None
-            else CALL_FORMS.get(self.formats.tool.name)
+            else CALL_NOTATIONS.get(self.formats.tool.name)
         )
         if form is None:
             raise RequestError(
@@ -109,7 +109,7 @@ class ModelFormats:
                 "tool_choice",
             )
         functions = _schemas(request.callable_tools)
-        parallel = request.parallel_tool_calls and not request.tool_choice.is_named
+        parallel = _is_parallel(request)
         try:
             return tool_calls(functions, form, self.special_tokens, parallel=parallel)
         except RequestError as error:
@@ -135,11 +135,10 @@ class ModelFormats:
             form = request.constraint()
             if request.callable_tools and self.formats.tool is not None:
                 calls = self._calls(request)
-        reasoning = self.formats.reasoning
-        if reasoning is not None and reasoning.channels is not None and form:
-            form = behind(
-                f"{FINAL}{reasoning.channels.message}", form, self.special_tokens
-            )
+        channels = self.formats.reasoning and self.formats.reasoning.channels
+        if channels is not None and form:
+            mark = f"{channels.channel}{FINAL_CHANNEL}{channels.message}"
+            form = behind(mark, form, self.special_tokens)
         constraint = either(calls, form) if calls and form else calls or form
         return self._behind_thought(constraint, prompt)
 
@@ -165,6 +164,11 @@ class ModelFormats:
         return []
 
 
+def _is_parallel(request: ChatRequest) -> bool:
+    """Whether an answer may have several calls."""
+    return request.parallel_tool_calls and not request.tool_choice.is_named
+
+
 def _schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     return {tool.name: tool.parameters for tool in tools}
 
@@ -174,5 +178,5 @@ def _marks(reasoning: ReasoningFormat) -> tuple[str, str]:
     channels = reasoning.channels
     if channels is None:
         return reasoning.begin, reasoning.end
-    begin = f"{channels.channel}analysis{channels.message}"
+    begin = f"{channels.channel}{THOUGHT_CHANNEL}{channels.message}"
     return begin, f"{channels.ends[0]}{channels.start}assistant"

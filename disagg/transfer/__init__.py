@@ -16,7 +16,7 @@ Prefill worker, on the engine's thread: never blocks.
     stage         copy items from a device to the host                        ArenaSource.stage
 
 Prefill worker, on the io loop: a Sender for each part of a hand-off, a Channel to each rank that
-receives. A worker of one rank hands over to another such in one part; see `parts.py`.
+receives. A worker of one rank hands over to another such in one part; see `partition.py`.
     send    [r]   rank 0 to its followers: begin to send your parts           FollowerHandler.send
     attach  [r]   take a part over; answers the items that arrived            Sender.run
     push          items into the queue of the hand-off                        Sender.offer

@@ -20,7 +20,7 @@ from disagg.kv.arena import Arena
 from disagg.kv.plan import Plan
 from disagg.kv.state import lay_out
 from disagg.transfer.followers import Opening
-from disagg.transfer.parts import Partition, part_nonce
+from disagg.transfer.partition import Partition, part_nonce
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems
 from disagg.wire import Commit, PageFrame, Ticket
 

@@ -22,7 +22,7 @@ from disagg.kv.prefix_keys import PrefixBlock, content_keys, joined, prefix_bloc
 from disagg.kv.slabs import num_slabs_for
 from disagg.kv.state import GroupState, lay_out
 from disagg.transfer.messages import Job
-from disagg.transfer.parts import HeadSlice, Partition, sender_model
+from disagg.transfer.partition import HeadSlice, Partition, sender_model
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems, Span
 from disagg.wire import digest
 

@@ -17,7 +17,7 @@ from disagg.kv.page import ARENA_UNIT, RAW_TOKENS, Item, Kind, items_of
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.prefix_keys import PrefixBlock
 from disagg.kv.state import GroupState
-from disagg.transfer.parts import ALL_HEADS, HeadSlice
+from disagg.transfer.partition import ALL_HEADS, HeadSlice
 from disagg.wire import FRAME_BYTES, Buffer, Commit, PageFrame, digest
 
 # what a page depends on comes first

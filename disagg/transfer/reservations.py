@@ -9,7 +9,7 @@
                        └─► EXPIRED (lease over) · ABORTED (router, fence, attempt+1),
                            the latter from ADMITTED too, until the engine is done
 
-A hand-off between groups of ranks arrives in parts (`parts.py`). Each is attached, sent and
+A hand-off between groups of ranks arrives in parts (`partition.py`). Each is attached, sent and
 committed by itself; they have one lease, one abort and one admission. These rules run at rank 0.
 Its followers store their parts by the rules of `incoming.py`, and the caller asks them: it opens
 their parts before it answers `reserve`, and checks each part before it passes the commit on.
@@ -40,7 +40,7 @@ from disagg.kv.state import GroupState
 from disagg.transfer.followers import Opening
 from disagg.transfer.incoming import IncomingPart, State
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
-from disagg.transfer.parts import Partition, part_nonce, part_of
+from disagg.transfer.partition import Partition, part_nonce, part_of
 from disagg.transfer.prefix_cache import PendingHandoff, PrefixCache, Scrub
 from disagg.wire import Commit, PageFrame, Ticket, digest, pack
 

@@ -31,7 +31,7 @@ from disagg.kv.state import GroupState
 from disagg.transfer.channel import Peers
 from disagg.transfer.followers import FollowerHandler
 from disagg.transfer.messages import Attach, Submit
-from disagg.transfer.parts import HeadSlice, Partition, part_nonce
+from disagg.transfer.partition import HeadSlice, Partition, part_nonce
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.sender import Sender
 from disagg.transfer.stats import HandoffStats, joined

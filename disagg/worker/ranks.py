@@ -192,10 +192,10 @@ def follow(link: Connection) -> None:
     try:
         start: RankStart = unpack_order(link.recv_bytes())
         link.send_bytes(READY)
-        ranks = _Ranks(_load(start))
+        followers = _Followers(_load(start))
         while True:
             engine, order = unpack_order(link.recv_bytes())
-            ranks.obey(engine, order)
+            followers.obey(engine, order)
     except EOFError:
         return
     except DisaggError as error:
@@ -219,7 +219,7 @@ def _load(start: RankStart) -> Runner:
     )
 
 
-class _Ranks:
+class _Followers:
     """The followers of all engines of rank 0's process, which share a model."""
 
     def __init__(self, runner: Runner):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from disagg.errors import RequestError
-from disagg.grammar.calls import CALL_FORMS, tool_calls
+from disagg.grammar.calls import CALL_NOTATIONS, tool_calls
 from disagg.parsers.formats import TOOL_FORMATS
 from tests.grammar.following import is_whole
 
@@ -45,7 +45,7 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_in_the_notation_of_a_model_is_allowed(name):
     text = WRITTEN[name].replace("%s", ARGUMENTS)
-    form = CALL_FORMS[name]
+    form = CALL_NOTATIONS[name]
 
     one = tool_calls(FUNCTIONS, form, SPECIAL, parallel=False)
 
@@ -56,7 +56,7 @@ def test_a_call_in_the_notation_of_a_model_is_allowed(name):
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "llama3_json"])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_several_calls_need_leave(name, parallel):
-    form = CALL_FORMS[name]
+    form = CALL_NOTATIONS[name]
     call = WRITTEN[name].replace("%s", ARGUMENTS)
 
     constraint = tool_calls(FUNCTIONS, form, {}, parallel=parallel)
@@ -68,7 +68,7 @@ def test_several_calls_need_leave(name, parallel):
     "wrong", ['{"city": 3}', '{"days": 2}', '{"city": "a", "x": 1}']
 )
 def test_arguments_follow_their_schema(wrong):
-    constraint = tool_calls(FUNCTIONS, CALL_FORMS["hermes"], {}, parallel=False)
+    constraint = tool_calls(FUNCTIONS, CALL_NOTATIONS["hermes"], {}, parallel=False)
 
     assert not is_whole(constraint, WRITTEN["hermes"].replace("%s", wrong))
 
@@ -78,20 +78,22 @@ def test_a_bad_schema_names_its_function(name):
     functions = {"good": {}, "bad": {"properties": {"x": {"type": "in"}}}}
 
     with pytest.raises(RequestError, match="'bad': the schema at #/properties/x/type"):
-        tool_calls(functions, CALL_FORMS[name], {}, parallel=True)
+        tool_calls(functions, CALL_NOTATIONS[name], {}, parallel=True)
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_every_tool_parser_has_a_notation(form):
     functions = {"weather": FUNCTIONS["weather"]}
 
-    constraint = tool_calls(functions, CALL_FORMS[form.name], {}, parallel=True)
+    constraint = tool_calls(functions, CALL_NOTATIONS[form.name], {}, parallel=True)
 
     assert "weather" in constraint
 
 
 def test_newer_models_have_a_newer_notation():
     special = {"[TOOL_CALLS]": 256, "[ARGS]": 257}
-    constraint = tool_calls(FUNCTIONS, CALL_FORMS["mistral"], special, parallel=False)
+    constraint = tool_calls(
+        FUNCTIONS, CALL_NOTATIONS["mistral"], special, parallel=False
+    )
 
     assert is_whole(constraint, f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", special)

@@ -10,12 +10,12 @@ from disagg.kv.state import GroupState, allocate_groups
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.followers import Followers
 from disagg.transfer.messages import Attach, Attached, Grant, Job, parse
-from disagg.transfer.parts import Partition, part_nonce
+from disagg.transfer.partition import Partition, part_nonce
 from disagg.transfer.receiver import PageReceiver, Receiver
 from disagg.transfer.records import ArenaSource, Manifest
 from disagg.transfer.sender import SendQueue
 from disagg.wire import Commit, Ticket, digest, frame_message, message_frame, pack
-from disagg.worker.follower import FollowerService
+from disagg.worker.follower_service import FollowerService
 from disagg.worker.handoff import SendingContext
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool

@@ -21,7 +21,7 @@ from disagg.errors import (
 )
 from disagg.kv.page import make_state_layout
 from disagg.kv.plan import LayerShape, Plan
-from disagg.transfer.parts import part_nonce
+from disagg.transfer.partition import part_nonce
 from disagg.wire import Buffer, message_frame, pack, unpack
 from tests.transfer.desk import corrupt
 from tests.transfer.groups import (

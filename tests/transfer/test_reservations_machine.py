@@ -21,7 +21,7 @@ from disagg.errors import (
 )
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.transfer.messages import Ack, Attach, Grant
-from disagg.transfer.parts import Partition
+from disagg.transfer.partition import Partition
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import (
     MEMORY_S,

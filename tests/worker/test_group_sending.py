@@ -20,7 +20,7 @@ from disagg.transfer.followers import (
 from disagg.transfer.messages import Grant, Submit, Work
 from disagg.transfer.rpc import connect, start_server
 from disagg.transfer.stats import HandoffStats
-from disagg.worker.follower import FollowerService
+from disagg.worker.follower_service import FollowerService
 from disagg.worker.handoff import OutgoingHandoff, SendingContext
 from tests.transfer.groups import ReceivingGroup, SendingRank, slice_bytes
 from tests.transfer.prompts import EPOCH, MODEL, Prompt

@@ -11,7 +11,7 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import LayoutError
 from disagg.kv.page import Kind, make_state_layout
 from disagg.kv.plan import LayerShape, Plan
-from disagg.transfer.parts import HeadSlice, Partition, part_nonce, part_of
+from disagg.transfer.partition import HeadSlice, Partition, part_nonce, part_of
 
 RANKS = st.integers(1, 12)
 
