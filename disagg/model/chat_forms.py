@@ -66,7 +66,7 @@ class CallForm:
 
 
 # by the content that the client sent; the first is what the client sent
-CALL_NOTATIONS: Mapping[str | None, list[CallForm]] = {
+CALL_FORMS: Mapping[str | None, list[CallForm]] = {
     sent: [
         CallForm(content, as_text)
         for content in (sent, other)
@@ -104,7 +104,7 @@ class MessageForms:
     def of(cls, render: Render) -> "MessageForms":
         """Try a template."""
         as_parts = _takes_parts(render)
-        calls = {sent: _best_call_form(render, sent) for sent in CALL_NOTATIONS}
+        calls = {sent: _best_call_form(render, sent) for sent in CALL_FORMS}
         return cls(
             developer=_writes_developer(render),
             as_parts=as_parts,
@@ -182,7 +182,7 @@ def _takes_parts(render: Render) -> bool:
 
 def _best_call_form(render: Render, sent: str | None) -> CallForm:
     """The first of those that the template writes best."""
-    return max(CALL_NOTATIONS[sent], key=lambda form: _grade_call(render, form))
+    return max(CALL_FORMS[sent], key=lambda form: _grade_call(render, form))
 
 
 def _grade_call(render: Render, form: CallForm) -> int:

@@ -135,7 +135,8 @@ class ModelFormats:
             form = request.constraint()
             if request.callable_tools and self.formats.tool is not None:
                 calls = self._calls(request)
-        channels = self.formats.reasoning and self.formats.reasoning.channels
+        reasoning = self.formats.reasoning
+        channels = reasoning.channels if reasoning is not None else None
         if channels is not None and form:
             mark = f"{channels.channel}{FINAL_CHANNEL}{channels.message}"
             form = behind(mark, form, self.special_tokens)

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events that tell of them, from the parts of an answer.
+"""The output items of a response, and their events, from the parts of an answer.
 
     Thought           {"type": "reasoning", "content": [{"type": "reasoning_text"}]}
     Content           {"type": "message", "content": [{"type": "output_text"}]}
