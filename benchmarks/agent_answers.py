@@ -35,13 +35,15 @@ def streamed_answer(path: str, events: Sequence[Row]) -> AgentAnswer:
     reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     if len(reasons) != 1:
         raise WireError(f"a stream ended with the finish reasons {reasons}")
-    (reason,) = reasons
     if path == COMPLETIONS:
         text = "".join(choice["text"] for choice in choices)
-        return AgentAnswer(text, (), reason)
+        return AgentAnswer(text, (), *reasons)
     deltas = [choice["delta"] for choice in choices]
-    text = "".join(delta.get("content") or "" for delta in deltas)
-    return AgentAnswer(text, _streamed_calls(deltas), reason)
+    return AgentAnswer(_streamed_text(deltas), _streamed_calls(deltas), *reasons)
+
+
+def _streamed_text(deltas: Sequence[Row]) -> str:
+    return "".join(delta.get("content") or "" for delta in deltas)
 
 
 def _streamed_calls(deltas: Sequence[Row]) -> tuple[tuple[str, str], ...]:

@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.agent_answers import events_of, streamed_answer, whole_answer
 from benchmarks.agent_mix import CUT, AgentAnswer, AgentRequest
-from benchmarks.front_group import SECRET, Answers, DoorEnd
+from benchmarks.front_group import OWNER, Answers, DoorEnd
 from disagg.bench.fake_workers import LOOPBACK
 from disagg.bench.result import Row
 from disagg.config import Config
@@ -38,7 +38,7 @@ class AgentDoorEnd(DoorEnd):
             number,
             [listening],
             path=path,
-            secret=SECRET.token,
+            secret=OWNER,
             on_stop=lambda: None,
         )
         is_serving = asyncio.Event()
@@ -68,8 +68,9 @@ class AgentDoorEnd(DoorEnd):
                 await response.aread()
             check_status(response)
             async for line in response.aiter_lines():
-                events += events_of([line])
-                last = self._note_gap(last)
+                for event in events_of([line]):
+                    events.append(event)
+                    last = self._note_gap(last)
         return streamed_answer(request.path, events)
 
     def count(self, answers: Answers, request: Any, answer: Any, expected: Any) -> None:

@@ -139,12 +139,9 @@ def _forms() -> Iterator[AgentRequest]:
     yield _json_chat("Draw a tree.", TREE, temperature=0)
     yield _json_response("When?", EVENT, stream=True, temperature=1.0)
     yield _json_response(TEXT, QUOTES, temperature=0)
-    yield _form(
-        partial(_check_regex, CODE), "The code is ", structured_outputs={"regex": CODE}
-    )
-    yield _form(
-        partial(_check_regex, PAIRS), TEXT, guided_regex=PAIRS, stream=True, seed=4
-    )
+    code, pairs = partial(_check_regex, CODE), partial(_check_regex, PAIRS)
+    yield _form(code, "The code is ", structured_outputs={"regex": CODE}, seed=8)
+    yield _form(pairs, TEXT, guided_regex=PAIRS, stream=True, seed=4)
     yield _form(_check_choice, "Is it so? ", guided_choice=CHOICES, stream=True, seed=5)
     yield _json_completion(TEXT * 4, NUMBER, seed=6, logprobs=2)
 

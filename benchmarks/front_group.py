@@ -33,7 +33,8 @@ from disagg.transfer.messages import WorkerInfo, WorkerStatus
 from disagg.transfer.rpc import Link, connect, start_local_server
 from disagg.transfer.security import Security
 
-SECRET = Security(token="of the owner")
+OWNER = "owner"
+SECRET = Security(token=OWNER)
 SOCKET = "router"
 DOOR = "door-"  # and its number: its name
 MOST_MISTAKES = 20  # that are quoted
