@@ -113,7 +113,7 @@ class MessageForms:
             thought=_thought_name(render, calls[""]),
             thinks_with_text=_thinks_with_text(render, calls[""]),
             short_call_ids=_needs_short_ids(render, calls[""]),
-            tools=_writes_tools(render),
+            tools=_writes_tools(render, as_parts),
         )
 
     def turn(self, message: Turn) -> Turn:
@@ -126,10 +126,7 @@ class MessageForms:
             if not content:
                 turn["content"] = form.content
             turn["tool_calls"] = [self._call(call, form) for call in calls]
-        if self.as_parts:
-            text = turn.get("content") or ""
-            turn["content"] = [{"type": "text", "text": text}]
-        return turn
+        return _with_parts(turn) if self.as_parts else turn
 
     def _with_thought(self, message: Turn) -> dict[str, Any]:
         """A copy of a message whose thoughts have the name that the template reads."""
@@ -161,6 +158,12 @@ class MessageForms:
         if isinstance(value, dict):
             return value
         return {"arguments": text} if self.wraps_text else text
+
+
+def _with_parts(turn: Turn) -> Turn:
+    """A message whose content is a list of one text part."""
+    text = turn.get("content") or ""
+    return {**turn, "content": [{"type": "text", "text": text}]}
 
 
 def _writes_developer(render: Render) -> bool:
@@ -244,11 +247,12 @@ def _needs_short_ids(render: Render, form: CallForm) -> bool:
     return _grade(render, with_long_id) == REFUSED
 
 
-def _writes_tools(render: Render) -> bool:
+def _writes_tools(render: Render, as_parts: bool) -> bool:
     name = TOOL["function"]["name"]
-    for conversation in ([USER], [INSTRUCTIONS[0], USER]):
+    for messages in ([USER], [INSTRUCTIONS[0], USER]):
+        turns = [_with_parts(each) if as_parts else each for each in messages]
         with suppress(RequestError):
-            if name in render(conversation, [TOOL]):
+            if name in render(turns, [TOOL]):
                 return True
     return False
 

@@ -274,12 +274,6 @@ class RequestReader:
 
 def render(chat: ChatTemplate, conversation: Conversation) -> str:
     """The text of a conversation; RequestError for what the template cannot take."""
-    if conversation.callable_tools and not chat.writes_tools:
-        raise RequestError(
-            "tools: the model's chat template does not show tools to the model; "
-            "leave them out, or serve the model with a --chat-template that does",
-            "tools",
-        )
     effort = conversation.reasoning_effort
     if effort is not None and not chat.reads("reasoning_effort"):
         raise RequestError(
@@ -287,4 +281,13 @@ def render(chat: ChatTemplate, conversation: Conversation) -> str:
             "does not read it; leave it out",
             "reasoning_effort",
         )
-    return chat.render(conversation.turns, **conversation.template_options)
+    text = chat.render(conversation.turns, **conversation.template_options)
+    tools = conversation.callable_tools
+    # some templates take tools by other names, which `chat_template_kwargs` may have
+    if not chat.writes_tools and not all(tool.name in text for tool in tools):
+        raise RequestError(
+            "tools: the model's chat template does not show tools to the model; "
+            "leave them out, or serve the model with a --chat-template that does",
+            "tools",
+        )
+    return text

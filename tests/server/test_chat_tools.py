@@ -434,3 +434,13 @@ def test_a_forced_call_of_an_unknown_format_is_refused():
     response = chat(app, **TOOLS, tool_choice="required")
 
     assert "--tool-parser" in refused(response, 400, "request", "tool_choice")
+
+
+def test_tools_may_reach_a_template_by_a_name_of_its_own():
+    template = "{{ xml_tools | default('') }}<tool_call>{{ messages[0].content }}"
+    app, _ = speaking(OSLO, template=template)
+    options = {"xml_tools": "get_weather"}
+
+    message = message_of(app, chat_template_kwargs=options)
+
+    assert calls_of(message) == [("get_weather", {"city": "Oslo"})]
