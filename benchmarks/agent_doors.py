@@ -39,7 +39,7 @@ class AgentDoorEnd(DoorEnd):
             [listening],
             path=path,
             secret=OWNER,
-            on_stop=lambda: None,
+            on_stop=lambda _: None,
         )
         is_serving = asyncio.Event()
         self._serving = asyncio.create_task(door.serve(is_serving.set))

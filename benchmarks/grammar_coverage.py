@@ -4,8 +4,8 @@
 
 FOLDER holds JSON files: a schema each, as in JSONSchemaBench, or JSON Schema's own test suite,
 `[{"schema": ..., "tests": [...]}]`, where a test has `data` and `valid`. The answers are random
-walks along the masks, with a liking for what ends a text; `jsonschema` validates them. An instance that
-is valid has to be allowed, but for the order of its properties.
+walks along the masks, with a liking for what ends a text; `jsonschema` validates them. An
+instance that is valid has to be allowed, but for the order of its properties.
 """
 
 import json

@@ -236,7 +236,7 @@ class ClusterConfig(Bounded):
     orphan_s: workers exit this long after the last router left
     replace_s: a worker that is silent for this long, or whose engine does not finish a step, is
               killed and another one starts
-    grace_s:  time for running requests to finish when the service or a worker stops
+    grace_s:  time for running requests to finish when a worker or the router stops
     detach:   on a cluster, keep the workers for orphan_s after the service ends, so that the next
               service can use them
     """
@@ -304,7 +304,10 @@ class ServerConfig(Bounded):
     silence_s:         a connection is closed if the header of a request takes longer than this, or
                        if the client pauses for this long in a body; it stays open while the client
                        waits for a response
-    idle_s:            a connection is closed if no request begins for this long after a response
+    idle_s:            a connection is closed if no request begins for this long after a response;
+                       longer than proxies keep theirs
+    drain_s:           on SIGTERM and `disagg stop`, running requests have this long to end, and new
+                       ones are refused with 503; a second signal ends them at once
     max_connections:   further connections are refused with 503; None: 200 fewer than the limit of
                        open files, which is raised as far as the system allows
     api_key:           key that clients must send as "Authorization: Bearer KEY"
@@ -312,8 +315,10 @@ class ServerConfig(Bounded):
     metrics_key:       key for GET /metrics, beside the API keys; None: it is open to everybody
     tls_certificate, tls_key: PEM files; both together turn on HTTPS. Read again on SIGHUP
     allowed_origins:   web origins allowed by CORS, ["https://chat.example"]; ["*"]: all
-    log_level:         "info", "debug", "warning" or "error"
+    log_level:         "info", "debug", "warning" or "error"; workers too
     log_format:        "text", or "json": one object per line
+    traces_endpoint:   where OpenTelemetry spans are sent: http://HOST:4318 (OTLP over HTTP) or
+                       grpc://HOST:4317; None: where the OTEL_* variables say, if they say it
     """
 
     host: str = "127.0.0.1"
@@ -328,6 +333,7 @@ class ServerConfig(Bounded):
     max_body_bytes: int = at_least(1024, default=8 << 20)
     silence_s: float = at_least(0.001, default=20.0)
     idle_s: float = at_least(0.001, default=120.0)
+    drain_s: float = at_least(0, default=45.0)
     max_connections: int | None = at_least(1, default=None)
     api_key: str | None = secret()
     api_key_file: str | None = None
@@ -337,6 +343,7 @@ class ServerConfig(Bounded):
     allowed_origins: list[str] = field(default_factory=list)
     log_level: str = one_of("info", "debug", "warning", "error")
     log_format: str = one_of("text", "json")
+    traces_endpoint: str | None = None
 
 
 @dataclass(frozen=True)

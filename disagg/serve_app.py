@@ -48,7 +48,6 @@ ROUTER = "router"
 ROLES = ("prefill", "decode")
 # at once in a replica; the router limits how many wait, and answers 429
 MAX_REQUESTS = 1 << 16
-DOOR_GRACE_S = 20.0  # for the requests of a door that leaves; Ray Serve's default
 STOP_S = 15.0  # for the end of the workers, beyond their grace
 RETRY_S = 2.0  # between two tries to take workers over
 CHECK_S = 1.0  # between two checks of the router; its death is noticed as late as that
@@ -105,7 +104,7 @@ def door_options(config: Config) -> dict[str, Any]:
     return {
         "num_replicas": config.server.doors,
         "max_ongoing_requests": MAX_REQUESTS,
-        "graceful_shutdown_timeout_s": door_grace_s(config),
+        "graceful_shutdown_timeout_s": config.server.drain_s,
         # they run on any node, the head too, which may offer no core
         "ray_actor_options": {"num_cpus": 0},
     }
@@ -114,7 +113,7 @@ def door_options(config: Config) -> dict[str, Any]:
 def router_options(config: Config) -> dict[str, Any]:
     """Options of the deployment of the router."""
     cluster = config.cluster
-    grace_s = door_grace_s(config) + 2 * cluster.grace_s + STOP_S
+    grace_s = config.server.drain_s + 2 * cluster.grace_s + STOP_S
     return {
         "num_replicas": 1,
         "graceful_shutdown_timeout_s": grace_s,
@@ -122,11 +121,6 @@ def router_options(config: Config) -> dict[str, Any]:
         "health_check_timeout_s": cluster.replace_s / FAILED_CHECKS,
         "ray_actor_options": {"num_cpus": 0},
     }
-
-
-def door_grace_s(config: Config) -> float:
-    """How long a door that leaves waits for its requests."""
-    return max(DOOR_GRACE_S, config.cluster.grace_s)
 
 
 class RouterReplica:
@@ -166,7 +160,7 @@ class RouterReplica:
         """Called by Ray Serve when the application ends: waits for the doors, which end first."""
         with self._stack:
             if hasattr(self, "_process"):
-                self._process.wait_for_doors(door_grace_s(self._config))
+                self._process.wait_for_doors(self._config.server.drain_s)
 
 
 def entered(
@@ -218,6 +212,7 @@ class DoorReplica:
         await self._door.client.close()
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
+        await self._door.completions.close()
         self._stack.close()
 
 

@@ -32,6 +32,7 @@ SERIAL = {
     "tests/benchmarks/test_moves.py",
     "tests/cli/test_cluster.py",
     "tests/cli/test_doors.py",
+    "tests/cli/test_drain.py",
     "tests/cli/test_hybrid_service.py",
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",

@@ -99,12 +99,13 @@ def test_there_is_one_router_whatever_the_number_of_doors():
 
 
 def test_a_router_may_end_after_its_doors_and_its_workers():
-    config = config_of({"cluster": {"grace_s": 100.0}})
+    args = {"cluster": {"grace_s": 100.0}, "server": {"drain_s": 50.0}}
+    config = config_of(args)
 
     doors = door_options(config)["graceful_shutdown_timeout_s"]
     router = router_options(config)["graceful_shutdown_timeout_s"]
 
-    assert doors == 100
+    assert doors == 50
     assert router > doors + 2 * 100
 
 

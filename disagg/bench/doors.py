@@ -63,7 +63,7 @@ class MeasuredDoor(MeasuredProcess):
             [listening],
             path=path,
             secret=SECRET,
-            on_stop=lambda: None,
+            on_stop=lambda now: None,
         )
         is_serving = asyncio.Event()
         self.spawn(door.serve(is_serving.set))

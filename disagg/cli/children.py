@@ -1,6 +1,6 @@
 """The processes of a service with doors: what their parent tells them, and what they run.
 
-    parent ── "stop", "drain", "reload", or the end of the pipe ──► child
+    parent ── "stop", "refuse", "cut", "drain", "reload", or the end of the pipe ──► child
     parent ◄── events: one JSON object a line ── child
 
 Each child ends with its parent, whatever ends that.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from disagg.config import Config, replace_keys
 from disagg.errors import DisaggError
+from disagg.log import configure
 
 if TYPE_CHECKING:
     from disagg.server.door import Door
@@ -34,6 +35,7 @@ SOCKET_FILE = "router"
 ROUTER = "router"
 DOOR = "door"
 BEAT_S = 1.0
+LAST_S = 2.0  # for the last bytes of responses, when a door stops
 log = logging.getLogger(__name__)
 # a child imports what its parent imports, from wherever that was started
 PROGRAM = (
@@ -115,10 +117,8 @@ def main() -> None:
     pipe = Pipe(connection)
     settings = Settings.read(Path(folder))
     try:
-        from disagg.server import log
-
         server = settings.config.server
-        log.configure(server.log_level, server.log_format)
+        configure(server.log_level, server.log_format)
         if kind == ROUTER:
             run_router(settings, pipe)
         else:
@@ -164,7 +164,7 @@ def run_router(settings: Settings, pipe: Pipe) -> None:
         }
         follow_parent(pipe, settings.folder, orders, interrupt)
         stack.enter_context(process)
-        stack.callback(guard.begin)
+        stack.callback(guard.begin, process.end_now)
         guard.started()
         pipe.send("serving", links=process.links)
         send_beats(pipe, process.call_soon)
@@ -190,7 +190,7 @@ def run_door(
         sockets,
         settings.socket_path,
         settings.secret,
-        on_stop=lambda: pipe.send("stop"),
+        on_stop=lambda now: pipe.send("stop", now=now),
     )
 
     def leave(*_: object) -> None:
@@ -204,9 +204,15 @@ def run_door(
     signal.signal(
         signal.SIGHUP, signal.SIG_IGN
     )  # its parent says when to read settings
-    grace_s = settings.config.cluster.grace_s
+
+    def say_idle() -> None:
+        pipe.send("idle")
+
+    drain_s = settings.config.server.drain_s
     orders: dict[str, Callable[[], None]] = {
-        "stop": lambda: door.end(grace_s),
+        "refuse": lambda: door.refuse(drain_s, say_idle),
+        "cut": lambda: door.refuse(0.0, say_idle),
+        "stop": lambda: door.end(LAST_S),
         "drain": door.end,
         "reload": lambda: reload_settings(settings, door),
     }

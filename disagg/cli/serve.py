@@ -25,6 +25,7 @@ from disagg.cli.state_file import RunningService, read_state
 from disagg.config import Config, replace_keys
 from disagg.errors import ConfigError, DeadlineError, DisaggError, PeerLostError
 from disagg.launch.reaper import birth
+from disagg.log import configure
 
 if TYPE_CHECKING:
     from disagg.cli.supervisor import Supervisor
@@ -42,6 +43,7 @@ PRIVATE = {  # a service for one prompt listens on this host, for one client
     "tls_key": None,
     "pd_ports": None,
     "doors": 1,
+    "drain_s": 0.0,
 }
 ModelArgument = Annotated[
     str | None, Argument(metavar="[MODEL]", help="Same as --model.")
@@ -183,18 +185,17 @@ def run_service(read_settings: Callable[[], Config], as_json: bool) -> None:
     path = options.state_path(config.server.state_file, config.cluster.name)
     state_files.check_unannounced(path)
     check_model(config)
-    from disagg.server import log
-
-    log.configure(config.server.log_level, config.server.log_format)
+    configure(config.server.log_level, config.server.log_format)
     try:
-        with ShutdownGuard(config.cluster.grace_s) as guard, ExitStack() as stack:
+        grace_s, drain_s = config.cluster.grace_s, config.server.drain_s
+        with ShutdownGuard(grace_s, drain_s) as guard, ExitStack() as stack:
             with stages(is_live=False) as report:
                 token = state_files.previous_token(path)
                 service = new_service(config, guard.reporting(report), token)
                 announced = state_files.announced(path, state_of(service, config))
                 mark_ready = stack.enter_context(announced)
                 stack.enter_context(service)
-                stack.callback(guard.begin)
+                stack.callback(guard.begin, service.end_now)
             mark_ready()
             guard.started()
             hung_up = guard.take_hang_up()
@@ -240,6 +241,7 @@ def state_of(service: "Service | Supervisor", config: Config) -> RunningService:
         token=service.secret,
         certificate=certificate and os.path.abspath(certificate),
         grace_s=config.cluster.grace_s,
+        drain_s=config.server.drain_s,
         born=birth(os.getpid()),
     )
 
@@ -304,18 +306,23 @@ def open_access_warnings(config: Config) -> list[str]:
     return [f"warning: anyone who can reach {host} can use this service without a key"]
 
 
-def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
+def stop(
+    now: bool = Option(False, "--now", help="Give running requests no time to end."),
+    state_file: options.StateFile = None,
+    as_json: options.Json = False,
+) -> None:
     """Stop the running service and wait for its end."""
     state = running(state_file)
     if state.ready:
         with suppress(PeerLostError):  # it is ending already, and HTTP ends first
-            client.post(state, "/stop")
+            client.post(state, "/stop", {"now": now})
     else:
         os.kill(state.pid, signal.SIGTERM)
-    patience_s = 2 * state.grace_s + RAY_STOP_S + STOP_S
+    drain_s = 0.0 if now else state.drain_s
+    patience_s = drain_s + 2 * state.grace_s + RAY_STOP_S + STOP_S
     deadline = time.monotonic() + patience_s
     with stages() as report:
-        report(f"stopping the service at {state.url}")
+        report(f"stopping the service at {state.url}{stop_hint(drain_s)}")
         while state.alive:
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -324,6 +331,13 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
             time.sleep(POLL_S)
     if as_json:
         print_json({"stopped": state.url})
+
+
+def stop_hint(drain_s: float) -> str:
+    """How long requests have, unless they have no time."""
+    if not drain_s:
+        return ""
+    return f"; its requests have {drain_s:g} s to end (--now: none)"
 
 
 def running(state_file: Path | None) -> RunningService:
@@ -366,6 +380,6 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     with ShutdownGuard(config.cluster.grace_s) as guard, ExitStack() as stack:
         with stages() as report:
             service = stack.enter_context(Service(config, guard.reporting(report)))
-            stack.callback(guard.begin)
+            stack.callback(guard.begin, service.end_now)
         guard.started()
         yield service.url

@@ -1,10 +1,14 @@
 """`disagg serve` and `disagg submit` end on a signal, within a bounded time.
 
+The first signal begins the shutdown, in which requests have time to end; a second one takes that
+time away.
+
 Ray's C++ code may wait forever for a raylet that also got the signal or no longer answers, and
 Python's signal handlers wait for that code. This guard ends the process then; the reaper of a
 private Ray removes what is left.
 """
 
+import math
 import os
 import signal
 import socket
@@ -19,18 +23,28 @@ from disagg.cli.output import tell
 # SIGHUP: a closed terminal
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RAY_STOP_S = 15.0  # for everything that Ray does at the end
+PAIR_S = 0.5  # `timeout` and terminals send one signal twice within this time
 
 
 class ShutdownGuard:
     """Ends this process on the first stop signal, even if Ray hangs; ignored signals stay ignored.
 
-    grace_s: time for answers to finish, and the same again for workers
+    grace_s: time for the router to end, and the same again for workers
+    drain_s: time for requests to end before
     """
 
-    def __init__(self, grace_s: float, say: Callable[[str], None] = tell):
+    def __init__(
+        self,
+        grace_s: float,
+        drain_s: float = 0.0,
+        say: Callable[[str], None] = tell,
+    ):
         self._say = say
-        self._limit_s = 2 * grace_s + RAY_STOP_S
+        self._drain_s = drain_s
+        self._end_s = 2 * grace_s + RAY_STOP_S
         self._ignore_until = 0.0
+        self._end_now: Callable[[], None] | None = None
+        self._timer: threading.Timer | None = None
         self._started = threading.Event()
         self._hung_up = threading.Event()
         self._ends_with_terminal = True
@@ -43,15 +57,13 @@ class ShutdownGuard:
             self._wakeup.fileno(), warn_on_full_buffer=False
         )
         threading.Thread(target=self._watch, args=[watched], daemon=True).start()
-        message = b"stopped; Ray did not answer\n"
-        self._timer = threading.Timer(self._limit_s, _exit_now, [message, 1])
-        self._timer.daemon = True
         self.take_signals()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.started()
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         signal.set_wakeup_fd(self._previous_wakeup)
         self._wakeup.close()
 
@@ -59,8 +71,21 @@ class ShutdownGuard:
         """The start is over: from now on signal handlers end the process, not `os._exit`."""
         self._started.set()
 
-    def begin(self) -> None:
-        """Shutdown begins; end the process by force if it takes too long."""
+    def begin(self, end_now: Callable[[], None] = lambda: None) -> None:
+        """Shutdown begins; end the process by force if it takes too long.
+
+        end_now: called on another thread at the next signal, so that requests get no more time
+        """
+        self._end_now = end_now
+        self._ignore_until = time.monotonic() + PAIR_S
+        self._set_timer(self._drain_s + self._end_s)
+
+    def _set_timer(self, limit_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        message = b"stopped; Ray did not answer\n"
+        self._timer = threading.Timer(limit_s, _exit_now, [message, 1])
+        self._timer.daemon = True
         self._timer.start()
 
     def take_signals(self) -> None:
@@ -90,13 +115,24 @@ class ShutdownGuard:
         return take_signals_and_report
 
     def _interrupt(self, *_: object) -> None:
-        """Start the shutdown once: signals come in pairs, and a second one would interrupt it."""
+        """Start the shutdown once; when it has begun, hurry it."""
         if time.monotonic() < self._ignore_until:
+            return
+        if self._end_now is not None:
+            self._hurry(self._end_now)
             return
         self._ignore_until = time.monotonic() + RAY_STOP_S
         with suppress(RuntimeError):  # a line was just being written
             self._say("stopping ...")
         raise KeyboardInterrupt
+
+    def _hurry(self, end_now: Callable[[], None]) -> None:
+        self._ignore_until = math.inf
+        with suppress(RuntimeError):
+            self._say("stopping at once ...")
+        self._set_timer(self._end_s)
+        # not here: this handler may have interrupted what holds a lock that it takes
+        threading.Thread(target=end_now, daemon=True).start()
 
     def _hang_up(self, *_: object) -> None:
         if self._ends_with_terminal and not has_terminal():

@@ -28,7 +28,8 @@ class RunningService:
 
     token:       an API key; the one in the state file also stops the service
     certificate: PEM file of its HTTPS certificate, trusted whatever name it carries
-    grace_s:     how long its workers may finish their requests when it stops
+    grace_s:     how long its workers may take to end when it stops
+    drain_s:     how long its requests may take to end before
     ready:       its workers serve
     born:        start time of its process; a reused process id has another one. None: unknown
     """
@@ -38,6 +39,7 @@ class RunningService:
     token: str
     certificate: str | None = None
     grace_s: float = 5.0
+    drain_s: float = 0.0
     ready: bool = False
     born: str | None = None
 

@@ -27,9 +27,9 @@ from disagg.cli.shutdown import RAY_STOP_S
 from disagg.config import Config
 from disagg.errors import ConfigError, PeerLostError, error_from
 from disagg.launch.private_ray import private_folder
+from disagg.log import fields
 from disagg.server.auth import check_tls, read_keys
 from disagg.server.live_settings import plan_update, warn_of_fixed
-from disagg.server.log import fields
 from disagg.server.service import bind_many, served_name, url_of
 
 STEADY_S = 30.0  # a process that lived for so long is replaced at once
@@ -37,7 +37,7 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 POLL_S = 0.1
 LINGER_S = 15.0  # for a process to end that has closed its pipe
-END_S = 5.0  # beyond its grace, until a door is killed
+END_S = 5.0  # beyond the time of requests, until doors are stopped or killed
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Slot:
         self._spawn = spawn
         self._on_event = on_event
         self._children: set[ChildProcess] = set()
+        self._idle: set[ChildProcess] = set()
         self._leavers: list[ChildProcess] = []  # that accept until another one does
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -121,6 +122,17 @@ class Slot:
             each.start()
         for each in stops:
             each.join()
+
+    def refuse(self) -> None:
+        """Let no new requests in; processes that end are not replaced any more."""
+        self._stopping.set()
+        self.send("refuse")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all its processes have said that no request is left."""
+        with self._lock:
+            return self._children <= self._idle
 
     def send(self, event: str) -> None:
         """Tell its processes."""
@@ -158,11 +170,12 @@ class Slot:
                 return True
             if event["event"] == "serving" and self._silence_s is not None:
                 child.pipe.limit_silence(self._silence_s)
-            self._take(event)
+            self._take(child, event)
         self._end(child)
         return False
 
-    def _take(self, event: Mapping[str, Any]) -> None:
+    def _take(self, child: ChildProcess, event: Mapping[str, Any]) -> None:
+        self._note_idle(child, event)
         if event["event"] == "serving":
             for leaver in self._leavers:
                 leaver.pipe.send("drain")
@@ -178,8 +191,14 @@ class Slot:
 
     def _see_off(self, child: ChildProcess) -> None:
         for event in child.pipe.events():
+            self._note_idle(child, event)
             self._on_event(event)
         self._end(child)
+
+    def _note_idle(self, child: ChildProcess, event: Mapping[str, Any]) -> None:
+        if event["event"] == "idle":
+            with self._lock:
+                self._idle.add(child)
 
     def _end(self, child: ChildProcess) -> None:
         status = child.wait()
@@ -231,6 +250,8 @@ class Supervisor:
         self._sockets = bind_many(server.host, server.port, server.doors)
         self.url = url_of(self._sockets[0], server)
         self._is_up = False
+        self._ends_now = False
+        self._doors: list[Slot] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -240,10 +261,12 @@ class Supervisor:
             self._folder = private_folder()
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             Settings(self.config, self.secret, self._folder).write()
-            router, doors = self._slots(self._folder)
-            self._all_slots = (router, *doors)
-            stack.callback(router.stop, 2 * self._grace_s + RAY_STOP_S)
-            stack.callback(self._stop_doors, doors)
+            router, self._doors = self._slots(self._folder)
+            self._all_slots = (router, *self._doors)
+            # until the end doors say that the service stops
+            stack.callback(self._stop_doors)
+            stack.callback(router.stop, 2 * self.config.cluster.grace_s + RAY_STOP_S)
+            stack.callback(self._drain)
             for slot in self._all_slots:
                 slot.start()
             self._wait_for([slot.up for slot in self._all_slots])
@@ -266,6 +289,13 @@ class Supervisor:
             slot.send("reload")
         warn_of_fixed(update)
 
+    def end_now(self) -> None:
+        """End without time for requests, or without any more of it; from any thread."""
+        self._ends_now = True
+        self.stopped.set()
+        for door in self._doors:
+            door.send("cut")
+
     def _wait_for(self, ups: Sequence[Future[Mapping[str, Any]]]) -> None:
         """Until all processes serve; raises the first error of one that cannot."""
         while any(not up.done() for up in ups):
@@ -277,10 +307,6 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def _grace_s(self) -> float:
-        return self.config.cluster.grace_s
 
     def _slots(self, folder: Path) -> tuple[Slot, list[Slot]]:
         """The router's, and one for each door."""
@@ -308,14 +334,29 @@ class Supervisor:
                 log.info("stage", extra=fields(text=event["text"]))
             else:
                 self._stages.put(event["text"])
+        elif event["event"] == "stop" and event.get("now"):
+            self.end_now()
         elif event["event"] == "stop":
             self.stopped.set()
 
-    def _stop_doors(self, doors: list[Slot]) -> None:
-        """All at once: they let their requests end in the grace, then end them."""
+    def _drain(self) -> None:
+        """Wait until no door has a request. An idle one serves on: clients may be sent to it."""
+        if not self._is_up:
+            return
+        for door in self._doors:
+            door.refuse()
+        if self._ends_now:
+            self.end_now()
+        limit_s = self.config.server.drain_s + END_S
+        log.info("stopping", extra=fields(drain_s=self.config.server.drain_s))
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until and not all(x.is_idle for x in self._doors):
+            time.sleep(POLL_S)
+
+    def _stop_doors(self) -> None:
+        """All at once."""
         stops = [
-            threading.Thread(target=door.stop, args=[self._grace_s + END_S])
-            for door in doors
+            threading.Thread(target=door.stop, args=[END_S]) for door in self._doors
         ]
         for each in stops:
             each.start()

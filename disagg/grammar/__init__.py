@@ -8,6 +8,18 @@ A constraint is a grammar of llguidance: a Lark grammar, or JSON `{"grammars": [
 token stands in it as `<[ID]>`. Knows no model, no HTTP, no tensors.
 """
 
-from disagg.grammar.constraints import choice, json_object, json_schema, lark, regex
+from disagg.grammar.constraints import (
+    choice,
+    json_object,
+    json_schema,
+    lark,
+    regex,
+)
 
-__all__ = ["choice", "json_object", "json_schema", "lark", "regex"]
+__all__ = [
+    "choice",
+    "json_object",
+    "json_schema",
+    "lark",
+    "regex",
+]

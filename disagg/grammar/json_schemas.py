@@ -156,7 +156,7 @@ def _check_keywords(place: Place, schema: Mapping[str, Any]) -> None:
 
 def _expected(keyword: str, value: Any) -> str:
     """What would be right; empty for a value that is."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = _is_number(value)
     is_list = isinstance(value, list)
     right: Mapping[str, tuple[bool, str]] = {
         "type": (_is_type(value), f"one of {', '.join(TYPES)}, or a list of them"),
@@ -170,13 +170,22 @@ def _expected(keyword: str, value: Any) -> str:
     if keyword in right:
         is_right, expected = right[keyword]
         return "" if is_right else expected
-    if keyword in NUMBERS and not is_number and not isinstance(value, bool):
-        return "a number"
-    if keyword in COUNTS and not (is_number and value >= 0 and value == int(value)):
-        return "an integer from 0"
-    if keyword in TEXTS and not isinstance(value, str):
-        return "a text"
-    return ""
+    # drafts before 2019 have booleans for exclusive limits
+    is_limit = is_number or isinstance(value, bool)
+    if keyword in NUMBERS:
+        return "" if is_limit else "a number"
+    if keyword in COUNTS:
+        return "" if _is_count(value) else "an integer from 0"
+    is_wrong_text = keyword in TEXTS and not isinstance(value, str)
+    return "a text" if is_wrong_text else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
 
 
 def _is_type(value: Any) -> bool:

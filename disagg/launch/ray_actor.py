@@ -17,6 +17,7 @@ from disagg.launch.start_protocol import (
     success,
     worker_settings,
 )
+from disagg.log import configure
 from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, protected
 
@@ -73,6 +74,8 @@ class WorkerActor:
     def _check_settings(self, settings: Message) -> None:
         """OccupiedError unless the worker has the settings that this front end would give it."""
         self._config = config_of(self._settings)
+        server = self._config.server
+        configure(server.log_level, server.log_format)
         own = worker_settings(self._config)
         changed = changed_keys(own, worker_settings(config_of(settings)))
         if changed:

@@ -21,6 +21,7 @@ WORKER_GROUPS = (
     "transfer",
     "security",
 )
+LOG_KEYS = ("log_level", "log_format")
 WORKER_CLUSTER_KEYS = ("gpus", "ports", "runtime_env", "orphan_s")
 
 Message = dict[str, Any]
@@ -29,7 +30,7 @@ Message = dict[str, Any]
 def settings_message(config: Config) -> Message:
     """The settings for a worker, without those of the front end, such as the clients' keys."""
     shared = asdict(config)
-    del shared["server"]
+    shared["server"] = {key: shared["server"][key] for key in LOG_KEYS}
     del shared["router"]
     return {"version": VERSION, "settings": shared}
 

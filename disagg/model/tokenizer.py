@@ -130,22 +130,22 @@ class Tokenizer:
         for text, number in self._backend.get_vocab().items():
             if number < size:
                 written[number] = text
-        added = self._backend.get_added_tokens_decoder()
-        decoder = self._backend.decoder
-        form = "" if decoder is None else decoder.__getstate__().decode()
-        if '"ByteLevel"' in form:
-            tokens = [_bytes_of_letters(text) for text in written]
-        elif '"ByteFallback"' in form:
-            tokens = [_bytes_of_piece(text) for text in written]
-        else:  # slow, seconds
-            tokens = [
-                self.bytes_of(number) if text else b""
-                for number, text in enumerate(written)
-            ]
-        for number, token in added.items():
+        tokens = self._bytes_of_all(written)
+        for number, token in self._backend.get_added_tokens_decoder().items():
             if number < size:
                 tokens[number] = token.content.encode()
         return tokens
+
+    def _bytes_of_all(self, written: Sequence[str]) -> list[bytes]:
+        """The bytes of tokens as the vocabulary writes them, by id."""
+        decoder = self._backend.decoder
+        form = "" if decoder is None else decoder.__getstate__().decode()
+        if '"ByteLevel"' in form:
+            return [_bytes_of_letters(text) for text in written]
+        if '"ByteFallback"' in form:
+            return [_bytes_of_piece(text) for text in written]
+        # slow, seconds
+        return [self.bytes_of(i) if text else b"" for i, text in enumerate(written)]
 
     def detokenizer(self, before: Sequence[int] = ()) -> "Detokenizer":
         """A new incremental decoder for one stream of tokens.

@@ -144,10 +144,17 @@ class RouterClient:
         at: tuple[str, str] = ANY_WORKERS,
         client: str = "",
         prediction: Sequence[int] = (),
+        request_id: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         """As `Router.generate`; while there is no router the client waits for one."""
         submission = Submission(
-            prompt, params, codec, at, client=client, prediction=prediction
+            prompt,
+            params,
+            codec,
+            at,
+            client=client,
+            prediction=prediction,
+            request_id=request_id,
         )
         return outputs_of(partial(self._open, submission), self._leave)
 
@@ -166,6 +173,7 @@ class RouterClient:
             decode=decode,
             client=submission.client,
             prediction=submission.prediction,
+            request_id=submission.request_id,
         )
         now = self._clock()
         prompt = DoorPrompt(begin, deliver, arrived=now, token_at=now)
@@ -304,7 +312,7 @@ class RouterClient:
         await self._attach(link)
 
     def _note_lost(self, error: DisaggError) -> None:
-        if self._is_attached:
+        if self._is_attached and not self._closing:
             log.warning(
                 "the router is lost, %d requests wait for the next: %s",
                 self.running,

@@ -21,6 +21,7 @@ class Submission:
     resumed:  an earlier router had accepted it, so no limit of the queue refuses it
     client:   a name that stands for its client's API key; "": it has none
     prediction: tokens that its answer may repeat
+    request_id: the X-Request-Id of its client; several requests may have the same
     """
 
     prompt: Sequence[int]
@@ -32,6 +33,7 @@ class Submission:
     resumed: bool = False
     client: str = ""
     prediction: Sequence[int] = ()
+    request_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ class RouterReport:
 
     summary: see `Router.summary`
     workers: each with its name, role and address, and what it says of itself, or its "error"
+    running: the oldest requests that have not ended, see `RequestState.describe`
     """
 
     summary: Mapping[str, int]
     workers: Sequence[Mapping[str, Any]]
+    running: Sequence[Mapping[str, Any]] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -79,10 +83,11 @@ class RequestRouter(Protocol):
         at: tuple[str, str] = ANY_WORKERS,
         client: str = "",
         prediction: Sequence[int] = (),
+        request_id: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         """The tokens of one request, then its end. Leaving the iteration cancels the request.
 
-        at, client, prediction: as in `Submission`
+        at, client, prediction, request_id: as in `Submission`
         """
 
     async def report(self) -> RouterReport:

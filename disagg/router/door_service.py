@@ -295,6 +295,7 @@ def _submission_of(begin: pb.Begin) -> Submission:
         resumed=begin.resumed,
         client=begin.client,
         prediction=token_array(begin.prediction),
+        request_id=begin.request_id,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from disagg.engine.sequence import AGEING_S
 from disagg.errors import RequestError
@@ -161,6 +162,17 @@ class RequestState:
     def spare_tokens(self) -> int:
         """Room for tokens that the answer had not reached when it asked its target for room."""
         return self.job.moved - len(self.job.prompt) - len(self.job.emitted)
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """What operators see of it. id: its client's name of it, else that of the router."""
+        return {
+            "id": self.job.request_id or self.rid,
+            "state": self.phase.lower(),
+            "age_s": round(now - self.arrived, 3),
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": len(self.emitted),
+            "workers": self.workers,
+        }
 
     def depends_on(self, name: str) -> bool:
         """Whether its attempt cannot go on without this worker."""

@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -57,6 +58,7 @@ from disagg.transfer.messages import (
 )
 
 TICK_S = 0.05
+MAX_LISTED = 100  # requests that a report describes
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
 ACKNOWLEDGE_S = 1.0  # how often a worker is told which tokens were delivered
 RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand-off
@@ -145,15 +147,22 @@ class Router:
         at: tuple[str, str] = ANY_WORKERS,
         client: str = "",
         prediction: Sequence[int] = (),
+        request_id: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         """The tokens of one request, then its end. Closing the generator cancels the request.
 
-        at, client, prediction: as in `Submission`
+        at, client, prediction, request_id: as in `Submission`
 
         Use it with `contextlib.aclosing`, so that it is closed at once when the client leaves.
         """
         submission = Submission(
-            prompt, params, codec, at, client=client, prediction=prediction
+            prompt,
+            params,
+            codec,
+            at,
+            client=client,
+            prediction=prediction,
+            request_id=request_id,
         )
         return outputs_of(partial(self.submit, submission), self.cancel)
 
@@ -184,6 +193,7 @@ class Router:
             codec=submission.codec,
             waited_s=submission.waited_s,
             prediction=token_array(submission.prediction),
+            request_id=submission.request_id,
         )
         actions = self.table.submit(job, self._clock(), submission.at, client)
         self._streams[rid] = PendingStream(deliver, self.table.requests[rid])
@@ -296,10 +306,16 @@ class Router:
         workers = [
             _described(peer, answers.get(name)) for name, peer in self.peers.items()
         ]
-        return RouterReport(self.summary(), workers)
+        oldest = islice(self.table.requests.values(), MAX_LISTED)
+        now = self._clock()
+        running = [request.describe(now) for request in oldest]
+        return RouterReport(self.summary(), workers, running)
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, wait for running ones up to `grace_s`, then cancel them."""
+        """Refuse new requests, wait for running ones up to `grace_s`, then cancel them.
+
+        Another call meanwhile may cancel them earlier.
+        """
         self._closing = True
         until = self._clock() + grace_s
         while self.running and self._clock() < until:

@@ -1,11 +1,11 @@
 """Routes for the owner of a service: stop, scale, drain. Knows no Ray; a `WorkerPool` does.
 
-POST /stop · /scale {"prefill": 2, "decode": 3} · /workers/NAME/drain
+POST /stop {"now": true} · /scale {"prefill": 2, "decode": 3} · /workers/NAME/drain
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from disagg.errors import AuthError
 from disagg.server.auth import has_key
 from disagg.server.schema import refusal
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class WorkerPool(Protocol):
@@ -38,10 +40,29 @@ class ScaleRequest(BaseModel):
     decode: int | None = None
 
 
+class StopRequest(BaseModel):
+    """now: running requests get no time to end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    now: bool = False
+
+
+def parsed(body_type: type[Body], body: bytes) -> Body:
+    """A body as its type; RequestError if it is none."""
+    try:
+        return body_type.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(error) from error
+
+
 def admin_routes(
-    token: str, on_stop: Callable[[], None], worker_pool: WorkerPool | None
+    token: str, on_stop: Callable[[bool], None], worker_pool: WorkerPool | None
 ) -> APIRouter:
-    """POST routes that require the owner's token."""
+    """POST routes that require the owner's token.
+
+    on_stop: called with whether running requests get no time to end
+    """
 
     def check_owner(http: Request) -> None:
         authorization = http.headers.get("authorization", "").encode()
@@ -51,8 +72,9 @@ def admin_routes(
     routes = APIRouter(dependencies=[Depends(check_owner)])
 
     @routes.post("/stop")
-    async def stop() -> dict[str, bool]:
-        on_stop()
+    async def stop(http: Request) -> dict[str, bool]:
+        request = parsed(StopRequest, await http.body() or b"{}")
+        on_stop(request.now)
         return {"stopping": True}
 
     if worker_pool is None:
@@ -60,10 +82,7 @@ def admin_routes(
 
     @routes.post("/scale")
     async def scale(http: Request) -> ScaleRequest:
-        try:
-            target = ScaleRequest.model_validate_json(await http.body())
-        except ValidationError as error:
-            raise refusal(error) from error
+        target = parsed(ScaleRequest, await http.body())
         await asyncio.to_thread(worker_pool.scale, target.prefill, target.decode)
         return target
 

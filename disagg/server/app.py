@@ -41,8 +41,8 @@ from disagg.server.info_routes import (
     add_tokenizer_routes,
 )
 from disagg.server.items_writer import ItemsWriter
-from disagg.server.log import RequestLog
 from disagg.server.reader import Generation
+from disagg.server.request_log import RequestLog
 from disagg.server.responses import ResponseWriter, error_body
 from disagg.server.responses_request import ResponsesRequest, translate
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -60,7 +60,7 @@ T = TypeVar("T")
 def create_app(
     completions: Completions,
     token: str | None = None,
-    on_stop: Callable[[], None] = lambda: None,
+    on_stop: Callable[[bool], None] = lambda now: None,
     keys: KeyRing | Collection[str] = (),
     worker_pool: WorkerPool | None = None,
     origins: Sequence[str] = (),
@@ -70,6 +70,7 @@ def create_app(
 
     token: the owner's secret, for POST /stop, and for /scale and others if there is a
            `worker_pool`; None: without these routes
+    on_stop: called for POST /stop, with whether requests get no time to end
     keys:  API keys of clients; the owner's secret is accepted too. Empty: no request needs a key
     origins: web origins whose pages may send requests and read responses; "*": all
     is_stopping: whether the service is shutting down, and so not ready
@@ -86,7 +87,7 @@ def create_app(
 
     if not isinstance(keys, KeyRing):
         keys = KeyRing(keys, token)
-    stack: ASGIApp = Gate(app, keys, origins)
+    stack: ASGIApp = Gate(app, keys, origins, is_stopping, completions.spans)
     if origins:
         # outermost: preflight requests of browsers carry no key
         stack = CORSMiddleware(

@@ -24,6 +24,7 @@ from disagg.router.contract import RequestRouter
 from disagg.router.router import Router
 from disagg.server.answer_format import ModelFormats
 from disagg.server.answer_parts import AnswerParts
+from disagg.server.client import ANYONE, Client
 from disagg.server.limits import MAX_SEED
 from disagg.server.merge import merged
 from disagg.server.metrics import AnswerTimes, ServerMetrics
@@ -39,6 +40,7 @@ from disagg.server.reader import (
 from disagg.server.retry import RetryEstimate
 from disagg.server.schema import CompletionRequest, GenerationRequest
 from disagg.server.tools import new_call_id
+from disagg.server.trace import AnswerTrace, SpanWriter, open_spans
 
 # an answer that a stop string ended waits this long for its hand-off figures
 KV_TIMEOUT_S = 1.0
@@ -55,6 +57,8 @@ class _Answer:
     text: TextStream
     times: AnswerTimes
     prediction: FollowedPrediction
+    waited_s: float = 0.0
+    last: TextDelta | None = None
     parts: AnswerParts | None = None
 
     def add(self, output: TokenOutput) -> TextDelta:
@@ -85,6 +89,17 @@ class _Answer:
             num_predicted=self.prediction.matched,
         )
 
+    def trace(self, failure: str | None) -> AnswerTrace:
+        """What is traced of it. failure: the reason of the error that ended it, if one did"""
+        end = self.last.finish_reason if self.last is not None else None
+        return AnswerTrace(
+            self.times,
+            len(self.prompt.tokens),
+            self.waited_s,
+            self.last.kv if self.last is not None else {},
+            finish_reason="error" if failure else end or "",
+        )
+
     def _end(self, output: TokenOutput) -> TextDelta:
         # the answer may end in half a character, whose replacement may complete a stop string
         text = self.text.finish()
@@ -98,7 +113,11 @@ class _Answer:
 
 
 class Completions:
-    """Answers completion requests through a router. `chat`: None for a model without a template."""
+    """Answers completion requests through a router.
+
+    chat:  None for a model without a template
+    spans: where requests are traced; None: nowhere
+    """
 
     def __init__(
         self,
@@ -107,6 +126,7 @@ class Completions:
         router: RequestRouter,
         chat: ChatTemplate | None = None,
         pd_ports: PdPorts | None = None,
+        spans: SpanWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
         formats: ModelFormats = ModelFormats(),
     ):
@@ -116,6 +136,7 @@ class Completions:
         self.metrics = ServerMetrics(served.name)
         # without ports its router is not used
         self.pd_ports = pd_ports or PdPorts(Router(), {}, 0.0)
+        self.spans = spans
         self.reader = RequestReader(served, tokenizer, chat, formats)
         self._short_call_ids = chat is not None and chat.short_call_ids
         self._clock = clock
@@ -147,7 +168,13 @@ class Completions:
         pd_ports = None
         if isinstance(router, Router):
             pd_ports = PdPorts(router, ports, config.transfer.lease_s)
-        return cls(served, tokenizer, router, chat, pd_ports, formats=formats)
+        spans = open_spans(config.server)
+        return cls(served, tokenizer, router, chat, pd_ports, spans, formats=formats)
+
+    async def close(self) -> None:
+        """Send the last spans."""
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     async def read(self, body_type: type[BodyT], chunks: AsyncIterable[bytes]) -> BodyT:
         """A request from the chunks of its body; RequestError and its kinds, or ModelError."""
@@ -158,7 +185,7 @@ class Completions:
             raise
 
     async def prepare(
-        self, request: GenerationRequest, port: int = 0, client: str = ""
+        self, request: GenerationRequest, port: int = 0, client: Client = ANYONE
     ) -> Generation:
         """What to generate for the request of a client, which arrived at a port.
 
@@ -174,6 +201,9 @@ class Completions:
         except DisaggError as error:
             self.metrics.failed(error.reason)
             raise
+        if client.trace is not None:
+            lengths = [len(prompt.tokens) for prompt in prompts]
+            client.trace.read(request, self.served.name, lengths)
         return Generation(
             request.without_prompts(), prompts, prediction, workers, client
         )
@@ -210,8 +240,9 @@ class Completions:
             params,
             answer.codec,
             at=generation.workers,
-            client=generation.client,
+            client=generation.client.key_name,
             prediction=generation.prediction or (),
+            request_id=generation.client.request_id,
         )
         try:
             async with aclosing(outputs):
@@ -238,6 +269,7 @@ class Completions:
         finally:
             if failure is not None:
                 self.metrics.failed(failure)
+            generation.client.note(answer.trace(failure))
 
     def _begin(self, generation: Generation, prompt: TokenizedPrompt) -> _Answer:
         request = generation.request
@@ -256,10 +288,11 @@ class Completions:
         parts = None
         if reading is not None and parser is not None:
             parts = AnswerParts(parser, reading.parallel)
-        return _Answer(request, prompt, codec, text, times, prediction, parts)
+        return _Answer(request, prompt, codec, text, times, prediction, parts=parts)
 
     def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:
         """The text of one output, which is counted."""
+        answer.waited_s = answer.waited_s or output.waited_s
         if output.token is None:
             return answer.add(output)
         gap_s = answer.times.add_token(time.monotonic())
@@ -274,6 +307,7 @@ class Completions:
 
     def _count_end(self, answer: _Answer, last: TextDelta) -> None:
         self._retry.ended()
+        answer.last = last
         self.metrics.finished(
             answer.times,
             last,
@@ -292,6 +326,7 @@ class Completions:
             "model": self.served.name,
             "codec": self.served.codec,
             **report.summary,
+            "running": report.running,
             "workers": report.workers,
         }
 

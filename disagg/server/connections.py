@@ -42,7 +42,10 @@ LINGER_S = (
     1.0  # before such a connection is closed, so that its client reads the answer
 )
 RETRY_S = (1, 5)  # when such a client may come again
-UPGRADE = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+UPGRADE = b"upgrade:"
+UPGRADE_LINE = re.compile(rb"(?<=\n)" + UPGRADE, re.IGNORECASE)
+IGNORED = b"ignored:"  # of the same length
+HEADER_END = b"\r\n\r\n"
 LOG_PAUSE_S = 10.0  # between two lines about too many open files
 
 log = logging.getLogger(__name__)
@@ -123,14 +126,37 @@ def busy_response() -> bytes:
     return head.encode() + content
 
 
-def without_upgrade(data: bytes) -> bytes:
-    """Rename the Upgrade header of a request, if it has one.
+class HeaderFilter:
+    """Renames the Upgrade header of a request, wherever its bytes are cut.
 
     Java's clients offer HTTP/2 with their first request (h2c). A server may ignore the offer, but
     the parser would stop after the header and lose the body.
     """
-    header, end, body = data.partition(b"\r\n\r\n")
-    return UPGRADE.sub(b"ignored:", header) + end + body
+
+    def __init__(self) -> None:
+        self._passed = b""  # the last bytes that were passed on
+        self._held = b""  # the begin of a line that may become an Upgrade header
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a part of a header has arrived."""
+        return bool(self._passed or self._held)
+
+    def split(self, data: bytes) -> tuple[bytes, bytes]:
+        """The next bytes of the header for the parser, and what is behind the header."""
+        known = len(self._passed)
+        text = self._passed + self._held + data
+        header, end, rest = text.partition(HEADER_END)
+        header = UPGRADE_LINE.sub(IGNORED, header + end)
+        if end:
+            self._passed = self._held = b""
+            return header[known:], rest
+        _, line_end, line = header.rpartition(b"\n")
+        is_cut = line_end and UPGRADE.startswith(line.lower())
+        self._held = line if is_cut else b""
+        header = header.removesuffix(self._held)
+        self._passed = header[1 - len(HEADER_END) :]
+        return header[known:], b""
 
 
 @dataclass
@@ -172,6 +198,8 @@ class Connection(HttpToolsProtocol):
         self.timeout_keep_alive = pool.limits.idle_s  # type: ignore[assignment]
         self._pool = pool
         self._phase = Phase.HEADER
+        self._header = HeaderFilter()
+        self._has_begun = False  # a request, as far as the parser has read
         self._header_bytes = 0  # of the parts that are whole
         self._has_whole_request = False  # since the latest bytes arrived
         self._arrival: Arrival | None = None  # of the request that is incomplete
@@ -201,20 +229,29 @@ class Connection(HttpToolsProtocol):
         assert self._arrival is not None
         self._arrival.add(len(data), self.loop.time())
         self._has_whole_request = False
-        if self._phase is Phase.HEADER:
-            data = without_upgrade(data)
-        super().data_received(data)
+        self._parse(data)
         if self._has_whole_request:
             self._arrival = None
-            if self._phase is Phase.BODY:  # of the request behind it
+            if self._has_begun or self._header.is_inside:  # the request behind it
                 self._begin_request()
         elif self._phase is Phase.HEADER and self._arrival.nbytes > MAX_HEADER_BYTES:
             self._refuse_header()
+
+    def _parse(self, data: bytes) -> None:
+        """Give bytes to the parser, header by header."""
+        while data and not self.transport.is_closing():
+            rest = b""
+            if self._phase is Phase.HEADER:
+                data, rest = self._header.split(data)
+            if data:
+                super().data_received(data)
+            data = rest
 
     # -- called by the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._has_begun = True
         self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -232,6 +269,8 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._phase = Phase.HEADER
+        self._header = HeaderFilter()
+        self._has_begun = False
         self._has_whole_request = True
 
     # -- limits

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from disagg.config import Config
 from disagg.router.client import Dial, RouterClient, fixed
@@ -81,7 +80,7 @@ class DoorApp:
         dial: Dial,
         keys: KeyRing,
         secret: str | None = None,
-        on_stop: Callable[[], None] = lambda: None,
+        on_stop: Callable[[bool], None] = lambda now: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> Self:
         """Load the tokenizer. Needs a running event loop.
@@ -112,7 +111,7 @@ class Door:
     number:  of its place among the doors of the service
     path:    where the router listens
     secret:  of the service's owner
-    on_stop: called when the owner asks for the end of the service
+    on_stop: called when the owner asks for the end of the service, at once or not
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Door:
         sockets: Sequence[socket.socket],
         path: Path,
         secret: str,
-        on_stop: Callable[[], None],
+        on_stop: Callable[[bool], None],
     ):
         self._config = config
         self._name = str(number)
@@ -156,7 +155,7 @@ class Door:
             is_stopping=lambda: self.is_leaving,
         )
         client = served.client
-        server = http_server(LastRequests(served.app, self._ends), self._config.server)
+        server = http_server(served.app, self._config.server)
         self._client = client
         self._completions = served.completions
         self._http = server
@@ -175,6 +174,7 @@ class Door:
         await serving
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+        await served.completions.close()
 
     async def _drain(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Wait for the end, then take no new connections, and let requests end in time."""
@@ -193,6 +193,28 @@ class Door:
     def leave(self) -> None:
         """From now on it is not ready, though it serves until `end`."""
         self.is_leaving = True
+
+    def refuse(self, drain_s: float, on_idle: Callable[[], None]) -> None:
+        """Take no new requests, and let the others end within a time; then serve on until `end`.
+
+        It may be called from any thread, and again with less time.
+
+        on_idle: called when no request is left
+        """
+        self.is_leaving = True
+        if self._loop is None:
+            on_idle()
+            return
+
+        def begin() -> None:
+            self._refusing = asyncio.create_task(self._end_requests(drain_s, on_idle))
+
+        with suppress(RuntimeError):
+            self.call_soon(begin)
+
+    async def _end_requests(self, drain_s: float, on_idle: Callable[[], None]) -> None:
+        await self._client.close(drain_s)
+        on_idle()
 
     def end(self, grace_s: float = math.inf) -> None:
         """Take no new connections, and end with the last request or after the grace.
@@ -214,19 +236,3 @@ class Door:
         reload_http(update, self._keys, self._http, self._completions.reader)
         self._client.configure(update.config.router)
         self._config = update.config
-
-
-class LastRequests:
-    """Closes each connection after its answer once the door ends, so that clients go elsewhere."""
-
-    def __init__(self, app: ASGIApp, ends: asyncio.Event):
-        self._app = app
-        self._ends = ends
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._ends.is_set():
-                MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
-
-        await self._app(scope, receive, send_last)

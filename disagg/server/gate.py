@@ -3,14 +3,17 @@
 import ipaddress
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.server.auth import KeyRing
+from disagg.server.client import Client
 from disagg.server.responses import error_body
+from disagg.server.trace import RequestTrace, SpanWriter, carrier_of, is_traced
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 ABSOLUTE_FORM = re.compile(r"https?://[^/]*", re.IGNORECASE)
@@ -21,16 +24,28 @@ Headers = dict[bytes, bytes]
 class Gate:
     """Refuses requests that no route should see; gives every response an X-Request-Id.
 
-    Routes find a name that stands for the API key of a request in `request.state.client`.
+    While the service stops, each response closes its connection, so that clients go elsewhere.
+
+    Routes find the `Client` of a request in `request.state.client`.
 
     origins: web origins whose pages may use a service without keys; "*": all. A browser sends the
              cookies and the network position of its user, so that other pages would get access
+    spans:   where requests for answers are traced; None: nowhere
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, origins: Collection[str] = ()):
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        origins: Collection[str] = (),
+        is_stopping: Callable[[], bool] = lambda: False,
+        spans: SpanWriter | None = None,
+    ):
         self._app = app
         self._keys = keys
         self._origins = origins
+        self._is_stopping = is_stopping
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -39,17 +54,42 @@ class Gate:
         if not REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex.encode()
 
+        use_origin_form(scope)
+        client = Client(
+            self._keys.client_of(headers.get(b"authorization", b"")),
+            request_id.decode(),
+            self._trace_of(scope),
+        )
+        scope.setdefault("state", {})["client"] = client
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                id_header = (b"x-request-id", request_id)
-                message["headers"] = [*message.get("headers", ()), id_header]
+                self._complete_head(message, client)
             await send(message)
 
-        use_origin_form(scope)
-        client = self._keys.client_of(headers.get(b"authorization", b""))
-        scope.setdefault("state", {})["client"] = client
         app = self._refusal(scope, headers) or self._app
-        await app(scope, receive, send_with_id)
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            if self._spans is not None and client.trace is not None:
+                client.trace.end()
+                self._spans.write(client)
+
+    def _complete_head(self, message: Message, client: Client) -> None:
+        """Add to the head of a response what every response has."""
+        message.setdefault("headers", [])
+        headers = MutableHeaders(scope=message)
+        headers["x-request-id"] = client.request_id
+        if self._is_stopping():
+            headers["connection"] = "close"
+        if client.trace is not None:
+            client.trace.status = message["status"]
+
+    def _trace_of(self, scope: Scope) -> RequestTrace | None:
+        """A trace for a request for answers, if there are spans."""
+        if self._spans is None or not is_traced(scope):
+            return None
+        return RequestTrace(scope["path"], carrier_of(scope["headers"]))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ASGIApp | None:
         if b"content-length" in headers and b"transfer-encoding" in headers:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.config import Config, changed_keys, replace_keys, settings_by_key
 from disagg.errors import ConfigError
+from disagg.log import fields
 from disagg.server.auth import KeyRing, check_tls, read_keys
-from disagg.server.log import fields
 
 if TYPE_CHECKING:
     from disagg.server.connections import HttpServer

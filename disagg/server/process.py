@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from disagg.config import ServerConfig
-from disagg.server.log import fields
+from disagg.log import fields
 
 MAX_FILES = 1 << 20  # the limit of open files is raised up to this
 RESERVED_FILES = 200  # of them not for clients: workers, log, model

@@ -13,6 +13,7 @@ from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
 from disagg.server.answer_format import AnswerReading, ModelFormats
+from disagg.server.client import ANYONE, Client
 from disagg.server.pd_ports import ANY_WORKERS
 from disagg.server.schema import (
     Body,
@@ -73,14 +74,14 @@ class Generation:
 
     prediction: tokens that its answers may repeat; None: the request has no prediction
     workers: the prefill and the decode worker that must serve it; "": any
-    client:  a name that stands for the API key of the request; "": it has none
+    client:  who sent the request
     """
 
     request: GenerationRequest
     prompts: Sequence[TokenizedPrompt]
     prediction: Sequence[int] | None = None
     workers: tuple[str, str] = ANY_WORKERS
-    client: str = ""
+    client: Client = ANYONE
 
     @property
     def has_thoughts(self) -> bool:

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Self
 from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.launch.private_ray import SILENT, Session
+from disagg.log import fields
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.router.router import Router, WorkerConnection
 from disagg.server.auth import KeyRing, check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.server.live_settings import plan_update, reload_http, warn_of_fixed
-from disagg.server.log import fields
 from disagg.server.process import raise_file_limit, settled_collector
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import WorkerInfo
@@ -60,6 +60,7 @@ class Backend(ABC):
         self.name = served_name(config)
         self.stopped = threading.Event()
         self._is_draining = False
+        self._ends_now = False
         self.links: list[str] = []  # each worker's room and its links, for the log
         self._say = say
         self._sockets: list[socket.socket] = []
@@ -151,6 +152,14 @@ class Backend(ABC):
         self._started_workers().drain(name)
         log.info("drain", extra=fields(worker=name))
 
+    def end_now(self) -> None:
+        """End without time for requests, or without any more of it; from any thread."""
+        self._ends_now = True
+        self.stopped.set()
+        if self._is_draining:
+            loop, _ = self._serving.result()
+            asyncio.run_coroutine_threadsafe(self._router.close(), loop)
+
     def reload(self, config: Config) -> None:
         """Apply the limits of a configuration that was read again."""
         update = plan_update(self.config, config)
@@ -217,13 +226,21 @@ class Backend(ABC):
         self.stopped.set()
 
     def _drain(self) -> None:
-        """Let running requests end within the grace period, then cancel the rest."""
+        """Let running requests end within their time, then cancel the rest."""
         self._is_draining = True  # /ready answers 503 before requests are refused
-        log.info("stopping", extra=fields(grace_s=self.config.cluster.grace_s))
+        has_no_time = self._failure or self._ends_now
+        drain_s = 0.0 if has_no_time else self._drain_s
+        log.info(
+            "stopping", extra=fields(drain_s=drain_s, requests=self._router.running)
+        )
         loop, _ = self._serving.result()
-        grace_s = 0.0 if self._failure else self.config.cluster.grace_s
-        closing = self._router.close(grace_s)
+        closing = self._router.close(drain_s)
         asyncio.run_coroutine_threadsafe(closing, loop).result()
+
+    @property
+    def _drain_s(self) -> float:
+        """Time for requests to end; doors continue what the router has not ended by then."""
+        return self.config.cluster.grace_s
 
     def _stop_http(self) -> None:
         if self._serving.exception() is None:
@@ -302,7 +319,7 @@ class Service(Backend):
         app = create_app(
             self._completions,
             token=self.secret,
-            on_stop=self.stopped.set,
+            on_stop=self._stop,
             keys=self.keys,
             worker_pool=self,
             origins=config.server.allowed_origins,
@@ -311,9 +328,19 @@ class Service(Backend):
         self._http = http_server(app, config.server)
         self._serving.set_result((asyncio.get_running_loop(), self._http.end))
         await self._http.serve(self._sockets)
+        await self._completions.close()
+
+    def _stop(self, now: bool) -> None:
+        if now:
+            self.end_now()
+        self.stopped.set()
 
     def _is_stopping(self) -> bool:
         return self._is_draining or self.stopped.is_set()
+
+    @property
+    def _drain_s(self) -> float:
+        return self.config.server.drain_s
 
 
 def url_of(listening: socket.socket, server: ServerConfig) -> str:

@@ -139,6 +139,7 @@ class Job:
     moved:    tokens in the records of a sequence that moves while it decodes; 0: a prompt's
     waited_s: how long the request has waited before this attempt
     prediction: tokens that the answer may repeat
+    request_id: the client's name of the request, for logs; several may have the same
     """
 
     rid: str
@@ -151,6 +152,7 @@ class Job:
     moved: int = 0
     waited_s: float = 0.0
     prediction: Sequence[int] = ()
+    request_id: str = ""
 
     @property
     def text_length(self) -> int:
@@ -164,8 +166,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
-        return f"attempt {self.attempt} of {self.rid}"
+        """How messages and lines of a log call it."""
+        name = f"attempt {self.attempt} of {self.rid}"
+        return f"{name} (request {self.request_id})" if self.request_id else name
 
     def to_proto(self) -> pb.Job:
         return pb.Job(
@@ -179,6 +182,7 @@ class Job:
             moved=self.moved,
             waited_s=self.waited_s,
             prediction=self.prediction,
+            request_id=self.request_id,
         )
 
     @classmethod
@@ -198,6 +202,7 @@ class Job:
             moved=message.moved,
             waited_s=message.waited_s,
             prediction=tuple(message.prediction),
+            request_id=message.request_id,
         )
 
 

@@ -79,6 +79,7 @@ class DecodeSide:
             emitted = self._emitted_elsewhere(job, commit)
         else:
             emitted = tuple(job.emitted) or (commit.first_token,)
+        log.debug("%s: decode begins", job.name)
         logprobs = () if job.emitted else _read_extras(commit, "logprobs", _logprobs)
         self._jobs[request.rid] = job
         self.context.engine.submit(
@@ -107,6 +108,7 @@ class DecodeSide:
         self.drop(job.rid, job.attempt - 1, "another attempt took over")
         request = request_of(job, LOCAL)
         if request.rid not in self._jobs:
+            log.debug("%s: served whole", job.name)
             self._jobs[request.rid] = job
             self.context.engine.submit(
                 Prefill(request, None, tuple(job.emitted), job.waited_s)
@@ -169,6 +171,7 @@ class DecodeSide:
                 error = as_disagg_error(failure)
                 event = TokenEvent(job.rid, job.attempt, 0, error=error)
             if event.error or event.finish_reason:
+                _log_end(job, event)
                 self._end(output.rid, job)
             events.append(event)
         return events
@@ -239,7 +242,9 @@ class DecodeSide:
             # the other worker publishes the tokens that the router may have missed
             self.events.forget(rid, attempt)
         except Exception as failure:
-            self.fail(rid, attempt, as_disagg_error(failure))
+            error = as_disagg_error(failure)
+            log.info("%s: not moved: %s", submit.job.name, error)
+            self.fail(rid, attempt, error)
 
     def _free(self, name: str, rid: str, attempt: int, _: object) -> None:
         """Free the sequence, however its hand-off ended, and even if it never began."""
@@ -247,6 +252,13 @@ class DecodeSide:
         self._jobs.pop(name, None)
         self.context.engine.submit(Abort(name))
         self.on_done(rid, attempt)
+
+
+def _log_end(job: Job, event: TokenEvent) -> None:
+    if event.error is not None:
+        log.info("%s: decode failed: %s", job.name, event.error)
+    else:
+        log.debug("%s: decode ends, %s", job.name, event.finish_reason)
 
 
 def _read_extras(

@@ -9,6 +9,7 @@ given up. An error of one request ends that request and no other.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,6 +20,8 @@ from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.worker.event_log import EventLog
 from disagg.worker.handoff import HandoffContext, OutgoingHandoff
+
+log = logging.getLogger(__name__)
 
 
 def sampling_of(job: Job) -> SamplingParams:
@@ -81,10 +84,13 @@ class PrefillSide:
     async def _run(self, submit: Submit) -> None:
         """Run one hand-off; send its error to the router."""
         job = submit.job
+        log.debug("%s: prefill begins", job.name)
         try:
             await self._hand_over(submit)
+            log.debug("%s: handed over", job.name)
         except Exception as failure:
             error = as_disagg_error(failure)
+            log.info("%s: not handed over: %s", job.name, error)
             self.failures[error.reason] += 1
             self.events.publish([TokenEvent(job.rid, job.attempt, 0, error=error)])
 

@@ -68,14 +68,16 @@ def test_an_answer_of_another_form_is_invalid(request_: AgentRequest) -> None:
 
 
 def test_an_answer_that_matches_its_form_is_valid() -> None:
-    answers = {
-        request_of(seed=8): "ABC-1234-de-fg",
-        request_of(seed=4): "ab=1;cd=22;ef=333;",
-        request_of(seed=5): "it depends",
-        request_of(seed=6): '{"number": 0.5}',
+    texts = {
+        8: "ABC-1234-de-fg",
+        4: "ab=1;cd=22;ef=333;",
+        5: "it depends",
+        6: '{"number": 0.5}',
     }
+    requests = [request_of(SCHEMA, seed) for seed in texts]
+    answers = [AgentAnswer(text, (), "stop") for text in texts.values()]
 
-    mistakes = [x.mistake(AgentAnswer(text, (), "stop")) for x, text in answers.items()]
+    mistakes = list(map(AgentRequest.mistake, requests, answers))
 
     assert mistakes == [""] * 4
 

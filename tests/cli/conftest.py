@@ -67,7 +67,9 @@ def running() -> Iterator[Running]:
     completions = completions_of(
         router, context_length=200, longest_token=10, defaults=defaults
     )
-    app = create_app(completions, "secret", stopped.set, worker_pool=worker_pool)
+    app = create_app(
+        completions, "secret", lambda now: stopped.set(), worker_pool=worker_pool
+    )
     config = uvicorn.Config(
         app, log_level="error", lifespan="off", timeout_graceful_shutdown=1
     )

@@ -182,7 +182,7 @@ def test_a_service_with_tls_finishes_answers_before_it_stops(home, tmp_path_fact
     papers = make_papers(tmp_path_factory.mktemp("papers"))
     files = {"ca": "ca", "certificate": "peer", "key": "peer.key"}
     sets = [f"security.{key}={papers / name}" for key, name in files.items()]
-    sets.append(f"cluster.grace_s={PATIENCE_S}")
+    sets.append(f"server.drain_s={PATIENCE_S}")
     options = [x for each in sets for x in ("--set", each)]
     process = home.start("serve", "--port", "0", *options)
     state = home.service()

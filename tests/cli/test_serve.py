@@ -322,6 +322,9 @@ class StoppedService:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def end_now(self) -> None:
+        pass
+
 
 HOSTS = [
     ("127.0.0.1", 0),

@@ -1,14 +1,19 @@
-"""SIGHUP: read the settings again, or end because the terminal was closed."""
+"""SIGHUP: read the settings again, or end because the terminal was closed. Signals that stop."""
 
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+
+from disagg.cli import shutdown
+from disagg.cli.shutdown import STOP_SIGNALS, ShutdownGuard
 
 SERVE = """
 import fcntl, signal, sys, termios
@@ -73,3 +78,90 @@ def test_a_closed_terminal_ends_the_service_unless_nohup(arguments, expected):
         out, _ = process.communicate(timeout=60)
 
     assert out == expected
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Iterator[Clock]:
+    """The clock of signals, whose handlers are put back."""
+    clock = Clock()
+    monkeypatch.setattr(shutdown, "time", clock)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield clock
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@contextmanager
+def stopping(guard: ShutdownGuard, ends: threading.Event) -> Iterator[None]:
+    """A service that a first SIGTERM has begun to stop."""
+    with guard:
+        guard.started()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        guard.begin(ends.set)
+        yield
+
+
+def test_a_second_signal_ends_a_service_that_drains(clock):
+    ends, lines = threading.Event(), []
+
+    with stopping(ShutdownGuard(0.0, drain_s=3600.0, say=lines.append), ends):
+        clock.now = 3.0
+        signal.raise_signal(signal.SIGINT)
+
+        assert ends.wait(60)
+
+    assert lines == ["stopping ...", "stopping at once ..."]
+
+
+def test_a_signal_that_comes_twice_at_once_counts_once(clock):
+    ends, lines = threading.Event(), []
+
+    with stopping(ShutdownGuard(0.0, drain_s=3600.0, say=lines.append), ends):
+        clock.now = 0.1
+        signal.raise_signal(signal.SIGTERM)
+
+    assert lines == ["stopping ..."]
+    assert not ends.is_set()
+
+
+def test_a_shutdown_may_take_as_long_as_its_requests(clock, monkeypatch):
+    timers = []
+    monkeypatch.setattr(threading, "Timer", FakeTimer.kept_in(timers))
+
+    with stopping(ShutdownGuard(5.0, drain_s=45.0, say=str), threading.Event()):
+        clock.now = 3.0
+        signal.raise_signal(signal.SIGTERM)
+
+    assert timers == [45 + 2 * 5 + 15, 2 * 5 + 15]
+
+
+class FakeTimer:
+    """A timer that never fires."""
+
+    daemon = False
+
+    @classmethod
+    def kept_in(cls, limits: list[float]) -> Any:
+        """A class of timers that notes their limits."""
+
+        def create(limit_s: float, *_: object) -> FakeTimer:
+            limits.append(limit_s)
+            return cls()
+
+        return create
+
+    def start(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass

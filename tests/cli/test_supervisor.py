@@ -145,6 +145,28 @@ def test_a_process_that_ends_before_it_serves_is_an_error(nursery):
         nursery.slot.up.result(10)
 
 
+def test_a_slot_that_refuses_requests_replaces_no_process(nursery):
+    nursery.slot.refuse()
+    nursery.children[0].die()
+
+    nursery.slot.stop(1.0)
+
+    assert nursery.children[0].pipe.told == ["refuse"]
+    assert len(nursery.children) == 1
+
+
+def test_a_slot_is_idle_when_all_its_processes_are(nursery):
+    nursery.children[0].say("leaving")
+    nursery.wait_for_children(2)
+    nursery.children[1].say("idle")
+    wait_for(lambda: "idle" in nursery.events)
+    assert not nursery.slot.is_idle
+
+    nursery.children[0].say("idle")
+
+    wait_for(lambda: nursery.slot.is_idle)
+
+
 def test_words_of_a_process_that_leaves_still_count(nursery):
     nursery.children[0].say("leaving")
     nursery.wait_for_children(2)

@@ -15,6 +15,7 @@ from ray.autoscaler._private.kuberay import autoscaling_config as kuberay
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from disagg import serve_app
+from disagg.cli.shutdown import RAY_STOP_S
 from disagg.config import Config, load_config, replace_keys
 from disagg.errors import ConfigError
 
@@ -159,6 +160,15 @@ def test_the_application_on_kubernetes_knows_its_settings(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"disagg\[serve\]"):
         serve_app.build_app({})
+
+
+def test_pods_live_long_enough_for_requests_and_workers_to_end():
+    config = serve_app.config_of(application()["args"])
+    needed_s = config.server.drain_s + 2 * config.cluster.grace_s + RAY_STOP_S
+
+    periods = {x["template"]["spec"]["terminationGracePeriodSeconds"] for x in groups()}
+
+    assert all(seconds > needed_s for seconds in periods)
 
 
 def test_kubernetes_accepts_the_network_policy_and_all_pods():

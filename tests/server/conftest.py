@@ -75,6 +75,7 @@ class FakeRouter(Router):
         super().__init__()
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
         self.clients: list[str] = []
+        self.request_ids: list[str] = []
         self.predictions: list[tuple[int, ...]] = []
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
@@ -95,9 +96,11 @@ class FakeRouter(Router):
         at: Any = None,
         client: str = "",
         prediction: Sequence[int] = (),
+        request_id: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         self.asked.append((prompt, dict(params), codec))
         self.clients.append(client)
+        self.request_ids.append(request_id)
         self.predictions.append(tuple(prediction))
         scores = [SCORE] * (len(prompt) - 1) if params.get("prompt_logprobs") else []
         self.running += 1

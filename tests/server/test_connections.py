@@ -19,6 +19,7 @@ from disagg.server.connections import (
     BODY_RATE,
     MAX_HEADER_BYTES,
     Arrival,
+    HeaderFilter,
     LoopErrors,
     http_server,
 )
@@ -101,6 +102,62 @@ def test_an_offer_of_http_2_loses_no_body(name, app):
             return first + await reader.read()
 
     assert asyncio.run(scene()).count(b"HTTP/1.1 200") == 2
+
+
+OFFER = (
+    POST.removesuffix(b"\r\n")
+    + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("position", range(len(OFFER)))
+def test_an_offer_of_http_2_is_found_wherever_it_is_cut(position):
+    headers = HeaderFilter()
+    whole = OFFER + BODY
+
+    first, nothing = headers.split(whole[:position])
+    second, rest = headers.split(whole[position:])
+
+    assert first + second == OFFER.replace(b"Upgrade:", b"ignored:")
+    assert (nothing, rest) == (b"", BODY)
+    assert not headers.is_inside
+
+
+def test_only_a_line_that_begins_with_upgrade_is_an_offer():
+    line = b"GET / HTTP/1.1\r\nNote: an upgrade: none\r\nDo-Upgrade: yes\r\n\r\n"
+    headers = HeaderFilter()
+
+    parts = [headers.split(line[i : i + 1])[0] for i in range(len(line))]
+
+    assert b"".join(parts) == line
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_offer_of_http_2_in_pieces_loses_no_body(size, app):
+    whole = GET + b"\r\n" + OFFER + BODY
+    pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
+
+    async def scene() -> bytes:
+        async with serving(app, replace(CONFIG, silence_s=60.0)) as port:
+            reader, writer = await send(port, b"")
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0)
+            return await reader.readuntil(b"[DONE]")
+
+    assert asyncio.run(scene()).count(b"HTTP/1.1 200") == 2
+
+
+@pytest.mark.parametrize("number", [4, 5], ids=["second-header", "second-body"])
+def test_a_half_sent_request_does_not_count_as_idle(number, app):
+    data, answers = SILENT_AFTER[number]
+
+    async def scene() -> bytes:
+        async with serving(app, replace(CONFIG, idle_s=3600.0)) as port:
+            reader, _writer = await send(port, data)
+            return await reader.read()
+
+    assert asyncio.run(scene()).count(b"HTTP/1.1 200") == answers
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:

@@ -57,7 +57,7 @@ async def opened(path: Path, config: Config | None = None) -> AsyncIterator[Open
         sockets=[listening],
         path=path,
         secret=SECRET.token,
-        on_stop=lambda: stops.append("stop"),
+        on_stop=lambda now: stops.append("now" if now else "stop"),
     )
     started = asyncio.Event()
     task = asyncio.create_task(door.serve(started.set))
@@ -220,6 +220,86 @@ async def test_a_door_that_leaves_closes_connections_after_their_answer(path):
 
     assert response.status_code == 200
     assert response.headers["connection"] == "close"
+
+
+async def test_a_door_refuses_requests_while_its_streams_end_and_then(path):
+    """When it has none, other doors of the service may have some, and clients come to all."""
+    idle = asyncio.Event()
+    async with serving(path) as process, opened(path) as door:
+        await door.ready()
+        process.worker.go.clear()
+        async with door.stream(max_tokens=3) as response:
+            await until(lambda: process.worker.jobs)
+            door.door.refuse(3600.0, idle.set)
+            ready = await door.http.get("/ready")
+            health = await door.http.get("/health")
+            while (refused := await short(door)).status_code == 200:
+                await asyncio.sleep(0.01)
+            process.worker.go.set()
+            texts = await tokens_of(response.aiter_lines(), [])
+        await idle.wait()
+        later = await short(door)
+
+    assert len(texts) == 3
+    assert later.status_code == 503
+    assert (ready.status_code, health.status_code) == (503, 200)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["connection"] == "close"
+
+
+async def short(door: OpenDoor) -> httpx.Response:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    return await door.http.post("/v1/completions", json=body)
+
+
+async def test_the_time_of_streams_can_be_cut(path):
+    idle = asyncio.Event()
+    async with serving(path), opened(path) as door:
+        await door.ready()
+        async with door.stream(max_tokens=10**4, ignore_eos=True) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            door.door.refuse(3600.0, idle.set)
+            door.door.refuse(0.0, idle.set)
+            *_, last, done = [line async for line in lines if line]
+        await idle.wait()
+
+    assert '"stopping"' in last
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize(("body", "order"), [({}, "stop"), ({"now": True}, "now")])
+async def test_the_owner_says_whether_requests_get_time_to_end(body, order, path):
+    async with serving(path), opened(path) as door:
+        await door.ready()
+        await door.http.post("/stop", headers=OWNER, json=body)
+
+    assert door.stops == [order]
+
+
+async def test_an_id_of_a_request_gets_to_its_worker_and_into_the_status(path):
+    async with serving(path) as process, opened(path) as door:
+        await door.ready()
+        process.worker.go.clear()
+        headers = {"X-Request-Id": "order-7"}
+        body = {"prompt": PROMPT, "max_tokens": 3}
+        both = [
+            asyncio.create_task(
+                door.http.post("/v1/completions", json=body, headers=headers)
+            )
+            for _ in range(2)
+        ]
+        await until(lambda: len(process.worker.jobs) == 2)
+        status = (await door.http.get("/status")).json()
+        process.worker.go.set()
+        answers = [await each for each in both]
+
+    jobs = process.worker.submitted
+    assert [request["id"] for request in status["running"]] == ["order-7"] * 2
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({job.rid for job in jobs}) == 2
+    assert all("order-7" in job.name for job in jobs)
 
 
 async def test_after_the_grace_a_stream_ends_with_an_error(path):

@@ -540,6 +540,7 @@ def strict() -> ASGIApp:
             at: Any = None,
             client: str = "",
             prediction: Any = (),
+            request_id: str = "",
         ) -> Any:
             SamplingParams(**params)
             async for output in super().generate(prompt, params, codec):

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from disagg.errors import CapacityError, PeerLostError
-from disagg.server import log as server_log
-from disagg.server.log import configure, fields
+from disagg.log import configure, fields
+from disagg.server import request_log
 from tests.server.visits import ask, chat, get, post, send
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
@@ -151,7 +151,7 @@ def test_an_error_in_mid_stream_is_logged_though_the_status_is_200(app, router, 
     assert line["output_tokens"] == 2
 
 
-@pytest.mark.parametrize("path", sorted(server_log.QUIET_PATHS))
+@pytest.mark.parametrize("path", sorted(request_log.QUIET_PATHS))
 def test_probes_and_dashboards_are_logged_at_level_debug(path, app, stream):
     configure("info", "json", stream)
     get(app, path)

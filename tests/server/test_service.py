@@ -21,11 +21,11 @@ LONG = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True
 
 
 @contextmanager
-def colocated(grace_s: float) -> Iterator[tuple[Service, ExitStack]]:
+def colocated(drain_s: float) -> Iterator[tuple[Service, ExitStack]]:
     """A service of one worker, and the stack whose close ends it."""
     flags = {
         "cluster.colocated": True,
-        "cluster.grace_s": grace_s,
+        "server.drain_s": drain_s,
         "server.port": 0,
     }
     with ExitStack() as stack:
@@ -93,6 +93,33 @@ def test_a_service_is_not_ready_from_the_stop_request_on():
         assert httpx.get(f"{service.url}/health").status_code == 200
 
 
+def test_a_service_that_drains_ends_at_once_when_told_again(caplog):
+    caplog.set_level(logging.INFO, "disagg")
+    with httpx.Client(timeout=60) as client, colocated(3600) as (service, stack):
+        lines = open_stream(client, service)
+        ending = threading.Thread(target=stack.close)
+        ending.start()
+        while "stopping" not in caplog.messages:
+            time.sleep(0.01)
+        service.end_now()
+        *_, last, _ = lines
+        ending.join()
+
+    assert error_of(last)["type"] == "stopping"
+
+
+def test_a_service_that_is_told_to_end_at_once_does_not_drain():
+    with httpx.Client(timeout=60) as client, colocated(3600) as (service, stack):
+        lines = open_stream(client, service)
+        headers = {"Authorization": f"Bearer {service.secret}"}
+        client.post(f"{service.url}/stop", headers=headers, json={"now": True})
+        stack.close()
+        *_, last, _ = lines
+
+    assert service.stopped.is_set()
+    assert error_of(last)["type"] == "stopping"
+
+
 def test_while_a_stream_ends_the_service_is_not_ready_and_refuses_requests(caplog):
     caplog.set_level(logging.INFO, "disagg")
     with httpx.Client(timeout=60) as client, colocated(3.0) as (service, stack):
@@ -111,4 +138,6 @@ def test_while_a_stream_ends_the_service_is_not_ready_and_refuses_requests(caplo
     assert (ready.status_code, ready.json()) == (503, {"status": "stopping"})
     assert response.status_code == 503
     assert response.json()["error"]["type"] == "stopping"
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.headers["connection"] == "close"
     assert error_of(last)["type"] == "stopping"

@@ -20,7 +20,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, door: _Optional[str] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ..., counts: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("handle", "prompt", "sampling", "codec", "prefill", "decode", "emitted", "waited_s", "resumed", "client", "prediction")
+    __slots__ = ("handle", "prompt", "sampling", "codec", "prefill", "decode", "emitted", "waited_s", "resumed", "client", "prediction", "request_id")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class Begin(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     handle: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: str
@@ -43,7 +44,8 @@ class Begin(_message.Message):
     resumed: bool
     client: str
     prediction: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handle: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., emitted: _Optional[_Iterable[int]] = ..., waited_s: _Optional[float] = ..., resumed: bool = ..., client: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, handle: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., emitted: _Optional[_Iterable[int]] = ..., waited_s: _Optional[float] = ..., resumed: bool = ..., client: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("handles", "tokens", "figures", "scores", "ends", "state")

@@ -33,7 +33,7 @@ ROLE_BOTH: Role
 ROLE_NONE: Role
 
 class Job(_message.Message):
-    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s", "moved", "waited_s", "prediction")
+    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s", "moved", "waited_s", "prediction", "request_id")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Job(_message.Message):
     MOVED_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -54,7 +55,8 @@ class Job(_message.Message):
     moved: int
     waited_s: float
     prediction: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ..., moved: _Optional[int] = ..., waited_s: _Optional[float] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ..., moved: _Optional[int] = ..., waited_s: _Optional[float] = ..., prediction: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("job", "epoch", "router")

@@ -1,4 +1,4 @@
-"""The log of a service: lines with a time and a level, as text or as JSON objects.
+"""The log of every process of a service: lines with a time and a level, as text or as JSON.
 
     2026-11-28T09:30:01.123Z INFO request id=7f3a route=/v1/completions status=200 seconds=0.214
     {"time": "2026-11-28T09:30:01.123Z", "level": "info", "message": "request", "id": "7f3a", ...}
@@ -11,16 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-# of probes, dashboards and `disagg status`: their requests are logged at level debug
-QUIET_PATHS = {"/", "/health", "/ready", "/version", "/metrics", "/status"}
-MAX_PATH_CHARS = 100
-
-log = logging.getLogger(__name__)
+from typing import Any, TextIO
 
 
 def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
@@ -72,59 +63,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
-
-
-class RequestLog:
-    """Logs one line for each finished request. It surrounds all other middleware.
-
-    The application may set `request.state.log_fields`, a function that returns more fields of the
-    line; it is called when the response is complete.
-    """
-
-    def __init__(self, app: "ASGIApp"):
-        self._app = app
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """One request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began = time.monotonic()
-        state = scope.setdefault("state", {})
-        status = 500
-        request_id: str | None = None
-
-        async def send_and_note(message: "Message") -> None:
-            nonlocal status, request_id
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = dict(message.get("headers", ()))
-                request_id = headers.get(b"x-request-id", b"").decode() or None
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_and_note)
-        finally:
-            log_fields = state.get("log_fields")
-            more = log_fields() if log_fields else {}
-            log.log(
-                _level(scope["path"], status),
-                "request",
-                extra=fields(
-                    id=request_id,
-                    method=scope["method"],
-                    route=scope["path"][:MAX_PATH_CHARS],
-                    status=status,
-                    **more,
-                    seconds=round(time.monotonic() - began, 3),
-                ),
-            )
-
-
-def _level(path: str, status: int) -> int:
-    if status >= 500 and status != 503:  # 503: starting or stopping
-        return logging.ERROR
-    return logging.DEBUG if path in QUIET_PATHS else logging.INFO
 
 
 def _time_of(record: logging.LogRecord) -> str:
