@@ -5,11 +5,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
+from weakref import WeakValueDictionary
 
 from disagg.grammar.state import GrammarState
 from disagg.grammar.vocabulary import Vocabulary
 
-MOST_COMPILED = 128  # grammars
+MOST_UNUSED = 128  # grammars that stay compiled though nothing waits for them
 
 
 class GrammarCompiler:
@@ -21,7 +22,10 @@ class GrammarCompiler:
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]):
         self._read_vocabulary = read_vocabulary
-        self._compiled: OrderedDict[str, Future[GrammarState]] = OrderedDict()
+        # all that somebody holds; the newest are held here
+        self._compiled: WeakValueDictionary[str, Future[GrammarState]]
+        self._compiled = WeakValueDictionary()
+        self._newest: OrderedDict[str, Future[GrammarState]] = OrderedDict()
         self._lock = Lock()
 
     @cached_property
@@ -36,16 +40,17 @@ class GrammarCompiler:
     def prepare(self, constraint: str) -> "Future[GrammarState]":
         """Compile a constraint in the background; the result is the state before the first token.
 
-        It is for copies alone.
+        It is for copies alone. As long as somebody holds it, it is not compiled again.
         """
         with self._lock:
             future = self._compiled.get(constraint)
             if future is None:
                 future = self._thread.submit(self._compile, constraint)
                 self._compiled[constraint] = future
-            self._compiled.move_to_end(constraint)
-            while len(self._compiled) > MOST_COMPILED:
-                self._compiled.popitem(last=False)
+            self._newest[constraint] = future
+            self._newest.move_to_end(constraint)
+            while len(self._newest) > MOST_UNUSED:
+                self._newest.popitem(last=False)
             return future
 
     def _compile(self, constraint: str) -> GrammarState:

@@ -1,6 +1,7 @@
 """Where an answer stands in its grammar is a pure function of its tokens."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -112,3 +113,29 @@ def test_forced_text_has_the_tokens_of_the_tokenizer():
     allowed = [i for i in range(256) if state.bits()[i // 32] >> i % 32 & 1]
 
     assert allowed == [ord("h")]
+
+
+def test_a_long_forced_text_is_split_into_tokens_once():
+    state = GrammarState.compile('start: "a long text" /[0-9]/ "!"', WORDS)
+    matcher = state._matcher = Mock(wraps=state._matcher)
+    text = b"a long text"
+
+    pieces = []
+    for length in range(len(text)):
+        state.follow([*text[:length]])
+        pieces.append(bytes(state.forced(4)))
+
+    assert pieces == [text[i : i + 4] for i in range(len(text))]
+    assert matcher.compute_ff_tokens.call_count == 1
+
+
+def test_forced_text_begins_anew_behind_a_choice():
+    state = GrammarState.compile('start: "ab" /[0-9]/ "!?"', WORDS)
+    assert state.forced(9) == [*b"ab"]
+
+    state.follow([*b"ab"])
+    behind_text = state.forced(9)
+    state.follow([*b"ab7"])
+
+    assert behind_text == []
+    assert state.forced(9) == [*b"!?"]
