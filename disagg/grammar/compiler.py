@@ -10,7 +10,10 @@ from weakref import WeakValueDictionary
 from disagg.grammar.state import GrammarState
 from disagg.grammar.vocabulary import Vocabulary
 
-MOST_UNUSED = 128  # grammars that stay compiled though nothing waits for them
+# of the grammars that stay compiled though nothing waits for them: how many, and how long their
+# texts are together. A character may take 200 bytes
+MOST_UNUSED = 128
+MOST_UNUSED_CHARS = 1 << 20
 
 
 class GrammarCompiler:
@@ -49,9 +52,15 @@ class GrammarCompiler:
                 self._compiled[constraint] = future
             self._newest[constraint] = future
             self._newest.move_to_end(constraint)
-            while len(self._newest) > MOST_UNUSED:
-                self._newest.popitem(last=False)
+            self._drop_unused()
             return future
+
+    def _drop_unused(self) -> None:
+        """Hold no more than the limits allow; the oldest go first."""
+        num_chars = sum(map(len, self._newest))
+        while len(self._newest) > MOST_UNUSED or num_chars > MOST_UNUSED_CHARS:
+            constraint, _ = self._newest.popitem(last=False)
+            num_chars -= len(constraint)
 
     def _compile(self, constraint: str) -> GrammarState:
         return GrammarState.compile(constraint, self.vocabulary)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import RequestError
-from disagg.grammar import choice, json_schema, regex
+from disagg.grammar import choice, compiler, json_schema, regex
 from disagg.grammar.compiler import GrammarCompiler
 from disagg.grammar.state import GrammarState
 from tests.grammar.following import tokens_of, vocabulary
@@ -104,6 +104,25 @@ def test_a_compiler_compiles_a_constraint_once_and_reads_no_vocabulary_before():
 
     assert len({id(future.result()) for future in futures}) == 1
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("MOST_UNUSED", 2), ("MOST_UNUSED_CHARS", 40)]
+)
+def test_few_grammars_stay_compiled_without_a_request(limit, most, monkeypatch):
+    """One that a request holds stays too."""
+    monkeypatch.setattr(compiler, limit, most)
+    grammars = GrammarCompiler(lambda: WORDS)
+    constraints = [
+        f'start: "text {number}"' for number in range(4)
+    ]  # 15 characters each
+    held = grammars.prepare(constraints[0])
+    before = [grammars.prepare(text).result() for text in constraints]
+
+    after = [grammars.prepare(text).result() for text in constraints]
+
+    assert after[0] is before[0] is held.result()
+    assert after[1] is not before[1]
 
 
 def test_forced_text_has_the_tokens_of_the_tokenizer():
