@@ -316,16 +316,7 @@ class MeasuredService:
         batch = self.questions.make(count, self.options.prompt, tokens)
         long = self.questions.make(MAX_ARRIVING, self.options.arriving, 1)
         streams, arrived = self.client.ask("ask_beside", self.target, batch, long)
-        intervals = [(x.start_s, x.start_s + x.ttft_s) for x in arrived]
-        gaps_ms: list[float] = []
-        calm_gaps_ms: list[float] = []
-        for stream in streams:
-            ends = stream.start_s + stream.ttft_s + np.cumsum(stream.gaps_s)
-            for end, gap in zip(ends, stream.gaps_s, strict=True):
-                overlaps = any(
-                    begin < end and end - gap < finish for begin, finish in intervals
-                )
-                (gaps_ms if overlaps else calm_gaps_ms).append(1e3 * gap)
+        gaps_ms, calm_gaps_ms = gaps_beside(streams, arrived)
         p50_ms, p99_ms = median(gaps_ms), p99(gaps_ms)
         return {
             "streams": count,
@@ -353,6 +344,23 @@ class MeasuredService:
             "known_ms": median(known_ms),
             "ratio": median(known_ms) / median(new_ms),
         }
+
+
+def gaps_beside(
+    streams: Sequence[RequestTimes], arrived: Sequence[RequestTimes]
+) -> tuple[list[float], list[float]]:
+    """Milliseconds between tokens of streams, while a prompt waits for its first token and else."""
+    intervals = [(x.start_s, x.start_s + x.ttft_s) for x in arrived]
+    gaps_ms: list[float] = []
+    calm_gaps_ms: list[float] = []
+    for stream in streams:
+        ends = stream.start_s + stream.ttft_s + np.cumsum(stream.gaps_s)
+        for end, gap in zip(ends, stream.gaps_s, strict=True):
+            overlaps = any(
+                begin < end and end - gap < finish for begin, finish in intervals
+            )
+            (gaps_ms if overlaps else calm_gaps_ms).append(1e3 * gap)
+    return gaps_ms, calm_gaps_ms
 
 
 def _summary(times: Sequence[RequestTimes]) -> Row:

@@ -117,7 +117,7 @@ class EngineConfig(Bounded):
                       in chunks; shorter prompts and decoding on the same worker wait for one chunk
     chunk_s:          seconds that chunks of prompts may add to a step in which sequences decode, so
                       that tokens come steadily. Chunks are sized by the time that earlier ones
-                      took, and have at least 64 tokens. None: no limit
+                      took, and have at least 256 tokens. None: no limit
     max_sequences:    maximum sequences per decode step; None: 64 on a GPU, which records steps of
                       every size at start. On a CPU one for every 1,024 tokens that the arena holds
                       with the default codec of the service, from 64 to 256
@@ -139,8 +139,8 @@ class EngineConfig(Bounded):
     speculative_tokens: maximum tokens of a draft of look-up speculation: what followed the last
                       tokens earlier in the text, or what the request's prediction says, which a
                       step verifies; answers stay the same. 0: no drafts. None: 7 on a CPU, 0 on a
-                      GPU, where steps with drafts run without a recorded CUDA graph. Models with
-                      states have no drafts
+                      GPU, where more than 7 run without a recorded CUDA graph. Models with states
+                      have no drafts
     torch_threads:    threads per worker; None: the host's cores divided by its workers
     stuck_s:          a step without progress for this long ends its worker, with the stacks of its
                       threads in the log; each layer of a prompt is progress. Keep it below

@@ -38,6 +38,7 @@ from disagg.parsers.formats import AnswerFormats
 from disagg.parsers.parts import Part, joined_parts
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission, ReceiverPolicy, Reservations
+from disagg.transfer.rpc import tune_malloc
 from disagg.transfer.stats import HandoffStats
 from disagg.worker.in_process import InProcessHandoff
 
@@ -64,7 +65,10 @@ class Completion:
 
 
 class LLM:
-    """A model that answers prompts through compressed KV."""
+    """A model that answers prompts through compressed KV.
+
+    Like a worker, it makes glibc keep large buffers that are freed, for the whole process.
+    """
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class LLM:
         state = check_state_form(state)
         defaults = read_sampling_defaults(model, generation_config)
         self.default_params = SamplingParams(**defaults)
+        tune_malloc()
         self._runner = Runner.load(model, dtype, device, context, weights=weights)
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -334,6 +335,17 @@ def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
     assert_empty(llm)
     (answer,) = llm.generate([good], SamplingParams(max_tokens=3))
     assert len(answer.tokens) == 3
+
+
+def test_malloc_is_tuned_before_the_model_is_loaded(monkeypatch):
+    calls = []
+    monkeypatch.setattr("disagg.llm.tune_malloc", lambda: calls.append("tune"))
+    monkeypatch.setattr("disagg.llm.Runner.load", Mock(side_effect=ConfigError("stop")))
+
+    with pytest.raises(ConfigError, match="stop"):
+        LLM()
+
+    assert calls == ["tune"]
 
 
 def test_a_codec_that_a_gpu_computes_wrong_is_refused_at_once(tiny, monkeypatch):

@@ -61,11 +61,17 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
 
             read_storage(info.path)
         if model.device == "cuda" or model.weights is not None:
-            from disagg.model.quantized_linear import check_weights_setting
+            from disagg.model.capacity import layers_of
+            from disagg.model.quantized_linear import (
+                check_layer_sizes,
+                check_weights_setting,
+            )
             from disagg.model.runner import pick_device
 
             device = pick_device(model.device)
             check_weights_setting(model.weights, device, info.dtype)
+            if model.weights is not None:
+                check_layer_sizes(layers_of(info), model.weights)
     # these raise for files and names that cannot be used
     read_answer_formats(config)
     read_sampling_defaults(model.name, model.generation_config)

@@ -133,7 +133,7 @@ class Engine:
         context = runner.info.context_length
         self.grammar_compiler = grammars or compiler_for(runner.info)
         self._grammars = SequenceGrammars(self.grammar_compiler, runner.info.eos_ids)
-        self._lookup = LookUp.on(
+        self.lookup = LookUp.on(
             runner.device.type, config, context, self._grammars.forced
         )
         # by request: its messages, while its grammar is being compiled
@@ -376,7 +376,7 @@ class Engine:
         for sequence in self._scheduler.outgrown():
             self._scheduler.restart(sequence)
             sequence.enter(Status.QUEUED)
-        scheduled = self._lookup.add_drafts(self._scheduler.schedule_decodes())
+        scheduled = self.lookup.add_drafts(self._scheduler.schedule_decodes())
         scheduled = self._grammars.cut_drafts(scheduled)
         if any(entry.draft for entry in scheduled):
             with suppress(CapacityError):
@@ -527,7 +527,7 @@ class Engine:
         sequence.n -= len(entry.draft) - right
         for group, state in zip(sequence.plan.paged, sequence.groups, strict=False):
             self.pool.release(take_back(group, state, sequence.n))
-        self._lookup.learn(entry, right)
+        self.lookup.learn(entry, right)
         self.counts["drafts"] += 1
         self.counts["draft_tokens"] += len(entry.draft)
         self.counts["accepted_tokens"] += right

@@ -15,7 +15,7 @@ Where many do, or where nothing repeats, drafts cost more than they bring. So la
 and a sequence whose drafts are wrong waits longer and longer before it has the next one.
 """
 
-from array import array
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ LEAST_DRAFT = 2
 LONGEST_WAIT = 64  # tokens of an answer
 CPU_DRAFT = 7  # tokens of a draft, unless the config says
 CPU_ROWS = 16  # tokens of a step that take a CPU hardly longer than one
-TOKEN_BYTES = 4
+NUM_CHARACTERS = sys.maxunicode + 1  # more than any vocabulary has tokens
 
 Forced = Callable[[Sequence, int], list[int]]
 
@@ -41,11 +41,13 @@ class TokenText:
     """Tokens that can be looked up in each other."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        # a character for each token: a string is searched in one call, by whole characters
+        self._text = ""
 
     def add(self, tokens: Seq[int]) -> None:
         """Append tokens."""
-        self._bytes += array("I", tokens).tobytes()
+        new_text = "".join(chr(token % NUM_CHARACTERS) for token in tokens)
+        self._text = (self._text + new_text)[-LOOK_BACK:]
 
     def continuation(self, size: int) -> list[int]:
         """The `size` tokens that follow the last ones, if they do as they did before.
@@ -53,24 +55,15 @@ class TokenText:
         Empty where the last tokens are not found again. A text that has begun to repeat itself
         goes on repeating.
         """
-        text = self._bytes
-        start = self._last_place(text[-MATCH * TOKEN_BYTES :])
-        if start is None:
+        text = self._text
+        last_tokens = text[-MATCH:]
+        place = text.rfind(last_tokens, 0, -1)
+        if place < 0:
             return []
-        known = array("I", text[start : start + size * TOKEN_BYTES])
-        repeats = -(-size // len(known))
-        return (known * repeats)[:size].tolist()
-
-    def _last_place(self, needle: bytearray) -> int | None:
-        """The offset behind the last earlier place with these tokens; None: there is none."""
-        text = self._bytes
-        least = max(0, len(text) - LOOK_BACK * TOKEN_BYTES)
-        end = len(text) - TOKEN_BYTES
-        while (place := text.rfind(needle, least, end)) >= 0:
-            if place % TOKEN_BYTES == 0:
-                return place + len(needle)
-            end = place + len(needle) - 1
-        return None
+        start = place + len(last_tokens)
+        following = [ord(token) for token in text[start : start + size]]
+        repeats = -(-size // len(following))
+        return (following * repeats)[:size]
 
 
 @dataclass
@@ -138,11 +131,19 @@ class LookUp:
     """
 
     def __init__(self, most: int, most_rows: int, context: int, forced: Forced):
-        self._most = most
+        self.most = most
         self._forced = forced
         self._most_rows = most_rows
         self._context = context
         self._histories: WeakKeyDictionary[Sequence, DraftHistory] = WeakKeyDictionary()
+
+    def without_drafts(self) -> "LookUp":
+        """For the same steps, none of which has a draft."""
+        return LookUp(0, self._most_rows, self._context, self._forced)
+
+    def fixed(self) -> "FixedDrafts":
+        """Short drafts for the same steps."""
+        return FixedDrafts(self.most, self._most_rows, self._context, self._forced)
 
     @classmethod
     def on(
@@ -158,7 +159,7 @@ class LookUp:
     def add_drafts(self, scheduled: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
         """The decoding sequences of a step, those that allow it with a draft."""
         spare = self._most_rows - sum(entry.count for entry in scheduled)
-        if not self._most or spare < LEAST_DRAFT:
+        if not self.most or spare < LEAST_DRAFT:
             return list(scheduled)
         drafted = []
         for entry in scheduled:
@@ -179,7 +180,7 @@ class LookUp:
         if history is None:
             history = DraftHistory.of(sequence.request)
             self._histories[sequence] = history
-        forced = self._forced(sequence, min(room, self._most))
+        forced = self._forced(sequence, min(room, self.most))
         if len(forced) >= LEAST_DRAFT:
             return forced
         return history.draft(sequence.emitted, room)
@@ -187,7 +188,18 @@ class LookUp:
     def learn(self, entry: ScheduledTokens, right: int) -> None:
         """How many tokens of a draft were right."""
         history = self._histories[entry.sequence]
-        history.learn(len(entry.draft), right, self._most)
+        history.learn(len(entry.draft), right, self.most)
+
+
+class FixedDrafts(LookUp):
+    """The same short draft for every sequence that can have one, right or wrong: for a warm-up."""
+
+    def _draft(self, entry: ScheduledTokens, spare: int) -> list[int]:
+        room = min(spare, most_tokens(entry, self._context))
+        return [0] * LEAST_DRAFT if room >= LEAST_DRAFT else []
+
+    def learn(self, entry: ScheduledTokens, right: int) -> None:
+        """Change nothing."""
 
 
 def most_tokens(entry: ScheduledTokens, context: int) -> int:

@@ -1,8 +1,9 @@
 """Warm-up on a GPU: compile and record the decode steps of the listed codecs before requests come.
 
-It serves made-up prompts. Triton keeps compiled kernels on disk, for the next start. Steps are
-recorded over page tables of every size that the model's context needs, and so launch both forms of
-the kernel that merges partial results. Later requests record nothing.
+It serves made-up prompts; where the config has drafts, once more with a draft in every step. Triton
+keeps compiled kernels on disk, for the next start. Steps are recorded over page tables of every
+size that the model's context needs, and so launch both forms of the kernel that merges partial
+results. Later requests record nothing.
 """
 
 import logging
@@ -39,13 +40,19 @@ def warm_up(
     assert runner.graphs is not None, "no decode graphs to record into"
     context = runner.info.context_length
     runner.graphs.record_sizes(context)
+    own_lookup = engine.lookup
+    lookups = [own_lookup.without_drafts()]
+    if own_lookup.most:
+        lookups.append(own_lookup.fixed())
     for number, spec in enumerate(specs, 1):
         start = time.monotonic()
         report(
             f"compiling and recording steps of {spec}, {number} of {len(specs)} codecs"
         )
-        for prompt_len in _prompt_lengths(engine.plan(spec), context):
-            _serve(engine, spec, prompt_len, rows)
+        for lookup in lookups:
+            engine.lookup = lookup
+            for prompt_len in _prompt_lengths(engine.plan(spec), context):
+                _serve(engine, spec, prompt_len, rows)
         log.info(
             "%d of %d: compiled and recorded for %s, %.1f s",
             number,
@@ -54,6 +61,7 @@ def warm_up(
             time.monotonic() - start,
         )
     runner.graphs.record_sizes(0)
+    engine.lookup = own_lookup
     engine.counts.clear()
 
 

@@ -4,7 +4,8 @@ The place of a mistake is its JSON pointer, such as `/properties/age/type`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -51,7 +52,7 @@ NAMED_SCHEMAS = {
     "properties",
 }
 DEFINITIONS = ("$defs", "definitions")
-NUMBERS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
+LIMITS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 COUNTS = {
     "maxItems",
     "maxLength",
@@ -155,54 +156,66 @@ def _check_keywords(place: Place, schema: Mapping[str, Any]) -> None:
 
 
 def _expected(keyword: str, value: Any) -> str:
-    """What would be right; empty for a value that is."""
-    is_number = _is_number(value)
-    is_list = isinstance(value, list)
-    right: Mapping[str, tuple[bool, str]] = {
-        "type": (_is_type(value), f"one of {', '.join(TYPES)}, or a list of them"),
-        "required": (is_list and _are_texts(value), "a list of names"),
-        "enum": (is_list and bool(value), "a list with at least one value"),
-        "multipleOf": (
-            is_number and _is_multiple(value),
-            "a number from 1e-6 to 10000",
-        ),
-    }
-    if keyword in right:
-        is_right, expected = right[keyword]
-        return "" if is_right else expected
-    # drafts before 2019 have booleans for exclusive limits
-    is_limit = is_number or isinstance(value, bool)
-    if keyword in NUMBERS:
-        return "" if is_limit else "a number"
-    if keyword in COUNTS:
-        return "" if _is_count(value) else "an integer from 0"
-    is_wrong_text = keyword in TEXTS and not isinstance(value, str)
-    return "a text" if is_wrong_text else ""
+    """What would be right; empty for a value that is, and for keywords without a rule."""
+    rule = RULES.get(keyword)
+    return "" if rule is None or rule.holds(value) else rule.expected
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_limit(value: Any) -> bool:
+    """Whether it can be a limit of numbers: drafts before 2019 have booleans for exclusive ones."""
+    return isinstance(value, int | float)
+
+
 def _is_count(value: Any) -> bool:
     return _is_number(value) and value >= 0 and value == int(value)
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_type(value: Any) -> bool:
     names = value if isinstance(value, list) else [value]
-    return bool(names) and _are_texts(names) and {*names} <= {*TYPES}
+    return _are_texts(names) and bool(names) and {*names} <= {*TYPES}
 
 
-def _are_texts(values: list[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_text, values))
 
 
-def _is_multiple(number: float) -> bool:
+def _are_values(values: Any) -> bool:
+    return isinstance(values, list) and bool(values)
+
+
+def _is_multiple(number: Any) -> bool:
     """Whether a `multipleOf` has few states: as many as its digits without trailing zeros say."""
-    if not 1e-6 <= number <= MAX_MULTIPLE:
+    if not _is_number(number) or not 1e-6 <= number <= MAX_MULTIPLE:
         return False
     digits = Decimal(str(number)).normalize().as_tuple().digits
     return int("".join(map(str, digits))) <= MAX_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the value of a keyword has to be."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+RULES: Mapping[str, Rule] = {
+    "type": Rule(_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
+    "required": Rule(_are_texts, "a list of names"),
+    "enum": Rule(_are_values, "a list with at least one value"),
+    "multipleOf": Rule(_is_multiple, "a number from 1e-6 to 10000"),
+    **dict.fromkeys(LIMITS, Rule(_is_limit, "a number")),
+    **dict.fromkeys(COUNTS, Rule(_is_count, "an integer from 0")),
+    **dict.fromkeys(TEXTS, Rule(_is_text, "a text")),
+}
 
 
 def pointer_of(place: Place) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
@@ -29,9 +30,10 @@ from disagg.model.describe import (
     read_config,
     stored_dtype,
 )
-from disagg.model.loading import check_storage, stays_packed
+from disagg.model.forward import forward_shape
+from disagg.model.loading import check_storage, model_shape, stays_packed
 from disagg.model.quantization import read_quantization
-from disagg.model.quantized_linear import usable_weights
+from disagg.model.quantized_linear import has_large_layers, usable_weights
 from disagg.model.states.records import scratch_bytes
 from disagg.model.storage import read_storage
 
@@ -248,7 +250,7 @@ def check_model(
         served=True,
         dtype=info.dtype,
         cpu_dtype=cpu_dtype,
-        cpu_weights=usable_weights("cpu", cpu_dtype),
+        cpu_weights=_cpu_weights(info, cpu_dtype),
         num_layers=len(info.layers),
         heads=info.layers[0].heads,
         head_dim=info.layers[0].head_dim,
@@ -267,6 +269,20 @@ def check_model(
         # without duplicates: the default spec may be that of a codec itself
         codecs=tuple(dict.fromkeys([suggested[0], *others])),
     )
+
+
+def layers_of(info: ModelInfo) -> nn.Module:
+    """The layers that compute a model on a CPU, without numbers."""
+    return forward_shape(model_shape(*class_of(info), info))
+
+
+def _cpu_weights(info: ModelInfo, dtype: str) -> tuple[str, ...]:
+    """What `model.weights` may be on this host's CPU for a model, computed in a dtype."""
+    usable = usable_weights("cpu", dtype)
+    if not usable:
+        return ()
+    layers = layers_of(info)
+    return tuple(weights for weights in usable if has_large_layers(layers, weights))
 
 
 def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:

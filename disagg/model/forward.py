@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from disagg.model.attention import Attention
 from disagg.model.cache import cache_name
-from disagg.model.linear import has_room, pack_linears
-from disagg.model.llama import LlamaForward, llama_forward
+from disagg.model.linear import has_room, linear_layers, pack_linears
+from disagg.model.llama import LlamaForward, is_llama_like, llama_forward
 from disagg.model.quantized_linear import quantize_linears
 from disagg.model.states.cache import StepCache
 
@@ -52,6 +52,16 @@ class ModuleForward(nn.Module):
 Forward = ModuleForward | LlamaForward
 
 
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    """The layers that our own forward pass has copies of, whether they can be packed or not."""
+    return [getattr(parent, name) for parent, name in linear_layers(model)]
+
+
+def forward_shape(model: PreTrainedModel) -> nn.Module:
+    """The layers that compute a model without numbers on a CPU with room for copies."""
+    return LlamaForward(model) if is_llama_like(model) else model
+
+
 def forward_of(
     model: PreTrainedModel, workers: int = 1, weights: str | None = None
 ) -> Forward:
@@ -63,7 +73,7 @@ def forward_of(
     weights: "int4" or "int8", on a CPU that takes it; None: as they are
     """
     own = None
-    if model.device.type == "cpu" and has_room(model, workers):
+    if model.device.type == "cpu" and has_room(_linears(model), workers):
         own = llama_forward(model)
     forward = own or ModuleForward(model)
     if weights is not None:

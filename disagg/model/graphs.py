@@ -4,10 +4,10 @@ A decode step of a small batch is hundreds of short kernels that take longer to 
 CUDA graph starts all of them at once. It can only repeat its recording, at the same addresses:
 static.py has the buffers and says which steps can share a recording.
 
-Each codec of a step is a recording of its own; they run one after another. These steps are not
-recorded: steps with chunks of prompts or replayed blocks, steps that seal a page which an append
-cannot seal by itself, and shapes whose recording failed (no memory, or a call that waits for the
-host).
+Each codec of a step is a recording of its own; they run one after another. So are sequences with
+drafts, which feed several tokens. These steps are not recorded: steps with chunks of prompts or
+long replayed blocks, steps that seal a page which an append cannot seal by itself, and shapes whose
+recording failed (no memory, or a call that waits for the host).
 
 A service records before its first request, for every size that its context allows, and never again:
 other steps run without a graph. Elsewhere a shape is recorded when it comes for the first time.

@@ -5,6 +5,7 @@ operators are those that torch's own compiler calls.
 """
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -43,37 +44,48 @@ def pack_linears(model: nn.Module, workers: int = 1) -> None:
 
     workers: processes of this host that load the same model
     """
-    if not has_room(model, workers):
+    places = packable(model)
+    layers = [getattr(parent, name) for parent, name in places]
+    if not has_room(layers, workers):
         log.warning(
             "the weights stay as they are stored, so linear layers take 1.3 to 4.5 times as long: "
             "copies for oneDNN need %.1f GB each for %d workers of this host, and may take half "
             "of the available memory; fewer workers or --dtype bfloat16 need less",
-            _copied_bytes(model) / 1e9,
+            _num_bytes(layers) / 1e9,
             workers,
         )
         return
-    for parent, name in packable(model):
+    layers.clear()
+    for parent, name in places:
         # one by one: each original is freed before the next
         setattr(parent, name, PackedLinear(getattr(parent, name)))
 
 
-def has_room(model: nn.Module, workers: int = 1) -> bool:
-    """Whether this host has room for a copy of the linear layers that can be packed."""
-    return _copied_bytes(model) * workers <= available_memory() // MEMORY_PART
+def has_room(layers: Iterable[nn.Linear], workers: int = 1) -> bool:
+    """Whether this host has room for a copy of these layers in each worker."""
+    return _num_bytes(layers) * workers <= available_memory() // MEMORY_PART
 
 
-def _copied_bytes(model: nn.Module) -> int:
-    return sum(getattr(parent, name).weight.nbytes for parent, name in packable(model))
+def _num_bytes(layers: Iterable[nn.Linear]) -> int:
+    return sum(layer.weight.nbytes for layer in layers)
 
 
-def packable(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The linear layers that can be packed: the module that each belongs to, and its name there."""
+def linear_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The plain linear layers: the module that each belongs to, and its name there."""
     return [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _is_packable(child.weight)
-        if name not in UNPACKED
+        if type(child) is nn.Linear and name not in UNPACKED
+    ]
+
+
+def packable(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The linear layers that can be packed, as of `linear_layers`."""
+    return [
+        (parent, name)
+        for parent, name in linear_layers(model)
+        if _is_packable(getattr(parent, name).weight)
     ]
 
 

@@ -247,7 +247,7 @@ def llama_forward(model: Any) -> LlamaForward | None:
     It takes the layers of the model, so that no weight is in memory twice. Where None is returned,
     the model still computes.
     """
-    if not _is_llama_like(model):
+    if not is_llama_like(model):
         return None
     forward = LlamaForward(model).eval()
     if not _agrees(forward, model):
@@ -256,7 +256,8 @@ def llama_forward(model: Any) -> LlamaForward | None:
     return forward
 
 
-def _is_llama_like(model: Any) -> bool:
+def is_llama_like(model: Any) -> bool:
+    """Whether `LlamaForward` can compute a model of transformers."""
     config = model.config
     if config.model_type not in LLAMA_LIKE or getattr(config, "clip_qkv", None):
         return False

@@ -100,6 +100,19 @@ def check_storage(
     return sum(weights.values())
 
 
+def model_shape(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, info: ModelInfo
+) -> PreTrainedModel:
+    """A model without numbers, from its config alone."""
+    with _quiet(), torch.device(META):
+        model: PreTrainedModel = kind._from_config(
+            _without_quantization(config),
+            dtype=getattr(torch, info.dtype),
+            attn_implementation=IMPLEMENTATION,
+        )
+    return model
+
+
 def stays_packed(
     quantization: Quantization | None, device: str, config: PreTrainedConfig
 ) -> bool:

@@ -28,7 +28,7 @@ from disagg.config import WEIGHTS
 from disagg.errors import ConfigError
 from disagg.model.cpu import processor_flags
 from disagg.model.host_memory import available_memory
-from disagg.model.linear import MEMORY_PART, PackedLinear, packable
+from disagg.model.linear import MEMORY_PART, PackedLinear, linear_layers, packable
 
 # numbers of a layer from which on it is rounded
 LEAST_NUMBERS = {"int8": 6_000_000, "int4": 800_000}
@@ -215,16 +215,12 @@ def quantize_linears(model: nn.Module, weights: str, workers: int = 1) -> None:
     workers: processes of this host that load the same model
     ConfigError for a model without such layers, and where memory has no room for all workers.
     """
+    check_layer_sizes(model, weights)
     layers = [
         (parent, name, kind)
         for parent, name in packable(model)
         if (kind := _kind_of(getattr(parent, name), name, weights)) is not None
     ]
-    if not layers:
-        raise ConfigError(
-            f"model.weights is {weights}, and no linear layer of this model is of the size from "
-            f"which on that is faster, {LEAST_NUMBERS[weights]:,} numbers; expected null"
-        )
     nbytes = sum(kind.nbytes_of(getattr(parent, name)) for parent, name, kind in layers)
     if nbytes * workers > available_memory() // MEMORY_PART:
         raise ConfigError(
@@ -235,6 +231,23 @@ def quantize_linears(model: nn.Module, weights: str, workers: int = 1) -> None:
     for parent, name, kind in layers:
         # one by one: each original is freed before the next
         setattr(parent, name, kind(getattr(parent, name)))
+
+
+def check_layer_sizes(model: nn.Module, weights: str) -> None:
+    """ConfigError unless a linear layer of a model, which may have no numbers, is large enough."""
+    if not has_large_layers(model, weights):
+        raise ConfigError(
+            f"model.weights is {weights}, and no linear layer of this model is of the size from "
+            f"which on that is faster, {LEAST_NUMBERS[weights]:,} numbers; expected null"
+        )
+
+
+def has_large_layers(model: nn.Module, weights: str) -> bool:
+    """Whether `model.weights` rounds any layer of a model."""
+    return any(
+        _kind_of(getattr(parent, name), name, weights) is not None
+        for parent, name in linear_layers(model)
+    )
 
 
 def _kind_of(linear: nn.Linear, name: str, weights: str) -> Quantized | None:

@@ -8,8 +8,15 @@ states are in a scratch record, behind all pages.
     rows      │ a │ b │ c │ d │ e │
     codec 1   │ a │ c │ d │ - │        bucket of 4
     codec 2   │ b │ e │                bucket of 2
+
+Sequences with a draft feed a block of tokens; they are a part of their own, in which every sequence
+has room for BLOCK queries:
+
+    rows      │ a a a │ b b │          a with 2 drafted tokens, b with 1
+    queries   │ a a a - - - - - │ b b - - - - - - │
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
@@ -25,6 +32,9 @@ from disagg.paged.page_tables import GroupStep, PageTable, Upload, room_for_unit
 
 SMALL_BUCKETS = (1, 2, 4)
 BUCKET = 8  # larger buckets are multiples of this
+BLOCK = (
+    8  # queries of a sequence that feeds several tokens; longer blocks are not recorded
+)
 ROOM = 1024  # tokens or units of the smallest tables; each larger size has four times as many
 
 Key = tuple[object, ...]
@@ -48,9 +58,10 @@ def rooms(most: int, least: int = 0) -> list[int]:
 
 
 def parts_of(batch: Batch) -> list[Batch]:
-    """A batch of one token of each sequence, split by codec; each codec has rows of its own.
+    """A batch of few tokens of each sequence, split by codec; each codec has rows of its own.
 
-    Empty for any other batch, and if a page is sealed that the append cannot seal.
+    Empty for a batch with a prompt or a long block, and if a page is sealed that the append cannot
+    seal.
     outputs: of each row, the index of its logits among those of the batch; if it has none, the
     index behind the last
     """
@@ -58,8 +69,8 @@ def parts_of(batch: Batch) -> list[Batch]:
         return []
     by_rows: dict[tuple[int, ...], list[Decode]] = {}
     for decode in batch.decodes:
-        is_block = decode.step.queries.shape[1] > 1
-        if is_block or (decode.step.seals and not _seals(decode)):
+        is_long = decode.step.queries.shape[1] > BLOCK
+        if is_long or (decode.step.seals and not _seals(decode)):
             return []
         rows = tuple(decode.step.rows.tolist())
         by_rows.setdefault(rows, []).append(decode)
@@ -119,23 +130,35 @@ def sizes_of(part: Batch, context: int) -> Iterator[Size]:
             yield tokens, units
 
 
+def padded_shape(step: GroupStep) -> tuple[int, int]:
+    """Sequences of a step, and queries of each, once it is padded."""
+    num_sequences, num_queries = step.queries.shape
+    return bucket_of(num_sequences), 1 if num_queries == 1 else BLOCK
+
+
+def num_rows(part: Batch) -> int:
+    """Rows of a part, once it is padded."""
+    return math.prod(padded_shape(part.decodes[0].step))
+
+
 def key_of(part: Batch, size: Size) -> Key:
     """Equal for all parts that one recorded step of a size can serve."""
     groups = []
     for decode in part.decodes:
+        shape = padded_shape(decode.step)
         layouts = [
             (table.layout.fingerprint, table.sides is None)
             for table in decode.step.tables
         ]
-        groups.append((decode.step.group.fingerprint, tuple(layouts)))
-    return (bucket_of(len(part.tokens)), part.arena.data_ptr(), size, *groups)
+        groups.append((decode.step.group.fingerprint, shape, tuple(layouts)))
+    return (num_rows(part), part.arena.data_ptr(), size, *groups)
 
 
 class StaticStep:
     """The buffers of one shape of step: one allocation, filled by one copy.
 
-    tokens, positions: [1, bucket] int32
-    outputs, is_long: [bucket] int32
+    tokens, positions: [1, rows] int32
+    outputs, is_long: [rows] int32
     batch:   the plan of attention, over the buffers
     """
 
@@ -172,11 +195,11 @@ def _padded(
 
     Tokens, positions, outputs, whether a text is long; steps of layer groups; tables of states.
     """
-    bucket = bucket_of(len(batch.tokens))
+    count = num_rows(batch)
     device = batch.arena.device
 
     def padded(values: Sequence[int]) -> Tensor:
-        return _extended(torch.tensor(values, dtype=torch.int32), bucket, 0)
+        return _extended(torch.tensor(values, dtype=torch.int32), count, 0)
 
     rows = (
         padded(batch.tokens)[None],
@@ -187,7 +210,7 @@ def _padded(
     return (
         rows,
         tuple(_padded_step(decode, device, size) for decode in batch.decodes),
-        batch.states.padded(bucket, dry).tables,
+        batch.states.padded(count, dry).tables,
     )
 
 
@@ -208,14 +231,15 @@ def _is_tail(table: PageTable, group: LayerGroup) -> bool:
 def _padded_step(decode: Decode, device: torch.device, size: Size) -> GroupStep:
     step = decode.step
     tokens, most_units = size
-    rows = bucket_of(len(step.rows))
+    num_sequences, num_queries = padded_shape(step)
+    rows = num_sequences * num_queries
     tables = _padded_tables(step, tokens)
     units = step.units
     if units is not None:
         room = min(most_units, room_for_units(step.group, tables, device))
         units = WorkPlan(
             _extended(units.table, room, 0),
-            _extended(units.starts, rows + 1, units.starts[-1]),
+            _extended(units.starts, num_sequences + 1, units.starts[-1]),
         )
     return replace(
         step,
@@ -224,12 +248,20 @@ def _padded_step(decode: Decode, device: torch.device, size: Size) -> GroupStep:
         slots=_extended(step.slots, rows, step.slots[0]),
         seals=(),
         completed=_padded_seal_rows(step, rows) if _seals(decode) else None,
-        queries=torch.arange(rows, dtype=torch.int32).unsqueeze(1),
-        answers=torch.arange(rows, dtype=torch.int32),
+        queries=_widened(step.queries, num_sequences, num_queries),
+        answers=_extended(_padded_answers(step), rows, 0),
         tables=tables,
         units=units,
         freed=(),
     )
+
+
+def _padded_answers(step: GroupStep) -> Tensor:
+    """Where the answer of each row is, with the padded number of answers for each sequence."""
+    longest = step.queries.shape[1]
+    _, padded_longest = padded_shape(step)
+    places = step.answers.to(torch.int32)
+    return places // longest * padded_longest + places % longest
 
 
 def _padded_seal_rows(step: GroupStep, rows: int) -> SealRows:
@@ -249,20 +281,23 @@ def _padded_tables(step: GroupStep, tokens: int) -> tuple[PageTable, ...]:
 
 
 def _padded_table(table: PageTable, step: GroupStep, tokens: int) -> PageTable:
-    rows = bucket_of(len(step.rows))
+    num_sequences, num_queries = padded_shape(step)
     pages, segments = _columns(table, step.group, tokens)
 
     def widened(x: Tensor | None, columns: int) -> Tensor | None:
-        return None if x is None else _widened(x, rows, columns)
+        return None if x is None else _widened(x, num_sequences, columns)
+
+    def bounds(x: Tensor) -> Tensor:
+        return _widened(x, num_sequences, num_queries, 0)
 
     sides = table.sides
     if sides is not None:
-        sides = _extended(sides, rows, sides[0])
+        sides = _extended(sides, num_sequences, sides[0])
     return replace(
         table,
-        pages=_widened(table.pages, rows, pages),
-        lo=_extended(table.lo, rows, 0),
-        hi=_extended(table.hi, rows, 0),
+        pages=_widened(table.pages, num_sequences, pages),
+        lo=bounds(table.lo),
+        hi=bounds(table.hi),
         segments=widened(table.segments, segments),
         owner=widened(table.owner, pages),
         sides=sides,
@@ -281,9 +316,10 @@ def _columns(table: PageTable, group: LayerGroup, tokens: int) -> tuple[int, int
     return -(-tokens // table.layout.tokens), -(-tokens // group.segment_tokens) + 1
 
 
-def _widened(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x with more rows and columns, filled with its first element."""
-    wide = x[:1, :1].repeat(rows, columns)
+def _widened(x: Tensor, rows: int, columns: int, value: int | None = None) -> Tensor:
+    """x with more rows and columns, filled with a value; None: with its first element."""
+    filling = x[:1, :1] if value is None else x.new_full((1, 1), value)
+    wide = filling.repeat(rows, columns)
     wide[: x.shape[0], : x.shape[1]] = x
     return wide
 

@@ -38,6 +38,7 @@ class ResponseWriter(ABC):
         self._codec = self._request.codec or served.codec
         self._last: dict[int, TextDelta] = {}  # by choice
         self._outcome: str | None = CancelledError.reason  # None: it is complete
+        self._before_event = ""
 
     async def first(self, deltas: AsyncGenerator[IndexedDelta]) -> IndexedDelta:
         """The first delta; an error that precedes it can still choose the HTTP status."""
@@ -64,19 +65,30 @@ class ResponseWriter(ABC):
         except DisaggError as error:
             self._outcome = error.reason
             for text in self._failure_events(error):
-                yield text
+                yield self._behind_wait(text)
         else:
             self._outcome = None
             for text in self._closing_events():
-                yield text
+                yield self._behind_wait(text)
 
     def _delta_events(self, indexed: IndexedDelta) -> Iterator[str]:
         if indexed is None:
+            self._before_event = WAITING
             yield WAITING
             return
         index, delta = indexed
         self._last[index] = delta
-        yield from self._answer_events(index, delta)
+        for text in self._answer_events(index, delta):
+            yield self._behind_wait(text)
+
+    def _behind_wait(self, text: str) -> str:
+        """An event, with a comment in front of it if the one before it was a comment.
+
+        vLLM's client strips each piece that it reads, and so loses the line break behind a comment
+        that comes alone; it then took the whole answer for that comment.
+        """
+        before, self._before_event = self._before_event, ""
+        return before + text
 
     async def gather(self, deltas: AsyncGenerator[IndexedDelta]) -> None:
         """Wait for all deltas of a response that is not streamed; `pieces` are its JSON then."""

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from disagg.cli.checks import check_model
 from disagg.config import Config, ModelConfig
 from disagg.errors import ConfigError, ModelError
-from disagg.model import runner
+from disagg.model import quantized_linear, runner
 from tests.model.packers import PACKERS, add_to_config, save, save_packed
 from tests.model.tiny import save_tiny
 
@@ -52,6 +52,14 @@ def test_a_format_that_is_not_unpacked_is_refused(packed):
 
     with pytest.raises(ModelError, match="bitsandbytes"):
         check_model(config_of(packed))
+
+
+def test_weights_are_refused_for_a_model_of_small_layers(packed, monkeypatch):
+    monkeypatch.setattr(quantized_linear, "check_weights_setting", lambda *_: None)
+    config = Config(model=ModelConfig(name=str(packed), weights="int8"))
+
+    with pytest.raises(ConfigError, match=r"no linear layer .* 6,000,000 numbers"):
+        check_model(config)
 
 
 def test_weights_that_the_device_does_not_take_are_refused(packed, monkeypatch):

@@ -1,5 +1,6 @@
 """Look-up speculation changes how many steps an answer takes, and nothing else."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -65,9 +66,26 @@ def test_the_tokens_behind_the_last_match_are_a_continuation():
 
 def test_a_match_begins_at_a_token_not_within_one():
     # as bytes, the last three of these tokens also lie across the first ones
-    text = text_of(0x01000000, 0x02000000, 0x03000000, 0, 5, 1, 2, 3)
+    text = text_of(0x010000, 0, 0x0100, 5, 1, 0, 0)
 
     assert text.continuation(2) == []
+
+
+def test_crafted_text_is_searched_once_for_a_draft():
+    # as bytes, three tokens of 0 lie across each four of these, and never at whole ones
+    text = text_of(*[0xAA, 0, 0, 0xBB00] * 500, 7, 0, 0, 0)
+    searches = []
+
+    def count(_frame, event, function):
+        if event == "c_call" and function.__name__ == "rfind":
+            searches.append(function)
+
+    sys.setprofile(count)
+    draft = text.continuation(4)
+    sys.setprofile(None)
+
+    assert draft == []
+    assert len(searches) == 1
 
 
 def test_a_text_that_repeats_itself_goes_on_repeating():

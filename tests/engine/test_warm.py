@@ -14,6 +14,7 @@ from torch import Tensor
 from disagg.codecs import codec_names
 from disagg.config import Config, EngineConfig
 from disagg.engine.engine import Engine
+from disagg.engine.lookup import DraftHistory
 from disagg.engine.messages import Prefill
 from disagg.engine.warm import REPLAYED, warm_up
 from disagg.errors import ConfigError, UnknownNameError
@@ -70,11 +71,45 @@ def test_after_the_start_all_steps_are_replayed_and_none_is_recorded(
     assert {size_of(part)[0] for part in steps} == {64, 256, 1024}
 
 
+def test_after_the_start_steps_with_drafts_are_replayed_too(runner, monkeypatch):
+    monkeypatch.setattr(DraftHistory, "draft", lambda *_: [1, 2, 3])
+    recorder = EagerRecorder()
+    runner.record_steps(recorder)
+    blocks = list[Batch]()
+
+    def forward(batch: Batch) -> Tensor:
+        if not batch.chunks and len(batch.outputs) > 2:
+            blocks.append(batch)
+        return runner.forward(batch)
+
+    engine = make_engine(StandIn(runner, forward), speculative_tokens=3)
+    warm_up(engine, runner, ["int8"], 2, print)
+    recorded = recorder.recorded
+    blocks.clear()
+    recorder.replayed = 0
+
+    for rid in "ab":
+        engine.submit(Prefill(request(rid, random_prompt(70), "int8", 9)))
+    run_until_idle(engine)
+
+    assert blocks
+    assert recorder.recorded == recorded
+    assert recorder.replayed >= len(blocks)
+    assert all(map(parts_of, blocks))
+
+
 @pytest.mark.timeout(900)
-def test_a_gpu_compiles_records_and_copies_nothing_but_tables_after_the_start():
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        ["raw", "kivi"],
+        pytest.param([*codec_names(), MIXED], marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_a_gpu_compiles_records_and_copies_nothing_but_tables_after_the_start(codecs):
     """One copy of tables for each step that runs or is replayed, and none inside a layer."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.engine.pretended", *codec_names(), MIXED]
+    command = [sys.executable, "-m", "tests.engine.pretended", *codecs]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import codec_names
+from disagg.engine.lookup import DraftHistory
 from disagg.kernels.sealing import NO_PAGE
 from disagg.kernels.view import WorkPlan
 from disagg.model import static
@@ -72,6 +73,56 @@ def test_a_replayed_step_gives_what_an_eager_one_gives(runner, codec):
     assert_alike(logits_of(runner, codecs), expected)
 
     assert recorder.replayed > recorder.recorded
+
+
+@pytest.mark.parametrize("codec", ["raw", "banded", MIXED])
+def test_replayed_blocks_give_what_eager_ones_give(runner, codec, guess):
+    expected, _ = logits_of_blocks(runner, codec)
+    runner.record_steps(recorder := EagerRecorder())
+
+    logits, blocks = logits_of_blocks(runner, codec)
+
+    assert_alike(logits, expected)
+    assert recorder.replayed > recorder.recorded
+    assert blocks
+    assert all(static.parts_of(batch) for batch in blocks)
+
+
+@pytest.fixture
+def guess(monkeypatch):
+    """Drafts of one to seven tokens for every sequence, right or wrong."""
+
+    def draft(_history, emitted, size):
+        return [7] * min(size, 1 + len(emitted) % 7)
+
+    monkeypatch.setattr(DraftHistory, "draft", draft)
+
+
+def logits_of_blocks(
+    runner: Runner, codec: str
+) -> tuple[dict[str, Tensor], list[Batch]]:
+    """The logits of each step with drafts, by its number; and those steps without prompts."""
+    logits: dict[str, Tensor] = {}
+    blocks: list[Batch] = []
+
+    def forward(batch: Batch) -> Tensor:
+        step_logits = runner.forward(batch)
+        logits[str(len(logits))] = step_logits
+        if not batch.chunks and len(batch.outputs) > len(LENGTHS):
+            blocks.append(batch)
+        return step_logits
+
+    engine = make_engine(StandIn(runner, forward), speculative_tokens=7)
+    serve(engine, [random_prompt(n) for n in LENGTHS], codec, 20)
+    return logits, blocks
+
+
+def test_blocks_longer_than_a_draft_run_eagerly(runner, guess, monkeypatch):
+    monkeypatch.setattr(static, "BLOCK", 2)
+
+    _, blocks = logits_of_blocks(runner, "kivi")
+
+    assert not all(static.parts_of(batch) for batch in blocks)
 
 
 def test_each_codec_of_a_batch_is_a_recorded_step(runner):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from disagg.model import linear
 from disagg.model.describe import describe_model
 from disagg.model.forward import ModuleForward, forward_of
 from disagg.model.linear import PackedLinear
@@ -81,6 +82,13 @@ def test_a_model_that_computes_something_else_stays_a_module(load):
     mlp.forward = lambda x: mlp.down_proj(mlp.up_proj(x).relu())
 
     assert llama_forward(model) is None
+
+
+def test_copies_that_cannot_be_packed_need_room_too(load, monkeypatch):
+    model = load("llama", "float16")
+    monkeypatch.setattr(linear, "available_memory", lambda: 1 << 10)
+
+    assert type(forward_of(model)) is ModuleForward
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt2", "glm4"])

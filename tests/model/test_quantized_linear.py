@@ -243,13 +243,23 @@ def test_processors_take_what_they_have_units_for(flags, usable, capable, monkey
     assert usable_weights("cpu", "bfloat16") == usable
 
 
-def test_models_check_names_what_this_processor_takes(tiny, capable, monkeypatch):
+def test_models_check_names_what_this_processor_takes(
+    tiny, capable, all_sizes, monkeypatch
+):
     monkeypatch.setattr(quantized_linear, "processor_flags", lambda: {"avx512f"})
 
     fit = check_model(str(tiny))
 
     assert fit.cpu_weights == ("int4",)
     assert any("takes model.weights int4" in line for line in _facts(fit))
+
+
+def test_models_check_names_no_weights_for_a_model_of_small_layers(
+    tiny, capable, monkeypatch
+):
+    monkeypatch.setattr(quantized_linear, "processor_flags", lambda: FLAGS)
+
+    assert check_model(str(tiny)).cpu_weights == ()
 
 
 def test_a_processor_without_units_is_refused(capable, monkeypatch):

@@ -163,21 +163,8 @@ class Interleavings(RuleBasedStateMachine):
 
     def reply(self, reserve: Reserve, lost: bool = False) -> None:
         self.asked.remove(reserve)
-        worker, job = self.workers.get(reserve.worker), reserve.job
-        if worker is not None and job.moved and worker.held.get(job.rid) == job.attempt:
-            del worker.held[
-                job.rid
-            ]  # more room is asked for: the old one is free again
-        error: DisaggError | None = (
-            PeerLostError("gone") if worker is None or lost else None
-        )
-        if worker is not None and not worker.load.slots:
-            error = CapacityError("full")
-        is_held = not (
-            lost and job.moved
-        )  # of that the worker hears no more: its lease ends
-        if worker is not None and is_held and not isinstance(error, CapacityError):
-            worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
+        job = reserve.job
+        error = self.reserve_at_worker(reserve, lost)
         if error is None:
             grant = reserve.worker, job.rid, job.attempt, Grant(1, 1)
             self.act(self.table.on_grant(*grant))
@@ -186,6 +173,23 @@ class Interleavings(RuleBasedStateMachine):
                 reserve.worker, job.rid, job.attempt, error, self.now
             )
             self.act(actions)
+
+    def reserve_at_worker(self, reserve: Reserve, lost: bool) -> DisaggError | None:
+        """What its worker does; returns the error that reaches the router.
+
+        A lost answer may have been a grant. That of a move ends with its lease, since the worker
+        hears no more of it. Asked for more room, a worker frees the room that it had promised.
+        """
+        worker, job = self.workers.get(reserve.worker), reserve.job
+        if worker is None:
+            return PeerLostError("gone")
+        if job.moved and worker.held.get(job.rid) == job.attempt:
+            del worker.held[job.rid]
+        if not worker.load.slots:
+            return CapacityError("full")
+        if not (lost and job.moved):
+            worker.held[job.rid] = job.attempt
+        return PeerLostError("gone") if lost else None
 
     @precondition(lambda self: self.workers)
     @rule(data=NAMES, role=st.sampled_from(Role))

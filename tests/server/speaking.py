@@ -65,6 +65,7 @@ class SpeakingRouter(FakeRouter):
         at: Any = None,
         client: str = "",
         prediction: Sequence[int] = (),
+        request_id: str = "",
     ) -> AsyncGenerator[TokenOutput]:
         self.params.append(params)
         self.prompts.append(self._tokenizer.decode(prompt, special=True))

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from itertools import pairwise
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -311,6 +312,29 @@ def test_a_stream_that_waits_begins_and_says_so(app, router, impatient):
     assert text.startswith(f"200{WAITING}\n\n{WAITING}\n\n")
     chunks = events(text.replace(WAITING, "").removeprefix("200"))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcd"
+
+
+def test_an_event_behind_a_wait_does_not_need_the_line_break_of_the_wait(
+    app, router, impatient
+):
+    """vLLM's client strips each piece that it reads."""
+    router.pause_at = 0
+    texts = [""]
+
+    def is_enough(text: str) -> bool:
+        texts.append(text)
+        return text.count(WAITING) == 2
+
+    stream_until(app, is_enough, router.go.set)
+
+    pieces = [text[len(before) :] for before, text in pairwise(texts)]
+    behind = [
+        piece.strip()
+        for before, piece in pairwise(pieces)
+        if before.startswith(WAITING) and "data: {" in piece and "data: " not in before
+    ]
+    assert behind
+    assert all(piece.startswith(f"{WAITING}\n\ndata: ") for piece in behind)
 
 
 def test_an_error_after_a_wait_is_an_event(app, router, impatient):
