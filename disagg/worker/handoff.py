@@ -37,8 +37,8 @@ from disagg.transfer.sender import Sender
 from disagg.transfer.stats import HandoffStats, joined
 from disagg.wire import PlainValue, Ticket
 
-PART_ITEMS = 64  # pushed at once by a sequence that decodes while it moves
-PART_PAUSE_S = 0.005  # between two such parts
+BATCH_ITEMS = 64  # pushed at once by a sequence that decodes while it moves
+BATCH_PAUSE_S = 0.005  # between two such batches
 EngineResult = TypeVar("EngineResult", Prefilled, Moved)
 
 
@@ -89,7 +89,7 @@ class OutgoingHandoff(Generic[EngineResult]):
 
     name:       the engine's name of the sequence
     overlap:    items leave while later layers compute; else all of them leave with the commit
-    part_items: push at most so many items at once, with pauses, until all are offered; None: all
+    batch_items: push at most so many items at once, with pauses, until all are offered; None: all
 
     result:        what the engine makes of the sequence
     manifest:      the items of each part
@@ -103,7 +103,7 @@ class OutgoingHandoff(Generic[EngineResult]):
         submit: Submit,
         name: str,
         overlap: bool = True,
-        part_items: int | None = None,
+        batch_items: int | None = None,
     ):
         job = submit.job
         plan = context.plan_of(job.codec)
@@ -133,8 +133,8 @@ class OutgoingHandoff(Generic[EngineResult]):
         self._context = context
         self._name = name
         self._overlap = overlap
-        self._part_items = part_items
-        self._unpushed: list[Item] = []  # later parts
+        self._batch_items = batch_items
+        self._unpushed: list[Item] = []  # later batches
         self._sources: list[ArenaSource] = []
         self._loop = asyncio.get_running_loop()
         self.result: asyncio.Future[EngineResult | Failed] = self._loop.create_future()
@@ -229,22 +229,22 @@ class OutgoingHandoff(Generic[EngineResult]):
         return [x for x in self.manifest.items if x not in self.offered_items]
 
     def _push(self, items: Sequence[Item]) -> None:
-        """Push items into the sender, at once or in parts."""
-        if self._part_items is None:
+        """Push items into the sender, at once or in batches."""
+        if self._batch_items is None:
             self._push_now(items)
             return
         is_pausing = bool(self._unpushed)
         self._unpushed.extend(items)
         if self.all_offered or not is_pausing:
-            self._push_part(self._part_items)
+            self._push_batch(self._batch_items)
 
-    def _push_part(self, part_items: int) -> None:
-        count = len(self._unpushed) if self.all_offered else part_items
-        part = self._unpushed[:count]
+    def _push_batch(self, batch_items: int) -> None:
+        count = len(self._unpushed) if self.all_offered else batch_items
+        batch = self._unpushed[:count]
         del self._unpushed[:count]
-        if part:
-            self._push_now(part)
-            self._loop.call_later(PART_PAUSE_S, self._push_part, part_items)
+        if batch:
+            self._push_now(batch)
+            self._loop.call_later(BATCH_PAUSE_S, self._push_batch, batch_items)
 
     def _push_now(self, items: Sequence[Item]) -> None:
         try:
@@ -306,12 +306,12 @@ class MigrationHandoff(OutgoingHandoff[Moved]):
     """A sequence that moves while it decodes.
 
     The engine begins it twice. At first only sealed pages are final; where the sequence stops,
-    everything is. Sealed pages leave in small parts, as packing all of them at once would delay the
-    next token.
+    everything is. Sealed pages leave in small batches, as packing all of them at once would delay
+    the next token.
     """
 
     def __init__(self, context: SendingContext, submit: Submit, name: str):
-        super().__init__(context, submit, name, part_items=PART_ITEMS)
+        super().__init__(context, submit, name, batch_items=BATCH_ITEMS)
         self._items = self.manifest.items  # listed before the engine waits for them
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
