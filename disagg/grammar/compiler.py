@@ -37,7 +37,7 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Of the model. Reading it takes seconds, so only the thread of this compiler does."""
+        """Of the model. Reading it takes a second, so only the thread of this compiler does."""
         return self._read_vocabulary()
 
     def prepare(self, constraint: str) -> "Future[GrammarState]":

@@ -34,7 +34,7 @@ class Vocabulary:
 
     @cached_property
     def compiled(self) -> LLTokenizer:
-        """For llguidance: a tree of 50 MB for 150,000 tokens, which takes seconds."""
+        """For llguidance: a tree of 50 MB for 150,000 tokens, which takes a second."""
         return LLTokenizer(TokenizerWrapper(self), n_vocab=self.end + 1)
 
     # -- what TokenizerWrapper reads
