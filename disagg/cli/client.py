@@ -38,10 +38,19 @@ class Answer:
     kv: Mapping[str, Any] = field(default_factory=dict)
 
 
+def ignore(piece: str) -> None:
+    """Show nothing of an answer while it arrives."""
+
+
 def complete(
-    service: RunningService, body: Mapping[str, Any], show: Callable[[str], None]
+    service: RunningService,
+    body: Mapping[str, Any],
+    show: Callable[[str], None],
+    show_thought: Callable[[str], None] = ignore,
 ) -> Answer:
     """Stream an answer to a `prompt` or to `messages`; `show` gets every piece of text.
+
+    show_thought: gets every piece of what a model thinks before it answers a chat
 
     Leaving early cancels the request at the service.
     Raises the error that the service reports, or PeerLostError if the connection is lost.
@@ -61,7 +70,7 @@ def complete(
         understood(service),
     ):
         for event in _events(response):
-            _add_event(answer, event, times, show)
+            _add_event(answer, event, times, show, show_thought)
     if not answer.finish_reason:
         raise PeerLostError(
             f"the connection to {service.url} was lost in the middle of the answer"
@@ -76,6 +85,7 @@ def _add_event(
     event: Mapping[str, Any],
     times: list[float],
     show: Callable[[str], None],
+    show_thought: Callable[[str], None],
 ) -> None:
     if "error" in event:
         raise error_from(event["error"]["type"], event["error"]["message"])
@@ -85,7 +95,9 @@ def _add_event(
         answer.completion_tokens = usage["completion_tokens"]
     for choice in event["choices"]:
         times.append(time.monotonic())
-        text = choice.get("text") or choice.get("delta", {}).get("content", "")
+        delta = choice.get("delta", {})
+        show_thought(delta.get("reasoning_content") or "")
+        text = choice.get("text") or delta.get("content") or ""
         answer.text += text
         answer.finish_reason = choice.get("finish_reason") or ""
         answer.kv = choice.get("kv") or answer.kv
@@ -93,7 +105,10 @@ def _add_event(
 
 
 def persist(
-    service: RunningService, body: Mapping[str, Any], show: Callable[[str], None]
+    service: RunningService,
+    body: Mapping[str, Any],
+    show: Callable[[str], None],
+    show_thought: Callable[[str], None] = ignore,
 ) -> Answer:
     """Like `complete`, but repeat the request if the service is lost and comes back.
 
@@ -101,10 +116,12 @@ def persist(
     answer differs from what was shown, PeerLostError if no service answers for RESUME_S.
     """
     shown = ""
+    num_shown = 0  # characters of the thoughts
     seed = body.get("seed")
     body = {**body, "seed": secrets.randbits(31) if seed is None else seed}
     while True:
         received = ""
+        num_received = 0
 
         def show_new(piece: str) -> None:
             nonlocal received, shown
@@ -119,10 +136,18 @@ def persist(
                 shown = received
                 show(new)
 
+        def show_new_thought(piece: str) -> None:
+            nonlocal num_received, num_shown
+            new = piece[max(0, num_shown - num_received) :]
+            num_received += len(piece)
+            num_shown = max(num_shown, num_received)
+            if new:
+                show_thought(new)
+
         try:
-            return complete(service, body, show_new)
+            return complete(service, body, show_new, show_new_thought)
         except PeerLostError:
-            if not shown or not _comes_back(service):
+            if not (shown or num_shown) or not _comes_back(service):
                 raise
 
 

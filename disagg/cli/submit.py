@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from typer import Argument, Option
+from typer import Argument, Option, secho
 
 from disagg.cli import options
-from disagg.cli.client import get, persist, understood
+from disagg.cli.client import get, ignore, persist, understood
 from disagg.cli.output import print_json, print_savings, tell
 from disagg.cli.serve import private_service, ready
 from disagg.cli.state_file import RunningService, read_state
@@ -81,10 +81,11 @@ def submit(
         "server.state_file": state_file and str(state_file),
     }
     service_at_url = RunningService(url, 0, api_key or "") if url else None
-    show = ignore if as_json else print_piece
+    printed = PrintedAnswer()
+    shows = (ignore, ignore) if as_json else (printed.content, printed.thought)
     try:
         with find_service(service_at_url, config, sets, flags, body) as service:
-            answer = persist(service, with_temperature(service, body), show)
+            answer = persist(service, with_temperature(service, body), *shows)
     except KeyboardInterrupt as error:  # connections and services are closed by now
         print(end="" if as_json else "\n")
         raise CancelledError("cancelled") from error
@@ -167,5 +168,19 @@ def print_piece(piece: str) -> None:
         raise CancelledError(problem) from error
 
 
-def ignore(piece: str) -> None:
-    """Print nothing while an answer arrives: JSON is one object."""
+class PrintedAnswer:
+    """Prints an answer while it arrives: its thoughts to standard error, dimmed on a terminal."""
+
+    def __init__(self) -> None:
+        self._in_thought = False
+
+    def thought(self, piece: str) -> None:
+        if piece:
+            self._in_thought = True
+            secho(piece, dim=True, nl=False, err=True)
+
+    def content(self, piece: str) -> None:
+        if piece and self._in_thought:
+            self._in_thought = False
+            secho(err=True)
+        print_piece(piece)

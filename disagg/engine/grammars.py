@@ -207,19 +207,27 @@ class _MaskJob:
 def _with_ends(
     bits: NDArray[np.uint32], vocabulary: Vocabulary, ends: Seq[int]
 ) -> NDArray[np.uint32]:
-    """A mask with the tokens that end an answer, where the text of the grammar may end.
+    """A mask with the tokens that end an answer where the text of the grammar may end.
 
+    Elsewhere it is without them, even if they are ordinary text; unless no other token is allowed.
     Behind a draft with which the text ends, everything is allowed: the answer is over by then.
     """
     end = vocabulary.end
     may_end = bits[end // WORD_BITS] >> end % WORD_BITS & 1
+    end_bits = _bits_of([token for token in ends if token < end], vocabulary)
     if not may_end:
-        return bits
-    bits[end // WORD_BITS] &= ~np.uint32(1 << end % WORD_BITS)
-    for token in ends:
-        if token < end:
-            bits[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
+        others = bits & ~end_bits
+        return others if others.any() else bits
+    bits = bits & ~_bits_of([end], vocabulary) | end_bits
     return bits if bits.any() else _everything(vocabulary)
+
+
+def _bits_of(tokens: Seq[int], vocabulary: Vocabulary) -> NDArray[np.uint32]:
+    """A mask that allows these tokens alone."""
+    bits = np.zeros(vocabulary.words, np.uint32)
+    for token in tokens:
+        bits[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
+    return bits
 
 
 def _everything(vocabulary: Vocabulary) -> NDArray[np.uint32]:

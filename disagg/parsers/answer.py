@@ -1,5 +1,6 @@
 """From the text of an answer to its parts, piece by piece."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -63,6 +64,7 @@ class AnswerParser:
         self._source = TextSource()
         self._writer = PartsWriter(has_calls=bool(syntaxes))
         self._num_thought_tokens = 0
+        self._held_back: deque[int] = deque()  # sizes of tokens that may be of a mark
         self._reading = self._reader(formats, syntaxes, tools or {}, prompt)
         next(self._reading)  # up to where it needs text
 
@@ -125,15 +127,30 @@ class AnswerParser:
         was_thought = self._writer.in_thought
         self._source.add(text)
         next(self._reading, None)
-        if was_thought and self._writer.in_thought:
-            self._num_thought_tokens += 1
+        if was_thought:
+            self._count_thought(len(text))
         return self._writer.take()
 
     def finish(self) -> tuple[Part, ...]:
         """The rest: what was held back is content. A call that is not complete has no end."""
+        if self._writer.in_thought:
+            self._num_thought_tokens += len(self._held_back)
         self._source.end()
         next(self._reading, None)
         return self._writer.take()
+
+    def _count_thought(self, size: int) -> None:
+        """Count the tokens that are certain to be of a thought. size: of the last token's text."""
+        if not self._writer.in_thought:
+            self._held_back.clear()  # they were the mark
+            return
+        self._held_back.append(size)
+        num_waiting = self._source.num_waiting
+        while self._held_back and (
+            not num_waiting or sum(self._held_back) > num_waiting
+        ):
+            self._held_back.popleft()
+            self._num_thought_tokens += 1
 
 
 def _marks_of(

@@ -46,7 +46,10 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """A call is complete: the object of its arguments is closed."""
+    """A call is complete: the braces of its arguments are closed.
+
+    A model without a grammar may still have written text between them that is no JSON.
+    """
 
     index: int
 

@@ -64,6 +64,11 @@ class TextSource:
         """No more text follows."""
         self.ended = True
 
+    @property
+    def num_waiting(self) -> int:
+        """Characters that have arrived and are not taken."""
+        return len(self._text) - self._at
+
     def take(self, size: int) -> str:
         """The next characters, which must have arrived."""
         text = self._text[self._at : self._at + size]

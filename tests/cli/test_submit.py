@@ -424,7 +424,7 @@ def breaking_off(answers: list[list[str]], seeds: list[int]) -> Callable[..., An
     seeds: gets the seed of each request
     """
 
-    def complete(service, body, show):
+    def complete(service, body, show, show_thought):
         seeds.append(body["seed"])
         pieces = answers.pop(0)
         for piece in pieces:
@@ -467,3 +467,34 @@ def test_an_answer_that_differs_the_second_time_is_an_error(monkeypatch):
 
     with pytest.raises(TransferError, match="differs from the text"):
         client.persist(SERVICE, {"prompt": "x", "seed": 7}, lambda piece: None)
+
+
+def test_thoughts_go_to_standard_error_once(monkeypatch, capsys):
+    """They are repeated with the answer when the service comes back."""
+    thoughts = [["Ra"], ["R", "ain?"]]
+
+    def complete(service, body, show, show_thought):
+        for piece in thoughts.pop(0):
+            show_thought(piece)
+        if thoughts:
+            raise PeerLostError("nobody is there")
+        show("Yes")
+        return Answer("Yes")
+
+    monkeypatch.setattr(client, "complete", complete)
+    monkeypatch.setattr(client, "_comes_back", lambda service: True)
+    printed = submit.PrintedAnswer()
+    client.persist(SERVICE, {"messages": []}, printed.content, printed.thought)
+
+    assert capsys.readouterr() == ("Yes", "Rain?\n")
+
+
+def test_a_chat_chunk_may_have_a_thought_and_no_content():
+    choice = {"delta": {"content": None, "reasoning_content": "Hm"}}
+    thoughts = []
+
+    answer = Answer()
+    client._add_event(answer, {"choices": [choice]}, [], print, thoughts.append)
+
+    assert thoughts == ["Hm"]
+    assert answer.text == ""

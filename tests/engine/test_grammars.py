@@ -380,6 +380,26 @@ def test_a_stop_token_ends_an_answer_where_its_text_may_end(least, length, runne
     assert answer[-1] == STOP
 
 
+def test_a_stop_token_that_is_text_cuts_no_answer(runner, tokenizer):
+    grammar = regex("a[bc]{3}d?")
+    (stop,) = tokenizer.encode("b")
+    engine = ready(Fond(runner, [stop]), grammar)
+
+    answers = serve(engine, PROMPTS, "raw", 20, grammar=grammar, stop_token_ids=(stop,))
+
+    assert {tokenizer.decode(answer) for answer in answers} == {"acccb"}
+
+
+def test_a_stop_token_that_a_grammar_forces_ends_the_answer(runner, tokenizer):
+    grammar = regex("abc")
+    (stop,) = tokenizer.encode("b")
+    engine = ready(runner, grammar)
+
+    answers = serve(engine, PROMPTS, "raw", 20, grammar=grammar, stop_token_ids=(stop,))
+
+    assert {tokenizer.decode(answer) for answer in answers} == {"ab"}
+
+
 def test_log_probabilities_are_those_of_the_model(runner):
     """Before the grammar, as before all edits."""
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))

@@ -336,6 +336,25 @@ def test_tokens_between_the_marks_of_a_thought_are_counted():
     assert parser.num_thought_tokens == 4
 
 
+def test_letters_of_the_mark_behind_a_thought_are_not_counted():
+    parser = Reading("none", "think").parser()
+
+    for token in ["<think>", "H", "m", ".", *"</think>", "Y"]:
+        parser.add(token)
+
+    assert parser.num_thought_tokens == 3
+
+
+def test_letters_that_only_began_like_a_mark_are_counted():
+    parser = Reading("none", "think").parser()
+
+    for token in ["<think>", *"a</thick", *"</th"]:
+        parser.add(token)
+    parser.finish()
+
+    assert parser.num_thought_tokens == 12
+
+
 def test_the_first_token_of_a_thought_that_the_prompt_began_is_counted():
     parser = Reading("none", "think", prompt="<think>\n").parser()
     for token in ["Rain", "?", "</think>", "Yes"]:
