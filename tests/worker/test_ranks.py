@@ -72,7 +72,9 @@ class Watched:
         return logits
 
 
-@pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,group=64,residual=64", "h2o"])
+@pytest.mark.parametrize(
+    "codec", ["raw", "kivi:bits=2,group=64,residual=64", "h2o", "gear"]
+)
 def test_two_ranks_answer_as_one_does(group, runner, codec):
     together = group.engine(max_batch_tokens=CHUNK)
     alone = make_engine(runner, max_batch_tokens=CHUNK)
