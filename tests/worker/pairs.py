@@ -44,7 +44,7 @@ class House:
     workers: dict[str, Worker] = field(default_factory=dict)
     may_go_on: threading.Event = field(default_factory=threading.Event)
 
-    def add(self, name: str, role: Role, runner: Runner) -> Worker:
+    def add(self, name: str, role: Role, runner: Runner | None = None) -> Worker:
         """Start a worker and tell the router."""
         worker = Worker(
             self.config, role, name, security=Security(token=TOKEN), runner=runner
