@@ -3,6 +3,7 @@
 No scheduler, no pool, no sampler: an order says which pages. See `orders.py`.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,17 +63,22 @@ class FollowedPrompt:
 class Follower:
     """The arena of one engine on another rank than 0, and its prompts that compute.
 
-    pages:    its arena, as hand-offs read and write it
-    plan:     the plan of a codec spec, with the heads of this rank
-    handoffs: of this rank, by the engine's name of a sequence; an io loop has others come and go
+    pages: its arena, as hand-offs read and write it
+    plan:  the plan of a codec spec, with the heads of this rank
     """
 
-    def __init__(self, runner: Runner, order: ArenaOrder):
+    def __init__(
+        self,
+        runner: Runner,
+        order: ArenaOrder,
+        handoffs: Mapping[str, FollowerHandoff],
+    ):
+        """handoffs: of this rank, by the engine's name of a sequence; they come and go"""
         self.arena = make_arena(order.nbytes, order.scratch, runner.device)
         self.pages = view_arena(self.arena, order.scratch)
         shape = replace(runner.shape, state_form=order.state_form)
         self.plan = lru_cache(maxsize=64)(lambda spec: parse_plan(spec, shape))
-        self.handoffs: dict[str, FollowerHandoff] = {}
+        self._handoffs = handoffs
         self._runner = runner
         self._prefix_plan = prefix_plan(runner.shape)
         self._prompts: dict[int, FollowedPrompt] = {}
@@ -107,7 +113,7 @@ class Follower:
         return logits
 
     def _handoff(self, rid: str) -> FollowerHandoff:
-        return self.handoffs.get(rid) or NoHandoff()
+        return self._handoffs.get(rid) or NoHandoff()
 
     def _begin(self, order: PromptOrder) -> None:
         workspace = self._runner.workspace(order.total, order.rooms)

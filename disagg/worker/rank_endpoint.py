@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
+from typing import Any
 
 from disagg.config import TransferConfig
 from disagg.engine.follower import Follower
@@ -22,7 +23,7 @@ from disagg.transfer.followers import follower_handler
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.worker.follower import FollowerService
-from disagg.worker.handoff import SendingContext
+from disagg.worker.handoff import OutgoingHandoff, SendingContext
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,28 @@ class ServeOrder:
 
 
 class RankEndpoint:
-    """Takes and sends the parts of one follower."""
+    """Takes and sends the parts of one follower.
 
-    def __init__(self, order: ServeOrder, follower: Follower, rank: int, ranks: int):
-        self._order = order
-        self._follower = follower
+    in_flight: as of `SendingContext`; the follower reads it
+    """
+
+    def __init__(self, rank: int, ranks: int):
+        self.in_flight: dict[str, OutgoingHandoff[Any]] = {}
         self._rank = rank
         self._ranks = ranks
         self._address: Future[str] = Future()
 
-    def start(self) -> str:
+    def start(self, order: ServeOrder, follower: Follower) -> str:
         """Serve until the process ends; the "host:port"."""
         tune_malloc()
-        Thread(target=self._run, name="rank-io", daemon=True).start()
+        arguments = order, follower
+        thread = Thread(target=self._run, args=arguments, name="rank-io", daemon=True)
+        thread.start()
         return self._address.result()
 
-    def _run(self) -> None:
+    def _run(self, order: ServeOrder, follower: Follower) -> None:
         try:
-            asyncio.run(self._serve())
+            asyncio.run(self._serve(order, follower))
         except BaseException as error:
             if not self._address.done():
                 self._address.set_exception(error)
@@ -66,9 +71,9 @@ class RankEndpoint:
             traceback.print_exc()
             os._exit(1)
 
-    async def _serve(self) -> None:
-        order = self._order
-        service = FollowerService(self._context(), order.transfer.overlap)
+    async def _serve(self, order: ServeOrder, follower: Follower) -> None:
+        context = self._context(order, follower)
+        service = FollowerService(context, order.transfer.overlap)
         handlers = [follower_handler(service), service.receiver.handlers()]
         direct: DirectServer | None = None
         if order.transfer.channel == "direct":
@@ -82,14 +87,13 @@ class RankEndpoint:
             await direct.run()
         await server.wait_for_termination()
 
-    def _context(self) -> SendingContext:
-        follower = self._follower
+    def _context(self, order: ServeOrder, follower: Follower) -> SendingContext:
         return SendingContext(
-            model=self._order.model,
+            model=order.model,
             plan_of=follower.plan,
             arena=follower.pages,
-            peers=Peers(self._order.security, self._order.transfer),
+            peers=Peers(order.security, order.transfer),
             rank=self._rank,
             ranks=self._ranks,
-            in_flight=follower.handoffs,
+            in_flight=self.in_flight,
         )

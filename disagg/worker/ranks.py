@@ -208,7 +208,7 @@ def follow(link: Connection) -> None:
     try:
         start: RankStart = unpack_order(link.recv_bytes())
         link.send_bytes(READY)
-        ranks = _Ranks(_load(start), start)
+        ranks = _Ranks(_load(start), RankEndpoint(start.rank, start.ranks))
         while True:
             engine, order = unpack_order(link.recv_bytes())
             if isinstance(order, ServeOrder):
@@ -241,15 +241,16 @@ def _load(start: RankStart) -> Runner:
 class _Ranks:
     """The followers of all engines of rank 0's process, which share a model."""
 
-    def __init__(self, runner: Runner, start: RankStart):
+    def __init__(self, runner: Runner, endpoint: RankEndpoint):
         self._runner = runner
-        self._start = start
+        self._endpoint = endpoint
         self._engines: dict[int, Follower] = {}
 
     def obey(self, engine: int, order: Order) -> None:
         match order:
             case ArenaOrder():
-                self._engines[engine] = Follower(self._runner, order)
+                handoffs = self._endpoint.in_flight
+                self._engines[engine] = Follower(self._runner, order, handoffs)
             case CopyOrder():
                 target = self._engines[engine].arena
                 source = self._engines[order.source].arena
@@ -260,9 +261,7 @@ class _Ranks:
 
     def serve(self, engine: int, order: ServeOrder) -> str:
         """Let the follower of an engine hand over; its address."""
-        follower = self._engines[engine]
-        start = self._start
-        return RankEndpoint(order, follower, start.rank, start.ranks).start()
+        return self._endpoint.start(order, self._engines[engine])
 
 
 def share_threads(ranks: int) -> None:

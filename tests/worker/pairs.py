@@ -68,7 +68,7 @@ class House:
         await until(lambda: worker.wait(0.0))
         self.router.died(name)
 
-    async def relieve(self, runner: Runner) -> Worker:
+    async def relieve(self, runner: Runner | None = None) -> Worker:
         """A decode worker "d2" comes and "d" leaves; "d", once all its sequences are elsewhere."""
         self.add("d2", Role.DECODE, runner)
         leaving = self.workers.pop("d")

@@ -1,9 +1,10 @@
 """Workers that are groups of ranks, of any number on either side, on real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ import pytest
 from disagg.codecs.registry import codec_names
 from disagg.config import Config, load_config
 from disagg.engine.sequence import SamplingParams
+from disagg.errors import RanksLostError
 from disagg.llm import LLM
 from disagg.transfer.messages import Role
 from tests.model.tiny import random_prompt, save_tiny
+from tests.transfer.peer import until
 from tests.worker.pairs import House, house
 
 LENGTHS = (17, 130, 200)
 TOKENS = 20
+CODECS = ["raw", "kivi", "gear", "ott"]
 SHAPES = [(1, 2), (2, 1), (2, 2)]  # ranks of the prefill and of the decode worker
 
 
@@ -53,19 +57,30 @@ async def group_pair(
         await home.empty()
 
 
-def answers_alone(path: Path, codec: str, **sampling: float) -> list[list[int]]:
+def answers_alone(
+    path: Path, codec: str, lengths: Sequence[int] = LENGTHS, **sampling: float
+) -> list[list[int]]:
     """What one process says."""
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, **sampling)
-    prompts = [random_prompt(n) for n in LENGTHS]
+    sampling = {"max_tokens": TOKENS, "ignore_eos": True, **sampling}
+    params = SamplingParams(**sampling)
+    prompts = [random_prompt(n) for n in lengths]
     completions = LLM(str(path), codec=codec).generate(prompts, params)
     return [list(x.tokens) for x in completions]
 
 
-async def answers_of(home: House, codec: str, **sampling: float) -> list[list[int]]:
+async def answers_of(
+    home: House, codec: str, lengths: Sequence[int] = LENGTHS, **sampling: float
+) -> list[list[int]]:
     """What the workers say to the same prompts at the same time."""
     params = {"max_tokens": TOKENS, "ignore_eos": True, **sampling}
-    asked = [home.complete(random_prompt(n), codec, **params) for n in LENGTHS]
+    asked = [home.complete(random_prompt(n), codec, **params) for n in lengths]
     return [tokens for tokens, _ in await asyncio.gather(*asked)]
+
+
+def received_tokens(home: House) -> int:
+    """Of all prompts that were handed over to "d"."""
+    counts = home.workers["d"].service.reservations.counts
+    return counts["received_tokens"] + counts["shared_tokens"]
 
 
 @pytest.mark.slow
@@ -76,6 +91,20 @@ async def test_groups_hand_over_every_codec(tiny, senders, receivers):
             answered = await answers_of(home, codec)
 
             assert answered == answers_alone(tiny, codec), codec
+        assert received_tokens(home) == len(codec_names()) * sum(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("senders", "receivers"), [(2, 4), (4, 2)])
+async def test_groups_of_four_hand_over_to_groups_of_two(
+    four_heads, senders, receivers
+):
+    async with group_pair(four_heads, senders, receivers) as home:
+        for codec in CODECS:
+            answered = await answers_of(home, codec)
+
+            assert answered == answers_alone(four_heads, codec), codec
+        assert received_tokens(home) == len(CODECS) * sum(LENGTHS)
 
 
 @pytest.mark.slow
@@ -86,3 +115,78 @@ async def test_groups_hand_over_sampled_answers(tiny, senders, receivers):
         answered = await answers_of(home, "kivi", **sampling)
 
     assert answered == answers_alone(tiny, "kivi", **sampling)
+
+
+@pytest.mark.slow
+async def test_groups_hand_over_on_direct_connections(tiny):
+    settings = {"transfer.channel": "direct"}
+    async with group_pair(tiny, 2, 2, **settings) as home:
+        answered = await answers_of(home, "kivi")
+
+    assert answered == answers_alone(tiny, "kivi")
+
+
+@pytest.mark.slow
+async def test_groups_compute_in_chunks_and_reuse_prefixes(tiny):
+    settings = {"engine.max_batch_tokens": 48}
+    expected = answers_alone(tiny, "kivi", LENGTHS)
+    async with group_pair(tiny, 2, 2, **settings) as home:
+        first = await answers_of(home, "kivi")
+        again = await answers_of(home, "kivi")
+
+        assert first == again == expected
+        assert home.workers["p"].engine.counts["cached_tokens"] > sum(LENGTHS) // 2
+        assert home.workers["d"].service.reservations.counts["shared_tokens"] > 0
+
+
+@pytest.mark.slow
+async def test_groups_decode_with_drafts(tiny):
+    sampling = {"max_tokens": 100}
+    settings = {"engine.speculative_tokens": 5}
+    async with group_pair(tiny, 2, 2, **settings) as home:
+        answered = await answers_of(home, "kivi", **sampling)
+
+        assert home.workers["d"].engine.counts["accepted_tokens"] > 0
+    assert answered == answers_alone(tiny, "kivi", **sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_sequence_moves_from_a_group(tiny, ranks):
+    """To a worker of as many ranks, or of one."""
+    (expected,) = answers_alone(tiny, "kivi", [130], max_tokens=300)
+    async with group_pair(tiny, 1, 2) as home:
+        asking = await home.begin_to_move(tuple(random_prompt(130)), "kivi", 20, 300)
+        home.config = config_of(tiny, 1, ranks)
+        leaving = await home.relieve()
+
+        tokens, _ = await asking
+
+        assert tokens == expected
+        assert leaving.service.decode.counts["moved"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["p", "d"])
+async def test_all_streams_survive_a_killed_follower(tiny, victim):
+    lengths = [*range(60, 220, 10)]
+    expected = answers_alone(tiny, "kivi", lengths, max_tokens=60)
+    async with group_pair(tiny, 2, 2) as home:
+        home.add("p2", Role.PREFILL)
+        home.add("d2", Role.DECODE)
+        asking = asyncio.create_task(answers_of(home, "kivi", lengths, max_tokens=60))
+        worker = home.workers[victim]
+        await until(
+            lambda: (
+                worker.engine.counts["computed_tokens"] or worker.engine.load.running
+            )
+        )
+
+        os.kill(worker._ranks.pids[0], signal.SIGKILL)
+        with pytest.raises(RanksLostError):
+            await until(lambda: worker.wait(0.0))
+        del home.workers[victim]
+        home.router.died(victim)
+
+        assert await asking == expected
+        home.add(victim, Role(worker._initial_role))
