@@ -167,6 +167,7 @@ async def test_a_sequence_moves_from_a_group(tiny, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("victim", ["p", "d"])
 async def test_all_streams_survive_a_killed_follower(tiny, victim):
     lengths = [*range(60, 220, 10)]
