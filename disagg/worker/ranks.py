@@ -190,7 +190,7 @@ class RankProcesses:
 
     def _start(self, start: RankStart) -> None:
         own, other = socketpair()
-        command = [sys.executable, "-m", "disagg.worker.rank_process"]
+        command = [sys.executable, "-P", "-m", "disagg.worker.rank_process"]
         with other:
             process = subprocess.Popen(
                 [*command, str(other.fileno())],

@@ -145,7 +145,7 @@ def test_families_give_the_logits_of_one_process(kind, tmp_path):
     serve(make_engine(alone), "raw")
 
     for logits, expected in zip(together.logits, alone.logits, strict=True):
-        assert relative_error(logits, expected) < 2e-6
+        assert relative_error(logits, expected) < 5e-6
 
 
 @pytest.mark.slow
