@@ -3,11 +3,15 @@
     python -m benchmarks.chaos --seed 12 --minutes 10 --json --out FILE
     python -m benchmarks.chaos --fault hang --fault router_cut_off
     python -m benchmarks.chaos --model FOLDER --codec raw
+    python -m benchmarks.chaos --agents
 
 Every answer is compared with the answer to the same prompt before any fault. Every 6 to 12 seconds
 a random fault hits a random worker or door that has none; `faults.py` says what each is. A fault of
 all waits until none has a fault, and the next fault waits for it. No process may open more than 256
 files.
+
+With `--agents` the requests are those of `agent_mix.py`, through HTTP: answers bound to schemas,
+tool calls, and plain ones. Every answer that does not end at its token limit must also be valid.
 
 At the end no worker may hold records or reservations, the router may have no request, and no
 process or port may remain. With
@@ -17,13 +21,16 @@ process or port may remain. With
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import Any
 
 from typer import Option
 
-from benchmarks import command, faults
+from benchmarks import agent_mix, command, faults
+from benchmarks.agent_doors import TEMPLATE, AgentDoorEnd
 from benchmarks.faults import (
     ALL_FAULTS,
     DOOR_FAULTS,
@@ -33,7 +40,7 @@ from benchmarks.faults import (
     FaultyWorker,
     limited_files,
 )
-from benchmarks.front_group import Crowd, FrontGroup
+from benchmarks.front_group import Crowd, DoorEnd, FrontGroup, TokenRequest
 from benchmarks.worker_group import running
 from disagg.bench.result import Row, announce, result_of
 from disagg.bench.tables import table
@@ -47,6 +54,7 @@ from disagg.config import (
     EngineConfig,
     ModelConfig,
     RouterConfig,
+    ServerConfig,
 )
 from disagg.errors import UnknownNameError
 
@@ -79,6 +87,7 @@ class ChaosOptions:
     pauses_s: shortest and longest pause between two faults
     faults:   names of those that happen
     calm:     no faults
+    agents:   requests of agents; `tokens` is not used
     """
 
     model: str | None = None
@@ -94,6 +103,7 @@ class ChaosOptions:
     deadline_s: float = 120.0
     faults: Sequence[str] = ALL_FAULTS
     calm: bool = False
+    agents: bool = False
 
 
 def measure_chaos(options: ChaosOptions) -> Row:
@@ -111,7 +121,11 @@ async def _measure(options: ChaosOptions) -> Row:
     engine = EngineConfig(stuck_s=faults.REPLACE_S)
     model = ModelConfig(options.model)
     config = Config(codec=options.codec, model=model, engine=engine, router=router)
-    group = FrontGroup(config, FaultyWorker)
+    door: type[DoorEnd] = DoorEnd
+    if options.agents:
+        config = replace(config, server=ServerConfig(chat_template=str(TEMPLATE)))
+        door = AgentDoorEnd
+    group = FrontGroup(config, FaultyWorker, door)
     await group.open(options.doors)
     async with running(group, options.prefill, options.decode):
         crowds = await _crowds(group, options)
@@ -137,6 +151,8 @@ async def _measure(options: ChaosOptions) -> Row:
         cut=group.num_cut,
         completed_share=answers.completed / max(1, answers.completed + num_failed),
         errors=dict(answers.failed),
+        kinds=_kinds(answers.outcomes),
+        mistakes=answers.mistakes,
         **counts,
         longest_gap_s=max(answers.gaps_s),
         median_gap_s=median(answers.gaps_s),
@@ -146,28 +162,35 @@ async def _measure(options: ChaosOptions) -> Row:
     )
 
 
+def _kinds(outcomes: Counter[tuple[str, str]]) -> dict[str, Row]:
+    """Counts of answers by kind, then by outcome."""
+    kinds: dict[str, Row] = {}
+    for (kind, outcome), count in sorted(outcomes.items()):
+        kinds.setdefault(kind, {})[outcome] = count
+    return kinds
+
+
 async def _crowds(group: FrontGroup, options: ChaosOptions) -> list[Crowd]:
     """The clients of each door, and the answers that they have to get."""
-    numbers = range(NUM_PROMPTS)
-    prompts = [
-        prompt_of(STEP_TOKENS * (number + 1), number, options.model)
-        for number in numbers
-    ]
+    requests: Sequence[Any] = _token_requests(options)
+    if options.agents:
+        requests = agent_mix.agent_requests()
     (door, *_) = group.doors.values()
-    expected = [
-        await door.ask("answer", prompt, options.codec, options.tokens)
-        for prompt in prompts
-    ]
+    expected = [await door.ask("answer", request) for request in requests]
+    numbers = range(options.streams)
+    step = agent_mix.ROUND if options.agents else 1
     return [
-        Crowd(
-            prompts,
-            expected,
-            options.codec,
-            options.tokens,
-            range(options.streams)[number :: options.doors],
-        )
+        Crowd(requests, expected, numbers[number :: options.doors], step)
         for number in range(options.doors)
     ]
+
+
+def _token_requests(options: ChaosOptions) -> list[TokenRequest]:
+    prompts = [
+        prompt_of(STEP_TOKENS * (number + 1), number, options.model)
+        for number in range(NUM_PROMPTS)
+    ]
+    return [TokenRequest(prompt, options.codec, options.tokens) for prompt in prompts]
 
 
 class FaultInjector:
@@ -255,6 +278,9 @@ def chaos(
         None, "--fault", help=f"{', '.join(ALL_FAULTS)}; may be repeated; default: all."
     ),
     calm: bool = Option(False, "--calm", help="Inject no faults."),
+    agents: bool = Option(
+        False, "--agents", help="Answers bound to schemas and tool calls, validated."
+    ),
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -264,7 +290,9 @@ def chaos(
     )
     check_codecs(model, [] if codec is None else [codec])
     fields = without_none(codec=codec, seed=seed, faults=fault)
-    options = ChaosOptions(model, minutes=minutes, streams=streams, calm=calm, **fields)
+    options = ChaosOptions(
+        model, minutes=minutes, streams=streams, calm=calm, agents=agents, **fields
+    )
     show(measure_chaos(options), out, as_json, draw_chaos)
 
 

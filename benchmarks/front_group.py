@@ -33,8 +33,11 @@ from disagg.transfer.messages import WorkerInfo, WorkerStatus
 from disagg.transfer.rpc import Link, connect, start_local_server
 from disagg.transfer.security import Security
 
-SECRET = Security(token="of the owner")
+OWNER = "owner"
+SECRET = Security(token=OWNER)
 SOCKET = "router"
+DOOR = "door-"  # and its number: its name
+MOST_MISTAKES = 20  # that are quoted
 
 
 @dataclass(frozen=True)
@@ -92,32 +95,46 @@ class RouterEnd:
 
 
 @dataclass(frozen=True)
+class TokenRequest:
+    """A request for this many tokens."""
+
+    prompt: Prompt
+    codec: str
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Crowd:
     """What the clients of a door ask for, again and again.
 
-    expected: the answer to each prompt
-    numbers:  a client each; it begins with the prompt after its number
+    requests: of the kind that the door takes
+    expected: the answer to each
+    numbers:  a client each; it begins with the request `step` after its number
+    step:     from a client's request to its next one
     """
 
-    prompts: Sequence[Prompt]
-    expected: Sequence[Sequence[int]]
-    codec: str
-    tokens: int
+    requests: Sequence[Any]
+    expected: Sequence[Any]
     numbers: Sequence[int]
+    step: int = 1
 
 
 @dataclass
 class Answers:
     """Answers that clients have seen.
 
-    failed: by the error that ended them
-    gaps_s: between tokens of an answer, and before the first one
+    failed:   by the error that ended them
+    gaps_s:   between tokens of an answer, and before the first one
+    outcomes: numbers of answers by kind and outcome, where there are kinds
+    mistakes: what was wrong with the first wrong ones
     """
 
     completed: int = 0
     wrong: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     gaps_s: list[float] = field(default_factory=list)
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    mistakes: list[str] = field(default_factory=list)
 
     def add(self, other: "Answers") -> None:
         """Count those too."""
@@ -125,33 +142,42 @@ class Answers:
         self.wrong += other.wrong
         self.failed.update(other.failed)
         self.gaps_s += other.gaps_s
+        self.outcomes.update(other.outcomes)
+        self.mistakes += other.mistakes[: MOST_MISTAKES - len(self.mistakes)]
 
 
 class DoorEnd:
     """A door with clients that compare each answer, as the object of a `Child`."""
 
-    async def start(self, config: Config, path: Path, name: str) -> None:
-        """Follow the router at this socket, whichever process it is."""
-        link = connect(f"unix:{path}", SECRET)
-        self._client = RouterClient(fixed(link), name, config.router)
-        self._following = asyncio.create_task(self._client.run())
+    def __init__(self) -> None:
         self._streams: list[asyncio.Task[None]] = []
         self._answers = Answers()
         self._is_over = False
 
-    async def answer(self, prompt: Prompt, codec: str, tokens: int) -> list[int]:
-        """The tokens of one answer; notes the gaps between them."""
+    async def start(self, config: Config, path: Path, number: int) -> None:
+        """Follow the router at this socket, whichever process it is."""
+        link = connect(f"unix:{path}", SECRET)
+        self._client = RouterClient(fixed(link), str(number), config.router)
+        self._following = asyncio.create_task(self._client.run())
+
+    async def answer(self, request: Any) -> Any:
+        """The tokens that answer a `TokenRequest`; notes the gaps between them."""
         answer = list[int]()
         last = time.monotonic()
-        params = {"max_tokens": tokens, "ignore_eos": True}
-        async with aclosing(self._client.generate(prompt, params, codec)) as outputs:
+        params = {"max_tokens": request.tokens, "ignore_eos": True}
+        outputs = self._client.generate(request.prompt, params, request.codec)
+        async with aclosing(outputs):
             async for output in outputs:
                 if output.token is not None:
-                    now = time.monotonic()
                     answer.append(output.token)
-                    self._answers.gaps_s.append(now - last)
-                    last = now
+                    last = self._note_gap(last)
         return answer
+
+    def _note_gap(self, last: float) -> float:
+        """A token came after the one at `last`: now."""
+        now = time.monotonic()
+        self._answers.gaps_s.append(now - last)
+        return now
 
     async def begin(self, crowd: Crowd) -> None:
         """Let clients in."""
@@ -161,16 +187,20 @@ class DoorEnd:
 
     async def _stream(self, crowd: Crowd, number: int) -> None:
         while not self._is_over:
-            number = (number + 1) % len(crowd.prompts)
-            prompt = crowd.prompts[number]
+            number = (number + crowd.step) % len(crowd.requests)
+            request = crowd.requests[number]
             try:
-                tokens = await self.answer(prompt, crowd.codec, crowd.tokens)
+                answer = await self.answer(request)
             except DisaggError as error:
                 self._answers.failed[f"{error.reason}: {error}"] += 1
                 continue
             self._answers.completed += 1
-            if tokens != crowd.expected[number]:
-                self._answers.wrong += 1
+            self.count(self._answers, request, answer, crowd.expected[number])
+
+    def count(self, answers: Answers, request: Any, answer: Any, expected: Any) -> None:
+        """Count a completed answer that is not as expected."""
+        if answer != expected:
+            answers.wrong += 1
 
     async def take(self) -> Answers:
         """The answers since the last call."""
@@ -216,8 +246,14 @@ class FrontGroup(WorkerGroup):
     num_cut: answers that ended with their door
     """
 
-    def __init__(self, config: Config, process: type[WorkerEnd]):
+    def __init__(
+        self,
+        config: Config,
+        process: type[WorkerEnd],
+        door: type[DoorEnd] = DoorEnd,
+    ):
         super().__init__(config, process)
+        self._door_type = door
         self.doors: dict[str, ProcessEnd] = {}
         self.answers = Answers()
         self.num_cut = 0
@@ -233,7 +269,7 @@ class FrontGroup(WorkerGroup):
         """Start the router and its doors, before any worker."""
         await self._start_router()
         for number in range(num_doors):
-            await self._start_door(f"door-{number}")
+            await self._start_door(number)
 
     async def begin(self, crowds: Sequence[Crowd]) -> None:
         """Let clients in, a crowd at each door."""
@@ -277,7 +313,7 @@ class FrontGroup(WorkerGroup):
             self.answers.add(await door.ask("take"))
             await door.kill()
             self.num_cut += len(crowd.numbers)
-            await self._start_door(name)
+            await self._start_door(int(name.removeprefix(DOOR)))
             await self.doors[name].ask("begin", crowd)
 
     # -- as every group
@@ -318,7 +354,7 @@ class FrontGroup(WorkerGroup):
         self._router = ProcessEnd(RouterEnd)
         await self._router.ask("start", self.config, self._path)
 
-    async def _start_door(self, name: str) -> None:
-        door = ProcessEnd(DoorEnd)
-        await door.ask("start", self.config, self._path, name)
-        self.doors[name] = door
+    async def _start_door(self, number: int) -> None:
+        door = ProcessEnd(self._door_type)
+        await door.ask("start", self.config, self._path, number)
+        self.doors[f"{DOOR}{number}"] = door

@@ -16,9 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count
 from queue import Empty, SimpleQueue
 
@@ -78,6 +79,7 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.grammar.compiler import GrammarCompiler
+from disagg.grammar.state import GrammarState
 from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.page import ARENA_UNIT, EXACT
 from disagg.kv.plan import Plan
@@ -284,7 +286,10 @@ class Engine:
         """Whether the grammar of a request is being compiled; begins that if it is new."""
         rid = message.rid
         if isinstance(message, Prefill | Admit) and rid not in self._uncompiled:
-            on_ready = partial(self.submit, Compiled(rid))
+
+            def on_ready(start: Future[GrammarState]) -> None:
+                self.submit(Compiled(rid, start))
+
             if not self._grammars.is_ready(message.request, on_ready):
                 self._uncompiled[rid] = []
         return rid in self._uncompiled

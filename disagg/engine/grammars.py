@@ -97,17 +97,20 @@ class SequenceGrammars:
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
-    def is_ready(self, request: Request, on_ready: Callable[[], None]) -> bool:
+    def is_ready(
+        self, request: Request, on_ready: Callable[[Future[GrammarState]], None]
+    ) -> bool:
         """Whether the grammar of a request is compiled, or failed to; else `on_ready` follows.
 
-        on_ready: called from another thread
+        on_ready: called from another thread; while what it gets is held, the request can begin
+                  at once
         """
         if not request.params.grammar:
             return True
         future = self._compiler.prepare(request.params.grammar)
         if future.done():
             return True
-        future.add_done_callback(lambda _: on_ready())
+        future.add_done_callback(on_ready)
         return False
 
     def begin(self, sequence: Sequence) -> None:
@@ -124,11 +127,11 @@ class SequenceGrammars:
             return False
         return self._state(sequence).is_complete
 
-    def forced(self, sequence: Sequence) -> list[int]:
-        """The tokens that its grammar forces to come next."""
+    def forced(self, sequence: Sequence, most: int) -> list[int]:
+        """The tokens that its grammar forces to come next, at most `most`."""
         if not sequence.request.params.grammar:
             return []
-        return self._state(sequence).forced()
+        return self._state(sequence).forced(most)
 
     def cut_drafts(self, scheduled: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
         """The tokens of a step with drafts that their grammars allow."""

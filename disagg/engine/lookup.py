@@ -34,7 +34,7 @@ CPU_DRAFT = 7  # tokens of a draft, unless the config says
 CPU_ROWS = 16  # tokens of a step that take a CPU hardly longer than one
 NUM_CHARACTERS = sys.maxunicode + 1  # more than any vocabulary has tokens
 
-Forced = Callable[[Sequence], list[int]]
+Forced = Callable[[Sequence, int], list[int]]
 
 
 class TokenText:
@@ -127,7 +127,7 @@ class LookUp:
     most:      tokens of a draft; 0: there are none
     most_rows: tokens of a step with drafts
     context:   of the model
-    forced:    the tokens of a sequence that come next in any case
+    forced:    the tokens of a sequence that come next in any case, at most so many
     """
 
     def __init__(self, most: int, most_rows: int, context: int, forced: Forced):
@@ -180,7 +180,7 @@ class LookUp:
         if history is None:
             history = DraftHistory.of(sequence.request)
             self._histories[sequence] = history
-        forced = self._forced(sequence)[: min(room, self.most)]
+        forced = self._forced(sequence, min(room, self.most))
         if len(forced) >= LEAST_DRAFT:
             return forced
         return history.draft(sequence.emitted, room)

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from disagg.engine.sequence import Handoff, Logprobs, Request
 from disagg.errors import CapacityError, DisaggError
+from disagg.grammar.state import GrammarState
 from disagg.kv.state import GroupState
 
 log = logging.getLogger(__name__)
@@ -77,9 +79,13 @@ class Drain:
 
 @dataclass(frozen=True)
 class Compiled:
-    """From the engine itself: the grammar of a request is compiled, or failed to."""
+    """From the engine itself: the grammar of a request is compiled, or failed to.
+
+    start: holds what was compiled until the request has begun
+    """
 
     rid: str
+    start: Future[GrammarState]
 
 
 RequestMessage = Prefill | Admit | Move | Abort

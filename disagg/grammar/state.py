@@ -20,6 +20,9 @@ class GrammarState:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._length = 0
+        # tokens that come next in any case, from an index on; a long text takes long to split
+        self._forced: list[int] = []
+        self._forced_from = 0
 
     @classmethod
     def compile(cls, constraint: str, vocabulary: Vocabulary) -> "GrammarState":
@@ -48,14 +51,25 @@ class GrammarState:
         if new_tokens and not self._matcher.consume_tokens(new_tokens):
             self._check("does not allow the tokens so far, or is too complex")
         self._length = len(tokens)
+        for token in new_tokens:
+            self._follow_forced(token)
+
+    def _follow_forced(self, token: int) -> None:
+        if self._forced[self._forced_from : self._forced_from + 1] == [token]:
+            self._forced_from += 1
+        else:
+            self._forced = []
 
     def num_allowed(self, draft: Sequence[int]) -> int:
         """How many tokens of a draft may come next."""
         return self._matcher.validate_tokens(list(draft))
 
-    def forced(self) -> list[int]:
-        """The tokens that come next whatever the model likes; often none."""
-        return self._matcher.compute_ff_tokens()
+    def forced(self, most: int) -> list[int]:
+        """At most `most` tokens that come next whatever the model likes; often none."""
+        if self._forced_from >= len(self._forced):
+            self._forced = self._matcher.compute_ff_tokens()
+            self._forced_from = 0
+        return self._forced[self._forced_from : self._forced_from + most]
 
     @property
     def may_end(self) -> bool:

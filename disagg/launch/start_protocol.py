@@ -22,7 +22,15 @@ WORKER_GROUPS = (
     "security",
 )
 LOG_KEYS = ("log_level", "log_format")
-WORKER_CLUSTER_KEYS = ("gpus", "ports", "runtime_env", "orphan_s")
+WORKER_CLUSTER_KEYS = (
+    "gpus",
+    "ports",
+    "runtime_env",
+    "orphan_s",
+    "prefill_ranks",
+    "decode_ranks",
+    "rank_timeout_s",
+)
 
 Message = dict[str, Any]
 

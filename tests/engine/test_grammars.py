@@ -1,6 +1,7 @@
 """Answers follow their grammars, whatever happens to their sequences."""
 
 import json
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -16,7 +17,7 @@ from disagg.engine.lookup import DraftHistory
 from disagg.engine.messages import Abort, Move, Prefill, StepOutput
 from disagg.engine.sampler import sample
 from disagg.engine.sequence import Request, SamplingParams
-from disagg.grammar import choice, lark, regex
+from disagg.grammar import choice, compiler, lark, regex
 from disagg.grammar.state import GrammarState
 from disagg.model.tokenizer import Tokenizer
 from tests.engine.serving import (
@@ -249,12 +250,35 @@ def test_others_go_on_while_a_grammar_is_compiled(runner, monkeypatch):
 
     before = [token.rid for _ in range(9) for token in engine.step().tokens]
     waits = engine.load.waiting
-    on_ready[0]()
+    on_ready[0](Future())
     after = run_until_idle(engine)
 
     assert before == ["plain"] * 3
     assert waits == 1
     assert {token.rid for token in after.tokens} == {"late"}
+
+
+def test_many_grammars_at_once_are_compiled_once_each(runner, monkeypatch):
+    """More than stay compiled without a request that waits: no request compiles its own again."""
+    monkeypatch.setattr(compiler, "MOST_UNUSED", 1)
+    constraints = [choice([f"the text of {number}"]) for number in range(4)]
+    compiled = []
+    compile_state = GrammarState.compile
+    monkeypatch.setattr(
+        GrammarState,
+        "compile",
+        lambda text, words: compiled.append(text) or compile_state(text, words),
+    )
+    engine = make_engine(runner)
+    for number, constraint in enumerate(constraints):
+        work = request(str(number), PROMPTS[0], "raw", 20, grammar=constraint)
+        engine.submit(Prefill(work))
+
+    engine.step()
+    engine.grammar_compiler._thread.submit(int).result()  # behind all of them
+    run_until_idle(engine)
+
+    assert compiled == constraints
 
 
 def test_a_request_can_be_left_while_its_grammar_is_compiled(runner, monkeypatch):
@@ -268,7 +292,7 @@ def test_a_request_can_be_left_while_its_grammar_is_compiled(runner, monkeypatch
     engine.step()
     assert not engine.idle
 
-    on_ready[0]()
+    on_ready[0](Future())
     output = engine.step()
 
     assert engine.idle

@@ -1,13 +1,14 @@
 """Where an answer stands in its grammar is a pure function of its tokens."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import RequestError
-from disagg.grammar import choice, json_schema, regex
+from disagg.grammar import choice, compiler, json_schema, regex
 from disagg.grammar.compiler import GrammarCompiler
 from disagg.grammar.state import GrammarState
 from tests.grammar.following import tokens_of, vocabulary
@@ -105,6 +106,25 @@ def test_a_compiler_compiles_a_constraint_once_and_reads_no_vocabulary_before():
     assert len(reads) == 1
 
 
+@pytest.mark.parametrize(
+    ("limit", "most"), [("MOST_UNUSED", 2), ("MOST_UNUSED_CHARS", 40)]
+)
+def test_few_grammars_stay_compiled_without_a_request(limit, most, monkeypatch):
+    """One that a request holds stays too."""
+    monkeypatch.setattr(compiler, limit, most)
+    grammars = GrammarCompiler(lambda: WORDS)
+    constraints = [
+        f'start: "text {number}"' for number in range(4)
+    ]  # 15 characters each
+    held = grammars.prepare(constraints[0])
+    before = [grammars.prepare(text).result() for text in constraints]
+
+    after = [grammars.prepare(text).result() for text in constraints]
+
+    assert after[0] is before[0] is held.result()
+    assert after[1] is not before[1]
+
+
 def test_forced_text_has_the_tokens_of_the_tokenizer():
     """Those that the model was trained on, where other tokens would spell the same."""
     state = GrammarState.compile('start: "hello" /[0-9]/', WORDS)
@@ -112,3 +132,29 @@ def test_forced_text_has_the_tokens_of_the_tokenizer():
     allowed = [i for i in range(256) if state.bits()[i // 32] >> i % 32 & 1]
 
     assert allowed == [ord("h")]
+
+
+def test_a_long_forced_text_is_split_into_tokens_once():
+    state = GrammarState.compile('start: "a long text" /[0-9]/ "!"', WORDS)
+    matcher = state._matcher = Mock(wraps=state._matcher)
+    text = b"a long text"
+
+    pieces = []
+    for length in range(len(text)):
+        state.follow([*text[:length]])
+        pieces.append(bytes(state.forced(4)))
+
+    assert pieces == [text[i : i + 4] for i in range(len(text))]
+    assert matcher.compute_ff_tokens.call_count == 1
+
+
+def test_forced_text_begins_anew_behind_a_choice():
+    state = GrammarState.compile('start: "ab" /[0-9]/ "!?"', WORDS)
+    assert state.forced(9) == [*b"ab"]
+
+    state.follow([*b"ab"])
+    behind_text = state.forced(9)
+    state.follow([*b"ab7"])
+
+    assert behind_text == []
+    assert state.forced(9) == [*b"!?"]

@@ -32,6 +32,7 @@ INFO = WorkerInfo(
     snapshots=9,
     sizes={"raw": {64: 100, 128: 200}},
     speaks=("frames 4", "model fingerprint"),
+    ranks=2,
 )
 # a setting that is in neither set fails the test below: decide whether workers use it
 UNUSED_GROUPS = {"router", "server"}

@@ -130,10 +130,11 @@ async def test_a_sequence_that_outgrows_its_room_moves_as_well(
 ):
     monkeypatch.setattr(moves, "MOVE_TOKENS", 1)
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
-    asking = await home.begin(story, KIVI, HEARD, LONG)
+    asking = await home.begin_to_move(story, KIVI, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])
     source = home.workers["d"]
     source.assume(Role.NONE)
+    home.may_go_on.set()
     assert (await asking)[0] == expected
     assert source.service.decode.counts["moved"] == 1
     assert home.router.table.retries == 0
