@@ -24,7 +24,8 @@ __all__ = ["home", "pool"]
 @pytest.mark.parametrize(("senders", "receivers"), [(2, 1), (1, 2)])
 def test_streams_of_groups_survive_their_followers(home, pool, senders, receivers):
     ranks = (f"--prefill-ranks={senders}", f"--decode-ranks={receivers}")
-    process = home.start("serve", "--port", "0", "--decode", "2", *ranks)
+    options = ("--port", "0", "--codec", "raw", "--decode", "2")
+    process = home.start("serve", *options, *ranks)
     state = home.service()
     crowd = crowd_of(state, pool, STREAMS, BODIES)
     role = "prefill" if senders == 2 else "decode"
