@@ -227,8 +227,8 @@ class ClusterConfig(Bounded):
     name:    name of this service on a cluster; also its Ray namespace
     prefill, decode: number of workers of this role
     prefill_ranks, decode_ranks: processes of each worker of this role, which compute its model
-             together, each with its share of the heads and weights and on a GPU of its own. More
-             than 1 only with `colocated`, whose workers have `prefill_ranks`
+             together, each with its share of the heads and weights and on a GPU of its own. The
+             two may differ. `colocated` workers have `prefill_ranks`
     rank_timeout_s: a worker one of whose ranks does not answer for this long ends
     colocated: start only `prefill` workers, which prefill and decode; nothing is handed off
     pools:   place each worker on a node with a Ray resource named after its role (prefill or
@@ -282,6 +282,15 @@ class ClusterConfig(Bounded):
         if self.colocated:
             return self.prefill_ranks
         return max(self.prefill_ranks, self.decode_ranks)
+
+    def ranks_of(self, role: str) -> int:
+        """The ranks of a worker that starts with this role."""
+        return self.decode_ranks if role == "decode" else self.prefill_ranks
+
+    @property
+    def processes(self) -> int:
+        """The ranks of all workers."""
+        return sum(count * self.ranks_of(role) for role, count in self.roles.items())
 
     @property
     def roles(self) -> dict[str, int]:

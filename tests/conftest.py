@@ -33,6 +33,7 @@ SERIAL = {
     "tests/cli/test_cluster.py",
     "tests/cli/test_doors.py",
     "tests/cli/test_drain.py",
+    "tests/cli/test_group_service.py",
     "tests/cli/test_hybrid_service.py",
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",

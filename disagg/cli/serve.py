@@ -85,7 +85,13 @@ def serve(
     ranks: int | None = Option(
         None,
         min=1,
-        help="Processes of each worker, which share its model; only with --colocated.",
+        help="Processes of each worker, which share its model; default: 1.",
+    ),
+    prefill_ranks: int | None = Option(
+        None, min=1, help="The same of prefill workers alone."
+    ),
+    decode_ranks: int | None = Option(
+        None, min=1, help="The same of decode workers alone."
     ),
     min_disagg_tokens: int | None = Option(
         None, min=0, help="Prompts below this length are not handed off."
@@ -138,8 +144,8 @@ def serve(
         "cluster.name": name,
         "cluster.prefill": prefill,
         "cluster.decode": decode,
-        "cluster.prefill_ranks": ranks,
-        "cluster.decode_ranks": ranks,
+        "cluster.prefill_ranks": prefill_ranks or ranks,
+        "cluster.decode_ranks": decode_ranks or ranks,
         "cluster.colocated": colocated,
         "transfer.min_disagg_tokens": min_disagg_tokens,
         "router.error_budget": error_budget,

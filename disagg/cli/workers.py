@@ -130,5 +130,12 @@ def row_of(worker: dict[str, Any]) -> list[str]:
         f"{pages:.0f}",
         f"{worker.get('tokens_fit', 0):,}",
         worker.get("node", ""),
-        worker.get("backend", ""),
+        _backend(worker),
     ]
+
+
+def _backend(worker: dict[str, Any]) -> str:
+    """What computes its model, and in how many ranks if there are several."""
+    backend: str = worker.get("backend", "")
+    ranks = worker.get("ranks", 1)
+    return f"{backend}, {ranks} ranks" if ranks > 1 else backend

@@ -619,8 +619,6 @@ class Engine:
         """Offer what is sealed; the rest follows when the sequence stops."""
         is_late = sequence.status is not Status.DECODE or sequence.length > move.tokens
         try:
-            if self._orders is not None:
-                raise TransferError("sequences of several ranks do not move")
             if is_late or sequence.handoff is not None:
                 raise TransferError(
                     f"it has {sequence.length} tokens and is {sequence.status}; a sequence "

@@ -3,25 +3,50 @@
 No scheduler, no pool, no sampler: an order says which pages. See `orders.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from disagg.codecs.planning import parse_plan
-from disagg.engine.arena import make_arena
+from disagg.engine.arena import make_arena, view_arena
 from disagg.engine.exact_prefixes import prefix_plan, read_units, write_units
 from disagg.engine.orders import ArenaOrder, ChunkOrder, PromptOrder, StepOrder
 from disagg.engine.prompts import encode_chunk
 from disagg.engine.sequence import Handoff
-from disagg.kv.page import RAW_TOKENS
+from disagg.kv.page import RAW_TOKENS, Item
 from disagg.kv.plan import Plan
+from disagg.kv.state import GroupState
 from disagg.model.attention import Batch, Chunk
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
 
-HandoffOf = Callable[[str], Handoff]
+
+class FollowerHandoff(Handoff, Protocol):
+    """The same on a follower, where no output of an engine says when it is over."""
+
+    def computed(self) -> None:
+        """All that this rank encodes is offered."""
+
+
+class NoHandoff:
+    """Of a sequence whose hand-off was given up, or of one between two engines of a process."""
+
+    def begin(self, plan: Plan, groups: Seq[GroupState]) -> None:
+        pass
+
+    def offer(self, items: Seq[Item]) -> None:
+        pass
+
+    def has(self, item: Item) -> bool:
+        return False
+
+    def computed(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -31,24 +56,31 @@ class FollowedPrompt:
     plan: Plan
     prompt_len: int
     cached: int
-    handoff: Handoff | None
+    handoff: FollowerHandoff | None
     workspace: Workspace
 
 
 class Follower:
     """The arena of one engine on another rank than 0, and its prompts that compute.
 
-    handoff_of: the hand-off of this rank by the engine's name of a sequence
+    pages: its arena, as hand-offs read and write it
+    plan:  the plan of a codec spec, with the heads of this rank
     """
 
     def __init__(
-        self, runner: Runner, order: ArenaOrder, handoff_of: HandoffOf | None = None
+        self,
+        runner: Runner,
+        order: ArenaOrder,
+        handoffs: Mapping[str, FollowerHandoff],
     ):
+        """handoffs: of this rank, by the engine's name of a sequence; they come and go"""
         self.arena = make_arena(order.nbytes, order.scratch, runner.device)
+        self.pages = view_arena(self.arena, order.scratch)
+        shape = replace(runner.shape, state_form=order.state_form)
+        self.plan = lru_cache(maxsize=64)(lambda spec: parse_plan(spec, shape))
+        self._handoffs = handoffs
         self._runner = runner
-        self._shape = replace(runner.shape, state_form=order.state_form)
         self._prefix_plan = prefix_plan(runner.shape)
-        self._handoff_of = handoff_of
         self._prompts: dict[int, FollowedPrompt] = {}
         # sums of squares of queries, by the raw page whose unit they are of
         self._squares: dict[int, Tensor] = {}
@@ -59,8 +91,8 @@ class Follower:
         for number in order.ended:
             del self._prompts[number]
         for handoff in order.handoffs:
-            plan = parse_plan(handoff.codec, self._shape)
-            self._find_handoff(handoff.rid).begin(plan, handoff.groups)
+            plan = self.plan(handoff.codec)
+            self._handoff(handoff.rid).begin(plan, handoff.groups)
         for prompt in order.begun:
             self._begin(prompt)
         if not order.tokens:
@@ -77,11 +109,11 @@ class Follower:
         logits = self._runner.forward(batch)
         for chunk in order.chunks:
             self._note_squares(chunk)
+            self._note_end(chunk)
         return logits
 
-    def _find_handoff(self, rid: str) -> Handoff:
-        assert self._handoff_of is not None, "hand-offs of this group have one rank"
-        return self._handoff_of(rid)
+    def _handoff(self, rid: str) -> FollowerHandoff:
+        return self._handoffs.get(rid) or NoHandoff()
 
     def _begin(self, order: PromptOrder) -> None:
         workspace = self._runner.workspace(order.total, order.rooms)
@@ -93,10 +125,10 @@ class Follower:
             plan = self._prefix_plan
             read_units(plan, self.arena, workspace, order.prefix, squares, order.cached)
         self._prompts[order.number] = FollowedPrompt(
-            plan=parse_plan(order.codec, self._shape),
+            plan=self.plan(order.codec),
             prompt_len=order.total,
             cached=order.cached,
-            handoff=self._find_handoff(order.rid) if order.hands_off else None,
+            handoff=self._handoff(order.rid) if order.hands_off else None,
             workspace=workspace,
         )
 
@@ -135,3 +167,10 @@ class Follower:
                     self._squares.pop(page, None)
                 else:
                     self._squares[page] = squares
+
+    def _note_end(self, order: ChunkOrder) -> None:
+        """After the last chunk of a prompt, its hand-off has everything."""
+        prompt = self._prompts[order.number]
+        is_last = order.before + order.count == prompt.prompt_len
+        if is_last and prompt.handoff is not None:
+            prompt.handoff.computed()

@@ -117,7 +117,7 @@ def _options(config: Config, role: Role, name: str) -> dict[str, object]:
         "max_restarts": 0,
         "max_task_retries": 0,
         "num_cpus": equal_share(cpus, config),
-        "num_gpus": gpu_share(gpus, config),
+        "num_gpus": gpu_share(gpus, config, role),
     }
     if cluster.runtime_env is not None:
         options["runtime_env"] = cluster.runtime_env

@@ -9,7 +9,7 @@ import ray
 
 from disagg.config import changed_keys
 from disagg.errors import DisaggError, OccupiedError
-from disagg.launch.resources import worker_config, workers_of_host
+from disagg.launch.resources import processes_of_host, worker_config
 from disagg.launch.start_protocol import (
     Message,
     config_of,
@@ -106,9 +106,13 @@ class WorkerActor:
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU")
         resources = host_resources()
         config = worker_config(self._config, gpus, resources)
-        workers = workers_of_host(self._config, resources)
         self._worker = Worker(
-            config, Role(self._role), self._name, address, security, workers=workers
+            config,
+            Role(self._role),
+            self._name,
+            address,
+            security,
+            processes=processes_of_host(self._config, resources),
         )
         self._worker.start()
         settle_memory()

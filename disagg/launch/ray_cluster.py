@@ -20,7 +20,6 @@ from disagg.launch.ray_connection import LOCAL, RayConnection, lost_ray_is_an_er
 from disagg.launch.resources import (
     check_counts,
     check_place,
-    check_ranks_setting,
 )
 from disagg.launch.retry_pauses import RetryPauses
 from disagg.launch.scaling import plan_scaling
@@ -74,13 +73,11 @@ class Cluster:
         """Open the connection to Ray.
 
         PeerLostError if no Ray starts or answers, ConfigError if a private one can never have
-        room for all workers, or if several ranks would hand off.
+        room for all workers.
         """
-        check_ranks_setting(self._config)
         self._connection.open()
         if self._connection.gpus is not None:
-            num_workers = sum(self.target_counts.values())
-            check_place(self._connection.gpus, self._config, num_workers)
+            check_place(self._connection.gpus, self._config, self.target_counts)
         if self._facts is not None:
             self._authority = self._facts.authority(self._config.security.plane)
         self.security = protected(

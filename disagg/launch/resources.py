@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import mul
 
 from disagg.config import MAX_WORKERS, Config
 from disagg.errors import ConfigError
@@ -21,26 +22,15 @@ def equal_share(units: int, config: Config) -> float:
     return 1 / workers_per_unit
 
 
-def gpu_share(gpus: int, config: Config) -> float:
-    """GPUs per worker: the setting, else one for each of several ranks, or an equal share."""
+def gpu_share(gpus: int, config: Config, role: str) -> float:
+    """GPUs of a worker: the setting, else one for each rank of it, or an equal share."""
     if config.cluster.gpus is not None:
         return config.cluster.gpus
     if config.model.device == "cpu":
         return 0.0
     if gpus and config.cluster.ranks > 1:
-        return float(config.cluster.ranks)
+        return float(config.cluster.ranks_of(role))
     return equal_share(gpus, config)
-
-
-def check_ranks_setting(config: Config) -> None:
-    """ConfigError for workers of several ranks that would hand off."""
-    cluster = config.cluster
-    if cluster.ranks > 1 and not cluster.colocated:
-        raise ConfigError(
-            f"config key cluster.prefill_ranks is {cluster.prefill_ranks} and "
-            f"cluster.decode_ranks {cluster.decode_ranks}; hand-offs of several ranks are not "
-            "built, so expected 1, or cluster.colocated"
-        )
 
 
 def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -> None:
@@ -52,18 +42,27 @@ def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -
         if not 1 <= number <= MAX_WORKERS:
             raise ConfigError(f"{number} {role} workers; expected 1 to {MAX_WORKERS}")
     if gpus is not None:
-        check_place(gpus, config, sum(counts.values()))
+        check_place(gpus, config, counts)
 
 
-def check_place(gpus: int, config: Config, workers: int) -> None:
-    """ConfigError if the only host can never have room for this many workers."""
+def check_place(gpus: int, config: Config, counts: Mapping[Role, int]) -> None:
+    """ConfigError if the only host can never have room for these workers."""
     if config.cluster.pools:
         raise ConfigError(
             "cluster.pools is true on a private Ray, which has none; set cluster.address"
         )
-    share = gpu_share(gpus, config)
+    shares = [gpu_share(gpus, config, role) for role in counts]
+    if config.cluster.ranks > 1 and config.cluster.gpus is None:
+        needed = sum(map(mul, shares, counts.values()))
+        if needed > gpus:
+            raise ConfigError(
+                f"this host has {gpus} GPUs; the ranks of all workers need {needed:g}"
+            )
+        return
+    share = max(shares, default=0.0)
     if not share:
         return
+    workers = sum(counts.values())
     room = _workers_that_fit(gpus, share)
     if room < workers:
         lack = f"this host has {gpus} GPUs, room for {room} of {workers} workers"
@@ -91,23 +90,22 @@ def worker_config(
     The ranks of the workers that fit on this host share its cores, unless the number of threads is
     set, and on CPUs its memory.
     """
-    workers = workers_of_host(config, host_resources)
-    ranks = config.cluster.ranks
-    part = 1 / (workers * ranks) if gpus is None else min(1, gpus)
+    processes = processes_of_host(config, host_resources)
+    part = 1 / processes if gpus is None else min(1, gpus)
     cores = int(host_resources.get("CPU", 0)) or os.cpu_count() or 1
     engine = replace(
         config.engine,
         memory_share=max(LEAST_SHARE, config.engine.memory_share * part),
-        torch_threads=config.engine.torch_threads or max(1, cores // (workers * ranks)),
+        torch_threads=config.engine.torch_threads or max(1, cores // processes),
     )
     return replace(config, engine=engine)
 
 
-def workers_of_host(config: Config, host_resources: Mapping[str, float]) -> int:
-    """How many workers fit on this host, at least 1."""
-    workers = 0
+def processes_of_host(config: Config, host_resources: Mapping[str, float]) -> int:
+    """How many ranks the workers have that fit on this host, at least 1."""
+    processes = 0
     for role, count in config.cluster.roles.items():
         if config.cluster.pools:
             count = min(count, int(host_resources.get(role, 0)))
-        workers += count
-    return max(1, workers)
+        processes += count * config.cluster.ranks_of(role)
+    return max(1, processes)

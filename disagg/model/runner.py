@@ -184,7 +184,7 @@ class Runner:
             )
         model = load_model(info, device, group).eval().requires_grad_(False)
         if group is not None:
-            info = local_info(info, group.ranks)
+            info = local_info(info, group.ranks, group.rank)
         split_states(model, info.states)
         keep_latents(model, info.layers)
         with torch.inference_mode():

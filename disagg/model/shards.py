@@ -84,10 +84,14 @@ def local_config(config: PreTrainedConfig, info: ModelInfo, ranks: int) -> Any:
     return config
 
 
-def local_info(info: ModelInfo, ranks: int) -> ModelInfo:
-    """The sizes of what one rank has of a model."""
-    layers = tuple(replace(x, heads=x.heads // ranks) for x in info.layers)
-    return replace(info, layers=layers, query_heads=info.query_heads // ranks)
+def local_info(info: ModelInfo, ranks: int, rank: int = 0) -> ModelInfo:
+    """The sizes of what one rank has of a model, and which of its heads they are."""
+    layers = []
+    for layer in info.layers:
+        heads = layer.heads // ranks
+        layers.append(replace(layer, heads=heads, first_head=rank * heads))
+    query_heads = info.query_heads // ranks
+    return replace(info, layers=tuple(layers), query_heads=query_heads)
 
 
 class ShardSlice:

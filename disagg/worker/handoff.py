@@ -286,7 +286,7 @@ class OutgoingHandoff(Generic[EngineResult]):
         return all(index in sender.queue.peer_has for sender in self.senders)
 
     def computed(self) -> None:
-        """On a follower: the last chunk is computed, and all that was encoded is offered."""
+        """All that this rank encodes is offered; on a follower `finish` waits for it."""
         self._loop.call_soon_threadsafe(self._computed.set)
 
     # -- on the thread of copies
@@ -327,6 +327,8 @@ class MigrationHandoff(OutgoingHandoff[Moved]):
             ]
             items = [x for x in items if x.record < sealed[x.group].get(x.kind, 0)]
         self.offer(items)
+        if has_stopped:
+            self.computed()
 
 
 def _sealed_records(

@@ -34,14 +34,19 @@ from disagg.engine.orders import (
 from disagg.errors import DisaggError, RanksLostError
 from disagg.model.rank_group import RankGroup, join_store, open_store
 from disagg.model.runner import Runner, pick_device
+from disagg.worker.rank_endpoint import RankEndpoint, ServeOrder
 
 READY = b"ready"
+ADDRESS = b"address "  # before the "host:port" of a follower
 END_S = 2.0  # for a follower whose socket was closed
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank is started with; the model as of `Runner.load`."""
+    """What a rank is started with; the model as of `Runner.load`.
+
+    processes: of this host that load the model
+    """
 
     rank: int
     ranks: int
@@ -52,7 +57,7 @@ class RankStart:
     dtype: str
     device: str
     context: int | None
-    workers: int
+    processes: int
 
 
 class RankProcesses:
@@ -69,11 +74,12 @@ class RankProcesses:
         dtype: str = "auto",
         device: str = "cpu",
         context: int | None = None,
-        workers: int = 1,
+        processes: int = 1,
         threads: int | None = None,
     ):
         """
-        workers: of this host · threads: of each rank; None: as many as this process has
+        processes: of this host that load the model, besides the ranks of others
+        threads:   of each rank; None: as many as this process has
         The others as of `Runner.load`.
         """
         device = pick_device(device)
@@ -94,7 +100,7 @@ class RankProcesses:
                 dtype=dtype,
                 device=device,
                 context=context,
-                workers=workers * ranks,
+                processes=max(processes, ranks),
             )
             self._start(start)
         try:
@@ -115,7 +121,12 @@ class RankProcesses:
         self._num_engines += 1
         return StepOrders(partial(self.send, number))
 
-    def send(self, engine: int, order: Order) -> None:
+    def serve(self, order: ServeOrder) -> list[str]:
+        """Let the followers hand over what engine 0 computes; the address of each."""
+        self.send(0, order)
+        return [self._receive(link, ADDRESS).decode() for link in self._links]
+
+    def send(self, engine: int, order: Order | ServeOrder) -> None:
         """Bring an order to all followers; RanksLostError if one has ended."""
         data = pack_order((engine, order))
         try:
@@ -165,16 +176,21 @@ class RankProcesses:
     def _wait_for_processes(self) -> None:
         """Return when all followers are about to join; RanksLostError if one ends instead."""
         for link in self._links:
-            try:
-                is_ready = link.recv_bytes() == READY
-            except (OSError, EOFError):
-                is_ready = False
-            if not is_ready:
-                raise RanksLostError(f"a rank did not start: {self.cause()}")
+            self._receive(link, READY)
+
+    def _receive(self, link: Connection, prefix: bytes) -> bytes:
+        """What a follower answers at its start, behind a prefix; RanksLostError if it ends."""
+        try:
+            answer = link.recv_bytes()
+        except (OSError, EOFError):
+            raise RanksLostError(f"a rank did not start: {self.cause()}") from None
+        if not answer.startswith(prefix):
+            raise RanksLostError(f"a rank did not start: {pickle.loads(answer)}")
+        return answer.removeprefix(prefix)
 
     def _start(self, start: RankStart) -> None:
         own, other = socketpair()
-        command = [sys.executable, "-m", "disagg.worker.rank_process"]
+        command = [sys.executable, "-P", "-m", "disagg.worker.rank_process"]
         with other:
             process = subprocess.Popen(
                 [*command, str(other.fileno())],
@@ -192,10 +208,13 @@ def follow(link: Connection) -> None:
     try:
         start: RankStart = unpack_order(link.recv_bytes())
         link.send_bytes(READY)
-        followers = _Followers(_load(start))
+        followers = _Followers(_load(start), RankEndpoint(start.rank, start.ranks))
         while True:
             engine, order = unpack_order(link.recv_bytes())
-            followers.obey(engine, order)
+            if isinstance(order, ServeOrder):
+                link.send_bytes(ADDRESS + followers.serve(engine, order).encode())
+            else:
+                followers.obey(engine, order)
     except EOFError:
         return
     except DisaggError as error:
@@ -214,7 +233,7 @@ def _load(start: RankStart) -> Runner:
         start.dtype,
         start.device,
         start.context,
-        start.workers,
+        start.processes,
         group=group,
     )
 
@@ -222,14 +241,16 @@ def _load(start: RankStart) -> Runner:
 class _Followers:
     """The followers of all engines of rank 0's process, which share a model."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Runner, endpoint: RankEndpoint):
         self._runner = runner
+        self._endpoint = endpoint
         self._engines: dict[int, Follower] = {}
 
     def obey(self, engine: int, order: Order) -> None:
         match order:
             case ArenaOrder():
-                self._engines[engine] = Follower(self._runner, order, _nowhere)
+                handoffs = self._endpoint.in_flight
+                self._engines[engine] = Follower(self._runner, order, handoffs)
             case CopyOrder():
                 target = self._engines[engine].arena
                 source = self._engines[order.source].arena
@@ -238,22 +259,9 @@ class _Followers:
             case StepOrder():
                 self._engines[engine].step(order)
 
-
-class _Nowhere:
-    """A hand-off within a process: rank 0 orders the copies at its end."""
-
-    def begin(self, plan: object, groups: object) -> None:
-        pass
-
-    def offer(self, items: object) -> None:
-        pass
-
-    def has(self, item: object) -> bool:
-        return False
-
-
-def _nowhere(_: str) -> _Nowhere:
-    return _Nowhere()
+    def serve(self, engine: int, order: ServeOrder) -> str:
+        """Let the follower of an engine hand over; its address."""
+        return self._endpoint.start(order, self._engines[engine])
 
 
 def share_threads(ranks: int) -> None:

@@ -208,6 +208,7 @@ class WorkerService:
             "failures": dict(failures),
             "node": socket.gethostname(),
             "backend": backend_of(self._runner),
+            "ranks": self._ranks,
             "dtype": self._runner.info.dtype,
             "weights": self._runner.weights,
             "tokens_fit": self._tokens_that_fit(self._engine.pool),

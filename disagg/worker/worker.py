@@ -15,7 +15,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -38,12 +38,14 @@ from disagg.model.runner import Runner
 from disagg.paged.doctor import check_plans
 from disagg.transfer.control import worker_handler
 from disagg.transfer.direct import DirectServer
+from disagg.transfer.followers import FollowerClient, Followers
 from disagg.transfer.messages import (
     Role,
     WorkerInfo,
 )
-from disagg.transfer.rpc import start_server, tune_malloc
+from disagg.transfer.rpc import Link, connect, start_server, tune_malloc
 from disagg.transfer.security import Security
+from disagg.worker.rank_endpoint import ServeOrder
 from disagg.worker.ranks import RankProcesses
 from disagg.worker.service import WorkerService, backend_of
 from disagg.worker.watchdog import Watchdog
@@ -74,9 +76,9 @@ class Worker:
         host: str = "127.0.0.1",
         security: Security | None = None,
         runner: Runner | None = None,
-        workers: int = 1,
+        processes: int = 1,
     ):
-        """workers: of this host"""
+        """processes: of this host that load the model"""
         self.config = config
         self._initial_role = role
         self.name = name
@@ -84,13 +86,15 @@ class Worker:
         self._host = host
         self._security = security
         model = config.model
-        self._ranks = self._start_ranks(workers)
+        ranks = config.cluster.ranks_of(role)
+        processes = max(processes, ranks)
+        self._ranks = self._start_ranks(ranks, processes) if ranks > 1 else None
         self._runner = runner or Runner.load(
             model.name,
             model.dtype,
             model.device,
             model.context,
-            workers * config.cluster.ranks,
+            processes,
             model.weights,
             group=self._ranks.group if self._ranks else None,
         )
@@ -111,6 +115,7 @@ class Worker:
             map(self.engine.plan, self._listed),
             self._runner.info.context_length,
         )
+        self._followers = self._serve_followers()  # addresses
         self._info: Future[WorkerInfo] = Future()
         self._io_thread = threading.Thread(
             target=self._run_io, name=f"{name}-io", daemon=True
@@ -121,23 +126,33 @@ class Worker:
         self._watchdog = Watchdog(name, self.engine.progress, config.engine.stuck_s)
         self._failure: BaseException | None = None
 
-    def _start_ranks(self, workers: int) -> RankProcesses | None:
-        """The other ranks of this worker, which load beside it; None: there are none."""
-        cluster = self.config.cluster
-        if cluster.ranks == 1:
-            return None
+    def _start_ranks(self, ranks: int, processes: int) -> RankProcesses:
+        """The other ranks of this worker, which load beside it."""
         model = self.config.model
-        check_ranks_of(model.name, cluster.ranks)
+        check_ranks_of(model.name, ranks)
         return RankProcesses(
-            cluster.ranks,
-            cluster.rank_timeout_s,
+            ranks,
+            self.config.cluster.rank_timeout_s,
             model.name,
             model.dtype,
             model.device,
             model.context,
-            workers,
+            processes,
             self.config.engine.torch_threads,
         )
+
+    def _serve_followers(self) -> list[str]:
+        """Let the other ranks take and send their parts of hand-offs; their addresses."""
+        if self._ranks is None:
+            return []
+        order = ServeOrder(
+            model=self._runner.fingerprint,
+            host=self._host,
+            security=self._security,
+            transfer=self.config.transfer,
+            ports=self.config.cluster.ports,
+        )
+        return self._ranks.serve(order)
 
     def _on_rank_lost(self, error: RanksLostError) -> None:
         """A rank has ended: so does the worker, as if its process had."""
@@ -248,8 +263,9 @@ class Worker:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_asked: asyncio.Future[float] = self._loop.create_future()
+        links = [connect(address, self._security) for address in self._followers]
         async with asyncio.TaskGroup() as tasks:
-            self.service = self._make_service(tasks)
+            self.service = self._make_service(tasks, links)
             receiver = self.service.receiver
             endless = [receiver.run(), self._watch_router(), *self._make_direct()]
             endless_tasks = [tasks.create_task(self._supervise(x)) for x in endless]
@@ -267,13 +283,18 @@ class Worker:
                     task.cancel()
                 await server.stop(0)
                 await self.service.peers.close()
+                for link in links:
+                    await link.close()
         await asyncio.to_thread(self._engine_thread.join)
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work
         raise RuntimeError(f"a part of {self.name} that never ends has ended: {work}")
 
-    def _make_service(self, tasks: asyncio.TaskGroup) -> WorkerService:
+    def _make_service(
+        self, tasks: asyncio.TaskGroup, links: Sequence[Link]
+    ) -> WorkerService:
+        """links: to the followers"""
         return WorkerService(
             name=self.name,
             role=self._initial_role,
@@ -282,6 +303,7 @@ class Worker:
             runner=self._runner,
             security=self._security,
             tasks=tasks,
+            followers=Followers([*map(FollowerClient, links)], self._followers),
         )
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:

@@ -94,6 +94,12 @@ def test_scale_refuses_a_wrong_body(body, message, announced_service):
     assert not announced_service.worker_pool.calls
 
 
+def test_status_says_how_many_ranks_a_worker_has(capsys):
+    workers.draw({**STATUS, "workers": [{**WORKER, "ranks": 2}]})
+
+    assert "avx2, 2 ranks" in capsys.readouterr().out
+
+
 def test_status_is_one_screen(capsys):
     broken = {"name": "p", "role": "prefill", "address": "h:2", "error": "it is gone"}
     summary = (

@@ -6,7 +6,8 @@ import pytest
 
 from disagg.config import load_config
 from disagg.errors import ConfigError
-from disagg.launch.resources import check_ranks_setting, gpu_share, worker_config
+from disagg.launch.resources import check_place, gpu_share, worker_config
+from disagg.transfer.messages import Role
 
 GPU_SHARES = [
     (0, 1, 1, 0),
@@ -22,25 +23,33 @@ GPU_SHARES = [
 def test_every_worker_has_a_place_on_the_gpus(gpus, prefill, decode, share):
     config = load_config(None, {"cluster.prefill": prefill, "cluster.decode": decode})
 
-    assert gpu_share(gpus, config) == share
+    assert gpu_share(gpus, config, Role.PREFILL) == share
     assert not gpus or gpus * int(1 / share) >= prefill + decode
 
 
 def test_each_rank_has_a_gpu_of_its_own():
     flags = {"cluster.colocated": True, "cluster.prefill_ranks": 4}
 
-    assert gpu_share(8, load_config(None, flags)) == 4.0
+    assert gpu_share(8, load_config(None, flags), Role.BOTH) == 4.0
 
 
-def test_ranks_that_would_hand_off_are_refused():
+def test_workers_of_each_role_have_the_gpus_of_their_ranks():
     config = load_config(None, {"cluster.decode_ranks": 2})
 
-    with pytest.raises(ConfigError, match="decode_ranks 2; hand-offs of several ranks"):
-        check_ranks_setting(config)
+    assert gpu_share(4, config, Role.PREFILL) == 1.0
+    assert gpu_share(4, config, Role.DECODE) == 2.0
+
+
+def test_more_ranks_than_gpus_are_refused():
+    config = load_config(None, {"cluster.prefill_ranks": 4, "cluster.decode_ranks": 2})
+
+    check_place(6, config, {Role.PREFILL: 1, Role.DECODE: 1})
+    with pytest.raises(ConfigError, match="the ranks of all workers need 8"):
+        check_place(6, config, {Role.PREFILL: 1, Role.DECODE: 2})
 
 
 def test_workers_on_the_cpu_take_no_gpus():
-    assert gpu_share(8, load_config(None, {"model.device": "cpu"})) == 0.0
+    assert gpu_share(8, load_config(None, {"model.device": "cpu"}), Role.PREFILL) == 0.0
 
 
 POOLS = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
@@ -55,6 +64,7 @@ THREADS = [
     (POOLS, {"prefill": 1, "decode": 2}, 4),
     (POOLS, {}, 12),
     ({"cluster.colocated": True, "cluster.prefill_ranks": 4}, {}, 3),
+    ({"cluster.prefill_ranks": 4, "cluster.decode": 2}, {}, 2),
 ]
 
 

@@ -44,7 +44,7 @@ class House:
     workers: dict[str, Worker] = field(default_factory=dict)
     may_go_on: threading.Event = field(default_factory=threading.Event)
 
-    def add(self, name: str, role: Role, runner: Runner) -> Worker:
+    def add(self, name: str, role: Role, runner: Runner | None = None) -> Worker:
         """Start a worker and tell the router."""
         worker = Worker(
             self.config, role, name, security=Security(token=TOKEN), runner=runner
@@ -68,7 +68,7 @@ class House:
         await until(lambda: worker.wait(0.0))
         self.router.died(name)
 
-    async def relieve(self, runner: Runner) -> Worker:
+    async def relieve(self, runner: Runner | None = None) -> Worker:
         """A decode worker "d2" comes and "d" leaves; "d", once all its sequences are elsewhere."""
         self.add("d2", Role.DECODE, runner)
         leaving = self.workers.pop("d")

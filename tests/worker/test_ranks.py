@@ -26,6 +26,17 @@ LENGTHS = (1, 63, 130, 130)  # the last one has the prefix of the one before it
 CHUNK = 48
 TOKENS = 20
 TIMEOUT_S = 60.0
+FAMILIES = [
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "mistral",
+    "olmo",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+]
 
 
 class TwoRanks:
@@ -72,7 +83,9 @@ class Watched:
         return logits
 
 
-@pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,group=64,residual=64", "h2o"])
+@pytest.mark.parametrize(
+    "codec", ["raw", "kivi:bits=2,group=64,residual=64", "h2o", "gear"]
+)
 def test_two_ranks_answer_as_one_does(group, runner, codec):
     together = group.engine(max_batch_tokens=CHUNK)
     alone = make_engine(runner, max_batch_tokens=CHUNK)
@@ -116,6 +129,23 @@ def test_raw_logits_of_two_ranks_are_those_of_one(group, runner):
 @pytest.mark.parametrize("codec", codec_names())
 def test_every_codec_answers_on_two_ranks_as_on_one(group, runner, codec):
     assert serve(group.engine(), codec) == serve(make_engine(runner), codec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_give_the_logits_of_one_process(kind, tmp_path):
+    folder = save_tiny(kind, tmp_path)
+    ranks, alone = TwoRanks(folder), Watched(Runner.load(str(folder)))
+    together = Watched(ranks.runner)
+    engine = ranks.engine()
+    engine._runner = together
+
+    serve(engine, "raw")
+    ranks.processes.close()
+    serve(make_engine(alone), "raw")
+
+    for logits, expected in zip(together.logits, alone.logits, strict=True):
+        assert relative_error(logits, expected) < 5e-6
 
 
 @pytest.mark.slow
