@@ -91,7 +91,7 @@ class Judgement:
     loss: dict[str, list[float]] = field(default_factory=dict)
 
     def choose(
-        self, entries: Sequence[ScheduledTokens], logits: Tensor, _: object
+        self, entries: Sequence[ScheduledTokens], logits: Tensor, *_: object
     ) -> list[list[Sampled]]:
         """The next tokens of the text, in place of those that the model would choose."""
         answers = [entry.sequence for entry in entries]

@@ -31,6 +31,10 @@ PAIRS = {
 LATENT: dict[str, Any] = {"heads": 1, "head_dim": 48, "latent": 32, "dtype": "bfloat16"}
 FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "kivi": {"spec": "kivi:bits=4", "sequences": 3},
+    "kivi, many units": {
+        "spec": "kivi:bits=4",
+        "prompt": 20000,
+    },  # as the largest tables have
     "alignedkv": {"spec": "alignedkv", "sequences": 3},
     "kcvt, its prompt": {"spec": "kcvt", "steps": []},
     "gear-l, its prompt": {"spec": "gear-l:bits=2", "steps": []},
@@ -45,10 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     "banded, longer": {"spec": "banded", "sequences": 4, "prompt": 1000},
     "kivi": FEW["kivi"],
     "banded, its first page": {"spec": "banded", "prompt": 10},
-    "kivi, many units": {
-        "spec": "kivi:bits=4",
-        "prompt": 20000,
-    },  # as the largest tables have
+    "kivi, many units": FEW["kivi, many units"],
     "kivi, replayed": {"spec": "kivi:bits=4", "sequences": 2, "steps": [1, 8, 3]},
     "kivi of pairs": {"spec": "kivi:bits=4", "steps": [1, 16]} | PAIRS,
     "kivi of pairs, longer": {"spec": "kivi:bits=4", "sequences": 4, "steps": [1, 3, 8]}
