@@ -23,6 +23,7 @@ class AnswerReading:
     tools:      the functions that they may call: the JSON schemas of their parameters by name
     prompt_end: the last characters of the prompt
     parallel:   false: an answer ends behind its first call
+    only_calls: a grammar allows nothing but calls behind a thought
     """
 
     formats: AnswerFormats
@@ -30,6 +31,7 @@ class AnswerReading:
     prompt_end: str
     special_tokens: Mapping[str, int] = field(repr=False)
     parallel: bool = True
+    only_calls: bool = False
 
     @property
     def has_thoughts(self) -> bool:
@@ -89,7 +91,8 @@ class ModelFormats:
             _schemas(tools) if tools else None,
             prompt[-MARK_CHARS:],
             self.special_tokens,
-            _is_parallel(request),
+            parallel=_is_parallel(request),
+            only_calls=request.tool_choice.mode == "required",
         )
 
     def _calls(self, request: ChatRequest) -> str:

@@ -4,19 +4,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from disagg.parsers.answer import AnswerParser
-from disagg.parsers.parts import CallBegin, CallEnd, Part
+from disagg.parsers.parts import CallBegin, CallEnd, Content, Part
 from disagg.server.output_text import TextDelta
 
 
 class AnswerParts:
     """Reads the parts of one answer.
 
-    parallel: false: the answer ends behind its first call
+    parallel:   false: the answer ends behind its first call
+    only_calls: a grammar allows nothing but calls behind a thought; so what else there is, is the
+                beginning of a call that was cut off before its name, which no client can use
     """
 
-    def __init__(self, parser: AnswerParser, parallel: bool = True):
+    def __init__(
+        self, parser: AnswerParser, parallel: bool = True, only_calls: bool = False
+    ):
         self._parser = parser
         self._parallel = parallel
+        self._only_calls = only_calls
         self._is_calling = False
         self._is_over = False  # behind the only call
 
@@ -29,6 +34,8 @@ class AnswerParts:
         if finish_reason is not None:
             parts += self._take(self._parser.finish())
             finish_reason = "length" if self._is_calling else finish_reason
+        if self._only_calls:
+            parts = [part for part in parts if not isinstance(part, Content)]
         return replace(
             delta,
             text="",

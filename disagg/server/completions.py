@@ -287,7 +287,7 @@ class Completions:
         prediction = FollowedPrediction(generation.prediction or ())
         parts = None
         if reading is not None and parser is not None:
-            parts = AnswerParts(parser, reading.parallel)
+            parts = AnswerParts(parser, reading.parallel, reading.only_calls)
         return _Answer(request, prompt, codec, text, times, prediction, parts=parts)
 
     def _add(self, answer: _Answer, output: TokenOutput) -> TextDelta:

@@ -87,3 +87,13 @@ def test_a_token_with_two_calls_ends_behind_the_only_one():
 
     assert delta.parts == tuple(CALL)
     assert delta.finish_reason == "stop"
+
+
+def test_the_beginning_of_a_forced_call_that_is_cut_off_is_no_content():
+    answer = AnswerParts(cast(Any, Scripted()), only_calls=True)
+
+    deltas = [answer.read(TextDelta(letter, 1)) for letter in "f~"]
+    last = answer.read(TextDelta("", 2, "length"))
+
+    assert [*deltas[0].parts, *deltas[1].parts, *last.parts] == CALL
+    assert last.finish_reason == "length"
