@@ -20,8 +20,8 @@ import fcntl, signal, sys, termios
 from disagg.cli.shutdown import ShutdownGuard
 if sys.argv[1:2] == ["terminal"]:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-if sys.argv[2:] == ["nohup"]:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+is_nohup = sys.argv[2:] == ["nohup"]  # these tests may themselves run under nohup
+signal.signal(signal.SIGHUP, signal.SIG_IGN if is_nohup else signal.SIG_DFL)
 try:
     with ShutdownGuard(5.0) as guard:
         guard.started()
