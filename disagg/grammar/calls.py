@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import RequestError, quoted
 from disagg.grammar.constraints import check
 from disagg.grammar.json_schemas import DEFINITIONS, prepare, schema_text
-from disagg.grammar.marks import lark_of, lark_text, split_mark
+from disagg.grammar.lark_text import lark_of, lark_text, split_mark
 
 
 @dataclass(frozen=True)
