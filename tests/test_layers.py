@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # bottom to top; rooms on one floor do not know each other
     {"errors", "kernels", "log", "protos"},
     {"config"},
-    {"kv", "parsers", "grammar"},
-    {"codecs", "wire"},
+    {"kv", "parsers"},
+    {"codecs", "wire", "grammar"},
     {"paged"},
     {"model", "transfer"},
     {"engine"},

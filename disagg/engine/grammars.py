@@ -24,7 +24,7 @@ from disagg.engine.scheduler import ScheduledTokens
 from disagg.engine.sequence import Request, Sequence
 from disagg.errors import DisaggError
 from disagg.grammar.compiler import GrammarCompiler
-from disagg.grammar.state import GrammarState
+from disagg.grammar.state import Bits, GrammarState
 from disagg.grammar.vocabulary import Vocabulary
 from disagg.model.describe import ModelInfo
 from disagg.model.tokenizer import Tokenizer
@@ -178,7 +178,7 @@ class SequenceGrammars:
     def _make(self, jobs: Seq["_MaskJob"]) -> TokenMasks:
         vocabulary = self._compiler.vocabulary
         rows: list[int] = []
-        masks: list[NDArray[np.uint32]] = []
+        masks: list[Bits] = []
         errors: dict[int, DisaggError] = {}
         for job in jobs:
             ends = job.entry.sequence.request.params.ends(self._eos_ids)
@@ -204,9 +204,7 @@ class _MaskJob:
     state: GrammarState
 
 
-def _with_ends(
-    bits: NDArray[np.uint32], vocabulary: Vocabulary, ends: Seq[int]
-) -> NDArray[np.uint32]:
+def _with_ends(bits: Bits, vocabulary: Vocabulary, ends: Seq[int]) -> Bits:
     """A mask with the tokens that end an answer where the text of the grammar may end.
 
     Elsewhere it is without them, even if they are ordinary text; unless no other token is allowed.
@@ -222,7 +220,7 @@ def _with_ends(
     return bits if bits.any() else _everything(vocabulary)
 
 
-def _bits_of(tokens: Seq[int], vocabulary: Vocabulary) -> NDArray[np.uint32]:
+def _bits_of(tokens: Seq[int], vocabulary: Vocabulary) -> Bits:
     """A mask that allows these tokens alone."""
     bits = np.zeros(vocabulary.words, np.uint32)
     for token in tokens:
@@ -230,7 +228,7 @@ def _bits_of(tokens: Seq[int], vocabulary: Vocabulary) -> NDArray[np.uint32]:
     return bits
 
 
-def _everything(vocabulary: Vocabulary) -> NDArray[np.uint32]:
+def _everything(vocabulary: Vocabulary) -> Bits:
     return np.full(vocabulary.words, 2**WORD_BITS - 1, np.uint32)
 
 

@@ -70,11 +70,11 @@ class TokenText:
 class DraftHistory:
     """The text of one sequence, and how its drafts did.
 
+    size:       tokens of the next draft
     prediction: of the answer, by its request; without tokens if there is none
-    answered: tokens of the answer in the text
-    size:     tokens of the next draft
-    resume_at: tokens of the answer from which on there are drafts again
-    misses:   drafts in a row without a right token
+    answered:   tokens of the answer in the text
+    resume_at:  tokens of the answer from which on there are drafts again
+    misses:     drafts in a row without a right token
     """
 
     text: TokenText

@@ -4,21 +4,24 @@
 ╰─ before_name ──╯       ╰ before_arguments ╯               ╰ behind ╯
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import RequestError, quoted
 from disagg.grammar.constraints import check
 from disagg.grammar.json_schemas import DEFINITIONS, prepare, schema_text
-from disagg.grammar.marks import lark_of, lark_text, split_mark
+from disagg.grammar.lark_text import lark_of, lark_text, split_mark
+from disagg.parsers.schema_types import parameter_types, parameter_values
 
 
 @dataclass(frozen=True)
 class ParameterForm:
     """How arguments are written one by one, where they are not one JSON object.
 
-    A text stands as it is up to `behind`; anything else is JSON.
+    A text stands as it is up to `behind`; anything else is JSON. Where a parameter may be a text or
+    something else, a parser takes it for a text, unless `before_json` says otherwise.
     before_json: in place of `before_value`, where notations differ
     """
 
@@ -33,7 +36,8 @@ class CallNotation:
     """How a model writes calls; special tokens are written as in its tokenizer.
 
     before_name, before_arguments, behind: of each call
-    before_first, between, behind_last:    of all calls
+    before_first, between, behind_last:    of all calls; since a grammar is read without going back,
+                                           `behind_last` must not begin with `between`
     parameters: None: the arguments are one JSON object
     newer:      that of newer models, which have the special token `sign_of_newer`
     """
@@ -127,10 +131,9 @@ CALL_NOTATIONS: Mapping[str, CallNotation] = {
     "minimax_m2": CallNotation(
         before_name='<invoke name="',
         before_arguments='">\n',
-        behind="</invoke>",
+        behind="</invoke>\n",
         before_first="<minimax:tool_call>\n",
-        between="\n",
-        behind_last="\n</minimax:tool_call>",
+        behind_last="</minimax:tool_call>",
         parameters=ParameterForm('<parameter name="', '">', "</parameter>\n"),
     ),
     "seed_oss": CallNotation(
@@ -143,10 +146,9 @@ CALL_NOTATIONS: Mapping[str, CallNotation] = {
     "deepseek_v32": CallNotation(
         before_name='<｜DSML｜invoke name="',
         before_arguments='">\n',
-        behind="</｜DSML｜invoke>",
+        behind="</｜DSML｜invoke>\n",
         before_first="<｜DSML｜function_calls>\n",
-        between="\n",
-        behind_last="\n</｜DSML｜function_calls>",
+        behind_last="</｜DSML｜function_calls>",
         parameters=ParameterForm(
             '<｜DSML｜parameter name="',
             '" string="true">',
@@ -233,11 +235,11 @@ def _call_rules(
     opening = lark_of(form.before_name + name + form.before_arguments, special_tokens)
     closing = lark_of(form.behind, special_tokens)
     parameters = {"type": "object", **parameters}
-    prepare(parameters)  # its mistakes have their places in the whole schema
     if form.parameters is None:
         arguments = f"%json {schema_text(parameters)}"
         yield f"call_{number}: {opening} {arguments} {closing}"
         return
+    prepare(parameters)  # its mistakes have their places in the whole schema
     properties = parameters.get("properties", {})
     required = parameters.get("required", ())
     names = [f"value_{number}_{index}" for index in range(len(properties))]
@@ -245,46 +247,70 @@ def _call_rules(
     for rule, key in zip(names, properties, strict=True):
         values.append(rule if key in required else f"{rule}?")
     yield f"call_{number}: {opening} {' '.join(values)} {closing}"
-    definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
-    for rule, (key, schema) in zip(names, properties.items(), strict=True):
-        before = form.parameters.before_name + key + _before(schema, form.parameters)
-        value = _value_rules(rule, schema, definitions, form.parameters, special_tokens)
-        yield from value
+    for rule, key in zip(names, properties, strict=True):
+        is_text = _is_text(parameters, key, form.parameters)
+        before = form.parameters.before_name + key + _before(is_text, form.parameters)
+        if is_text:
+            values = parameter_values(parameters, key)
+            yield from _text_rules(rule, values, form.parameters, special_tokens)
+        else:
+            yield from _json_rules(
+                rule, parameters, key, form.parameters, special_tokens
+            )
         yield f"{rule}: {lark_of(before, special_tokens)} {rule}_end"
 
 
-def _value_rules(
+def _text_rules(
     rule: str,
-    schema: Any,
-    definitions: Mapping[str, Any],
+    values: Sequence[Any],
     form: ParameterForm,
     special_tokens: Mapping[str, int],
 ) -> Iterator[str]:
-    """The rules of the value of one parameter and of the mark behind it: `RULE_end`."""
+    """The rules of a text and of the mark behind it: `RULE_end`. values: empty: any text."""
     behind = split_mark(form.behind, special_tokens)
-    marks = " ".join(mark.lark for mark in behind)
-    is_text = _is_text(schema)
-    if is_text and "enum" in schema:
-        options = " | ".join(lark_text(str(option)) for option in schema["enum"])
+    marks = " ".join(piece.lark for piece in behind)
+    if values:
+        options = " | ".join(lark_text(_bare(value)) for value in values)
         yield f"{rule}_end: ({options}) {marks}"
-    elif is_text and behind[0].is_special:
+    elif behind[0].is_special:
         yield f"{rule}_end: {rule}_text {marks}"
         yield f"{rule}_text: /(?s:.*)/"
-    elif is_text:
-        rest = " ".join(mark.lark for mark in behind[1:])
+    else:
+        rest = " ".join(piece.lark for piece in behind[1:])
         yield f"{rule}_end: {rule}_text {rest}"
         yield f"{rule}_text[suffix={behind[0].lark}]: /(?s:.*)/"
-    else:
-        fields = {**definitions, **schema} if isinstance(schema, Mapping) else schema
-        yield f"{rule}_end: %json {schema_text(fields)} {marks}"
 
 
-def _is_text(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+def _json_rules(
+    rule: str,
+    parameters: Mapping[str, Any],
+    key: str,
+    form: ParameterForm,
+    special_tokens: Mapping[str, int],
+) -> Iterator[str]:
+    """The rule of the JSON of a parameter and of the mark behind it: `RULE_end`."""
+    schema = parameters["properties"][key]
+    if isinstance(schema, Mapping):
+        definitions = {x: parameters[x] for x in DEFINITIONS if x in parameters}
+        schema = {**definitions, **schema}
+    behind = lark_of(form.behind, special_tokens)
+    yield f"{rule}_end: %json {schema_text(schema)} {behind}"
 
 
-def _before(schema: Any, form: ParameterForm) -> str:
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _is_text(parameters: Mapping[str, Any], key: str, form: ParameterForm) -> bool:
+    """Whether a parameter is written as a bare text, so that its parser reads what it says."""
+    if form.before_json:
+        schema = parameters["properties"][key]
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+    return "string" in parameter_types(parameters, key)
+
+
+def _before(is_text: bool, form: ParameterForm) -> str:
     """What stands between the name of a parameter and its value."""
-    if form.before_json and not _is_text(schema):
-        return form.before_json
-    return form.before_value
+    if is_text:
+        return form.before_value
+    return form.before_json or form.before_value

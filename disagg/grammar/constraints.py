@@ -14,8 +14,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from disagg.errors import RequestError
 from disagg.grammar.json_schemas import prepare, schema_text
+from disagg.grammar.lark_text import lark_of, lark_text, split_mark
 from disagg.grammar.limits import MAX_CONSTRAINT_CHARS, error_of
-from disagg.grammar.marks import lark_of, lark_text, split_mark
 from disagg.grammar.repeats import check_pattern, check_terminals
 
 MAX_CHOICES = 10_000
@@ -83,7 +83,7 @@ def behind_thought(
     """
     marks = split_mark(end, special_tokens)
     opening = lark_of(begin, special_tokens)
-    rest = " ".join(mark.lark for mark in marks[1:])
+    rest = " ".join(piece.lark for piece in marks[1:])
     if marks[0].is_special:
         rules = [f"thought: FREE {marks[0].lark} {rest}", "FREE: /(?s:.*)/"]
     else:

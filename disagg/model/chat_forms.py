@@ -105,13 +105,14 @@ class MessageForms:
         """Try a template."""
         as_parts = _takes_parts(render)
         calls = {sent: _best_call_form(render, sent) for sent in CALL_FORMS}
+        thought = _thought_name(render, calls[""])
         return cls(
             developer=_writes_developer(render),
             as_parts=as_parts,
             calls=calls,
             wraps_text=_wraps_text(render, calls[""]),
-            thought=_thought_name(render, calls[""]),
-            thinks_with_text=_thinks_with_text(render, calls[""]),
+            thought=thought,
+            thinks_with_text=_thinks_with_text(render, calls[""], thought),
             short_call_ids=_needs_short_ids(render, calls[""]),
             tools=_writes_tools(render, as_parts),
         )
@@ -229,12 +230,11 @@ def _thought_name(render: Render, form: CallForm) -> str | None:
     return None
 
 
-def _thinks_with_text(render: Render, form: CallForm) -> bool:
-    name = _thought_name(render, form)
-    if name is None:
+def _thinks_with_text(render: Render, form: CallForm, thought: str | None) -> bool:
+    if thought is None:
         return False
     call = _call_message(form, _city(form))
-    message = {**call, "content": "I look.", name: THOUGHT}
+    message = {**call, "content": "I look.", thought: THOUGHT}
     return _grade(render, [USER, message, RESULT]) != REFUSED
 
 

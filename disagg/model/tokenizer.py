@@ -116,13 +116,7 @@ class Tokenizer:
         if UNFINISHED not in text:
             return text.encode()
         written = self._backend.id_to_token(token) or ""
-        byte_token = BYTE_TOKEN.fullmatch(written)
-        if byte_token:
-            return bytes.fromhex(byte_token[1])
-        byte_of = _bytes_by_letter()
-        if all(letter in byte_of for letter in written):
-            return bytes(byte_of[letter] for letter in written)
-        return text.encode()
+        return _byte_token(written) or _bytes_of_letters(written) or text.encode()
 
     def token_bytes(self, size: int) -> list[bytes]:
         """The bytes of the tokens 0 to `size` - 1; empty for ids without a token."""
@@ -141,7 +135,7 @@ class Tokenizer:
         decoder = self._backend.decoder
         form = "" if decoder is None else decoder.__getstate__().decode()
         if '"ByteLevel"' in form:
-            return [_bytes_of_letters(text) for text in written]
+            return [_bytes_of_letters(text) or text.encode() for text in written]
         if '"ByteFallback"' in form:
             return [_bytes_of_piece(text) for text in written]
         # slow, seconds
@@ -218,19 +212,22 @@ def _bytes_by_letter() -> dict[str, int]:
 
 
 def _bytes_of_letters(written: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary."""
+    """The bytes of a token of a byte-level vocabulary; empty if it is none."""
     byte_of = _bytes_by_letter()
-    if all(letter in byte_of for letter in written):
-        return bytes(byte_of[letter] for letter in written)
-    return written.encode()
+    if not all(letter in byte_of for letter in written):
+        return b""
+    return bytes(byte_of[letter] for letter in written)
 
 
 def _bytes_of_piece(written: str) -> bytes:
     """The bytes of a token of a vocabulary of characters, which has a sign for the space."""
+    return _byte_token(written) or written.replace(SPACE_SIGN, " ").encode()
+
+
+def _byte_token(written: str) -> bytes:
+    """The byte of a token that is one, such as "<0x0A>"; empty if it is none."""
     byte_token = BYTE_TOKEN.fullmatch(written)
-    if byte_token:
-        return bytes.fromhex(byte_token[1])
-    return written.replace(SPACE_SIGN, " ").encode()
+    return bytes.fromhex(byte_token[1]) if byte_token else b""
 
 
 def _from_file(file: Path) -> tokenizers.Tokenizer:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from disagg.parsers.marks import CODES
+from disagg.parsers.marks import CODES, FIRST_CODE, LAST_CODE
 from disagg.parsers.source import CharacterStops, TextSource, Wait
 
 STRUCTURE = CharacterStops(r'"{}\[\]' + CODES)
@@ -56,7 +56,7 @@ def string(source: TextSource, emit: Emit) -> Wait[bool]:
 
 def _escaped(source: TextSource, emit: Emit) -> Wait[bool]:
     letter = yield from source.peek()
-    if not letter or "\ud800" <= letter <= "\udfff":
+    if not letter or FIRST_CODE <= letter <= LAST_CODE:
         return False
     emit(source.take(1))
     return True

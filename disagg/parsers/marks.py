@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 # lone surrogates: no tokenizer decodes to them, since they are not UTF-8
-FIRST_CODE = 0xD800
-CODES = "\ud800-\udfff"  # in a set of a regular expression
+FIRST_CODE, LAST_CODE = "\ud800", "\udfff"
+CODES = f"{FIRST_CODE}-{LAST_CODE}"  # in a set of a regular expression
 
 
 class Marks:
@@ -17,7 +17,7 @@ class Marks:
             if name and any(name in mark for mark in marks)
         ]
         names.sort(key=len, reverse=True)
-        self._codes = {name: chr(FIRST_CODE + i) for i, name in enumerate(names)}
+        self._codes = {name: chr(ord(FIRST_CODE) + i) for i, name in enumerate(names)}
         self._letters = {ord(code): name for name, code in self._codes.items()}
         self.by_token: Mapping[int, str] = {
             special_tokens[name]: code for name, code in self._codes.items()

@@ -4,45 +4,78 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-MAX_REFERENCES = 8  # that lead to each other
 WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
     """The types of a parameter; "string" if the schema of the parameters says nothing of it."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {"string"}
-    types = _types(properties.get(name), schema, MAX_REFERENCES)
+    alternatives = _alternatives(schema, name)
+    types = {name for each in alternatives for name in _types(each)}
     return types or {"string"}
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not references:
-        return set()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {*named}
+def parameter_values(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """The only values that a parameter may have; empty if the schema does not list them."""
+    values: list[Any] = []
+    for each in _alternatives(schema, name):
+        listed = _values(each)
+        if each.get("type") == "null":
+            listed = [None]
+        elif not listed and not _options(each, schema):
+            return []
+        values += listed
+    return values
+
+
+def _alternatives(root: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The schema of a parameter, and all that its options and references lead to, each once."""
+    properties = root.get("properties")
+    ahead = [properties.get(name)] if isinstance(properties, Mapping) else []
+    reached: dict[int, Mapping[str, Any]] = {}
+    while ahead:
+        schema = ahead.pop()
+        if isinstance(schema, Mapping) and id(schema) not in reached:
+            reached[id(schema)] = schema
+            ahead += _options(schema, root)
+    return [*reached.values()]
+
+
+def _options(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
     options = [
         option
         for keyword in ("anyOf", "oneOf", "allOf")
-        for option in schema.get(keyword) or ()
+        for option in _items(schema.get(keyword))
     ]
     if "$ref" in schema:
         options.append(_target(schema["$ref"], root))
-    for option in options:
-        types |= _types(option, root, references - 1)
-    return types or _types_of_values(schema)
+    return options
 
 
-def _types_of_values(schema: Mapping[str, Any]) -> set[str]:
-    """The types of a schema that names none, by what else it says; empty if that is nothing."""
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types of a schema, by what else it says if it names none; empty if that is nothing."""
+    named = schema.get("type")
+    types = {each for each in (named, *_items(named)) if isinstance(each, str)}
+    if types:
+        return types
     if "properties" in schema:
         return {"object"}
-    values = schema.get("enum") or [schema[key] for key in ("const",) if key in schema]
+    values = _values(schema)
     if not values:
         return set()
     is_text = all(isinstance(each, str) for each in values)
     return {"string"} if is_text else {"number"}
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    """The only values that a schema allows; empty if it does not list them."""
+    if "const" in schema:
+        return [schema["const"]]
+    return _items(schema.get("enum"))
+
+
+def _items(value: Any) -> list[Any]:
+    """The items of a list; none of anything else, since clients' schemas are not checked."""
+    return value if isinstance(value, list) else []
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from disagg.errors import RequestError
 from disagg.grammar.calls import CALL_NOTATIONS, tool_calls
 from disagg.parsers.formats import TOOL_FORMATS
 from tests.grammar.following import is_whole
+from tests.parsers.answers import Reading, calls_of, content_of
 
 FUNCTIONS = {
     "weather": {
@@ -40,6 +41,92 @@ WRITTEN = {
     '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
 }
+NOTATIONS = [
+    *(pytest.param(name, form, id=name) for name, form in CALL_NOTATIONS.items()),
+    *(
+        pytest.param(name, form.newer, id=f"{name}-newer")
+        for name, form in CALL_NOTATIONS.items()
+        if form.newer is not None
+    ),
+]
+CALLS = [("weather", {"city": "Oslo", "days": 2}), ("now", {})]
+CITIES = {
+    "nullable": {"type": ["string", "null"]},
+    "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "listed": {"enum": ["Oslo", "Rome"]},
+    "constant": {"const": "Oslo"},
+    "named": {"$ref": "#/$defs/City"},
+    "any": {},
+}
+
+
+def write_calls(form, calls):
+    """Some calls in a notation."""
+    written = [
+        form.before_name + name + form.before_arguments + write(form, arguments)
+        for name, arguments in calls
+    ]
+    texts = [each + form.behind for each in written]
+    return form.before_first + form.between.join(texts) + form.behind_last
+
+
+def write(form, arguments):
+    """Arguments, of which those that are no text are JSON."""
+    if form.parameters is None:
+        return json.dumps(arguments)
+    return "".join(
+        parameter(form.parameters, *each, is_text=isinstance(each[1], str))
+        for each in arguments.items()
+    )
+
+
+def parameter(form, key, value, *, is_text):
+    before = form.before_value if is_text else form.before_json or form.before_value
+    written = value if is_text else json.dumps(value)
+    return form.before_name + key + before + written + form.behind
+
+
+@pytest.mark.parametrize(("name", "form"), NOTATIONS)
+def test_calls_in_a_notation_are_allowed_and_read(name, form):
+    text = write_calls(form, CALLS)
+
+    constraint = tool_calls(FUNCTIONS, form, {}, parallel=True)
+    parts = Reading(name, tools=FUNCTIONS).whole(text)
+
+    assert is_whole(constraint, text)
+    assert [(called, json.loads(x)) for called, x in calls_of(parts)] == CALLS
+    assert content_of(parts) == ""
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in CALL_NOTATIONS if CALL_NOTATIONS[x].parameters]
+)
+@pytest.mark.parametrize("schema", CITIES.values(), ids=CITIES)
+def test_a_text_is_read_as_the_grammar_writes_it(name, schema):
+    form = CALL_NOTATIONS[name]
+    city = {"type": "string", "enum": ["Oslo", "Rome"]}
+    functions = {
+        "weather": {
+            "type": "object",
+            "properties": {"city": schema},
+            "required": ["city"],
+            "$defs": {"City": city},
+        }
+    }
+    before, behind = write_calls(form, [("weather", {})]).split(form.behind, 1)
+    texts = [
+        before
+        + parameter(form.parameters, "city", "Oslo", is_text=x)
+        + form.behind
+        + behind
+        for x in (True, False)
+    ]
+
+    constraint = tool_calls(functions, form, {}, parallel=False)
+    allowed = [text for text in texts if is_whole(constraint, text)]
+
+    read = [calls_of(Reading(name, tools=functions).whole(text)) for text in allowed]
+    assert [("weather", '{"city": "Oslo"}')] in read
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -1,4 +1,7 @@
-"""Texts of a grammar, in which special tokens may stand: `<tool_call>`, `</think>`."""
+"""Texts, in which special tokens may stand, as a Lark grammar writes them.
+
+"so</think>"   "so" <[151668]>
+"""
 
 import json
 import re
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Mark:
+class LarkPiece:
     """A text or a special token, as a Lark grammar writes it."""
 
     lark: str
@@ -19,20 +22,20 @@ def lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def split_mark(text: str, special_tokens: Mapping[str, int]) -> list[Mark]:
+def split_mark(text: str, special_tokens: Mapping[str, int]) -> list[LarkPiece]:
     """A text cut at its special tokens, in order; none of the parts is empty."""
     longest_first = sorted(special_tokens, key=len, reverse=True)
     names = "|".join(map(re.escape, longest_first))
     pieces = re.split(f"({names})", text) if names else [text]
-    return [_mark(piece, special_tokens) for piece in pieces if piece]
+    return [_lark_piece(piece, special_tokens) for piece in pieces if piece]
 
 
 def lark_of(text: str, special_tokens: Mapping[str, int]) -> str:
     """A text with special tokens as a Lark grammar writes it; empty if the text is."""
-    return " ".join(mark.lark for mark in split_mark(text, special_tokens))
+    return " ".join(piece.lark for piece in split_mark(text, special_tokens))
 
 
-def _mark(piece: str, special_tokens: Mapping[str, int]) -> Mark:
+def _lark_piece(piece: str, special_tokens: Mapping[str, int]) -> LarkPiece:
     if piece in special_tokens:
-        return Mark(f"<[{special_tokens[piece]}]>", is_special=True)
-    return Mark(lark_text(piece), is_special=False)
+        return LarkPiece(f"<[{special_tokens[piece]}]>", is_special=True)
+    return LarkPiece(lark_text(piece), is_special=False)
