@@ -249,14 +249,12 @@ class LLM:
         answers = self.generate(prompts, params, codec, n, stop)
         formats = AnswerFormats.choose(template.source)
         special_tokens = self._tokenizer.special_tokens
-        ends = {*self._runner.info.eos_ids}
-        ends.update((params or self.default_params).stop_token_ids)
+        params = params or self.default_params
         with_parts = []
         for number, answer in enumerate(answers):
             prompt = number // n
             parser = AnswerParser(formats, schemas, texts[prompt], special_tokens)
-            decoder = self._tokenizer.detokenizer(prompts[prompt])
-            stream = TextStream(decoder, stop, hidden=ends, marks=parser.marks)
+            stream = self._text_stream(prompts[prompt], params, stop, parser.marks)
             parts = _read_parts(parser, stream, answer.tokens)
             with_parts.append(replace(answer, parts=parts))
         return with_parts
@@ -304,9 +302,23 @@ class LLM:
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = tuple(map(index, ids))
         request = Request(str(next(self._rids)), tokens, params, codec)
-        decoder = self._tokenizer.detokenizer(tokens)
-        stream = TextStream(decoder, stop, params.min_tokens)
-        return _PendingAnswer(request, stream, params.ends(self._runner.info.eos_ids))
+        return _PendingAnswer(request, self._text_stream(tokens, params, stop))
+
+    def _text_stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: Sequence[str],
+        marks: Mapping[int, str] | None = None,
+    ) -> TextStream:
+        """Reads the text of an answer to a prompt. marks: as in `TextStream`"""
+        return TextStream(
+            self._tokenizer.detokenizer(prompt),
+            stop,
+            params.min_tokens,
+            hidden=params.ends(self._runner.info.eos_ids),
+            marks=marks,
+        )
 
     def _start(self, waiting: deque["_PendingAnswer"]) -> None:
         """Prefill prompts, in order, while the decode engine has room for them."""
@@ -440,7 +452,6 @@ class _PendingAnswer:
 
     request: Request
     stream: TextStream
-    end_tokens: tuple[int, ...]
     text: str = ""
     handoff: InProcessHandoff | None = None
     tokens: list[int] = field(default_factory=list)
@@ -465,8 +476,7 @@ class _PendingAnswer:
     def _add(self, token: int, finish_reason: str | None) -> None:
         self.tokens.append(token)
         self.finish_reason = finish_reason or ""
-        if token not in self.end_tokens:  # they are not part of the text
-            self.text += self.stream.add(token)
+        self.text += self.stream.add(token)
 
     def completion(self) -> Completion:
         assert self.handoff is not None

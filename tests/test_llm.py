@@ -21,7 +21,7 @@ from disagg.errors import (
 from disagg.grammar import choice
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
-from disagg.parsers.parts import CallArguments, CallBegin, CallEnd
+from disagg.parsers.parts import CallArguments, CallBegin, CallEnd, Content
 from disagg.transfer.records import Manifest
 from tests.engine.margins import assert_same, serve_watched
 from tests.model.reference import ReferenceModel
@@ -200,16 +200,23 @@ CALLS = (
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
-def test_an_answer_of_a_chat_has_its_calls(tiny, tmp_path):
-    folder = tmp_path / "model"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def caller(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """Its chat template shows tools."""
+    folder = tmp_path_factory.mktemp("caller") / "model"
     shutil.copytree(tiny, folder)
     (folder / "chat_template.jinja").write_text(CALLS)
-    llm = LLM(str(folder), KIVI, config=EngineConfig(arena_bytes=16 << 20))
-    messages = [{"role": "user", "content": "Hello"}]
+    return LLM(str(folder), KIVI, config=EngineConfig(arena_bytes=16 << 20))
+
+
+def test_an_answer_of_a_chat_has_its_calls(caller):
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     params = SamplingParams(max_tokens=100, grammar=choice([call]))
 
-    (answer,) = llm.chat(messages, params, tools=[WEATHER])
+    (answer,) = caller.chat(HELLO, params, tools=[WEATHER])
 
     assert answer.text == call
     assert answer.parts == (
@@ -218,7 +225,16 @@ def test_an_answer_of_a_chat_has_its_calls(tiny, tmp_path):
         CallEnd(0),
     )
     with pytest.raises(RequestError, match="tools are"):
-        llm.chat(messages, tools=["weather"])
+        caller.chat(HELLO, tools=["weather"])
+
+
+def test_parts_have_the_whole_text_of_an_answer(caller):
+    params = SamplingParams(max_tokens=9, min_tokens=4, grammar=choice(["ab-ab"]))
+
+    (answer,) = caller.chat(HELLO, params, stop=["ab"])
+
+    assert answer.text == "ab-"
+    assert answer.parts == (Content("ab-"),)
 
 
 def test_a_template_that_shows_no_tools_takes_none(tiny, tmp_path):

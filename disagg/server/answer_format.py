@@ -98,23 +98,22 @@ class ModelFormats:
     def _calls(self, request: ChatRequest) -> str:
         """The grammar of an answer that calls tools.
 
-        RequestError for a format of calls or a schema that grammars do not have.
+        RequestError for a model whose calls are not read, and for a schema that grammars do not
+        have.
         """
-        form = (
-            None
-            if self.formats.tool is None
-            else CALL_NOTATIONS.get(self.formats.tool.name)
-        )
-        if form is None:
+        if self.formats.tool is None:
             raise RequestError(
-                "tool_choice forces a call, but there is no grammar for the format of this model's "
-                'calls; use "auto", or serve the model with another --tool-parser',
+                "tool_choice forces a call, but the calls of this model are left in the text; "
+                'use "auto", or serve the model with another --tool-parser',
                 "tool_choice",
             )
+        notation = CALL_NOTATIONS[self.formats.tool.name]
         functions = _schemas(request.callable_tools)
         parallel = _is_parallel(request)
         try:
-            return tool_calls(functions, form, self.special_tokens, parallel=parallel)
+            return tool_calls(
+                functions, notation, self.special_tokens, parallel=parallel
+            )
         except RequestError as error:
             error.param = "tools"
             raise

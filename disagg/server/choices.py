@@ -212,24 +212,27 @@ class ChatChoices:
         """The log-probabilities of the next tokens of a choice."""
         if not scores:
             return None
-        content = []
-        for token, logprobs in scores:
-            assert (
-                logprobs is not None
-            )  # only `echo`, which chats do not have, scores a prompt
-            logprob, likeliest = logprobs
-            top_logprobs = [self._token(*candidate) for candidate in likeliest]
-            content.append(
-                {**self._token(token, logprob), "top_logprobs": top_logprobs}
-            )
-        return {"content": content, "refusal": None}
+        return {"content": chat_scores(self._tokenizer, scores), "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+
+def chat_scores(tokenizer: Tokenizer, scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """The log-probabilities of tokens of an answer, as chats and responses have them."""
+
+    def spelled(token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._tokenizer.spell(token),
+            "token": tokenizer.spell(token),
             "logprob": logprob,
-            "bytes": list(self._tokenizer.bytes_of(token)),
+            "bytes": list(tokenizer.bytes_of(token)),
         }
+
+    content = []
+    for token, logprobs in scores:
+        # only `echo`, which chats do not have, scores a prompt
+        assert logprobs is not None
+        logprob, likeliest = logprobs
+        top_logprobs = [spelled(*candidate) for candidate in likeliest]
+        content.append({**spelled(token, logprob), "top_logprobs": top_logprobs})
+    return content
 
 
 Choices = CompletionChoices | ChatChoices

@@ -89,12 +89,12 @@ class _Answer:
             num_predicted=self.prediction.matched,
         )
 
-    def trace(self, failure: str | None) -> AnswerTrace:
+    def trace(self, choice: int, failure: str | None) -> AnswerTrace:
         """What is traced of it. failure: the reason of the error that ended it, if one did"""
         end = self.last.finish_reason if self.last is not None else None
         return AnswerTrace(
+            choice,
             self.times,
-            len(self.prompt.tokens),
             self.waited_s,
             self.last.kv if self.last is not None else {},
             finish_reason="error" if failure else end or "",
@@ -217,24 +217,26 @@ class Completions:
 
         Leaving the iteration cancels every answer on every worker.
         """
+        prompts = [
+            prompt for prompt in generation.prompts for _ in range(generation.request.n)
+        ]
         answers = [
-            self._answer(generation, prompt, sibling)
-            for prompt in generation.prompts
-            for sibling in range(generation.request.n)
+            self._answer(generation, prompt, choice)
+            for choice, prompt in enumerate(prompts)
         ]
         return merged(answers)
 
     async def _answer(
-        self, generation: Generation, prompt: TokenizedPrompt, sibling: int
+        self, generation: Generation, prompt: TokenizedPrompt, choice: int
     ) -> AsyncGenerator[TextDelta]:
         """One answer. It ends with the model's context, whatever `max_tokens` is.
 
-        sibling: which of the `n` answers to the same prompt it is
+        choice: its index; `n` choices in a row answer the same prompt
         """
         request = generation.request
         failure: str | None = CancelledError.reason  # until the answer ends
         answer = self._begin(generation, prompt)
-        params = self._params(request, prompt, sibling)
+        params = self._params(request, prompt, sibling=choice % request.n)
         outputs = self.router.generate(
             prompt.tokens,
             params,
@@ -269,7 +271,7 @@ class Completions:
         finally:
             if failure is not None:
                 self.metrics.failed(failure)
-            generation.client.note(answer.trace(failure))
+            generation.client.note(answer.trace(choice, failure))
 
     def _begin(self, generation: Generation, prompt: TokenizedPrompt) -> _Answer:
         request = generation.request

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from disagg.errors import DisaggError
 from disagg.model.tokenizer import Tokenizer
 from disagg.parsers.parts import Content, Part, Thought
-from disagg.server.choices import MAX_PIECE, ChatChoices
+from disagg.server.choices import MAX_PIECE, chat_scores
 from disagg.server.output_text import TextDelta
 from disagg.server.responses import ResponseWriter
 from disagg.server.responses_output import (
@@ -61,7 +61,7 @@ class ItemsWriter(ResponseWriter):
         super().__init__(generation, served)
         namespaces = sent.functions.names
         self._output = OutputWriter(new_call_id, namespaces, sent.seals_thoughts)
-        self._choices = ChatChoices(tokenizer, new_call_id)
+        self._tokenizer = tokenizer
         self._shows_thoughts = sent.chat.include_reasoning
         self._id = f"resp_{uuid.uuid4().hex}"
         self._model = served.name
@@ -128,8 +128,9 @@ class ItemsWriter(ResponseWriter):
 
     def _logprobs(self, delta: TextDelta) -> list[str]:
         """JSON of the log-probabilities of each token."""
-        logprobs = self._choices.logprobs(0, delta.scores)
-        return [json.dumps(score) for score in logprobs["content"]] if logprobs else []
+        return [
+            json.dumps(score) for score in chat_scores(self._tokenizer, delta.scores)
+        ]
 
     def _response_event(self, kind: str, body: str) -> str:
         return self._numbered(Event(kind, {}, ("response", body)))

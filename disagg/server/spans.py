@@ -6,7 +6,6 @@ Imported only if traces are on; `pip install 'disagg[otel]'` brings the packages
 import os
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,12 +62,12 @@ class OpenTelemetrySpans:
         self, parent: Span, trace: RequestTrace, clock: "WallClock"
     ) -> None:
         context = set_span_in_context(parent)
-        for index, answer in enumerate(trace.answers):
+        for answer in trace.answers:
             for stage in answer.stages():
                 span = self._tracer.start_span(
                     stage.name,
                     context,
-                    attributes=stage_attributes(stage.name, index, answer.kv),
+                    attributes=stage_attributes(stage.name, answer),
                     start_time=clock.ns(stage.begin),
                 )
                 span.end(clock.ns(stage.end))
@@ -113,13 +112,17 @@ def request_attributes(trace: RequestTrace, request_id: str) -> Attributes:
             "gen_ai.request.seed": request.seed,
             "gen_ai.usage.input_tokens": trace.prompt_tokens,
         }
-    if trace.answers:
-        attributes |= answer_attributes(trace.answers)
+        if trace.answers:
+            attributes |= answer_attributes(trace.answers, request.n)
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-def answer_attributes(answers: list[AnswerTrace]) -> Attributes:
-    """Sums over the answers of a request, and the times of the slowest of them."""
+def answer_attributes(answers: list[AnswerTrace], n: int) -> Attributes:
+    """Sums over the answers of a request, and the times of the slowest of them.
+
+    n: answers to each prompt; its cached tokens count once, as its tokens do
+    """
+    answers = sorted(answers, key=lambda answer: answer.choice)
     durations = [
         {stage.name: stage.end - stage.begin for stage in answer.stages()}
         for answer in answers
@@ -131,7 +134,7 @@ def answer_attributes(answers: list[AnswerTrace]) -> Attributes:
     attributes: Attributes = {
         "gen_ai.usage.output_tokens": sum(each.times.num_tokens for each in answers),
         "gen_ai.usage.cache_read.input_tokens": sum(
-            each.kv.get("cached_tokens", 0) for each in answers
+            each.kv.get("cached_tokens", 0) for each in answers if each.choice % n == 0
         ),
         "gen_ai.response.finish_reasons": [each.finish_reason for each in answers],
         "gen_ai.latency.time_in_queue": longest("queue"),
@@ -148,12 +151,12 @@ def answer_attributes(answers: list[AnswerTrace]) -> Attributes:
     return attributes
 
 
-def stage_attributes(stage: str, index: int, kv: Mapping[str, Any]) -> Attributes:
-    """Those of the span of a stage. index: of its choice"""
-    attributes: Attributes = {"disagg.choice": index}
+def stage_attributes(stage: str, answer: AnswerTrace) -> Attributes:
+    """Those of the span of a stage of an answer."""
+    attributes: Attributes = {"disagg.choice": answer.choice}
     for name in FIGURES.get(stage, ()):
-        if name in kv:
-            attributes[f"disagg.{name}"] = kv[name]
+        if name in answer.kv:
+            attributes[f"disagg.{name}"] = answer.kv[name]
     return attributes
 
 

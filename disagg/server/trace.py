@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from disagg.server.client import Client
     from disagg.server.schema import GenerationRequest
 
-TRACED_PATHS = "/v1/"
-CHAT_PATHS = ("/v1/chat/completions", "/v1/responses")
+# what the GenAI conventions call the requests for answers, by path
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+}
 CARRIER = (b"traceparent", b"tracestate")
 # the standard variables that say where spans go
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -49,13 +53,14 @@ class TracedStage:
 class AnswerTrace:
     """One answer that has ended.
 
+    choice:   its index among the answers to its request
     waited_s: until a worker began
     kv:       figures of its hand-off
     finish_reason: "error" if it has failed
     """
 
+    choice: int
     times: AnswerTimes
-    prompt_tokens: int
     waited_s: float
     kv: Mapping[str, Any]
     finish_reason: str
@@ -120,7 +125,7 @@ class RequestTrace:
     @property
     def operation(self) -> str:
         """As the GenAI conventions name it."""
-        return "chat" if self.path in CHAT_PATHS else "text_completion"
+        return OPERATIONS[self.path]
 
     def read(
         self, request: "GenerationRequest", model: str, prompts: Sequence[int]
@@ -148,7 +153,7 @@ class SpanWriter(Protocol):
 def is_traced(scope: "Scope") -> bool:
     """Whether a request asks for answers."""
     is_post: bool = scope.get("method") == "POST"
-    return is_post and scope["path"].startswith(TRACED_PATHS)
+    return is_post and scope["path"] in OPERATIONS
 
 
 def carrier_of(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

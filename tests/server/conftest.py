@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -61,12 +61,12 @@ def completions_of(
 
 
 class FakeRouter(Router):
-    """Answers every prompt with the tokens of "a", "b", "c" ...
+    """Answers every prompt with the tokens of "a", "b", "c" ..., as many as may be.
 
     pause_at: an answer stops before this token and says so: `paused`; it ends with `breaks`
     refuses:  raised instead of the first token
     kv:       what every token and the end carry
-    Where log-probabilities are wanted, that of token A + i is -i; prompts have -0.5 everywhere.
+    Where log-probabilities are wanted, that of token i is -i; prompts have -0.5 everywhere.
     """
 
     running, waiting, ready = 0, 0, True
@@ -88,6 +88,10 @@ class FakeRouter(Router):
             )
         self.says: dict[str, Any] = {name: said({"jobs": 0.0}) for name in self.peers}
 
+    def answer(self, prompt: tuple[int, ...]) -> Iterator[int]:
+        """The tokens of the next answer."""
+        return count(A)
+
     async def generate(
         self,
         prompt: tuple[int, ...],
@@ -107,7 +111,8 @@ class FakeRouter(Router):
         try:
             if self.refuses is not None:
                 raise self.refuses
-            for index in range(params["max_tokens"]):
+            answer = self.answer(prompt)
+            for index, token in enumerate(islice(answer, params["max_tokens"])):
                 await asyncio.sleep(0)
                 if index == self.pause_at:
                     self.paused.set()
@@ -115,13 +120,13 @@ class FakeRouter(Router):
                     if self.breaks is not None:
                         raise self.breaks
                 if "logprobs" in params:
-                    likeliest = [[A + index, -index], [7, -9.0]][: params["logprobs"]]
+                    likeliest = [[token, -index], [7, -9.0]][: params["logprobs"]]
                     scores.append([-float(index), likeliest])
-                yield TokenOutput(
-                    "r", A + index, logprobs=scores, kv=self.kv, waited_s=0.5
-                )
+                yield TokenOutput("r", token, logprobs=scores, kv=self.kv, waited_s=0.5)
                 scores = []
-            yield TokenOutput("r", finish_reason="length", kv=self.kv)
+            is_cut = next(answer, None) is not None
+            reason = "length" if is_cut else "stop"
+            yield TokenOutput("r", finish_reason=reason, kv=self.kv)
         finally:
             self.running -= 1
 

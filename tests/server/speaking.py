@@ -1,10 +1,9 @@
 """A server whose model says what a test wants, a byte a token; special tokens stand in ⟨⟩."""
 
-import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +12,6 @@ from starlette.types import ASGIApp
 
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
-from disagg.router.actions import TokenOutput
 from disagg.server.answer_format import ModelFormats
 from disagg.server.app import create_app
 from disagg.server.completions import Completions
@@ -52,33 +50,21 @@ class SpeakingRouter(FakeRouter):
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer):
         super().__init__()
         self.texts = [tokens_of(text, tokenizer) for text in texts]
-        self.params: list[Mapping[str, Any]] = []
         self.prompts: list[str] = []
-        self._tokenizer = tokenizer
         self.num_taken = 0
+        self._tokenizer = tokenizer
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        params: Mapping[str, Any],
-        codec: str,
-        at: Any = None,
-        client: str = "",
-        prediction: Sequence[int] = (),
-        request_id: str = "",
-    ) -> AsyncGenerator[TokenOutput]:
-        self.params.append(params)
+    @property
+    def params(self) -> list[dict[str, Any]]:
+        """The sampling parameters of each request."""
+        return [params for _, params, _ in self.asked]
+
+    def answer(self, prompt: tuple[int, ...]) -> Iterator[int]:
         self.prompts.append(self._tokenizer.decode(prompt, special=True))
         number = min(len(self.prompts), len(self.texts)) - 1
-        tokens = self.texts[number]
-        said = tokens[: params["max_tokens"]]
-        for token in said:
-            await asyncio.sleep(0)
+        for token in self.texts[number]:
             self.num_taken += 1
-            scores = [[-0.5, []]] if "logprobs" in params else []
-            yield TokenOutput("r", token, logprobs=scores, kv=self.kv)
-        is_cut = len(said) < len(tokens)
-        yield TokenOutput("r", finish_reason="length" if is_cut else "stop", kv=self.kv)
+            yield token
 
 
 def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:

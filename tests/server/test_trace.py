@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from disagg.errors import ConfigError, DeadlineError
 from disagg.server import trace
 from disagg.server.app import create_app
 from disagg.server.metrics import AnswerTimes
-from disagg.server.spans import OpenTelemetrySpans
+from disagg.server.spans import OpenTelemetrySpans, answer_attributes
 from disagg.server.trace import AnswerTrace, carrier_of, is_wanted, open_spans
 from tests.server.conftest import completions_of
 from tests.server.visits import get, send
@@ -39,7 +40,7 @@ def answer(num_tokens: int = 9, **kv: float) -> AnswerTrace:
     times = AnswerTimes(10.0)
     if num_tokens:
         times.first_token, times.last_token, times.num_tokens = 13.0, 20.0, num_tokens
-    return AnswerTrace(times, 3, waited_s=1.0, kv=kv, finish_reason="stop")
+    return AnswerTrace(0, times, waited_s=1.0, kv=kv, finish_reason="stop")
 
 
 def test_the_stages_of_an_answer_that_was_handed_off():
@@ -164,6 +165,22 @@ def test_every_choice_has_its_stages(visit):
     assert request.attributes["gen_ai.usage.output_tokens"] == 6
 
 
+def test_answers_are_in_the_order_of_choices_whichever_ends_first():
+    last_choice = replace(answer(cached_tokens=2), choice=1, finish_reason="length")
+
+    attributes = answer_attributes([last_choice, answer(cached_tokens=2)], n=2)
+
+    assert attributes["gen_ai.response.finish_reasons"] == ["stop", "length"]
+
+
+def test_cached_tokens_of_a_prompt_count_once(visit, router):
+    router.kv = {"cached_tokens": 2}
+
+    *_, request = visit("/v1/completions", {**BODY, "prompt": ["abc", "abd"], "n": 2})
+
+    assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 4
+
+
 def test_a_request_that_fails_has_a_span_with_its_status(visit, router):
     router.refuses = DeadlineError("no token in 300 s")
 
@@ -180,8 +197,9 @@ def test_a_request_that_is_refused_has_a_span_too(visit):
     assert request.attributes["http.response.status_code"] == 400
 
 
-def test_requests_for_no_answer_are_not_traced(visit, exported):
-    assert visit("/tokenize", {"prompt": "abc"}) == []
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
+def test_requests_for_no_answer_are_not_traced(path, visit):
+    assert visit(path, {"prompt": "abc"}) == []
 
 
 def test_several_tracestate_headers_are_one_list():
