@@ -88,7 +88,7 @@ class CopyOrder:
     """A hand-off between two engines of one process.
 
     source: number of the engine whose arena is read
-    spans:  starts there and here, and bytes
+    spans:  the start in either arena, source first, and bytes
     """
 
     source: int

@@ -17,10 +17,7 @@ from disagg.launch import actors
 from disagg.launch.actors import Actor, start_actor
 from disagg.launch.private_ray import Session
 from disagg.launch.ray_connection import LOCAL, RayConnection, lost_ray_is_an_error
-from disagg.launch.resources import (
-    check_counts,
-    check_place,
-)
+from disagg.launch.resources import check_counts, check_place
 from disagg.launch.retry_pauses import RetryPauses
 from disagg.launch.scaling import plan_scaling
 from disagg.launch.shared_facts import SharedFacts

@@ -244,8 +244,7 @@ def check_model(
     local = local_info(info, ranks)
     arena = None
     if memory is not None:
-        # each rank has the whole embedding, which is a small part
-        usable = int(memory * share) - weights // ranks
+        usable = int(memory * share) - _weights_of_rank(weights, info, ranks)
         arena, _ = split_memory(usable, kv_shape(local), info.context_length)
     cpu_dtype = describe_model(str(path), dtype, "cpu").dtype if weights else ""
     suggested = [fit_codec(codec, local, arena) for codec in SUGGESTED]
@@ -325,6 +324,17 @@ def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
         if stays_packed(quantization, "cuda", transformers_config)
         else nbytes
     )
+
+
+def _weights_of_rank(nbytes: int, info: ModelInfo, ranks: int) -> int:
+    """Bytes of the weights that one rank has: the whole embedding, and its share of the others.
+
+    nbytes: of all weights
+    """
+    _, config = class_of(info)
+    itemsize = getattr(torch, info.dtype).itemsize
+    embedding = min(nbytes, config.vocab_size * config.hidden_size * itemsize)
+    return embedding + (nbytes - embedding) // ranks
 
 
 def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> CodecFit:

@@ -5,8 +5,8 @@
     head                it has part of the vocabulary; the logits are gathered
     all else            each rank has all of it
 
-transformers' plan of the model names these layers. Each rank reads only its own slices of the
-files.
+transformers' plan of the model names these layers but the head. Of them each rank reads only its
+own slices of the files. It reads the whole head and keeps its part.
 """
 
 import re
@@ -157,7 +157,8 @@ class Summed(nn.Module):
 class GatheredHead(nn.Module):
     """The head of a model whose vocabulary is divided between ranks: logits are gathered."""
 
-    def __init__(self, head: nn.Linear, group: RankGroup):
+    def __init__(self, head: nn.Linear, group: RankGroup, is_tied: bool):
+        """is_tied: the head's weight is that of the embedding, which each rank keeps whole"""
         super().__init__()
         self._group = group
         rows = torch.arange(head.out_features).tensor_split(group.ranks)
@@ -170,6 +171,8 @@ class GatheredHead(nn.Module):
         self.linear = nn.Linear(head.in_features, width, bias=has_bias, device="meta")
         for name in ("weight", "bias") if has_bias else ("weight",):
             part = getattr(head, name).data[own]
+            if part.is_cuda and not is_tied:
+                part = part.clone()  # so that the others can be freed
             setattr(self.linear, name, nn.Parameter(part, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,4 +190,5 @@ def join_ranks(model: PreTrainedModel, plan: Plan, group: RankGroup) -> None:
         if _style(name, plan) == ROWWISE:
             parent, _, attribute = name.rpartition(".")
             setattr(modules[parent], attribute, Summed(module, group))
-    model.lm_head = GatheredHead(model.lm_head, group)
+    is_tied = model.lm_head.weight is model.get_input_embeddings().weight
+    model.lm_head = GatheredHead(model.lm_head, group, is_tied)

@@ -32,9 +32,8 @@ from disagg.paged.page_tables import GroupStep, PageTable, Upload, room_for_unit
 
 SMALL_BUCKETS = (1, 2, 4)
 BUCKET = 8  # larger buckets are multiples of this
-BLOCK = (
-    8  # queries of a sequence that feeds several tokens; longer blocks are not recorded
-)
+# queries of a sequence that feeds several tokens; longer blocks are not recorded
+BLOCK = 8
 ROOM = 1024  # tokens or units of the smallest tables; each larger size has four times as many
 
 Key = tuple[object, ...]

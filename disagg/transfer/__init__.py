@@ -49,8 +49,8 @@ Decode worker, followers, on their io loops: PageReceiver, around the rules in F
     close         forget the parts of a reservation                           FollowerParts.close
 
 Each file knows one thing: messages (plain data and protobuf), records (items and their addresses),
-parts (which heads go from which rank to which), sender, channel and direct (sending), reservations,
-receiver, incoming and prefix_cache (receiving), control (a worker as its router calls it),
-followers (a follower as its rank 0 calls it), rpc, link and security (transport), stats (what it
-cost).
+partition (which heads go from which rank to which), sender, channel and direct (sending),
+reservations, receiver, incoming and prefix_cache (receiving), control (a worker as its router calls
+it), follower_calls (a follower as its rank 0 calls it), rpc, link and security (transport), stats
+(what it cost).
 """

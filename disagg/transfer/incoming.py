@@ -19,7 +19,7 @@ from disagg.errors import ReservationError
 from disagg.kv.arena import Arena
 from disagg.kv.plan import Plan
 from disagg.kv.state import lay_out
-from disagg.transfer.followers import Opening
+from disagg.transfer.follower_calls import Opening
 from disagg.transfer.partition import Partition, part_nonce
 from disagg.transfer.records import Addresses, Manifest, ReceivedItems
 from disagg.wire import Commit, PageFrame, Ticket
@@ -41,7 +41,7 @@ class State(StrEnum):
 class IncomingPart:
     """One part of a hand-off, on its way in.
 
-    name:      of its attempt, for messages
+    name:      for messages: of its attempt at rank 0, of the part at a follower
     received:  the items that have arrived, at first those of cached blocks
     gen:       of the last attachment
     channel:   on which its frames come

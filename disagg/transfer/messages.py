@@ -20,7 +20,7 @@ from disagg.config import EngineConfig
 from disagg.errors import CorruptFrameError, DisaggError, RequestError, error_from
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.wire import WIRE_VERSION, Ticket
+from disagg.wire import WIRE_VERSION, Buffer, Commit, Ticket, unpack
 
 Parsed = TypeVar("Parsed", bound=Message)
 Json = TypeVar("Json", dict[str, Any], list[Any])
@@ -38,6 +38,16 @@ def parse(message: type[Parsed], data: bytes) -> Parsed:
         raise RequestError(
             f"{len(data)} bytes are no {message.DESCRIPTOR.name}"
         ) from error
+
+
+def parse_commit(frame: Buffer) -> Commit:
+    """A commit frame from a peer; CorruptFrameError or VersionError if the bytes are none."""
+    commit = unpack(frame)
+    if not isinstance(commit, Commit):
+        raise CorruptFrameError(
+            f"a {type(commit).__name__} where a commit was expected"
+        )
+    return commit
 
 
 # -- router and worker

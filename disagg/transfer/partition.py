@@ -25,7 +25,7 @@ The bytes of a head depend on how many ranks computed it: in all layers but the 
 ranks are rounded in another order. So cached blocks are shared only between prompts from groups of
 the same size (`sender_model`); attention does not notice such differences.
 
-Arithmetic only: nothing here knows a peer, a byte or a codec.
+Arithmetic only: nothing here knows a peer or a codec, and nothing reads a byte.
 """
 
 import math
@@ -49,8 +49,8 @@ class HeadSlice:
 
         part: the layer group, with the heads of the slice
         """
-        slices_before = part.rank(layer) * self.count + self.index
-        return slices_before * part.layer_bytes(layout)
+        layer_start = self.count * part.layer_offset(layout, layer)
+        return layer_start + self.index * part.layer_bytes(layout)
 
 
 ALL_HEADS = HeadSlice()

@@ -23,7 +23,7 @@ import grpc
 
 from disagg.errors import CorruptFrameError, DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.followers import Followers
+from disagg.transfer.follower_calls import Followers
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
     KV_SERVICE,
@@ -33,11 +33,12 @@ from disagg.transfer.messages import (
     Grant,
     Job,
     parse,
+    parse_commit,
     ticket_from_proto,
 )
 from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
-from disagg.wire import Buffer, Commit, PageFrame, message_frame, unpack
+from disagg.wire import Buffer, PageFrame, message_frame, unpack
 
 TURN_S = 0.25  # between two checks of leases and of cached blocks
 SCRUB_BYTES = 512 << 10  # verified in one check
@@ -211,11 +212,7 @@ class Receiver(PageReceiver):
 
     async def commit(self, data: bytes) -> bytes:
         """A CommitResponse. After the last part the engine has the prompt."""
-        commit = unpack(message_frame(data))
-        if not isinstance(commit, Commit):
-            raise CorruptFrameError(
-                f"a {type(commit).__name__} where a commit was expected"
-            )
+        commit = parse_commit(message_frame(data))
         verify_ms = 0.0
         if rank := self.reservations.follower_of(commit.ticket):
             verify_ms = await self.followers.check(rank, commit)

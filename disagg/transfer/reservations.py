@@ -37,7 +37,7 @@ from disagg.kv.decode_slots import DecodeSlots
 from disagg.kv.plan import Plan
 from disagg.kv.pool import Pool
 from disagg.kv.state import GroupState
-from disagg.transfer.followers import Opening
+from disagg.transfer.follower_calls import Opening
 from disagg.transfer.incoming import IncomingPart, State
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.partition import Partition, part_nonce, part_of
@@ -113,7 +113,7 @@ class Admission:
 class Reservation:
     """One hand-off at its decode worker, in parts that arrive at its ranks.
 
-    nonce:     of part 0; see `parts.part_nonce`
+    nonce:     of part 0; see `partition.part_nonce`
     pending:   its records and the items that arrived; None once it was admitted or is over
     parts:     of all ranks, until its end. Items of followers that arrived are not in them
     pages:     page ids that other prompts may own too

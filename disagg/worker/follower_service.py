@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import ReservationError
-from disagg.transfer.followers import FollowerHandler, Opening
+from disagg.transfer.follower_calls import FollowerHandler, Opening
 from disagg.transfer.incoming import FollowerParts
 from disagg.transfer.messages import Attach, Attached, Submit, Work
 from disagg.transfer.receiver import PageReceiver

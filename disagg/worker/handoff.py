@@ -29,7 +29,7 @@ from disagg.kv.page import FinalAt, Item, Kind
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.state import GroupState
 from disagg.transfer.channel import Peers
-from disagg.transfer.followers import FollowerHandler
+from disagg.transfer.follower_calls import FollowerHandler
 from disagg.transfer.messages import Attach, Submit
 from disagg.transfer.partition import HeadSlice, Partition, part_nonce
 from disagg.transfer.records import ArenaSource

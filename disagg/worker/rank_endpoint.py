@@ -19,7 +19,7 @@ from disagg.config import TransferConfig
 from disagg.engine.follower import Follower
 from disagg.transfer.channel import Peers
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.followers import follower_handler
+from disagg.transfer.follower_calls import follower_handler
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.worker.follower_service import FollowerService

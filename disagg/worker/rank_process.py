@@ -6,6 +6,7 @@ FD: number of the socket to rank 0, which the process inherits
 import os
 import signal
 import sys
+import traceback
 from multiprocessing.connection import Connection
 
 from disagg.worker.ranks import follow
@@ -17,8 +18,6 @@ def main() -> None:
     try:
         follow(Connection(int(sys.argv[1])))
     except BaseException:
-        import traceback
-
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # not after torch's threads, which may wait for other ranks

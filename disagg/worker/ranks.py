@@ -12,12 +12,13 @@ import atexit
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from socket import socketpair
 from threading import Thread
+from typing import Any
 
 import torch
 
@@ -209,17 +210,24 @@ def follow(link: Connection) -> None:
         start: RankStart = unpack_order(link.recv_bytes())
         link.send_bytes(READY)
         followers = _Followers(_load(start), RankEndpoint(start.rank, start.ranks))
-        while True:
-            engine, order = unpack_order(link.recv_bytes())
+        for engine, order in _orders(link):
             if isinstance(order, ServeOrder):
                 link.send_bytes(ADDRESS + followers.serve(engine, order).encode())
             else:
                 followers.obey(engine, order)
-    except EOFError:
-        return
     except DisaggError as error:
         link.send_bytes(pickle.dumps(f"{type(error).__name__}: {error}"))
         raise
+
+
+def _orders(link: Connection) -> Iterator[tuple[int, Any]]:
+    """Each order with the number of its engine, until rank 0 closes the link."""
+    while True:
+        try:
+            data = link.recv_bytes()
+        except EOFError:
+            return
+        yield unpack_order(data)
 
 
 def _load(start: RankStart) -> Runner:
@@ -254,8 +262,9 @@ class _Followers:
             case CopyOrder():
                 target = self._engines[engine].arena
                 source = self._engines[order.source].arena
-                for there, here, nbytes in order.spans:
-                    target[here : here + nbytes] = source[there : there + nbytes]
+                for read, written, nbytes in order.spans:
+                    copied = source[read : read + nbytes]
+                    target[written : written + nbytes] = copied
             case StepOrder():
                 self._engines[engine].step(order)
 

@@ -30,7 +30,7 @@ from disagg.kv.plan import Plan
 from disagg.model.capacity import Room, tokens_that_fit
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
-from disagg.transfer.followers import Followers
+from disagg.transfer.follower_calls import Followers
 from disagg.transfer.messages import (
     Grant,
     Job,

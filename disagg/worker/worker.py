@@ -38,7 +38,7 @@ from disagg.model.runner import Runner
 from disagg.paged.doctor import check_plans
 from disagg.transfer.control import worker_handler
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.followers import FollowerClient, Followers
+from disagg.transfer.follower_calls import FollowerClient, Followers
 from disagg.transfer.messages import (
     Role,
     WorkerInfo,

@@ -16,6 +16,7 @@ from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
 from disagg.kv.page import INT8, make_state_layout
 from disagg.kv.slabs import SlabAllocator
+from disagg.model import capacity
 from disagg.model.capacity import check_model, kv_shape, split_memory, tokens_that_fit
 from disagg.model.describe import describe_model
 from tests.model.test_describe import write
@@ -42,6 +43,20 @@ def test_an_8b_on_80_gb_holds_hundreds_of_thousands_of_tokens(tmp_path: Path) ->
     assert tokens["raw"] > 250_000
     assert tokens["kivi"] > 1_500_000
     assert fit.recommended == "banded:bits=3"
+
+
+def test_each_rank_has_room_beside_the_whole_embedding(tmp_path, monkeypatch):
+    """Eight ranks of 16 GB have an eighth of it each, but the embedding of 1 GB is not divided."""
+    path = write(tmp_path, vocab_size=128256, **LLAMA_8B)
+    monkeypatch.setattr(capacity, "_weights_bytes", lambda info, config: 16 * 10**9)
+
+    tight, ample = (
+        check_model(path, memory=nbytes, share=1.0, ranks=8)
+        for nbytes in (29 * 10**8, 36 * 10**8)
+    )
+
+    assert all(not codec.tokens for codec in tight.codecs)
+    assert any(codec.tokens for codec in ample.codecs)
 
 
 def test_every_codec_has_a_row_or_says_why_not(tmp_path: Path) -> None:

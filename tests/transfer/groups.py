@@ -8,7 +8,7 @@ from disagg.kv.page import Kind
 from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.state import GroupState, allocate_groups
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.followers import Followers
+from disagg.transfer.follower_calls import Followers
 from disagg.transfer.messages import Attach, Attached, Grant, Job, parse
 from disagg.transfer.partition import Partition, part_nonce
 from disagg.transfer.receiver import PageReceiver, Receiver
@@ -157,6 +157,12 @@ class Handoff:
         job: Job = whole.job(senders=self.partition.senders, **changes)
         self.grant = await self.receivers.receiver.reserve(job, EPOCH)
         return self.grant
+
+    async def begin(self, whole: Prompt) -> None:
+        """Reserve room, and attach every part."""
+        await self.reserve(whole)
+        for part in range(self.partition.count):
+            await self.attach(part)
 
     def ticket(self, part: int, gen: int = 1) -> Ticket:
         return Ticket(part_nonce(self.grant.nonce, part), self.grant.epoch, gen)

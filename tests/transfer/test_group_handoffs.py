@@ -115,9 +115,8 @@ async def test_a_prompt_with_a_part_missing_is_not_admitted():
     whole = make_whole("gear")
     handoff = make_handoff(whole, 2, 4)
     group = handoff.receivers
-    await handoff.reserve(whole)
+    await handoff.begin(whole)
     for part in range(4):
-        await handoff.attach(part)
         handoff.push(part)
     for part in (0, 1, 3):
         await handoff.commit(part)
@@ -134,9 +133,7 @@ async def test_a_commit_is_refused_while_an_item_of_its_part_is_missing(part):
     """Part 0 lies at rank 0, part 1 at its follower."""
     whole = make_whole("kivi")
     handoff = make_handoff(whole, 2, 2)
-    await handoff.reserve(whole)
-    for each in range(2):
-        await handoff.attach(each)
+    await handoff.begin(whole)
     *messages, last = handoff.messages(part)
     endpoint = handoff.receivers.endpoint(part)
     for message in messages:
@@ -153,9 +150,7 @@ async def test_a_commit_is_refused_while_an_item_of_its_part_is_missing(part):
 async def test_a_damaged_frame_is_dropped_and_sent_again(receivers):
     whole = make_whole("kivi")
     handoff = make_handoff(whole, 2, receivers)
-    await handoff.reserve(whole)
-    for part in range(2):
-        await handoff.attach(part)
+    await handoff.begin(whole)
     endpoint = handoff.receivers.endpoint(handoff.partition.receiver_of(1))
     messages = list(handoff.messages(1))
     damaged = corrupt(unpack(message_frame(messages[0])))
@@ -198,9 +193,7 @@ async def test_an_abort_closes_the_parts_before_pages_are_free():
     whole = make_whole("kivi")
     handoff = make_handoff(whole, 2, 2)
     group = handoff.receivers
-    await handoff.reserve(whole)
-    for part in range(2):
-        await handoff.attach(part)
+    await handoff.begin(whole)
     late = [next(handoff.messages(part)) for part in range(2)]
 
     group.ledger.abort("r", 0, "the client left")
@@ -220,9 +213,7 @@ async def test_one_lease_ends_all_parts():
     whole = make_whole("kivi")
     handoff = make_handoff(whole, 2, 4)
     group = handoff.receivers
-    await handoff.reserve(whole)
-    for part in range(4):
-        await handoff.attach(part)
+    await handoff.begin(whole)
     handoff.push(3)
     await handoff.commit(3)
     lease_s = group.policy.lease_s
@@ -253,9 +244,8 @@ async def test_the_same_commit_again_gets_the_same_answer():
 async def test_parts_of_different_answers_are_refused():
     whole = make_whole("kivi")
     handoff = make_handoff(whole, 2, 2)
-    await handoff.reserve(whole)
+    await handoff.begin(whole)
     for part in range(2):
-        await handoff.attach(part)
         handoff.push(part)
     await handoff.commit(0, first_token=5)
 

@@ -11,7 +11,7 @@ from disagg.config import TransferConfig
 from disagg.errors import ReservationError, TransferError
 from disagg.kv.page import Item
 from disagg.transfer.channel import Peers
-from disagg.transfer.followers import (
+from disagg.transfer.follower_calls import (
     FollowerClient,
     FollowerHandler,
     Opening,

@@ -23,47 +23,48 @@ _sym_db = _symbol_database.Default()
 
 
 from disagg.protos.v1 import kv_transfer_pb2 as disagg_dot_protos_dot_v1_dot_kv__transfer__pb2
+from disagg.protos.v1 import worker_pb2 as disagg_dot_protos_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64isagg/protos/v1/rank.proto\x12\tdisagg.v1\x1a\"disagg/protos/v1/kv_transfer.proto\"9\n\x0bRecordPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x03(\r\"<\n\x0b\x43\x61\x63hedItems\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0e\n\x06places\x18\x02 \x03(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"\xb1\x01\n\x10OpenPartsRequest\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05moves\x18\x04 \x01(\x08\x12\x0f\n\x07senders\x18\x05 \x01(\r\x12\'\n\x07records\x18\x06 \x03(\x0b\x32\x16.disagg.v1.RecordPages\x12&\n\x06\x63\x61\x63hed\x18\x07 \x03(\x0b\x32\x16.disagg.v1.CachedItems\"\x13\n\x11OpenPartsResponse\"=\n\x11\x41ttachPartRequest\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.disagg.v1.AttachRequest\"A\n\x12\x41ttachPartResponse\x12+\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x19.disagg.v1.AttachResponse\"!\n\x10\x43heckPartRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"&\n\x11\x43heckPartResponse\x12\x11\n\tverify_ms\x18\x01 \x01(\x01\"\"\n\x11\x43losePartsRequest\x12\r\n\x05nonce\x18\x01 \x01(\x06\"\x14\n\x12\x43losePartsResponse\"0\n\x10SendPartsRequest\x12\x0e\n\x06submit\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x13\n\x11SendPartsResponse\"K\n\x12\x46inishPartsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\"$\n\x13\x46inishPartsResponse\x12\r\n\x05stats\x18\x01 \x01(\t\" \n\x10StopPartsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x13\n\x11StopPartsResponse2\x91\x04\n\x0bRankService\x12\x46\n\tOpenParts\x12\x1b.disagg.v1.OpenPartsRequest\x1a\x1c.disagg.v1.OpenPartsResponse\x12I\n\nAttachPart\x12\x1c.disagg.v1.AttachPartRequest\x1a\x1d.disagg.v1.AttachPartResponse\x12\x46\n\tCheckPart\x12\x1b.disagg.v1.CheckPartRequest\x1a\x1c.disagg.v1.CheckPartResponse\x12I\n\nCloseParts\x12\x1c.disagg.v1.ClosePartsRequest\x1a\x1d.disagg.v1.ClosePartsResponse\x12\x46\n\tSendParts\x12\x1b.disagg.v1.SendPartsRequest\x1a\x1c.disagg.v1.SendPartsResponse\x12L\n\x0b\x46inishParts\x12\x1d.disagg.v1.FinishPartsRequest\x1a\x1e.disagg.v1.FinishPartsResponse\x12\x46\n\tStopParts\x12\x1b.disagg.v1.StopPartsRequest\x1a\x1c.disagg.v1.StopPartsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64isagg/protos/v1/rank.proto\x12\tdisagg.v1\x1a\"disagg/protos/v1/kv_transfer.proto\x1a\x1d\x64isagg/protos/v1/worker.proto\"9\n\x0bRecordPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x03(\r\"<\n\x0b\x43\x61\x63hedItems\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0e\n\x06places\x18\x02 \x03(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"\xb1\x01\n\x10OpenPartsRequest\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05moves\x18\x04 \x01(\x08\x12\x0f\n\x07senders\x18\x05 \x01(\r\x12\'\n\x07records\x18\x06 \x03(\x0b\x32\x16.disagg.v1.RecordPages\x12&\n\x06\x63\x61\x63hed\x18\x07 \x03(\x0b\x32\x16.disagg.v1.CachedItems\"\x13\n\x11OpenPartsResponse\"=\n\x11\x41ttachPartRequest\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.disagg.v1.AttachRequest\"A\n\x12\x41ttachPartResponse\x12+\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x19.disagg.v1.AttachResponse\"!\n\x10\x43heckPartRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"&\n\x11\x43heckPartResponse\x12\x11\n\tverify_ms\x18\x01 \x01(\x01\"\"\n\x11\x43losePartsRequest\x12\r\n\x05nonce\x18\x01 \x01(\x06\"\x14\n\x12\x43losePartsResponse\"J\n\x10SendPartsRequest\x12(\n\x06submit\x18\x01 \x01(\x0b\x32\x18.disagg.v1.SubmitRequest\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x13\n\x11SendPartsResponse\"K\n\x12\x46inishPartsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\"$\n\x13\x46inishPartsResponse\x12\r\n\x05stats\x18\x01 \x01(\t\" \n\x10StopPartsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x13\n\x11StopPartsResponse2\x91\x04\n\x0bRankService\x12\x46\n\tOpenParts\x12\x1b.disagg.v1.OpenPartsRequest\x1a\x1c.disagg.v1.OpenPartsResponse\x12I\n\nAttachPart\x12\x1c.disagg.v1.AttachPartRequest\x1a\x1d.disagg.v1.AttachPartResponse\x12\x46\n\tCheckPart\x12\x1b.disagg.v1.CheckPartRequest\x1a\x1c.disagg.v1.CheckPartResponse\x12I\n\nCloseParts\x12\x1c.disagg.v1.ClosePartsRequest\x1a\x1d.disagg.v1.ClosePartsResponse\x12\x46\n\tSendParts\x12\x1b.disagg.v1.SendPartsRequest\x1a\x1c.disagg.v1.SendPartsResponse\x12L\n\x0b\x46inishParts\x12\x1d.disagg.v1.FinishPartsRequest\x1a\x1e.disagg.v1.FinishPartsResponse\x12\x46\n\tStopParts\x12\x1b.disagg.v1.StopPartsRequest\x1a\x1c.disagg.v1.StopPartsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'disagg.protos.v1.rank_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RECORDPAGES']._serialized_start=78
-  _globals['_RECORDPAGES']._serialized_end=135
-  _globals['_CACHEDITEMS']._serialized_start=137
-  _globals['_CACHEDITEMS']._serialized_end=197
-  _globals['_OPENPARTSREQUEST']._serialized_start=200
-  _globals['_OPENPARTSREQUEST']._serialized_end=377
-  _globals['_OPENPARTSRESPONSE']._serialized_start=379
-  _globals['_OPENPARTSRESPONSE']._serialized_end=398
-  _globals['_ATTACHPARTREQUEST']._serialized_start=400
-  _globals['_ATTACHPARTREQUEST']._serialized_end=461
-  _globals['_ATTACHPARTRESPONSE']._serialized_start=463
-  _globals['_ATTACHPARTRESPONSE']._serialized_end=528
-  _globals['_CHECKPARTREQUEST']._serialized_start=530
-  _globals['_CHECKPARTREQUEST']._serialized_end=563
-  _globals['_CHECKPARTRESPONSE']._serialized_start=565
-  _globals['_CHECKPARTRESPONSE']._serialized_end=603
-  _globals['_CLOSEPARTSREQUEST']._serialized_start=605
-  _globals['_CLOSEPARTSREQUEST']._serialized_end=639
-  _globals['_CLOSEPARTSRESPONSE']._serialized_start=641
-  _globals['_CLOSEPARTSRESPONSE']._serialized_end=661
-  _globals['_SENDPARTSREQUEST']._serialized_start=663
-  _globals['_SENDPARTSREQUEST']._serialized_end=711
-  _globals['_SENDPARTSRESPONSE']._serialized_start=713
-  _globals['_SENDPARTSRESPONSE']._serialized_end=732
-  _globals['_FINISHPARTSREQUEST']._serialized_start=734
-  _globals['_FINISHPARTSREQUEST']._serialized_end=809
-  _globals['_FINISHPARTSRESPONSE']._serialized_start=811
-  _globals['_FINISHPARTSRESPONSE']._serialized_end=847
-  _globals['_STOPPARTSREQUEST']._serialized_start=849
-  _globals['_STOPPARTSREQUEST']._serialized_end=881
-  _globals['_STOPPARTSRESPONSE']._serialized_start=883
-  _globals['_STOPPARTSRESPONSE']._serialized_end=902
-  _globals['_RANKSERVICE']._serialized_start=905
-  _globals['_RANKSERVICE']._serialized_end=1434
+  _globals['_RECORDPAGES']._serialized_start=109
+  _globals['_RECORDPAGES']._serialized_end=166
+  _globals['_CACHEDITEMS']._serialized_start=168
+  _globals['_CACHEDITEMS']._serialized_end=228
+  _globals['_OPENPARTSREQUEST']._serialized_start=231
+  _globals['_OPENPARTSREQUEST']._serialized_end=408
+  _globals['_OPENPARTSRESPONSE']._serialized_start=410
+  _globals['_OPENPARTSRESPONSE']._serialized_end=429
+  _globals['_ATTACHPARTREQUEST']._serialized_start=431
+  _globals['_ATTACHPARTREQUEST']._serialized_end=492
+  _globals['_ATTACHPARTRESPONSE']._serialized_start=494
+  _globals['_ATTACHPARTRESPONSE']._serialized_end=559
+  _globals['_CHECKPARTREQUEST']._serialized_start=561
+  _globals['_CHECKPARTREQUEST']._serialized_end=594
+  _globals['_CHECKPARTRESPONSE']._serialized_start=596
+  _globals['_CHECKPARTRESPONSE']._serialized_end=634
+  _globals['_CLOSEPARTSREQUEST']._serialized_start=636
+  _globals['_CLOSEPARTSREQUEST']._serialized_end=670
+  _globals['_CLOSEPARTSRESPONSE']._serialized_start=672
+  _globals['_CLOSEPARTSRESPONSE']._serialized_end=692
+  _globals['_SENDPARTSREQUEST']._serialized_start=694
+  _globals['_SENDPARTSREQUEST']._serialized_end=768
+  _globals['_SENDPARTSRESPONSE']._serialized_start=770
+  _globals['_SENDPARTSRESPONSE']._serialized_end=789
+  _globals['_FINISHPARTSREQUEST']._serialized_start=791
+  _globals['_FINISHPARTSREQUEST']._serialized_end=866
+  _globals['_FINISHPARTSRESPONSE']._serialized_start=868
+  _globals['_FINISHPARTSRESPONSE']._serialized_end=904
+  _globals['_STOPPARTSREQUEST']._serialized_start=906
+  _globals['_STOPPARTSREQUEST']._serialized_end=938
+  _globals['_STOPPARTSRESPONSE']._serialized_start=940
+  _globals['_STOPPARTSRESPONSE']._serialized_end=959
+  _globals['_RANKSERVICE']._serialized_start=962
+  _globals['_RANKSERVICE']._serialized_end=1491
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from disagg.protos.v1 import kv_transfer_pb2 as _kv_transfer_pb2
+from disagg.protos.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -87,9 +88,9 @@ class SendPartsRequest(_message.Message):
     __slots__ = ("submit", "name")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
-    submit: bytes
+    submit: _worker_pb2.SubmitRequest
     name: str
-    def __init__(self, submit: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, submit: _Optional[_Union[_worker_pb2.SubmitRequest, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class SendPartsResponse(_message.Message):
     __slots__ = ()

@@ -18,14 +18,21 @@ from typing import Any, Protocol, Self
 import grpc
 from google.protobuf.message import Message
 
-from disagg.errors import CorruptFrameError, DisaggError, RequestError
+from disagg.errors import DisaggError, RequestError
 from disagg.kv.page import Kind
 from disagg.protos.v1 import rank_pb2 as pb
-from disagg.protos.v1 import worker_pb2
-from disagg.transfer.messages import Attach, Attached, Parsed, Submit, parse, parse_json
+from disagg.transfer.messages import (
+    Attach,
+    Attached,
+    Parsed,
+    Submit,
+    parse,
+    parse_commit,
+    parse_json,
+)
 from disagg.transfer.rpc import Link, rpc_handlers
 from disagg.transfer.stats import HandoffStats
-from disagg.wire import Commit, pack, unpack
+from disagg.wire import Commit, pack
 
 RANK_SERVICE = "disagg.v1.RankService"
 CALL_S = 5.0  # every call but Finish
@@ -120,7 +127,10 @@ class FollowerHandler(Protocol):
     async def finish(
         self, name: str, first_token: int, deadline_s: float
     ) -> HandoffStats:
-        """Commit the parts of a sequence; returns when all are acknowledged."""
+        """Commit the parts of a sequence; returns when all are acknowledged.
+
+        deadline_s: for this call; the parts have that of their job
+        """
 
     async def stop(self, name: str) -> None:
         """Give up what is not acknowledged; the records are not read any more."""
@@ -205,7 +215,7 @@ def follower_handler(handler: FollowerHandler) -> grpc.GenericRpcHandler:
         return response.SerializeToString()
 
     async def check_part(data: bytes) -> bytes:
-        commit = _commit_of(parse(pb.CheckPartRequest, data).frame)
+        commit = parse_commit(parse(pb.CheckPartRequest, data).frame)
         verify_ms = await handler.check(commit)
         return pb.CheckPartResponse(verify_ms=verify_ms).SerializeToString()
 
@@ -215,8 +225,7 @@ def follower_handler(handler: FollowerHandler) -> grpc.GenericRpcHandler:
 
     async def send_parts(data: bytes) -> bytes:
         request = parse(pb.SendPartsRequest, data)
-        submit = parse(worker_pb2.SubmitRequest, request.submit)
-        await handler.send(Submit.from_proto(submit), request.name)
+        await handler.send(Submit.from_proto(request.submit), request.name)
         return pb.SendPartsResponse().SerializeToString()
 
     async def finish_parts(data: bytes) -> bytes:
@@ -243,15 +252,6 @@ def follower_handler(handler: FollowerHandler) -> grpc.GenericRpcHandler:
     return rpc_handlers(RANK_SERVICE, calls)
 
 
-def _commit_of(frame: bytes) -> Commit:
-    commit = unpack(frame)
-    if not isinstance(commit, Commit):
-        raise CorruptFrameError(
-            f"a {type(commit).__name__} where a commit was expected"
-        )
-    return commit
-
-
 class FollowerClient(FollowerHandler):
     """A follower in another process. Raises its refusals, PeerLostError and DeadlineError."""
 
@@ -276,8 +276,7 @@ class FollowerClient(FollowerHandler):
         await self._call("CloseParts", request, pb.ClosePartsResponse)
 
     async def send(self, submit: Submit, name: str) -> None:
-        message = submit.to_proto().SerializeToString()
-        request = pb.SendPartsRequest(submit=message, name=name)
+        request = pb.SendPartsRequest(submit=submit.to_proto(), name=name)
         await self._call("SendParts", request, pb.SendPartsResponse)
 
     async def finish(
