@@ -24,8 +24,8 @@ from disagg.model.runner import Runner
 from disagg.parsers.parts import CallArguments, CallBegin, CallEnd, Content
 from disagg.transfer.records import Manifest
 from tests.engine.margins import assert_same, serve_watched
+from tests.model.recorders import EagerRecorder
 from tests.model.reference import ReferenceModel
-from tests.model.test_graphs import EagerRecorder
 from tests.model.tiny import CONTEXT, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"

@@ -16,6 +16,7 @@ from disagg.engine.messages import Prefill, Token
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from tests.engine.serving import MAX_STEPS, StandIn, make_engine, request
+from tests.model.recorders import EagerRecorder
 from tests.model.tiny import VOCAB
 
 Logits = dict[str, Tensor]  # by request: [tokens, VOCAB]
@@ -110,3 +111,18 @@ def forced_logits(
         assert sampled.token.index == len(logits[sampled.token.rid])
         logits[sampled.token.rid].append(sampled.logits)
     return {rid: torch.stack(rows) for rid, rows in logits.items()}
+
+
+def recorded_logits(
+    runner: Runner,
+    prompts: Mapping[str, Sequence[int]],
+    codecs: Mapping[str, str],
+    max_tokens: int,
+    **config: Any,
+) -> Logits:
+    """The same where decode steps are recorded, from now on; most of them must be replays."""
+    recorder = EagerRecorder()
+    runner.record_steps(recorder)
+    logits = forced_logits(runner, prompts, codecs, max_tokens, **config)
+    assert recorder.replayed > recorder.recorded > 0
+    return logits

@@ -28,7 +28,7 @@ from tests.engine.serving import (
 )
 from tests.engine.test_failures import Fuse
 from tests.engine.test_hybrids import CROWDED, NOISE, TOKENS, Notes, states_of
-from tests.model.test_graphs import EagerRecorder
+from tests.model.recorders import EagerRecorder
 from tests.model.tiny import random_prompt, save_tiny
 from tests.synthetic import relative_error
 

@@ -26,7 +26,8 @@ from disagg.model.static import parts_of, size_of
 from disagg.transfer.messages import Role
 from disagg.worker.worker import Worker
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle
-from tests.model.test_graphs import MIXED, EagerRecorder
+from tests.model.recorders import EagerRecorder
+from tests.model.test_graphs import MIXED
 from tests.model.tiny import random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=16"

@@ -22,28 +22,12 @@ from disagg.model.graphs import CudaRecorder, Recording
 from disagg.model.runner import Runner
 from tests.engine.forced import allowed, forced_logits
 from tests.engine.serving import StandIn, make_engine, serve
+from tests.model.recorders import EagerRecorder
 from tests.model.tiny import random_prompt
 from tests.synthetic import relative_error
 
 MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
 LENGTHS = (300, 63, 130)
-
-
-class EagerRecorder:
-    """Stands for CUDA graphs: a replay runs the same call again, its result at the same address."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def record(self, call: Callable[[], Tensor]) -> Recording:
-        self.recorded += 1
-        output = call().clone()
-
-        def replay() -> None:
-            self.replayed += 1
-            output.copy_(call())
-
-        return Recording(replay, output.fill_(torch.nan))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from disagg.kv.page import ARENA_UNIT, make_state_layout, units_for
 from disagg.model.runner import Runner
 from disagg.model.states.records import LARGE_BYTES, StateRecords
 from tests.engine.forced import forced_logits
-from tests.model.test_graphs import EagerRecorder
+from tests.model.recorders import EagerRecorder
 from tests.model.tiny import random_prompt
 from tests.model.written import WrittenBytes
 
