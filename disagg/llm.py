@@ -121,7 +121,8 @@ class LLM:
         try:
             self._load(model, codec, dtype, device, config, context, state, weights)
         except BaseException:
-            self.close()
+            if self._ranks is not None:
+                self._ranks.close()
             raise
 
     def _load(
@@ -139,6 +140,8 @@ class LLM:
         self._runner = Runner.load(
             model, dtype, device, context, weights=weights, group=group
         )
+        if self._ranks is not None and self._runner.graphs:
+            self._ranks.begin_serving()
         self._tokenizer = Tokenizer.load(model)
         self._codec = _codec_name(codec)
         config = _for_each_of_two(config or EngineConfig(), self._runner)
@@ -376,6 +379,7 @@ class LLM:
     def close(self) -> None:
         """End the other ranks; without any, nothing happens."""
         if self._ranks is not None:
+            self._runner.leave_group()
             self._ranks.close()
 
     def _abandon(self, answers: Sequence["_PendingAnswer"]) -> None:

@@ -495,6 +495,7 @@ class Engine:
         if self._orders is None:
             return self._runner.forward(batch)
         try:
+            batch = self._runner.prepare(batch)
             self._orders.send_step(batch)
             return self._runner.forward(batch)
         except Exception as error:

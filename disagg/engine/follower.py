@@ -105,6 +105,7 @@ class Follower:
             chunks=tuple(map(self._chunk, order.chunks)),
             decodes=order.decodes,
             long_rows=order.long_rows,
+            recordings=order.recordings,
         )
         logits = self._runner.forward(batch)
         for chunk in order.chunks:

@@ -25,7 +25,7 @@ from torch import Tensor
 from disagg.engine.sequence import Sequence as EngineSequence
 from disagg.kv.plan import Plan
 from disagg.kv.state import GroupState
-from disagg.model.attention import Batch, Decode
+from disagg.model.attention import Batch, Decode, PartSizes
 from disagg.model.cache import Workspace
 from disagg.paged.page_tables import ChunkTables
 
@@ -99,6 +99,7 @@ class CopyOrder:
 class StepOrder:
     """One step: what begins and ends before it, and its batch.
 
+    recordings: as of `Batch`
     ended: numbers of prompts
     """
 
@@ -106,6 +107,7 @@ class StepOrder:
     positions: Sequence[int] = ()
     outputs: Sequence[int] = ()
     long_rows: Sequence[bool] = ()
+    recordings: tuple[PartSizes, ...] | None = None
     decodes: tuple[Decode, ...] = ()
     chunks: tuple[ChunkOrder, ...] = ()
     handoffs: tuple[HandoffOrder, ...] = ()
@@ -113,7 +115,12 @@ class StepOrder:
     ended: tuple[int, ...] = ()
 
 
-Order = ArenaOrder | CopyOrder | StepOrder
+@dataclass(frozen=True)
+class BeginOrder:
+    """All is compiled and recorded: from now on a collective has the group's timeout."""
+
+
+Order = ArenaOrder | BeginOrder | CopyOrder | StepOrder
 
 
 @dataclass
@@ -177,6 +184,7 @@ class StepOrders:
             positions=batch.positions,
             outputs=batch.outputs,
             long_rows=batch.long_rows,
+            recordings=batch.recordings,
             decodes=batch.decodes,
             chunks=tuple(self._chunks),
             handoffs=tuple(self._handoffs),

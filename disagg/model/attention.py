@@ -45,6 +45,8 @@ OnLayer = Callable[[int, Tensor, Tensor, "Chunk"], None]
 # Of latents, k is the latents and rotated keys, v a part of them: see latents.py
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Softmax, dict], Tensor]
 
+Size = tuple[int, int]  # tokens of a step's page tables, and its units of work on a GPU
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -75,6 +77,18 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class PartSizes:
+    """How a part of a step runs under a recording (graphs.py); the same on all ranks of a group.
+
+    size: of the recorded step that serves it; None: it has none, and the batch runs without
+    new:  sizes that are recorded before
+    """
+
+    size: Size | None
+    new: tuple[Size, ...] = ()
+
+
+@dataclass(frozen=True)
 class Batch:
     """One forward pass over a packed row of tokens.
 
@@ -83,6 +97,7 @@ class Batch:
     arena:   [bytes] u8 - the memory that holds the pages of `decodes`
     states:  the same rows as layers with a state see them; empty where there are no such layers
     long_rows: which rows belong to texts with the long factors of LongRoPE; empty: by position
+    recordings: of its parts, as the first rank has chosen; None: the runner chooses
     """
 
     tokens: Sequence[int]
@@ -93,6 +108,7 @@ class Batch:
     decodes: tuple[Decode, ...] = ()
     states: StateStep = NO_STATES
     long_rows: Sequence[bool] = ()
+    recordings: tuple[PartSizes, ...] | None = None
 
     @cached_property
     def by_layer(self) -> dict[int, list[tuple[Decode, StepLayers]]]:

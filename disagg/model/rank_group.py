@@ -2,14 +2,24 @@
 
 Collectives go through a process group of torch, gloo on CPUs and NCCL on GPUs. It is no global one,
 so a process may be in several. A rank that hangs is seen by a timeout; one that has ended at once.
+
+NCCL's collectives are in CUDA graphs (graphs.py). Three things follow: they run on the stream that
+is recorded; torch watches none that is replayed, so `finish` does; and graphs end before the group.
 """
 
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
     PrefixStore,
     ProcessGroupGloo,
     ReduceOp,
@@ -18,7 +28,12 @@ from torch._C._distributed_c10d import (
 
 from disagg.errors import RanksLostError
 
-LOAD_S = 1800.0  # ranks read their weights at different speeds
+LOAD_S = 1800.0  # ranks read their weights and compile at different speeds
+LEAVE_S = 2.0  # for NCCL to give up what runs
+POLL_S = 1e-4  # between two looks at a GPU
+# what the environment does not set. Ranks connect in their first collective, not in a recording;
+# a recording exchanges nothing with other ranks, so one that fails keeps none of them waiting
+NCCL_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_GRAPH_REGISTER": "0"}
 
 
 def open_store(host: str = "127.0.0.1") -> TCPStore:
@@ -42,7 +57,7 @@ class RankGroup:
 
     rank:      number of this process, from 0
     ranks:     processes of the group
-    timeout_s: after which a collective fails with RanksLostError, once the model is loaded
+    timeout_s: after which a collective fails with RanksLostError, from `begin_serving` on
     """
 
     def __init__(
@@ -57,7 +72,11 @@ class RankGroup:
         self.rank = rank
         self.ranks = ranks
         named = PrefixStore(device, store)
-        self._timeout = timedelta(seconds=timeout_s)
+        self._serving_s = timeout_s
+        self._timeout_s = LOAD_S
+        self._device = device
+        self._is_alone = False
+        self._ended = Event()
         timeout = timedelta(seconds=LOAD_S)
         try:
             if device == "cuda":
@@ -68,8 +87,20 @@ class RankGroup:
             raise _lost(rank, error) from error
 
     def begin_serving(self) -> None:
-        """The model is loaded: from now on each collective has only `timeout_s`."""
-        self._group._set_default_timeout(self._timeout)
+        """Models are loaded, steps recorded: from now on each collective has only `timeout_s`."""
+        self._timeout_s = self._serving_s
+        self._group._set_default_timeout(timedelta(seconds=self._timeout_s))
+
+    def abandon(self) -> None:
+        """Another rank has ended, so `finish` waits no longer. From any thread."""
+        self._ended.set()
+
+    def leave(self) -> None:
+        """Give up what runs. No CUDA graph may be left with collectives: NCCL would wait for it."""
+        if self._device == "cuda":
+            abort = Thread(target=self._group.abort, name="nccl-abort", daemon=True)
+            abort.start()
+            abort.join(LEAVE_S)
 
     def sum(self, x: Tensor) -> Tensor:
         """x summed over all ranks, in place; the same bits on each."""
@@ -92,16 +123,66 @@ class RankGroup:
         widest = max(widths)
         padded = x.new_zeros(len(x), widest)
         padded[:, : x.shape[1]] = x
-        parts = [torch.empty_like(padded) for _ in widths]
-        self._wait(self._group.allgather([parts], [padded]))
-        columns = [part[:, :n] for part, n in zip(parts, widths, strict=True)]
-        return torch.cat(columns, 1)
+        parts = padded.repeat(self.ranks, 1)
+        if not self._is_alone:
+            options = AllgatherOptions()
+            options.asyncOp = False
+            self._wait(self._group._allgather_base(parts, padded, options))
+        by_rank = zip(parts.chunk(self.ranks), widths, strict=True)
+        return torch.cat([part[:, :n] for part, n in by_rank], 1)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """In it, collectives return at once what this rank has: a rehearsal, with other numbers.
+
+        What breaks in it keeps no other rank waiting.
+        """
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    @contextmanager
+    def all_or_none(self, device: torch.device) -> Iterator[None]:
+        """RuntimeError on all ranks where one raises it. In it no rank may wait for another."""
+        refusal = None
+        try:
+            yield
+        except RuntimeError as error:
+            refusal = error
+        if not self.agree(refusal is None, device):
+            raise refusal or RuntimeError("another rank of the group could not")
+
+    def finish(self, device: torch.device) -> None:
+        """Return when the GPU has done all that this thread gave to it; on a CPU, at once.
+
+        RanksLostError after `timeout_s`, or when another rank has ended.
+        """
+        if device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        until = time.monotonic() + self._timeout_s
+        while not done.query():
+            if self._ended.wait(POLL_S):
+                raise RanksLostError(f"rank {self.rank} waits for a rank that ended")
+            if time.monotonic() > until:
+                raise RanksLostError(
+                    f"rank {self.rank} timed out: a step has taken {self._timeout_s:g} s"
+                )
 
     def _reduce(self, x: Tensor, op: Any) -> Tensor:
-        self._wait(self._group.allreduce([x], op))
+        if not self._is_alone:
+            options = AllreduceOptions()
+            options.reduceOp = op
+            options.asyncOp = False  # on the current stream: it may be recorded
+            self._wait(self._group.allreduce([x], options))
         return x
 
     def _wait(self, work: Any) -> None:
+        if work is None:  # NCCL's, which has its place in the stream
+            return
         try:
             work.wait()
         except RuntimeError as error:
@@ -122,6 +203,8 @@ def _nccl(store: PrefixStore, rank: int, ranks: int, timeout: timedelta) -> Any:
     # builds of torch for CPUs have no such class
     from torch.distributed import ProcessGroupNCCL
 
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, rank, ranks, options)

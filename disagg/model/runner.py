@@ -21,7 +21,7 @@ from disagg.model.cache import Workspace
 from disagg.model.capacity import class_of, kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.forward import ModuleForward, forward_of
-from disagg.model.graphs import CudaRecorder, DecodeGraphs
+from disagg.model.graphs import CudaRecorder, DecodeGraphs, GroupRecorder, Recorder
 from disagg.model.latents import keep_latents
 from disagg.model.llama import LlamaForward
 from disagg.model.longrope import LongRows, long_rows, split_rotary
@@ -141,8 +141,6 @@ class Runner:
         if self.device.type == "cuda":
             # cuDNN plans anew for each length of prompts
             torch.backends.cuda.enable_cudnn_sdp(False)
-        # ranks would have to decide alike whether a step is like an earlier one
-        if self.device.type == "cuda" and group is None:
             self.record_steps(CudaRecorder())
 
     @classmethod
@@ -192,7 +190,7 @@ class Runner:
         is_first = group is None or group.rank == 0  # nobody asks the others
         fingerprint = fingerprint_model(info.path) if is_first else ""
         runner = cls(model, info, fingerprint, workers, weights=weights, group=group)
-        if group is not None:
+        if group is not None and runner.graphs is None:
             group.begin_serving()
         return runner
 
@@ -217,10 +215,23 @@ class Runner:
         keep_latents(model, info.layers)
         return cls(model, info, "random", weights=weights)
 
-    def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
-        """Record decode steps from now on, and replay equal ones."""
-        self.graphs = DecodeGraphs(self._static_step, recorder)
+    def record_steps(self, recorder: Recorder) -> DecodeGraphs:
+        """Record decode steps from now on, and replay equal ones; as all ranks of the group."""
+        if self.group is None:
+            self.graphs = DecodeGraphs(self._static_step, recorder)
+        else:
+            of_group = GroupRecorder(recorder, self.group, self.device)
+            together = of_group.together
+            self.graphs = DecodeGraphs(self._static_step, of_group, together)
         return self.graphs
+
+    def leave_group(self) -> None:
+        """The end of the group: let go of recorded steps, then of the other ranks."""
+        if self.group is None:
+            return
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.group.leave()
 
     def workspace(self, total: int, rooms: Sequence[int] = ()) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
@@ -232,8 +243,20 @@ class Runner:
 
         A decode step like an earlier one is replayed where steps are recorded: on a GPU.
         """
+        logits = self._compute(self.prepare(batch))
+        if self.group is not None:
+            self.group.finish(self.device)
+        return logits
+
+    def prepare(self, batch: Batch) -> Batch:
+        """A batch that says all that a forward pass depends on: then all ranks do the same."""
         if not batch.long_rows:
             batch = replace(batch, long_rows=self._long_by_position(batch))
+        if self.graphs is not None and batch.recordings is None:
+            batch = replace(batch, recordings=self.graphs.choose(batch))
+        return batch
+
+    def _compute(self, batch: Batch) -> Tensor:
         if self.graphs is not None:
             logits = self.graphs.run(batch)
             if logits is not None:

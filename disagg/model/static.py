@@ -26,7 +26,7 @@ from torch import Tensor
 from disagg.kernels.sealing import NO_PAGE, SealRows
 from disagg.kernels.view import WorkPlan
 from disagg.kv.plan import LayerGroup
-from disagg.model.attention import Batch, Decode
+from disagg.model.attention import Batch, Decode, Size
 from disagg.paged.append import seal_rows
 from disagg.paged.page_tables import GroupStep, PageTable, Upload, room_for_units
 
@@ -37,7 +37,6 @@ BLOCK = 8
 ROOM = 1024  # tokens or units of the smallest tables; each larger size has four times as many
 
 Key = tuple[object, ...]
-Size = tuple[int, int]  # tokens of a step's page tables, and its units of work on a GPU
 
 
 def bucket_of(count: int) -> int:

@@ -25,6 +25,7 @@ import torch
 from disagg.engine.follower import Follower
 from disagg.engine.orders import (
     ArenaOrder,
+    BeginOrder,
     CopyOrder,
     Order,
     StepOrder,
@@ -136,12 +137,18 @@ class RankProcesses:
         except OSError as error:
             raise RanksLostError(f"a rank has ended: {self.cause()}") from error
 
+    def begin_serving(self) -> None:
+        """All is compiled and recorded: from now on no rank waits longer than the timeout."""
+        self.send(0, BeginOrder())
+        self.group.begin_serving()
+
     def watch(self, on_end: Callable[[RanksLostError], None]) -> None:
         """Call on_end, on a thread, when a follower has ended."""
 
         def until_one_ends() -> None:
             wait(self._links)
             if not self._closed:
+                self.group.abandon()
                 on_end(RanksLostError(f"a rank has ended: {self.cause()}"))
 
         Thread(target=until_one_ends, name="ranks", daemon=True).start()
@@ -259,6 +266,9 @@ class _Followers:
             case ArenaOrder():
                 handoffs = self._endpoint.in_flight
                 self._engines[engine] = Follower(self._runner, order, handoffs)
+            case BeginOrder():
+                assert self._runner.group is not None
+                self._runner.group.begin_serving()
             case CopyOrder():
                 target = self._engines[engine].arena
                 source = self._engines[order.source].arena

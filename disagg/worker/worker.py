@@ -184,6 +184,8 @@ class Worker:
                 self.engine.decode_slots.count,
                 report=partial(setattr, self, "doing"),
             )
+            if self._ranks is not None:
+                self._ranks.begin_serving()
         self._io_thread.start()
         self._info.result()
         self._engine_thread.start()
@@ -245,6 +247,7 @@ class Worker:
         finally:
             self._watchdog.stop()
             if self._ranks is not None:
+                self._runner.leave_group()
                 self._ranks.close()
             self._on_loop(self._begin_stop, 0.0)
 
