@@ -141,6 +141,14 @@ def _heads(fit: "ModelFit") -> str:
     return f"KV heads x channels: {', '.join(sizes)}"
 
 
+def _weights(fit: "ModelFit") -> str:
+    if fit.config_weights_bytes:
+        return f"weights {fit.config_weights_bytes / 1e6:,.0f} MB by config.json"
+    if not fit.weights_bytes:
+        return "no files of weights"
+    return f"weights {fit.weights_bytes / 1e6:,.0f} MB"
+
+
 def _facts(fit: "ModelFit") -> list[str]:
     """What a served model is like, in lines."""
     spans = [
@@ -172,7 +180,7 @@ def _facts(fit: "ModelFit") -> list[str]:
     return [
         f"{fit.architecture}: served",
         f"layers that see: {', '.join(spans)} · {_heads(fit)}",
-        f"{context} · weights {fit.weights_bytes / 1e6:,.0f} MB",
+        f"{context} · {_weights(fit)}",
         dtype,
         f"tokens that end an answer: {ends}",
         f"{exact} · recommended: {fit.recommended}",

@@ -77,6 +77,8 @@ class ModelFit:
     dtype:         that an accelerator computes in · cpu_dtype: the CPU of this host, by the weights
     cpu_weights:   what `model.weights` may be on this host's CPU
     weights_bytes: in `dtype`, from the sizes of the files; 0 where there are none
+    config_weights_bytes: where there are none and a memory is given, of the model that config.json
+                   describes; 0 for packed ones
     exact_bytes_per_token: without windows and codecs
     num_states:    layers that keep a state; `num_layers` are those with K and V
     state_bytes:   of these states of one sequence, whatever its length
@@ -100,6 +102,7 @@ class ModelFit:
     latent: int = 0
     windows: Mapping[int | None, int] = field(default_factory=dict)
     weights_bytes: int = 0
+    config_weights_bytes: int = 0
     exact_bytes_per_token: int = 0
     num_states: int = 0
     state_bytes: int = 0
@@ -243,8 +246,11 @@ def check_model(
     shape = kv_shape(info)
     local = local_info(info, ranks)
     arena = None
+    config_weights = 0
     if memory is not None:
-        usable = int(memory * share) - _weights_of_rank(weights, info, ranks)
+        config_weights = 0 if weights else _config_weights_bytes(info)
+        of_rank = _weights_of_rank(weights or config_weights, info, ranks)
+        usable = int(memory * share) - of_rank
         arena, _ = split_memory(usable, kv_shape(local), info.context_length)
     cpu_dtype = describe_model(str(path), dtype, "cpu").dtype if weights else ""
     suggested = [fit_codec(codec, local, arena) for codec in SUGGESTED]
@@ -266,6 +272,7 @@ def check_model(
         eos_ids=info.eos_ids,
         windows=dict(Counter(layer.window for layer in info.layers)),
         weights_bytes=weights,
+        config_weights_bytes=config_weights,
         exact_bytes_per_token=exact_bytes(shape, [1] * shape.num_layers),
         num_states=len(shape.states),
         state_bytes=shape.state_bytes,
@@ -324,6 +331,14 @@ def _weights_bytes(info: ModelInfo, config: dict[str, Any]) -> int:
         if stays_packed(quantization, "cuda", transformers_config)
         else nbytes
     )
+
+
+def _config_weights_bytes(info: ModelInfo) -> int:
+    """Bytes of the weights of a folder that has only their sizes; 0 where they would be packed."""
+    if read_quantization(info.path) is not None:
+        return 0
+    model = model_shape(*class_of(info), info)
+    return sum(weight.nbytes for weight in model.parameters())
 
 
 def _weights_of_rank(nbytes: int, info: ModelInfo, ranks: int) -> int:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import (
     ReduceOp,
     TCPStore,
 )
+from torch.nn.functional import pad
 
 from disagg.errors import RanksLostError
 
@@ -77,6 +78,10 @@ class RankGroup:
         self._device = device
         self._is_alone = False
         self._ended = Event()
+        self._sums = _reduces(ReduceOp.SUM)
+        self._maxima = _reduces(ReduceOp.MAX)
+        self._gathers = AllgatherOptions()
+        self._gathers.asyncOp = False
         timeout = timedelta(seconds=LOAD_S)
         try:
             if device == "cuda":
@@ -104,11 +109,11 @@ class RankGroup:
 
     def sum(self, x: Tensor) -> Tensor:
         """x summed over all ranks, in place; the same bits on each."""
-        return self._reduce(x, ReduceOp.SUM)
+        return self._reduce(x, self._sums)
 
     def max(self, x: Tensor) -> Tensor:
         """The largest x of all ranks, in place."""
-        return self._reduce(x, ReduceOp.MAX)
+        return self._reduce(x, self._maxima)
 
     def agree(self, vote: bool, device: torch.device) -> bool:
         """Whether all ranks vote yes."""
@@ -121,19 +126,16 @@ class RankGroup:
         widths: of each rank
         """
         widest = max(widths)
-        padded = x.new_zeros(len(x), widest)
-        padded[:, : x.shape[1]] = x
-        parts = padded.repeat(self.ranks, 1)
+        padded = pad(x, (0, widest - x.shape[1])).contiguous()
+        parts = padded.new_empty(self.ranks * len(x), widest)
         if not self._is_alone:
-            options = AllgatherOptions()
-            options.asyncOp = False
-            self._wait(self._group._allgather_base(parts, padded, options))
+            self._wait(self._group._allgather_base(parts, padded, self._gathers))
         by_rank = zip(parts.chunk(self.ranks), widths, strict=True)
         return torch.cat([part[:, :n] for part, n in by_rank], 1)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """In it, collectives return at once what this rank has: a rehearsal, with other numbers.
+        """In it, collectives return at once, with no other rank's numbers: a rehearsal.
 
         What breaks in it keeps no other rank waiting.
         """
@@ -172,11 +174,8 @@ class RankGroup:
                     f"rank {self.rank} timed out: a step has taken {self._timeout_s:g} s"
                 )
 
-    def _reduce(self, x: Tensor, op: Any) -> Tensor:
+    def _reduce(self, x: Tensor, options: AllreduceOptions) -> Tensor:
         if not self._is_alone:
-            options = AllreduceOptions()
-            options.reduceOp = op
-            options.asyncOp = False  # on the current stream: it may be recorded
             self._wait(self._group.allreduce([x], options))
         return x
 
@@ -187,6 +186,14 @@ class RankGroup:
             work.wait()
         except RuntimeError as error:
             raise _lost(self.rank, error) from error
+
+
+def _reduces(op: Any) -> AllreduceOptions:
+    """Options of a reduction on the current stream, so that it may be recorded."""
+    options = AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = False
+    return options
 
 
 def _gloo(

@@ -23,6 +23,17 @@ from tests.model.test_describe import write
 from tests.model.tiny import save_config, save_tiny
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 LLAMA_8B |= {
     "num_hidden_layers": 32,
     "max_position_embeddings": 131072,
@@ -33,7 +44,7 @@ LLAMA_8B |= {
 def test_an_8b_on_80_gb_holds_hundreds_of_thousands_of_tokens(tmp_path: Path) -> None:
     path = write(tmp_path, **LLAMA_8B)
 
-    fit = check_model(path, memory=80 * 10**9 - 16 * 10**9)
+    fit = check_model(path, memory=80 * 10**9)
 
     assert fit.exact_bytes_per_token == 2 * 2 * 32 * 8 * 128
 
@@ -57,6 +68,30 @@ def test_each_rank_has_room_beside_the_whole_embedding(tmp_path, monkeypatch):
 
     assert all(not codec.tokens for codec in tight.codecs)
     assert any(codec.tokens for codec in ample.codecs)
+
+
+def test_a_70b_on_four_ranks_holds_what_is_left_beside_its_weights(tmp_path):
+    """Of 72 GB a rank has an embedding of 2.10 GB and a quarter of 139.01 GB of other weights.
+
+    One prompt of 131,072 tokens is computed beside the pages. Exact KV takes 81,920 bytes a token.
+    """
+    path = write(tmp_path, **LLAMA_70B)
+
+    fit = check_model(path, memory=80 * 10**9, ranks=4)
+
+    assert fit.config_weights_bytes == 141_107_412_992
+    (raw,) = (codec for codec in fit.codecs if codec.spec.startswith("raw"))
+    assert raw.bytes_per_token == 81_920
+    of_rank = 2_101_346_304 + (141_107_412_992 - 2_101_346_304) // 4
+    pages = 72 * 10**9 - of_rank - 131_072 * 81_920
+    assert raw.tokens == pytest.approx(pages / 81_920, rel=0.01)
+
+
+def test_more_ranks_than_kv_heads_are_refused_by_the_check(tmp_path):
+    fit = check_model(write(tmp_path, **LLAMA_70B), ranks=16)
+
+    assert not fit.served
+    assert "has 8 KV heads, which 16 ranks cannot share equally" in fit.reason
 
 
 def test_every_codec_has_a_row_or_says_why_not(tmp_path: Path) -> None:
