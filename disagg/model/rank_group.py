@@ -94,7 +94,10 @@ class RankGroup:
     def begin_serving(self) -> None:
         """Models are loaded, steps recorded: from now on each collective has only `timeout_s`."""
         self._timeout_s = self._serving_s
-        self._group._set_default_timeout(timedelta(seconds=self._timeout_s))
+        # torch ends the process when NCCL's time is over: `finish` says so before
+        factor = 2 if self._device == "cuda" else 1
+        timeout = timedelta(seconds=factor * self._timeout_s)
+        self._group._set_default_timeout(timeout)
 
     def abandon(self) -> None:
         """Another rank has ended, so `finish` waits no longer. From any thread."""
