@@ -6,8 +6,6 @@
 and prompts arrive one by one until they are done. Only gaps while a prompt is computed count.
 """
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,12 @@ from tempfile import TemporaryDirectory
 from typer import Option
 
 from benchmarks import command
+from benchmarks.command import Dtype, Model
+from benchmarks.servers import NAME, OwnEnvironment, ServerCommand, running
 from benchmarks.streams import ClientEnd, Questions, gaps_beside
-from benchmarks.vllm_cpu import ROOT, running
 from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, progress, result_of
-from disagg.bench.serving import ServeOptions, find_model
+from disagg.bench.serving import ServeOptions
 from disagg.bench.tables import table
 from disagg.cli.bench import Out, show, without_none
 from disagg.cli.options import Json
@@ -64,24 +63,12 @@ def measure_chunk_time(options: ChunkTimeOptions) -> Row:
 def _measure(
     options: ChunkTimeOptions, questions: Questions, limit: float | None
 ) -> Row:
-    setting = "null" if limit is None else f"{limit:g}"
     with (
         TemporaryDirectory() as folder,
-        running(
-            f"chunk_s {setting}",
-            [
-                *(sys.executable, "-P", "-m", "disagg", "serve", options.model),
-                *("--dtype", options.dtype, "--colocated"),
-                *("--set", f"engine.chunk_s={setting}"),
-                *("--state-file", f"{folder}/state.json"),
-            ],
-            {**os.environ, "PYTHONPATH": str(ROOT)},
-            Path(folder, "log"),
-        ) as server,
+        running(_serve(options, limit, Path(folder)), Path(folder)) as server,
         Child(ClientEnd) as client,
     ):
-        model, _ = find_model(server.url)
-        target = ServeOptions(server.url, model, ignore_eos=True)
+        target = ServeOptions(server.url, NAME, ignore_eos=True)
         # the engine learns what decoding and prompts take
         client.ask("ask", target, questions.make(1, 600, 16))
         batch = questions.make(options.streams, 64, options.answer)
@@ -96,6 +83,18 @@ def _measure(
     }
 
 
+def _serve(
+    options: ChunkTimeOptions, limit: float | None, folder: Path
+) -> ServerCommand:
+    setting = "null" if limit is None else f"{limit:g}"
+    return OwnEnvironment(folder).serve(
+        f"chunk_s {setting}",
+        options.model,
+        options.dtype,
+        *("--colocated", "--set", f"engine.chunk_s={setting}"),
+    )
+
+
 def gap_figures(gaps_ms: Sequence[float]) -> Row:
     """The median, the 99th percentile and the largest of gaps."""
     return {"p50_ms": median(gaps_ms), "p99_ms": p99(gaps_ms), "most_ms": max(gaps_ms)}
@@ -107,8 +106,8 @@ def draw(result: Row) -> str:
 
 
 def chunk_time(
-    model: str | None = Option(None, help="The model."),
-    dtype: str | None = Option(None, help="float32 or bfloat16."),
+    model: Model = None,
+    dtype: Dtype = None,
     streams: int | None = Option(None, min=1, help="Streams that decode."),
     answer: int | None = Option(None, min=2, help="Tokens of each stream."),
     prompts: int | None = Option(None, min=1, help="Prompts that arrive, at most."),

@@ -2,11 +2,16 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from disagg.cli.app import report
 from disagg.errors import ConfigError, DisaggError
+
+Model = Annotated[str | None, Option(help="The model.")]
+Dtype = Annotated[str | None, Option(help="float32 or bfloat16.")]
 
 
 def main(command: Callable[..., None], name: str) -> None:

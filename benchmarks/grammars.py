@@ -18,6 +18,7 @@ import torch
 from typer import Option
 
 from benchmarks import command
+from benchmarks.command import Dtype, Model
 from disagg.bench.result import Row, progress, result_of
 from disagg.bench.tables import table
 from disagg.cli.bench import Out, Rounds, show, without_none
@@ -222,8 +223,8 @@ def draw(result: Row) -> str:
 
 
 def grammars(
-    model: str | None = Option(None, help="The model."),
-    dtype: str | None = Option(None, help="float32 or bfloat16."),
+    model: Model = None,
+    dtype: Dtype = None,
     answer: int | None = Option(None, min=8, help="Tokens of an answer."),
     rounds: Rounds = None,
     out: Out = None,

@@ -17,6 +17,7 @@ import torch
 from typer import Option
 
 from benchmarks import command
+from benchmarks.command import Dtype, Model
 from disagg.bench.result import Row, progress, result_of
 from disagg.bench.tables import table
 from disagg.cli.bench import Out, Rounds, show, without_none
@@ -79,7 +80,7 @@ def measure_lookup(options: LookUpOptions) -> Row:
     """Every kind of answer, with and without drafts."""
     torch.set_num_threads(options.threads)
     runner = Runner.load(options.model, options.dtype)
-    prompts = _prompts(options.model, runner.info.vocab_size)
+    prompts = make_prompts(options.model, runner.info.vocab_size)
     rows = [
         _compare(runner, ask, prompts[ask], options)
         for ask in progress([*prompts], "{}".format)
@@ -87,7 +88,8 @@ def measure_lookup(options: LookUpOptions) -> Row:
     return result_of(rows, NOTES)
 
 
-def _prompts(model: str, vocab_size: int) -> dict[str, list[int]]:
+def make_prompts(model: str, vocab_size: int) -> dict[str, list[int]]:
+    """Tokens of a prompt for each kind of answer."""
     tokenizer, chat = Tokenizer.load(model), ChatTemplate.load(model)
     if chat is None:
         raise ConfigError(f"model {model!r} has no chat template; choose one that has")
@@ -155,8 +157,8 @@ def draw(result: Row) -> str:
 
 
 def lookup(
-    model: str | None = Option(None, help="The model."),
-    dtype: str | None = Option(None, help="float32 or bfloat16."),
+    model: Model = None,
+    dtype: Dtype = None,
     answer: int | None = Option(None, min=2, help="Tokens of an answer."),
     draft: int | None = Option(None, min=2, help="Tokens of a draft."),
     rounds: Rounds = None,

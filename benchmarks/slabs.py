@@ -3,23 +3,29 @@
     python -m benchmarks.slabs --json --out FILE
 
 A real pool without memory. `rows`: prompts are allocated until one is refused, in an arena whose
-slabs suit the codec (`listed`), or the default codec and two others. `churn`: sequences of many
-lengths come and go; how full the arena is whenever one is refused.
+slabs suit the codec (`listed`), or the default codec and two others. `kinds`: the same for models
+with states, windows or latents, in a large and a small arena. `churn`: sequences of many lengths
+come and go; how full the arena is whenever one is refused.
 """
 
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from math import log2
 
 from typer import Option
 
 from benchmarks import command
+from benchmarks.hybrid_bytes import PUBLISHED, Shape
+from benchmarks.hybrid_bytes import shape_of as shape_of_config
 from disagg.bench.result import Row, progress, result_of
 from disagg.cli.bench import Out, show
 from disagg.cli.options import Json
-from disagg.codecs.planning import KVShape, parse_plan
+from disagg.codecs.planning import KVShape, makes_plan, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import CapacityError
 from disagg.kv.arena import HostArena
@@ -63,6 +69,14 @@ CODECS = (
     "kcvt",
     "decoquant",
 )
+KINDS = {
+    "Qwen/Qwen3.5-27B": "states",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "states",
+    "nvidia/Gemma-4-31B-IT-NVFP4": "windows",
+    "openai/gpt-oss-20b": "windows",
+    "deepseek-ai/DeepSeek-V3": "latents",
+}
+KIND_ARENAS = (40 * GIB, 8 * GIB)
 THREE = (DEFAULT_CODEC, "fp8", "raw")
 EIGHT = (*CODECS[:1], *CODECS[2:8], "ott")
 TOKENS = 8192
@@ -97,12 +111,13 @@ def measure_slabs(churn_steps: int) -> Row:
     """Rows for every model and codec, and what churn leaves."""
     cases = [(model, 40 * GIB, TOKENS) for model in MODELS]
     rows = [row for case in progress(cases, str) for row in compare(*case)]
+    kinds = [row for model in progress(KINDS, str) for row in kind_rows(model)]
     churn = [
         churn_row(*case, mix, churn_steps)
         for case in progress(CHURN, str)
         for mix in MIXES
     ]
-    return result_of(rows, NOTES, churn=churn)
+    return result_of(rows, NOTES, kinds=kinds, churn=churn)
 
 
 def compare(model: str, arena_bytes: int, tokens: int) -> Iterator[Row]:
@@ -113,20 +128,36 @@ def compare(model: str, arena_bytes: int, tokens: int) -> Iterator[Row]:
         yield fill_row(model, arena_bytes, tokens, spec, THREE)
 
 
+def kind_rows(model: str) -> Iterator[Row]:
+    """Rows of every codec that fits a model whose layers differ."""
+    specs = [spec for spec in CODECS if makes_plan(spec, shape_named(model))]
+    for arena_bytes, spec in product(KIND_ARENAS, specs):
+        row = fill_row(model, arena_bytes, TOKENS, spec, [spec])
+        yield {"kind": KINDS[model], **row, "asked": spec}
+
+
+@cache
+def shape_named(model: str) -> KVShape:
+    """The KV shape of one of `MODELS` or `KINDS`."""
+    return MODELS.get(model) or shape_of_config(Shape(model, PUBLISHED))
+
+
 def fill_row(
     model: str, arena_bytes: int, tokens: int, spec: str, listed: Sequence[str]
 ) -> Row:
     """What an arena is said to hold under a codec, and what it holds."""
-    plan = parse_plan(spec, MODELS[model])
+    plan = parse_plan(spec, shape_named(model))
     pool = _pool(model, arena_bytes, tokens, listed)
     promised = tokens_that_fit(plan, pool, tokens)
     held = _fill(pool, plan, tokens)
+    record_bytes = [shape.nbytes for shape in plan.records(plan.full(tokens))]
     return {
         "model": model,
         "arena_bytes": arena_bytes,
         "codec": plan.spec,
         "listed": len(listed),
         "slab_bytes": pool.slab_bytes,
+        "record_bytes": sorted(record_bytes),
         "promised_tokens": promised,
         "held_tokens": held,
         "held_of_promised": held / promised,
@@ -135,22 +166,32 @@ def fill_row(
 
 
 def _pool(model: str, arena_bytes: int, tokens: int, listed: Sequence[str]) -> Pool:
-    shape = MODELS[model]
+    shape = shape_named(model)
     plans = [parse_plan(each, shape) for each in listed]
     slab_bytes = slab_bytes_for(shape, plans, arena_bytes, tokens)
     return Pool(Nowhere(arena_bytes), slab_bytes)
 
 
 def _fill(pool: Pool, plan: Plan, tokens: int) -> int:
-    """Tokens of prompts until one is refused, and of a shorter last one."""
+    """Tokens of prompts until one is refused, and of the longest one that then fits."""
     held = 0
-    while tokens:
-        try:
-            allocate_groups(plan, tokens, pool)
-            held += tokens
-        except CapacityError:
-            tokens //= 2
-    return held
+    while _fits(pool, plan, tokens):
+        allocate_groups(plan, tokens, pool)
+        held += tokens
+    rest = bisect_left(range(1, tokens), True, key=lambda x: not _fits(pool, plan, x))
+    if rest:
+        allocate_groups(plan, rest, pool)
+    return held + rest
+
+
+def _fits(pool: Pool, plan: Plan, tokens: int) -> bool:
+    """Whether a prompt is not refused."""
+    try:
+        states = allocate_groups(plan, tokens, pool)
+    except CapacityError:
+        return False
+    pool.release([page for state in states for page in state.ids()])
+    return True
 
 
 def churn_row(

@@ -14,15 +14,10 @@ time, and one after another is loaded, so that a host that gets slower is slower
 
 import json
 import os
-import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -33,21 +28,27 @@ import httpx
 from typer import Argument, Option
 
 from benchmarks import command
-from disagg.bench.link import LOOPBACK
+from benchmarks.command import Dtype
+from benchmarks.servers import (
+    NAME,
+    ROOT,
+    START_S,
+    OwnEnvironment,
+    Server,
+    ServerCommand,
+    VllmEnvironment,
+    all_running,
+)
 from disagg.bench.result import Row, announce, progress, result_of
 from disagg.bench.tables import table
 from disagg.cli.bench import Out, Rounds, show, without_none
 from disagg.cli.options import Json
-from disagg.errors import DeadlineError, PeerLostError
+from disagg.errors import PeerLostError
 
-ROOT = Path(__file__).resolve().parent.parent
-NAME = "m"  # of the model, at every server
 VLLM = "vllm"
 COLOCATED = "colocated"
 SPLIT = "split"
 BEFORE = "before "  # of the names of servers from another checkout
-START_S = 900.0  # vLLM compiles at its first start
-STOP_S = 60.0
 WARM_UP_TOKENS = (64, 600, 3000)
 # prompts of a round, by streams
 REQUESTS = {1: 4, 8: 16, 16: 32}
@@ -55,7 +56,8 @@ LONG_REQUESTS = {1: 2, 8: 8}
 LONG_PROMPT = 3072
 NOTES = (
     "all servers run at the same time and are loaded by turns; rates are medians of rounds; "
-    "vllm: VLLM_CPU_OMP_THREADS_BIND has all cores; load: of the host before each turn"
+    "vllm: VLLM_CPU_OMP_THREADS_BIND has all cores, LD_PRELOAD libiomp5; "
+    "load: of the host before each turn"
 )
 COLUMNS = [
     "size",
@@ -85,144 +87,27 @@ class PeerOptions:
     rounds: int = 2
     before: Path | None = None
 
-    @property
-    def vllm(self) -> str:
-        """The command of vLLM."""
-        return str(self.environment / "bin" / "vllm")
 
-
-@dataclass(frozen=True)
-class Server:
-    """A server that runs.
-
-    name: of its kind
-    url:  without a path
-    """
-
-    name: str
-    url: str
-
-
-def vllm_environment() -> dict[str, str]:
-    """What vLLM needs: for a CPU, with all cores, and offline."""
-    last_core = (os.cpu_count() or 1) - 1
-    return {
-        **os.environ,
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{last_core}",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def running(
-    name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
-) -> Iterator[Server]:
-    """A server that answers, until the end."""
-    port = free_port()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*arguments, "--port", str(port)],
-            env=dict(environment),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # the scheduler of Linux divides a host between sessions
-            start_new_session=True,
-        )
-    server = Server(name, f"http://{LOOPBACK}:{port}")
-    try:
-        _wait_until_ready(server, process, log)
-        yield server
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        with suppress(ProcessLookupError):
-            # vLLM leaves workers behind that still compile
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait_until_ready(
-    server: Server, process: "subprocess.Popen[bytes]", log: Path
-) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise PeerLostError(f"{server.name} ended: {log.read_text()[-2000:]}")
-        try:
-            if httpx.get(f"{server.url}/health", timeout=5).is_success:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise DeadlineError(f"{server.name} does not answer after {START_S:g} s")
-
-
-def serve_vllm(options: PeerOptions, *flags: str) -> list[str]:
-    """The command line of vLLM's server."""
-    return [
-        *(options.vllm, "serve", str(options.model)),
-        *("--served-model-name", NAME),
-        *("--dtype", options.dtype),
-        *("--max-model-len", "4096"),
-        *flags,
-    ]
-
-
-def serve_ours(options: PeerOptions, state_file: Path, *flags: str) -> list[str]:
-    """The command line of our server."""
-    return [
-        *(sys.executable, "-P", "-m", "disagg", "serve", str(options.model)),
-        *("--dtype", options.dtype),
-        *("--set", f"server.served_model_name={NAME}"),
-        *("--state-file", str(state_file)),
-        *flags,
-    ]
-
-
-@contextmanager
-def all_servers(options: PeerOptions, folder: Path) -> Iterator[list[Server]]:
-    """vLLM and ours, and those of the other checkout; each has had its first requests."""
-    ours = {COLOCATED: ["--colocated"], SPLIT: ["--prefill", "1", "--decode", "1"]}
+def commands(options: PeerOptions, folder: Path) -> Iterator[ServerCommand]:
+    """vLLM and ours, and those of the other checkout; a folder for state files."""
+    model = (options.model, options.dtype)
+    yield VllmEnvironment(options.environment).serve(VLLM, *model)
     checkouts = {"": ROOT}
     if options.before is not None:
         checkouts[BEFORE] = options.before
-    with ExitStack() as stack:
-        start = partial(_start, stack, folder)
-        servers = [start(VLLM, serve_vllm(options), vllm_environment())]
-        for (prefix, checkout), (name, flags) in product(
-            checkouts.items(), ours.items()
-        ):
-            full_name = prefix + name
-            arguments = serve_ours(options, folder / f"{full_name}.json", *flags)
-            environment = {**os.environ, "PYTHONPATH": str(checkout)}
-            servers.append(start(full_name, arguments, environment))
+    for prefix, checkout in checkouts.items():
+        ours = OwnEnvironment(folder, checkout)
+        yield ours.serve(prefix + COLOCATED, *model, "--colocated")
+        yield ours.serve(prefix + SPLIT, *model, "--prefill", "1", "--decode", "1")
+
+
+@contextmanager
+def warm_servers(options: PeerOptions, folder: Path) -> Iterator[list[Server]]:
+    """All of them; each has had its first requests."""
+    with all_running(commands(options, folder), folder) as servers:
         for server in servers:
             _warm_up(server)
         yield servers
-
-
-def _start(
-    stack: ExitStack,
-    folder: Path,
-    name: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-) -> Server:
-    announce(f"starting {name}")
-    log = folder / f"{name}.log"
-    return stack.enter_context(running(name, arguments, environment, log))
 
 
 def _warm_up(server: Server) -> None:
@@ -238,7 +123,7 @@ def measure_peers(options: PeerOptions) -> Row:
     measured: dict[tuple[str, str], list[Row]] = {}
     with TemporaryDirectory() as name:
         folder = Path(name)
-        with all_servers(options, folder) as servers:
+        with warm_servers(options, folder) as servers:
             turns = [*product(range(options.rounds), options.sizes, servers)]
             for number, (_, size, server) in enumerate(progress(turns, _turn_name)):
                 row = measure_server(options, server, size, number, folder)
@@ -249,7 +134,7 @@ def measure_peers(options: PeerOptions) -> Row:
     rows = [_summary(*case, rounds) for case, rounds in measured.items()]
     for row in rows:
         row["ratio"] = row["tokens_per_s"] / _vllm_rate(rows, row["size"])
-    return result_of(rows, NOTES, vllm=_version(options))
+    return result_of(rows, NOTES, vllm=VllmEnvironment(options.environment).version())
 
 
 def _turn_name(turn: tuple[int, str, Server]) -> str:
@@ -265,8 +150,9 @@ def measure_server(
     requests = (LONG_REQUESTS if prompt >= LONG_PROMPT else REQUESTS)[streams]
     load = round(os.getloadavg()[0], 2)
     file = folder / "result.json"
+    vllm = VllmEnvironment(options.environment)
     arguments = [
-        *(options.vllm, "bench", "serve", "--backend", "openai"),
+        *(vllm.program, "bench", "serve", "--backend", "openai"),
         *("--base-url", server.url, "--endpoint", "/v1/completions"),
         *("--model", NAME, "--tokenizer", str(options.model)),
         *("--dataset-name", "random", "--random-input-len", str(prompt)),
@@ -277,7 +163,7 @@ def measure_server(
         *("--result-filename", file.name),
     ]
     run = subprocess.run(
-        arguments, env=vllm_environment(), capture_output=True, text=True, check=False
+        arguments, env=vllm.variables, capture_output=True, text=True, check=False
     )
     if run.returncode:
         raise PeerLostError(f"vllm bench serve ended: {run.stderr[-2000:]}")
@@ -318,15 +204,6 @@ def _vllm_rate(rows: Sequence[Row], size: str) -> float:
     return rate
 
 
-def _version(options: PeerOptions) -> str:
-    python = str(options.environment / "bin" / "python")
-    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    run = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=True
-    )
-    return run.stdout.strip()
-
-
 def draw(result: Row) -> str:
     """The result as a table."""
     return table(result["rows"], COLUMNS)
@@ -335,7 +212,7 @@ def draw(result: Row) -> str:
 def vllm_cpu(
     environment: Path = Argument(help="Virtual environment with vllm-cpu."),
     model: Path = Argument(help="Folder of the model."),
-    dtype: str | None = Option(None, help="float32 or bfloat16."),
+    dtype: Dtype = None,
     size: list[str] | None = Option(None, help="Streams x tokens of a prompt."),
     before: Path | None = Option(None, help="Another checkout of this project."),
     rounds: Rounds = None,

@@ -15,12 +15,11 @@ from disagg.codecs.contract import Queries
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.kernels.ops import attend
 from disagg.kernels.view import Softmax
-from disagg.kv.page import ARENA_UNIT
 from disagg.kv.plan import LayerGroup
 from disagg.kv.state import GroupState, allocate_group
 from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
-from disagg.model.states.records import record_pages
+from disagg.model.states.records import arena_until, record_pages
 from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
 from disagg.paged.append import RecordIds, SequenceGrowth, take_records
 from disagg.paged.compressed_kv import GrowingArena
@@ -73,8 +72,7 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> PromptKV:
 
     chunk = Chunk(0, total, 0, workspace, sink)
     *pages, end = record_pages(runner.shape.states)
-    nbytes = max(1, end) * ARENA_UNIT
-    arena = torch.zeros(nbytes, dtype=torch.uint8, device=runner.device)
+    arena = arena_until(end, 0, runner.device)
     batch = Batch(
         tokens,
         range(total),

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
-from disagg.kv.page import ARENA_UNIT, Layout
+from disagg.kv.page import Layout
 from disagg.kv.plan import LayerShape
 from disagg.model.attention import (
     IMPLEMENTATION,
@@ -29,7 +29,7 @@ from disagg.model.cache import cache_name
 from disagg.model.describe import ModelInfo
 from disagg.model.latents import Heads, heads_of, own_expansion
 from disagg.model.states.cache import StepCache
-from disagg.model.states.records import record_pages
+from disagg.model.states.records import arena_until, record_pages
 from disagg.model.states.step import NO_STATES, StatePart, StateRows, StateStep
 
 MASKED = "disagg-masked"  # our attention, with masks that only carry the window's size
@@ -249,8 +249,7 @@ def _records(
     for _ in range(count):
         *own_pages, end = record_pages(layouts, end)
         pages.append(own_pages)
-    arena = torch.full((end * ARENA_UNIT,), 0xFF, dtype=torch.uint8, device=device)
-    return pages, arena
+    return pages, arena_until(end, 0xFF, device)
 
 
 def _state_step(

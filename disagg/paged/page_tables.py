@@ -18,14 +18,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.codecs.contract import Codec
 from disagg.codecs.exact import exact_format
 from disagg.kernels.cpu.library import STRIP_PAGES
 from disagg.kernels.formats import Format
-from disagg.kernels.gpu.plan import Span, most_units, units_of_spans
+from disagg.kernels.gpu.plan import Ints, Span, most_units, units_of_spans
 from disagg.kernels.sealing import SealRows
 from disagg.kernels.view import Table, WorkPlan
 from disagg.kv.page import Layout, align
@@ -40,8 +39,6 @@ from disagg.paged.append import (
     seal_rows,
     seal_tails,
 )
-
-Ints = NDArray[np.signedinteger]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import vllm_cpu
-from benchmarks.vllm_cpu import PeerOptions, Server
+from benchmarks.servers import Server, VllmEnvironment
+from benchmarks.vllm_cpu import PeerOptions
 
 OPTIONS = PeerOptions(Path("/env"), Path("/model"), sizes=["1x512"], rounds=3)
 RATES = {"vllm": [10.0, 30.0, 20.0], "split": [30.0, 5.0, 31.0]}
@@ -29,9 +30,9 @@ def measured(monkeypatch):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(vllm_cpu, "all_servers", lambda *_: Servers())
+    monkeypatch.setattr(vllm_cpu, "warm_servers", lambda *_: Servers())
     monkeypatch.setattr(vllm_cpu, "measure_server", measure)
-    monkeypatch.setattr(vllm_cpu, "_version", lambda _: "1")
+    monkeypatch.setattr(VllmEnvironment, "version", lambda _: "1")
     return turns
 
 
@@ -49,15 +50,3 @@ def test_servers_take_turns_and_no_seed_comes_twice(measured):
 
     assert [server for server, _, _ in measured] == ["vllm", "split"] * 3
     assert len({seed for _, _, seed in measured}) == 6
-
-
-def test_a_server_that_ends_says_what_it_wrote(tmp_path):
-    script = tmp_path / "server"
-    script.write_text("#!/bin/sh\necho no such model\nexit 1\n")
-    script.chmod(0o755)
-
-    with (
-        pytest.raises(vllm_cpu.PeerLostError, match="broken ended: no such model"),
-        vllm_cpu.running("broken", [str(script)], {}, tmp_path / "log"),
-    ):
-        pass

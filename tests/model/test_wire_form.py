@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from disagg.kv.page import (
-    ARENA_UNIT,
     BF16,
     EXACT,
     INT8,
@@ -12,7 +11,7 @@ from disagg.kv.page import (
     make_state_layout,
     make_wire_layout,
 )
-from disagg.model.states.records import StateRecords, record_pages
+from disagg.model.states.records import StateRecords, arena_until, record_pages
 from disagg.model.states.wire_form import narrow, widen
 from tests.synthetic import relative_error
 
@@ -33,7 +32,7 @@ def round_trip(state: torch.Tensor, form: str) -> dict[str, torch.Tensor]:
     """A state through its wire record, into a record that held NaN before."""
     wire = wire_of(form)
     before, between, after, end = record_pages([LAYOUT, wire, LAYOUT])
-    arena = torch.full((end * ARENA_UNIT,), 0xFF, dtype=torch.uint8)
+    arena = arena_until(end, 0xFF)
     exact, sent = StateRecords(arena, LAYOUT), StateRecords(arena, wire)
     exact.views(before)["recurrent0"].copy_(state)
     exact.views(before)["conv0"].copy_(torch.arange(18).view(6, 3))

@@ -113,3 +113,9 @@ def record_pages(layouts: Sequence[Layout], first: int = 0) -> list[int]:
     """Pages of one record for each layer, side by side, and the page behind them."""
     units = [units_for(layout.block_bytes) for layout in layouts]
     return list(accumulate(units, initial=first))
+
+
+def arena_until(end: int, fill: int, device: torch.device | None = None) -> Tensor:
+    """An arena that ends at a page, with at least one unit; every byte is `fill`."""
+    nbytes = max(1, end) * ARENA_UNIT
+    return torch.full((nbytes,), fill, dtype=torch.uint8, device=device)
