@@ -35,6 +35,9 @@ from disagg.paged.page_tables import GroupStep
 
 IMPLEMENTATION = "disagg"
 BLOCK_SCORES = 1 << 24  # fp32 scores in memory at a time, where no fused kernel serves
+PIECE = 64  # tokens of a prompt whose queries are attended together, on a CPU
+ROWS = 16  # of them at least: products of fewer rows round otherwise
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # called with a layer; k and v [H, n, D], the exact K and V of the last n tokens so far (all tokens,
 # except where a window hides the first); and the chunk, whose tables are on the device
@@ -231,10 +234,10 @@ def attend_exact(
         return _attend_in_blocks(q, k, v, softmax, window or total)
     if window is not None and window < total:
         return _attend_with_mask(q, k, v, softmax, window)
+    if q.device.type == "cpu":
+        return _attend_in_pieces(q, k, v, softmax)
     if count in (1, total):
         return _attend_fused(q, k, v, softmax, None)
-    if q.device.type == "cpu":
-        return _attend_in_two(q, k, v, softmax)
     flash = SDPAParams(q[None], k[None], v[None], None, 0, False, True)
     if can_use_flash_attention(flash):
         # no mask in memory: a flag of the kernel
@@ -275,30 +278,55 @@ def _attend_with_mask(
     return _attend_fused(q, k, v, softmax, mask)
 
 
-def _attend_in_two(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Causal attention on a CPU without a mask: to the tokens before the chunk, and to its own.
+def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Causal attention on a CPU, whose bits do not depend on where the chunk begins and ends.
 
-    A mask would be read for every score, and hides only scores of the chunk's own tokens. The
-    kernel is the one below `scaled_dot_product_attention`, which returns no log-sum-exps.
+    A last bit can decide between two codes of a page, and later between two tokens. So queries go
+    in pieces that begin at multiples of PIECE tokens, padded to full length. Each piece attends to
+    itself and to the tokens before it; the two are merged. The kernel is the one below
+    `scaled_dot_product_attention`, which returns no log-sum-exps.
     """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    before = k.shape[1] - q.shape[1]
-    past, past_lse = flash(
-        q[None],
-        k[None, :, :before],
-        v[None, :, :before],
-        is_causal=False,
-        scale=softmax.scale,
+    total = k.shape[1]
+    before = total - q.shape[1]
+    start = before - before % PIECE
+    behind = -total % PIECE
+    all_q = pad(q, (0, 0, before - start, behind))
+    own_kv = [pad(x[:, start:], (0, 0, 0, behind)) for x in (k, v)]
+    pieces = [x.unflatten(1, (-1, PIECE)).transpose(0, 1) for x in (all_q, *own_kv)]
+    own, own_lse = FLASH(*pieces, is_causal=True, scale=softmax.scale)
+    outputs = []
+    for index, piece in enumerate(pieces[0]):
+        end = start + index * PIECE
+        output = own[index]
+        if end:
+            first = max(0, before - end)
+            past, past_lse = _attend_past(
+                piece, k[:, :end], v[:, :end], softmax, first, total - end
+            )
+            past_weight = torch.sigmoid(past_lse - own_lse[index])[..., None]
+            output = torch.lerp(output.float(), past.float(), past_weight).to(q.dtype)
+        outputs.append(output)
+    return torch.cat(outputs, 1)[:, before - start : total - start]
+
+
+def _attend_past(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of a piece to the tokens before it, and log-sum-exps; zeros for rows that pad it.
+
+    first, last: the rows that are tokens. A multiple of ROWS gives the same bits as all rows
+    """
+    first -= first % ROWS
+    last = min(PIECE, last + -last % ROWS)
+    # the queries of one KV head side by side: so many rows are faster
+    grouped_q = q[:, first:last].unflatten(0, (k.shape[0], -1)).flatten(1, 2)
+    out, lse = FLASH(
+        grouped_q[None], k[None], v[None], is_causal=False, scale=softmax.scale
     )
-    own, own_lse = flash(
-        q[None],
-        k[None, :, before:],
-        v[None, :, before:],
-        is_causal=True,
-        scale=softmax.scale,
-    )
-    past_weight = torch.sigmoid(past_lse - own_lse)[..., None]
-    return torch.lerp(own.float(), past.float(), past_weight)[0].to(q.dtype)
+    shape = q.shape[0], last - first
+    rows = (first, PIECE - last)
+    out = pad(out.reshape(*shape, -1), (0, 0, *rows))
+    return out, pad(lse.reshape(shape), rows)
 
 
 def _attend_in_blocks(

@@ -88,3 +88,29 @@ def test_chunks_and_company_do_not_change_the_bytes_of_a_prompt(runner, codec):
         digests.add(digest_of(engine, prompt, codec, others))
 
     assert len(digests) == 1
+
+
+# a multiple of 16 tokens: nobody writes the rest of a raw page
+WHOLE_PAGES = 304
+
+
+def test_a_model_gives_a_prompt_the_same_bytes_in_all_chunks(runner):
+    """Not nearly the same: a last bit may lie between two codes, and change a token later on."""
+    prompt = random_prompt(WHOLE_PAGES)
+    digests = set()
+
+    for chunk, others in ((512, 0), (17, 0), (64, 0), (100, 3)):
+        engine = make_engine(runner, max_batch_tokens=chunk)
+        digests.add(digest_of(engine, prompt, "raw", others))
+
+    assert len(digests) == 1
+
+
+def test_a_cached_prefix_does_not_change_the_bytes_of_a_prompt(runner):
+    prompt = random_prompt(WHOLE_PAGES)
+    engine = make_engine(runner)
+
+    cold, resumed = (digest_of(engine, prompt, "raw", 0) for _ in range(2))
+
+    assert engine.counts["cached_tokens"] == WHOLE_PAGES - 16
+    assert resumed == cold

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +61,24 @@ def test_the_last_tokens_attend_to_all_visible_ones(
 
     expected = naive(q, k, v, softmax, window)
     assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+BORDERS = (7, 64, 100, 101, 128, 190)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_a_query_has_the_same_bits_in_every_chunk(heads):
+    torch.manual_seed(0)
+    q = torch.randn(6, 200, 64)
+    k, v = torch.randn(2, heads, 200, 64)
+    softmax = Softmax(0.2)
+
+    whole = attention.attend_exact(q, k, v, softmax, None)
+
+    for start, end in pairwise((0, *BORDERS, 200)):
+        visible = k[:, :end], v[:, :end]
+        chunk = attention.attend_exact(q[:, start:end], *visible, softmax, None)
+        assert torch.equal(chunk, whole[:, start:end])
 
 
 def test_flash_kernels_get_neither_a_mask_nor_repeated_heads(monkeypatch):
