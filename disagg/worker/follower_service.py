@@ -90,3 +90,6 @@ class FollowerService(FollowerHandler):
     async def stop(self, name: str) -> None:
         if sending := self._sending.pop(name, None):
             await sending.ends.aclose()
+
+    async def ping(self) -> None:
+        """Its io loop runs."""

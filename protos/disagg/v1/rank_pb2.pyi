@@ -121,3 +121,11 @@ class StopPartsRequest(_message.Message):
 class StopPartsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PingResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
