@@ -2,7 +2,7 @@
 
     receiving   open, attach, check, close      the parts that a follower stores
     sending     send, finish, stop              the parts that a follower sends
-    always      ping                            whether it is frozen
+    always      digests, ping                   what its cached items are, whether it is frozen
 
 `FollowerHandler` is what a follower implements. `FollowerClient` has the same methods over a link,
 so rank 0 can hold either. Failures are errors of disagg.errors; a follower that is gone is
@@ -39,10 +39,12 @@ from disagg.wire import Commit, pack
 RANK_SERVICE = "disagg.v1.RankService"
 CALL_S = 5.0  # every call but Finish
 RETRY_S = 0.5  # between two calls to close
+DIGESTS_S = 1.0  # the verification of cached blocks does not wait for longer
 PING_S = 1.0  # for a ping, and between two
 log = logging.getLogger(__name__)
 
 Records = Mapping[Kind, list[int]]  # page ids of a layer group, by kind
+Span = tuple[int, int]  # first byte in an arena, number of bytes
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,9 @@ class FollowerHandler(Protocol):
     async def stop(self, name: str) -> None:
         """Give up what is not acknowledged; the records are not read any more."""
 
+    async def digests(self, spans: Sequence[Span]) -> list[int]:
+        """The digests of bytes of its arena."""
+
     async def ping(self) -> None:
         """Answer at once."""
 
@@ -179,6 +184,10 @@ class Followers:
     async def check(self, rank: int, commit: Commit) -> float:
         """Whether a part of a follower is complete; its `verify_ms`."""
         return await self.handlers[rank - 1].check(commit)
+
+    async def digests(self, rank: int, spans: Sequence[Span]) -> list[int]:
+        """The digests of bytes in the arena of a follower."""
+        return await self.handlers[rank - 1].digests(spans)
 
     async def watch(self, timeout_s: float) -> None:
         """Until a follower has not answered for this long: RanksLostError. Endless without any.
@@ -280,6 +289,12 @@ def follower_handler(handler: FollowerHandler) -> grpc.GenericRpcHandler:
         await handler.stop(parse(pb.StopPartsRequest, data).name)
         return pb.StopPartsResponse().SerializeToString()
 
+    async def read_digests(data: bytes) -> bytes:
+        request = parse(pb.ReadDigestsRequest, data)
+        spans = [*zip(request.starts, request.sizes, strict=False)]
+        response = pb.ReadDigestsResponse(digests=await handler.digests(spans))
+        return response.SerializeToString()
+
     async def ping(data: bytes) -> bytes:
         await handler.ping()
         return pb.PingResponse().SerializeToString()
@@ -292,6 +307,7 @@ def follower_handler(handler: FollowerHandler) -> grpc.GenericRpcHandler:
         "SendParts": send_parts,
         "FinishParts": finish_parts,
         "StopParts": stop_parts,
+        "ReadDigests": read_digests,
         "Ping": ping,
     }
     return rpc_handlers(RANK_SERVICE, calls)
@@ -343,6 +359,14 @@ class FollowerClient(FollowerHandler):
     async def stop(self, name: str) -> None:
         request = pb.StopPartsRequest(name=name)
         await self._call("StopParts", request, pb.StopPartsResponse)
+
+    async def digests(self, spans: Sequence[Span]) -> list[int]:
+        starts, sizes = zip(*spans, strict=True) if spans else ((), ())
+        request = pb.ReadDigestsRequest(starts=starts, sizes=sizes)
+        response = await self._call(
+            "ReadDigests", request, pb.ReadDigestsResponse, DIGESTS_S
+        )
+        return [*response.digests]
 
     async def ping(self) -> None:
         await self._call("Ping", pb.PingRequest(), pb.PingResponse, PING_S)
