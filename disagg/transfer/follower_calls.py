@@ -40,7 +40,7 @@ RANK_SERVICE = "disagg.v1.RankService"
 CALL_S = 5.0  # every call but Finish
 RETRY_S = 0.5  # between two calls to close
 DIGESTS_S = 1.0  # the verification of cached blocks does not wait for longer
-PING_S = 1.0  # for a ping, and between two
+PING_S = 1.0  # between two pings
 log = logging.getLogger(__name__)
 
 Records = Mapping[Kind, list[int]]  # page ids of a layer group, by kind
@@ -143,7 +143,7 @@ class FollowerHandler(Protocol):
     async def digests(self, spans: Sequence[Span]) -> list[int]:
         """The digests of bytes of its arena."""
 
-    async def ping(self) -> None:
+    async def ping(self, deadline_s: float) -> None:
         """Answer at once."""
 
 
@@ -207,7 +207,7 @@ class Followers:
         was_silent = False
         while True:
             try:
-                await handler.ping()
+                await handler.ping(timeout_s / 2)
                 answered_at = self._clock()
                 was_silent = False
             except DisaggError as error:
@@ -368,8 +368,8 @@ class FollowerClient(FollowerHandler):
         )
         return [*response.digests]
 
-    async def ping(self) -> None:
-        await self._call("Ping", pb.PingRequest(), pb.PingResponse, PING_S)
+    async def ping(self, deadline_s: float) -> None:
+        await self._call("Ping", pb.PingRequest(), pb.PingResponse, deadline_s)
 
     async def _call(
         self,
