@@ -11,7 +11,7 @@ import torch
 from disagg.bench.child import Child
 from disagg.bench.result import Row
 from disagg.bench.serving import RequestTimes
-from disagg.config import ClusterConfig, Config, RouterConfig
+from disagg.config import Config, RouterConfig
 from disagg.model.tokenizer import Tokenizer
 from disagg.router.router import Router, WorkerConnection
 from disagg.transfer.control import WorkerClient
@@ -33,7 +33,8 @@ class WorkerEnd:
     async def start(self, config: Config, role: Role, name: str) -> WorkerInfo:
         """Where it can be reached; it also runs without a router that follows it."""
         torch.set_num_threads(1)
-        config = replace(config, cluster=ClusterConfig(orphan_s=ORPHAN_S))
+        cluster = replace(config.cluster, orphan_s=ORPHAN_S)
+        config = replace(config, cluster=cluster)
         self._worker = self.worker_type(config, role, name)
         settle_memory()
         return await asyncio.to_thread(self._worker.start)

@@ -39,6 +39,7 @@ Decode worker, rank 0, on the io loop: Receiver, around the rules in Reservation
     admit         at the last commit: the engine owns the records             Reservations.commit
     keep          cache the blocks of an admitted prompt under their keys     PrefixCache.keep
     scrub         verify cached blocks; drop damaged ones                     Receiver.scrub
+    digests [r]   of the same blocks in the arenas of followers               Followers.digests
     close   [r]   followers write nothing of an ended reservation any more    Followers.close
     release       then free its records                                       PrefixCache.release
 

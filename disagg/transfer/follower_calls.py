@@ -2,15 +2,17 @@
 
     receiving   open, attach, check, close      the parts that a follower stores
     sending     send, finish, stop              the parts that a follower sends
+    always      digests, ping                   what its cached items are, whether it is frozen
 
 `FollowerHandler` is what a follower implements. `FollowerClient` has the same methods over a link,
 so rank 0 can hold either. Failures are errors of disagg.errors; a follower that is gone is
-PeerLostError, and the end of its whole group.
+PeerLostError, and the end of its whole group: `Followers.watch` says so.
 """
 
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self
@@ -18,7 +20,7 @@ from typing import Any, Protocol, Self
 import grpc
 from google.protobuf.message import Message
 
-from disagg.errors import DisaggError, RequestError
+from disagg.errors import DisaggError, RanksLostError, RequestError
 from disagg.kv.page import Kind
 from disagg.protos.v1 import rank_pb2 as pb
 from disagg.transfer.messages import (
@@ -37,9 +39,12 @@ from disagg.wire import Commit, pack
 RANK_SERVICE = "disagg.v1.RankService"
 CALL_S = 5.0  # every call but Finish
 RETRY_S = 0.5  # between two calls to close
+DIGESTS_S = 1.0  # the verification of cached blocks does not wait for longer
+PING_S = 1.0  # between two pings
 log = logging.getLogger(__name__)
 
 Records = Mapping[Kind, list[int]]  # page ids of a layer group, by kind
+Span = tuple[int, int]  # first byte in an arena, number of bytes
 
 
 @dataclass(frozen=True)
@@ -135,19 +140,28 @@ class FollowerHandler(Protocol):
     async def stop(self, name: str) -> None:
         """Give up what is not acknowledged; the records are not read any more."""
 
+    async def digests(self, spans: Sequence[Span]) -> list[int]:
+        """The digests of bytes of its arena."""
+
+    async def ping(self, deadline_s: float) -> None:
+        """Answer at once."""
+
 
 class Followers:
-    """The followers of a decode worker, as rank 0 asks them. Lives on the io loop.
+    """The followers of a worker, as rank 0 asks them. Lives on the io loop.
 
     handlers:  of rank 1, rank 2 and so on
     addresses: "host:port" of each, where it takes frames
+    clock:     in seconds; it never goes back
     """
 
     def __init__(
         self,
         handlers: Sequence[FollowerHandler] = (),
         addresses: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ):
+        self._clock = clock
         self.addresses = tuple(addresses)
         self.handlers = handlers
         self._openings: dict[int, asyncio.Future[Any]] = {}  # by nonce
@@ -170,6 +184,41 @@ class Followers:
     async def check(self, rank: int, commit: Commit) -> float:
         """Whether a part of a follower is complete; its `verify_ms`."""
         return await self.handlers[rank - 1].check(commit)
+
+    async def digests(self, rank: int, spans: Sequence[Span]) -> list[int]:
+        """The digests of bytes in the arena of a follower."""
+        return await self.handlers[rank - 1].digests(spans)
+
+    async def watch(self, timeout_s: float) -> None:
+        """Until a follower has not answered for this long: RanksLostError. Endless without any.
+
+        A step would notice, but a group whose hand-offs fail has no next step.
+        """
+        watches = [
+            self._watch_one(rank, handler, timeout_s)
+            for rank, handler in enumerate(self.handlers, 1)
+        ]
+        await asyncio.gather(*watches, asyncio.Event().wait())
+
+    async def _watch_one(
+        self, rank: int, handler: FollowerHandler, timeout_s: float
+    ) -> None:
+        answered_at = self._clock()
+        was_silent = False
+        while True:
+            try:
+                await handler.ping(timeout_s / 2)
+                answered_at = self._clock()
+                was_silent = False
+            except DisaggError as error:
+                is_silent = self._clock() > answered_at + timeout_s
+                # twice in a row: this process may have been frozen
+                if is_silent and was_silent:
+                    raise RanksLostError(
+                        f"rank {rank} has not answered for {timeout_s:g} s: {error}"
+                    ) from error
+                was_silent = is_silent
+            await asyncio.sleep(PING_S)
 
     def close(self, nonce: int, free: Callable[[], None]) -> None:
         """Close the parts of a reservation everywhere, then free its records."""
@@ -240,6 +289,16 @@ def follower_handler(handler: FollowerHandler) -> grpc.GenericRpcHandler:
         await handler.stop(parse(pb.StopPartsRequest, data).name)
         return pb.StopPartsResponse().SerializeToString()
 
+    async def read_digests(data: bytes) -> bytes:
+        request = parse(pb.ReadDigestsRequest, data)
+        spans = [*zip(request.starts, request.sizes, strict=False)]
+        response = pb.ReadDigestsResponse(digests=await handler.digests(spans))
+        return response.SerializeToString()
+
+    async def ping(data: bytes) -> bytes:
+        await handler.ping()
+        return pb.PingResponse().SerializeToString()
+
     calls = {
         "OpenParts": open_parts,
         "AttachPart": attach_part,
@@ -248,6 +307,8 @@ def follower_handler(handler: FollowerHandler) -> grpc.GenericRpcHandler:
         "SendParts": send_parts,
         "FinishParts": finish_parts,
         "StopParts": stop_parts,
+        "ReadDigests": read_digests,
+        "Ping": ping,
     }
     return rpc_handlers(RANK_SERVICE, calls)
 
@@ -298,6 +359,17 @@ class FollowerClient(FollowerHandler):
     async def stop(self, name: str) -> None:
         request = pb.StopPartsRequest(name=name)
         await self._call("StopParts", request, pb.StopPartsResponse)
+
+    async def digests(self, spans: Sequence[Span]) -> list[int]:
+        starts, sizes = zip(*spans, strict=True) if spans else ((), ())
+        request = pb.ReadDigestsRequest(starts=starts, sizes=sizes)
+        response = await self._call(
+            "ReadDigests", request, pb.ReadDigestsResponse, DIGESTS_S
+        )
+        return [*response.digests]
+
+    async def ping(self, deadline_s: float) -> None:
+        await self._call("Ping", pb.PingRequest(), pb.PingResponse, deadline_s)
 
     async def _call(
         self,

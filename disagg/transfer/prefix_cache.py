@@ -35,7 +35,7 @@ class CachedBlock:
 
     manifest: of a part of that prompt; the same for all of its parts
     digests:  of all items of all parts, part by part in the order of the manifest
-    own_parts: how many of these are on this rank, the first ones
+    rank_parts: how many of these are on each rank; all ranks have them at the same addresses
     """
 
     key: bytes
@@ -43,7 +43,7 @@ class CachedBlock:
     block: PrefixBlock
     manifest: Manifest
     digests: "array[int]"
-    own_parts: int = 1
+    rank_parts: int = 1
 
     @property
     def group(self) -> LayerGroup:
@@ -58,14 +58,15 @@ class CachedBlock:
             digests += self.digests[before + indices.start : before + indices.stop]
         return digests
 
-    def own_items(self) -> Iterator[tuple[Item, Span, int]]:
-        """The items on this rank, with their addresses and digests."""
+    def items(self, rank: int = 0) -> Iterator[tuple[Item, Span, int]]:
+        """The items on a rank, with their addresses and digests."""
         page_of = dict(zip(self.block.records(), self.pages, strict=True))
         group = self.group
         items = self.block.items(group)
-        for part in range(self.own_parts):
-            heads = HeadSlice(part, self.own_parts)
-            for item, expected in zip(items, self.item_digests(part), strict=True):
+        for index in range(self.rank_parts):
+            heads = HeadSlice(index, self.rank_parts)
+            digests = self.item_digests(rank * self.rank_parts + index)
+            for item, expected in zip(items, digests, strict=True):
                 layout = group.layout(item.kind)
                 page = page_of[item.kind, item.record]
                 start = page * ARENA_UNIT + heads.offset(group, layout, item.layer)
@@ -102,15 +103,28 @@ class Scrub:
     blocks: Sequence[CachedBlock]
     copies: Callable[[], list[memoryview]]
 
+    def spans(self, rank: int = 0) -> list[Span]:
+        """The addresses of all items on a rank."""
+        return [span for block in self.blocks for _, span, _ in block.items(rank)]
+
     def verify(self) -> dict[bytes, CorruptFrameError]:
         """By key, the blocks that are not as they were committed. For any thread: it only reads."""
+        return self.compare(map(digest, self.copies()))
+
+    def compare(
+        self, digests: Iterable[int], rank: int = 0
+    ) -> dict[bytes, CorruptFrameError]:
+        """The same, from the digests of what is at the addresses of `spans`."""
         damaged: dict[bytes, CorruptFrameError] = {}
-        copies = iter(self.copies())
+        remaining = iter(digests)
         for cached in self.blocks:
-            for item, _, expected in cached.own_items():
-                actual = digest(next(copies))
+            for item, _, expected in cached.items(rank):
+                actual = next(remaining)
                 if actual != expected:
-                    text = f"{item} was altered in the pool: it is {actual:x}, was {expected:x}"
+                    text = (
+                        f"{item} was altered in the pool of rank {rank}: "
+                        f"it is {actual:x}, was {expected:x}"
+                    )
                     damaged.setdefault(cached.key, CorruptFrameError(text))
         return damaged
 
@@ -184,7 +198,7 @@ class PrefixCache:
             return frozenset()
         plan = pending.manifest.plan
         tokens = pending.job.tokens
-        own_parts = len(self._partition(pending.job).received_by(0))
+        rank_parts = len(self._partition(pending.job).received_by(0))
         manifest = Manifest(plan, tokens)  # a new one, which has not listed its items
         packed_digests = array("Q", digests)
         block_pages = set[int]()
@@ -195,7 +209,7 @@ class PrefixCache:
             for block, key in zip(reversed(blocks), reversed(keys), strict=True):
                 pages = tuple(ids[kind][record] for kind, record in block.records())
                 cached = CachedBlock(
-                    key, pages, block, manifest, packed_digests, own_parts
+                    key, pages, block, manifest, packed_digests, rank_parts
                 )
                 self._pool.keep(key, pages, cached)
                 block_pages.update(pages)
@@ -210,7 +224,7 @@ class PrefixCache:
         while self._keys_to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
             for cached in self._take([self._keys_to_scrub.pop()]):
                 blocks.append(cached)
-                spans += [span for _, span, _ in cached.own_items()]
+                spans += [span for _, span, _ in cached.items()]
         return Scrub(blocks, self._pool.arena.stage(spans))
 
     def end_scrub(self, scrub: Scrub, damaged: Iterable[bytes]) -> None:

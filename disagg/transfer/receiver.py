@@ -36,6 +36,7 @@ from disagg.transfer.messages import (
     parse_commit,
     ticket_from_proto,
 )
+from disagg.transfer.prefix_cache import Scrub
 from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, PageFrame, message_frame, unpack
@@ -176,18 +177,36 @@ class Receiver(PageReceiver):
     async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
         """Verify the next cached blocks, up to `max_bytes`; drop and report damaged ones.
 
-        In a thread, as a device copies the bytes only after the kernels that run now.
+        In a thread, as a device copies the bytes only after the kernels that run now. Followers
+        read the digests of their own heads.
         """
         scrub = self.reservations.cache.begin_scrub(max_bytes)
         damaged: dict[bytes, CorruptFrameError] = {}
         try:
             damaged = await asyncio.to_thread(scrub.verify)
+            if scrub.blocks:
+                damaged |= await self._scrub_followers(scrub)
         finally:
             ended = self.reservations.end_scrub(scrub, damaged)
         for error, requests in ended.items():
             log.error("%s; %d requests used it", error, len(requests))
             for rid, attempt in requests:
                 self._on_damage(rid, attempt, error)
+
+    async def _scrub_followers(self, scrub: Scrub) -> dict[bytes, CorruptFrameError]:
+        """The damaged blocks of all followers that answer; the others have a later turn."""
+        ranks = range(1, 1 + len(self.followers.handlers))
+        calls = [self.followers.digests(rank, scrub.spans(rank)) for rank in ranks]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        damaged: dict[bytes, CorruptFrameError] = {}
+        for rank, digests in zip(ranks, answers, strict=True):
+            if isinstance(digests, DisaggError):
+                log.debug("rank %d did not verify its cached pages: %s", rank, digests)
+            elif isinstance(digests, BaseException):
+                raise digests
+            else:
+                damaged |= scrub.compare(digests, rank)
+        return damaged
 
     # -- the service: bytes of messages in and out
 

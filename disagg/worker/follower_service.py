@@ -3,13 +3,16 @@
     frames of other workers ─► PageReceiver ─► FollowerParts ─► arena
     rank 0 ─► FollowerService
                  │ open, attach, check, close   what arrives here
-                 └ send, finish, stop           OutgoingHandoff: what leaves
+                 │ send, finish, stop           OutgoingHandoff: what leaves
+                 └ digests                      what is cached here
 
 A follower decides nothing: reservations, leases, commits and the results of requests are those of
 rank 0. The engine of this rank, which computes what rank 0 broadcasts, finds a hand-off by its name
 in `context.in_flight`, and tells it what is final.
 """
 
+import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,7 @@ from disagg.transfer.incoming import FollowerParts
 from disagg.transfer.messages import Attach, Attached, Submit, Work
 from disagg.transfer.receiver import PageReceiver
 from disagg.transfer.stats import HandoffStats
-from disagg.wire import Commit
+from disagg.wire import Commit, digest
 from disagg.worker.handoff import MigrationHandoff, OutgoingHandoff, SendingContext
 
 
@@ -90,3 +93,10 @@ class FollowerService(FollowerHandler):
     async def stop(self, name: str) -> None:
         if sending := self._sending.pop(name, None):
             await sending.ends.aclose()
+
+    async def digests(self, spans: Sequence[tuple[int, int]]) -> list[int]:
+        copies = self._context.arena.stage(spans)
+        return await asyncio.to_thread(lambda: [*map(digest, copies())])
+
+    async def ping(self, deadline_s: float) -> None:
+        """Its io loop runs."""

@@ -4,19 +4,20 @@
     all ranks   ◄──────── collectives of each forward pass, by a RankGroup ────────►
 
 A follower waits for orders without a timeout. If a rank ends, its sockets close: the others see it
-at once. If one hangs, the next collective fails after `rank_timeout_s`. Either is the end of the
-group; there is no part of one.
+at once. If one hangs, the next collective fails after `rank_timeout_s`, and so does an order that
+fills the socket. Either is the end of the group; there is no part of one.
 """
 
 import atexit
 import pickle
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from socket import socketpair
+from socket import SO_SNDTIMEO, SOL_SOCKET, socket, socketpair
 from threading import Thread
 from typing import Any
 
@@ -129,11 +130,13 @@ class RankProcesses:
         return [self._receive(link, ADDRESS).decode() for link in self._links]
 
     def send(self, engine: int, order: Order | ServeOrder) -> None:
-        """Bring an order to all followers; RanksLostError if one has ended."""
+        """Bring an order to all followers; RanksLostError if one has ended, or reads nothing."""
         data = pack_order((engine, order))
         try:
             for link in self._links:
                 link.send_bytes(data)
+        except BlockingIOError as error:
+            raise RanksLostError("a rank has read no order for too long") from error
         except OSError as error:
             raise RanksLostError(f"a rank has ended: {self.cause()}") from error
 
@@ -198,6 +201,7 @@ class RankProcesses:
 
     def _start(self, start: RankStart) -> None:
         own, other = socketpair()
+        limit_sending(own, start.timeout_s)
         command = [sys.executable, "-P", "-m", "disagg.worker.rank_process"]
         with other:
             process = subprocess.Popen(
@@ -209,6 +213,13 @@ class RankProcesses:
         link.send_bytes(pack_order(start))
         self._links.append(link)
         self._processes.append(process)
+
+
+def limit_sending(link: socket, timeout_s: float) -> None:
+    """Let writes fail that have waited this long for a peer to read: it is frozen."""
+    whole_s, part_s = divmod(timeout_s, 1.0)
+    timeval = struct.pack("ll", int(whole_s), int(1e6 * part_s))
+    link.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval)
 
 
 def follow(link: Connection) -> None:

@@ -15,7 +15,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from disagg.transfer.messages import (
     Role,
     WorkerInfo,
 )
-from disagg.transfer.rpc import Link, connect, start_server, tune_malloc
+from disagg.transfer.rpc import connect, start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.worker.rank_endpoint import ServeOrder
 from disagg.worker.ranks import RankProcesses
@@ -268,12 +268,17 @@ class Worker:
         self._stop_asked: asyncio.Future[float] = self._loop.create_future()
         links = [connect(address, self._security) for address in self._followers]
         async with asyncio.TaskGroup() as tasks:
-            self.service = self._make_service(tasks, links)
-            receiver = self.service.receiver
-            endless = [receiver.run(), self._watch_router(), *self._make_direct()]
+            followers = Followers([*map(FollowerClient, links)], self._followers)
+            self.service = self._make_service(tasks, followers)
+            endless = [
+                self.service.receiver.run(),
+                self._watch_router(),
+                followers.watch(self.config.cluster.rank_timeout_s),
+                *self._make_direct(),
+            ]
             endless_tasks = [tasks.create_task(self._supervise(x)) for x in endless]
             server, address = await start_server(
-                [worker_handler(self.service), receiver.handlers()],
+                [worker_handler(self.service), self.service.receiver.handlers()],
                 self._host,
                 self._security,
                 self.config.cluster.ports,
@@ -295,9 +300,8 @@ class Worker:
         raise RuntimeError(f"a part of {self.name} that never ends has ended: {work}")
 
     def _make_service(
-        self, tasks: asyncio.TaskGroup, links: Sequence[Link]
+        self, tasks: asyncio.TaskGroup, followers: Followers
     ) -> WorkerService:
-        """links: to the followers"""
         return WorkerService(
             name=self.name,
             role=self._initial_role,
@@ -306,7 +310,7 @@ class Worker:
             runner=self._runner,
             security=self._security,
             tasks=tasks,
-            followers=Followers([*map(FollowerClient, links)], self._followers),
+            followers=followers,
         )
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:

@@ -14,6 +14,7 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import (
     AbortedError,
     CorruptFrameError,
+    DeadlineError,
     DisaggError,
     LayoutError,
     ReservationError,
@@ -319,20 +320,52 @@ async def test_a_retry_from_a_group_of_another_size_replaces_the_attempt():
     await check_idle(group)
 
 
-async def test_a_damaged_cached_part_is_found_at_rank_0():
+@pytest.mark.parametrize(
+    ("senders", "ranks", "rank"), [(2, 1, 0), (2, 2, 1), (4, 2, 1)]
+)
+async def test_a_damaged_cached_part_is_found_at_its_rank(senders, ranks, rank):
     whole = make_cached(1500, 1)
-    group = receiving_group(whole, 1)
+    group = receiving_group(whole, ranks)
+    await give(whole, senders, group, "one")
+    group.free()
+    await settle()
+    await group.receiver.scrub(1 << 30)
+    assert not group.ledger.counts["damaged"]
+
+    flip_last_byte_of_a_block(group, rank)
+    await group.receiver.scrub(1 << 30)
+
+    assert group.ledger.counts["damaged"] == 1
+    await check_idle(group)
+
+
+def flip_last_byte_of_a_block(group: ReceivingGroup, rank: int) -> None:
+    """Of a cached block, on one rank."""
+    (key, *_) = group.pool.kept_keys()
+    (entry,) = group.pool.take([key])
+    group.pool.release(entry.pages)
+    *_, (_, (start, nbytes), _) = entry.note.items(rank)
+    arena = group.arenas[rank]
+    flipped = arena.read(start + nbytes - 1, 1)[0] ^ 1
+    arena.write([(start + nbytes - 1, bytes([flipped]))])
+
+
+async def test_a_follower_that_does_not_answer_holds_up_no_verification(monkeypatch):
+    whole = make_cached(1500, 1)
+    group = receiving_group(whole, 2)
     await give(whole, 2, group, "one")
     group.free()
-    assert not group.scrub()
+    await settle()
 
-    (page, *_) = group.pool.kept_keys()
-    cached = group.pool.take([page])[0]
-    group.pool.release(cached.pages)
-    *_, (_, (start, nbytes), _) = cached.note.own_items()
-    flipped = group.pool.arena.read(start + nbytes - 1, 1)[0] ^ 1
-    group.pool.arena.write([(start + nbytes - 1, bytes([flipped]))])
-    assert len(group.scrub()) == 1
+    async def fails(spans: object) -> list[int]:
+        raise DeadlineError("frozen")
+
+    monkeypatch.setattr(group.services[0], "digests", fails)
+    flip_last_byte_of_a_block(group, 0)
+    await group.receiver.scrub(1 << 30)
+
+    assert group.ledger.counts["damaged"] == 1
+    await check_idle(group)
 
 
 async def test_heads_that_do_not_divide_are_refused_before_room_is_taken():

@@ -22,6 +22,7 @@ from tests.worker.pairs import House, house
 LENGTHS = (17, 130, 200)
 TOKENS = 20
 CODECS = ["raw", "kivi", "gear", "ott"]
+FROZEN = {"cluster.rank_timeout_s": 2.0}
 SHAPES = [(1, 2), (2, 1), (2, 2)]  # ranks of the prefill and of the decode worker
 
 
@@ -75,6 +76,10 @@ async def answers_of(
     params = {"max_tokens": TOKENS, "ignore_eos": True, **sampling}
     asked = [home.complete(random_prompt(n), codec, **params) for n in lengths]
     return [tokens for tokens, _ in await asyncio.gather(*asked)]
+
+
+def has_ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
 
 
 def received_tokens(home: House) -> int:
@@ -191,3 +196,20 @@ async def test_all_streams_survive_a_killed_follower(tiny, victim):
 
         assert await asking == expected
         home.add(victim, Role(worker._initial_role))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_follower_that_freezes_ends_an_idle_group(tiny):
+    """Without it every hand-off of the group would fail, and no step would tell."""
+    async with house(config_of(tiny, 1, 2, **FROZEN)) as home:
+        worker = home.add("d", Role.DECODE)
+        (pid,) = worker._ranks.pids
+        os.kill(pid, signal.SIGSTOP)
+
+        with pytest.raises(RanksLostError, match="rank 1 has not answered for 2 s"):
+            await until(lambda: worker.wait(0.0))
+        del home.workers["d"]
+        home.router.died("d")
+
+        await until(lambda: has_ended(pid))

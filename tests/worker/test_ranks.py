@@ -13,6 +13,7 @@ from disagg.codecs.registry import codec_names
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill
+from disagg.engine.orders import StepOrder
 from disagg.errors import ConfigError, ModelError, RanksLostError
 from disagg.llm import LLM, SamplingParams
 from disagg.model.capacity import check_model, check_ranks_of
@@ -192,6 +193,19 @@ def test_a_frozen_rank_ends_its_group_after_the_timeout(tiny, monkeypatch):
         run_until_idle(engine)
     ranks.processes.close()
     assert ranks.processes.cause()
+
+
+@pytest.mark.slow
+def test_an_order_that_a_frozen_rank_does_not_read_ends_its_group(tiny, monkeypatch):
+    """A socket holds 200 KB of orders; steps of long texts have more."""
+    monkeypatch.setattr("tests.worker.test_ranks.TIMEOUT_S", 3.0)
+    processes = TwoRanks(tiny).processes
+    (pid,) = processes.pids
+    os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(RanksLostError, match="has read no order for too long"):
+        processes.send(0, StepOrder(tokens=list(range(10**6))))
+    processes.close()
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):

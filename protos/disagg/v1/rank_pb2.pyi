@@ -121,3 +121,25 @@ class StopPartsRequest(_message.Message):
 class StopPartsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ReadDigestsRequest(_message.Message):
+    __slots__ = ("starts", "sizes")
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, starts: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadDigestsResponse(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, digests: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PingResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
