@@ -46,14 +46,15 @@ VLLM = "vllm"
 OURS = "disagg"
 PLAIN = " without drafts"  # of the names of servers
 WARM_UP_TOKENS = 16
+LEAST_STEP_S = 1e-3  # events closer than that are of one step: a token and its end, say
 COUNTS = {
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
 NOTES = (
     "milliseconds of a token behind the first one, by the clock of the client; medians of rounds; "
-    "ratio: plain_ms / ms; per_step: tokens of an event of the stream, with drafts; equal: the "
-    "text with drafts is that without; load: of the host before each answer"
+    "ratio: plain_ms / ms; per_step: tokens of a step with drafts, by the events of "
+    "the stream; equal: the text with drafts is that without; load: of the host before each answer"
 )
 COLUMNS = ["ask", "server", "plain_ms", "ms", "ratio", "per_step", "equal"]
 
@@ -81,14 +82,14 @@ class NgramOptions:
 class Answer:
     """An answer of a server.
 
-    tokens, events:    of its stream; one event a step, unless the client was late
+    steps:             behind the first one, as the client saw them; fewer if it was late
     drafted, accepted: tokens of its drafts, and those of them that were right
     load:              of the host before it
     """
 
     text: str
     tokens: int
-    events: int
+    steps: int
     token_ms: float
     drafted: int
     accepted: int
@@ -164,23 +165,24 @@ def answer_of(
     """One answer, and what drafts it had."""
     load = round(os.getloadavg()[0], 2)
     before = draft_counts(server)
-    times = _stream(options, server, ask, prompt)
+    times = stream(options, server, ask, prompt)
     counts = {
         name: count - before[name] for name, count in draft_counts(server).items()
     }
     return Answer(
         times.text,
         times.tokens,
-        1 + len(times.gaps_s),
+        sum(gap >= LEAST_STEP_S for gap in times.gaps_s),
         1e3 * times.tpot_s,
         load=load,
         **counts,
     )
 
 
-def _stream(
+def stream(
     options: NgramOptions, server: Server, ask: str, prompt: Sequence[int]
 ) -> RequestTimes:
+    """What the client saw of one answer; PeerLostError if it failed."""
     target = ServeOptions(
         server.url,
         NAME,
@@ -214,7 +216,7 @@ def compare(
     plain_ms = median(answer.token_ms for answer in plain)
     token_ms = median(answer.token_ms for answer in drafted)
     last = drafted[-1]
-    steps = max(answer.events for answer in drafted) - 1
+    steps = max(answer.steps for answer in drafted)
     return {
         "ask": ask,
         "server": server,

@@ -8,7 +8,9 @@ import pytest
 from benchmarks import vllm_ngram
 from benchmarks.servers import Server
 from benchmarks.vllm_ngram import Answer, NgramOptions
+from disagg.bench.serving import RequestTimes
 
+NO_DRAFTS = {"drafted": 0, "accepted": 0}
 METRICS = """\
 # HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.
 vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 40.0
@@ -18,13 +20,13 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9.0
 """
 
 
-def answer(token_ms: float, events: int, text: str = "a") -> Answer:
-    return Answer(text, 97, events, token_ms, drafted=70, accepted=64, load=0.5)
+def answer(token_ms: float, steps: int, text: str = "a") -> Answer:
+    return Answer(text, 97, steps, token_ms, drafted=70, accepted=64, load=0.5)
 
 
 def test_ratios_are_of_medians_of_rounds():
-    plain = [answer(ms, 97) for ms in (30.0, 90.0, 40.0)]
-    drafted = [answer(ms, 33) for ms in (20.0, 10.0, 60.0)]
+    plain = [answer(ms, 96) for ms in (30.0, 90.0, 40.0)]
+    drafted = [answer(ms, 32) for ms in (20.0, 10.0, 60.0)]
 
     row = vllm_ngram.compare("edit", "vllm", plain, drafted)
 
@@ -32,7 +34,7 @@ def test_ratios_are_of_medians_of_rounds():
 
 
 def test_events_that_the_client_read_together_make_no_steps_larger():
-    drafted = [answer(20.0, events) for events in (30, 33, 31)]
+    drafted = [answer(20.0, steps) for steps in (29, 32, 30)]
 
     row = vllm_ngram.compare("edit", "vllm", drafted, drafted)
 
@@ -40,8 +42,8 @@ def test_events_that_the_client_read_together_make_no_steps_larger():
 
 
 def test_a_text_that_drafts_changed_is_not_equal():
-    plain = [answer(9.0, 97)]
-    drafted = [answer(9.0, 97, "b")]
+    plain = [answer(9.0, 96)]
+    drafted = [answer(9.0, 96, "b")]
 
     row = vllm_ngram.compare("edit", "vllm", plain, drafted)
 
@@ -57,6 +59,17 @@ def test_counts_of_drafts_are_summed_over_engines(monkeypatch):
     assert counts == {"drafted": 42, "accepted": 12}
 
 
+def test_a_token_and_the_end_behind_it_are_of_one_step(monkeypatch):
+    times = RequestTimes(1, gaps_s=[0.02, 0.03, 1e-5], tokens=3, text="a")
+    monkeypatch.setattr(vllm_ngram, "stream", lambda *_: times)
+    monkeypatch.setattr(vllm_ngram, "draft_counts", lambda _: dict(NO_DRAFTS))
+
+    options = NgramOptions(Path("/env"))
+    answer = vllm_ngram.answer_of(options, Server("disagg", "http://"), "chat", [1])
+
+    assert answer.steps == 2
+
+
 def test_each_project_has_a_server_with_drafts_and_one_without(tmp_path):
     commands = vllm_ngram.commands(NgramOptions(Path("/env")), Path("/m"), tmp_path)
 
@@ -67,7 +80,7 @@ def test_each_project_has_a_server_with_drafts_and_one_without(tmp_path):
 
 def test_an_answer_that_failed_ends_the_benchmark(monkeypatch):
     closed = Server("vllm", "http://127.0.0.1:9")
-    monkeypatch.setattr(vllm_ngram, "draft_counts", lambda _: {})
+    monkeypatch.setattr(vllm_ngram, "draft_counts", lambda _: dict(NO_DRAFTS))
 
     with pytest.raises(vllm_ngram.PeerLostError, match="vllm answers edit"):
         vllm_ngram.answer_of(NgramOptions(Path("/env")), closed, "edit", [1])
