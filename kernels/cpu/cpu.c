@@ -46,7 +46,8 @@ const char *disagg_path(int64_t path) {
 
 int64_t disagg_size(int64_t index) { /* of the structs that library.py fills in, in its order; then 0 */
     static const int64_t sizes[] = {sizeof(Side), sizeof(Format), sizeof(Table), sizeof(Encoding),
-                                    sizeof(Squares), sizeof(Append), sizeof(Attention), sizeof(Step), 0};
+                                    sizeof(Squares), sizeof(Append), sizeof(Attention), sizeof(Step),
+                                    sizeof(Norm), sizeof(Rotation), sizeof(Gate), 0};
     return sizes[index];
 }
 
@@ -74,4 +75,18 @@ void disagg_encode(int64_t path, const Encoding *e, int64_t threads) {
 
 void disagg_sum_squares(int64_t path, const Squares *s, int64_t threads) {
     share((Work)find_path(path)->sum_squares, s, (s->begun + s->tokens + SLOTS - 1) / SLOTS * s->heads, threads);
+}
+
+static int64_t units_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+
+void disagg_norm(int64_t path, const Norm *n, int64_t threads) {
+    share((Work)find_path(path)->norm, n, units_of(n->rows), threads);
+}
+
+void disagg_rotate(int64_t path, const Rotation *r, int64_t threads) {
+    share((Work)find_path(path)->rotate, r, units_of(r->rows), threads);
+}
+
+void disagg_gate(int64_t path, const Gate *g, int64_t threads) {
+    share((Work)find_path(path)->gate, g, units_of(g->rows), threads);
 }
