@@ -90,6 +90,12 @@ NormC = _structure(
 )
 RotationC = _structure("RotationC", "*x *cosines *sines rows heads head_dim x_row type")
 GateC = _structure("GateC", "*x *out rows columns x_row type")
+ExactC = _structure(
+    "ExactC",
+    "*q *k *v *out count total heads width head_dim q_head q_row k_head k_row v_head v_row "
+    "out_head out_row",
+    scale=ctypes.c_float,
+)
 STRUCTURES = (
     SideC,
     FormatC,
@@ -102,6 +108,7 @@ STRUCTURES = (
     NormC,
     RotationC,
     GateC,
+    ExactC,
 )
 CALLS = (
     "attend",
@@ -112,6 +119,7 @@ CALLS = (
     "norm",
     "rotate",
     "gate",
+    "attend_exact",
 )
 
 
@@ -156,6 +164,16 @@ def paths() -> tuple[str, ...]:
     if library is None:
         return ()
     return tuple(name for i, name in enumerate(PATHS) if library.disagg_path(i))
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this machine has matrix units for bfloat16 that the library may use."""
+    library = load()
+    if library is None:
+        return False
+    library.disagg_has_amx.restype = ctypes.c_int64
+    return bool(library.disagg_has_amx())
 
 
 def backend() -> str:

@@ -111,6 +111,17 @@ typedef struct { /* out [rows][columns] = silu(x) times what lies `columns` numb
     int64_t rows, columns, x_row, type;
 } Gate;
 
+typedef struct { /* causal attention of the last `count` of `total` tokens, in bfloat16; strides in numbers */
+    const uint16_t *q, *k, *v; /* v: of channels; rows have zeros up to a multiple of 32 tokens */
+    uint16_t *out;
+    int64_t count, total, heads, width, head_dim;
+    int64_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row;
+    float scale;
+} Exact;
+
+typedef void (*Job)(const void *job, int64_t unit);
+void disagg_share(Job work, const void *job, int64_t units, int64_t threads);
+
 typedef struct { /* one instruction set; attend_one: where each KV head has one query */
     const char *name;
     void (*attend)(const Attention *, int64_t unit), (*attend_one)(const Attention *, int64_t unit);
