@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import pad, rms_norm
 from transformers.activations import SiLUActivation
 
 from disagg.kernels.rows import Rotation, add_and_norm, gate, rotate
 from disagg.kernels.view import Softmax
 from disagg.model.attention import Attention, attend_exact
+from disagg.model.linear import pad_rows, padded_rows
 from disagg.model.shards import Summed
 
 # model types that this forward pass was written for; each has a test
@@ -140,8 +141,9 @@ class LlamaAttention(nn.Module):
         self.is_rotated = bool(getattr(attention, "use_rope", True))
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
-        """x: [N, hidden]."""
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+        """x [M, hidden] -> [M, hidden], of which N rows have a rotation, and attend."""
+        count = len(rotation[0])
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)[:count]
         qk = heads[:, : self.rotated_heads]
         v = heads[:, self.rotated_heads :].transpose(0, 1)
         if self.norm is not None:
@@ -151,7 +153,7 @@ class LlamaAttention(nn.Module):
         q = qk[:, : self.query_heads].transpose(0, 1)
         k = qk[:, self.query_heads :].transpose(0, 1)
         attended = attend(self, q, k, v, self.softmax, {"attention_mask": None})
-        out: Tensor = self.out(attended.flatten(1))
+        out: Tensor = self.out(pad_rows(attended.flatten(1), len(x)))
         return out
 
 
@@ -257,16 +259,19 @@ class LlamaForward(nn.Module):
 
         tokens, positions, rows: int64
         """
-        x = self.embedding(tokens)
+        # behind the tokens are rows that nothing reads
+        padding = padded_rows(len(tokens)) - len(tokens)
+        x = self.embedding(pad(tokens, (0, padding)))
         if self.embedding_factor != 1:
             x = x * self.embedding_factor
         rotation = self._rotation(x, positions)
         more: Tensor | None = None
         for layer in self.layers:
             x, more = layer(x, more, rotation, attend)
-        if rows is not None:
-            x = x[rows]
-            more = None if more is None else more[rows]
+        if rows is None:
+            rows = torch.arange(len(tokens), device=x.device)
+        x = x[rows]
+        more = None if more is None else more[rows]
         _, normalized = self.norm.behind_sum(x, more, self.factor)
         logits: Tensor = self.head(normalized)
         return logits if self.logits_divisor == 1 else logits / self.logits_divisor

@@ -26,9 +26,13 @@ def make(request):
 
 def by_torch(compute, *arguments):
     """The same in fp64."""
-    exact = [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+    exact = [*map(in_fp64, arguments)]
     with library.forced(library.TORCH):
         return compute(*exact)
+
+
+def in_fp64(x):
+    return x.double() if isinstance(x, torch.Tensor) else x
 
 
 def assert_near(actual, expected):
@@ -42,7 +46,9 @@ def rotate(x, cosines, sines):
 
 
 def test_sum_and_norm_are_those_of_torch(path, make):
-    x, more, weight = make(ROWS, 96), make(ROWS, 100)[:, :96], make(96)
+    x = make(ROWS, 96)
+    more = make(ROWS, 100)[:, :96]
+    weight = make(96)
     expected = by_torch(rows.add_and_norm, x, more, weight, 1e-5, 0.5)
 
     with library.forced(path):
@@ -53,7 +59,8 @@ def test_sum_and_norm_are_those_of_torch(path, make):
 
 
 def test_a_norm_needs_no_sum(path, make):
-    x, weight = make(ROWS, 96), make(96)
+    x = make(ROWS, 96)
+    weight = make(96)
     _, expected = by_torch(rows.add_and_norm, x, None, weight, 1e-5)
 
     with library.forced(path):
@@ -64,7 +71,9 @@ def test_a_norm_needs_no_sum(path, make):
 
 
 def test_only_the_heads_that_are_named_are_rotated(path, make):
-    heads, cosines, sines = make(ROWS, 5, 64), make(ROWS, 64), make(ROWS, 64)
+    heads = make(ROWS, 5, 64)
+    cosines = make(ROWS, 64)
+    sines = make(ROWS, 64)
     before = heads.clone()
     named = heads[:, :3]
     expected = by_torch(rotate, named, cosines, sines)
@@ -88,7 +97,8 @@ def test_gates_are_those_of_torch_for_large_numbers_too(path, make):
 
 @pytest.mark.parametrize("columns", [24, 96])
 def test_a_row_does_not_depend_on_its_neighbours(path, make, columns):
-    x, weight = make(ROWS, columns), make(columns)
+    x = make(ROWS, columns)
+    weight = make(columns)
 
     with library.forced(path):
         _, together = rows.add_and_norm(x, None, weight, 1e-5)
