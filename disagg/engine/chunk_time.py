@@ -1,5 +1,7 @@
 """How long decoding sequences wait for chunks of prompts, where one worker does both."""
 
+from disagg.model.linear import unpadded_rows
+
 LEAST_TOKENS = 256  # of a chunk: smaller ones read all weights for little
 NEW_SHARE = 0.3  # of the newest measurement in the mean
 
@@ -16,13 +18,16 @@ class ChunkTime:
         self._token_s = 0.0
         self._decode_s = 0.0
 
-    def fit(self, most: int) -> int:
-        """How many tokens of prompts, at most `most`, a step with decoding sequences computes."""
+    def fit(self, most: int, decoding: int) -> int:
+        """How many tokens of prompts, at most `most`, a step with decoding tokens computes.
+
+        With those it is a number of rows that layers have kernels for.
+        """
         is_measured = self._token_s and self._decode_s
         if self._limit_s is None or not is_measured:
             return most
-        fitting = int(self._limit_s / self._token_s)
-        return min(most, max(LEAST_TOKENS, fitting))
+        fitting = max(LEAST_TOKENS, int(self._limit_s / self._token_s))
+        return min(most, unpadded_rows(decoding + fitting) - decoding)
 
     def learn(self, prompt_tokens: int, seconds: float) -> None:
         """A step took so long, with so many tokens of prompts."""

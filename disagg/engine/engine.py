@@ -365,9 +365,10 @@ class Engine:
     def _schedule(self) -> tuple[list[ScheduledTokens], StepAllocation]:
         """Which sequences compute how many tokens, and the records that decoding needs for it."""
         scheduled, allocation = self._schedule_decodes()
-        budget = self._config.max_batch_tokens - sum(x.count for x in scheduled)
+        decoding = sum(x.count for x in scheduled)
+        budget = self._config.max_batch_tokens - decoding
         if scheduled:
-            budget = self._chunk_time.fit(budget)
+            budget = self._chunk_time.fit(budget, decoding)
         is_full = False
         for sequence in self._scheduler.prompts(self._clock()):
             if budget <= 0:

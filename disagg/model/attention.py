@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from disagg.codecs.contract import Codec
 from disagg.errors import ModelError
+from disagg.kernels.cpu import exact as cpu_exact
 from disagg.kernels.reference.softmax import capped
 from disagg.kernels.view import Softmax
 from disagg.kv.plan import LayerShape
@@ -173,7 +174,10 @@ class BatchAttention:
             shape = self.shapes[layer]
             all_k, all_v = heads.expand(*exact)
             attended = attend_visible(chunk_q, all_k, all_v, softmax, shape, end)
-            out[rows] = attended.transpose(0, 1)
+            if chunk.count == len(out):
+                out = attended.transpose(0, 1)
+            else:
+                out[rows] = attended.transpose(0, 1)
             if is_new:
                 asked = heads.ask(chunk_q)
                 chunk.workspace.observe(layer, asked, chunk.before, softmax)
@@ -234,6 +238,8 @@ def attend_exact(
         return _attend_in_blocks(q, k, v, softmax, window or total)
     if window is not None and window < total:
         return _attend_with_mask(q, k, v, softmax, window)
+    if cpu_exact.is_served(q, k, v):
+        return cpu_exact.attend_exact(q, k, v, softmax.scale)
     if q.device.type == "cpu":
         return _attend_in_pieces(q, k, v, softmax)
     if count in (1, total):

@@ -13,15 +13,17 @@ still computes, and `llama_forward` compares the two before the model is let go.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import pad, rms_norm
+from transformers.activations import SiLUActivation
 
+from disagg.kernels.rows import Rotation, add_and_norm, gate, rotate
 from disagg.kernels.view import Softmax
 from disagg.model.attention import Attention, attend_exact
+from disagg.model.linear import pad_rows, padded_rows
 from disagg.model.shards import Summed
 
 # model types that this forward pass was written for; each has a test
@@ -46,17 +48,54 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 PROBE_TOKENS = 24
 
 Transform = Callable[[Tensor], Tensor]
-Rotation = tuple[Tensor, Tensor]  # cosines and signed sines, [N, 1, D] each
 
 
-def plain_norm(norm: Any) -> Transform:
-    """A norm of transformers in one operation, where it is a root mean square with weights."""
-    weight = getattr(norm, "weight", None)
-    epsilon = getattr(norm, "variance_epsilon", None)
-    if weight is None or epsilon is None:
-        module: Transform = norm
-        return module
-    return partial(rms_norm, normalized_shape=weight.shape, weight=weight, eps=epsilon)
+class RootMeanSquare:
+    """A norm of transformers that is a root mean square with weights."""
+
+    def __init__(self, norm: Any):
+        self._weight: Tensor = norm.weight
+        self._epsilon: float = norm.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [N, columns]."""
+        return self.behind_sum(x, None)[1]
+
+    def behind_sum(
+        self, x: Tensor, more: Tensor | None, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """x + factor * more, and its norm."""
+        return add_and_norm(x, more, self._weight, self._epsilon, factor)
+
+
+class OtherNorm:
+    """Any other norm of transformers: its module."""
+
+    def __init__(self, norm: Transform):
+        self._norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [N, columns]."""
+        return self._norm(x)
+
+    def behind_sum(
+        self, x: Tensor, more: Tensor | None, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """x + factor * more, and its norm."""
+        if more is not None:
+            x = torch.add(x, more, alpha=factor)
+        return x, self._norm(x)
+
+
+Norm = RootMeanSquare | OtherNorm
+
+
+def norm_of(module: Any) -> Norm:
+    """A norm of transformers, in one operation where it is a root mean square with weights."""
+    has_weight = getattr(module, "weight", None) is not None
+    if has_weight and hasattr(module, "variance_epsilon"):
+        return RootMeanSquare(module)
+    return OtherNorm(module)
 
 
 def norm_by_head(attention: Any, query_heads: int, heads: int) -> Transform:
@@ -70,8 +109,8 @@ def norm_by_head(attention: Any, query_heads: int, heads: int) -> Transform:
 
 def norm_of_all_heads(attention: Any, query_heads: int, heads: int) -> Transform:
     """The norm of q and k [N, Hq + H, D], all heads of q together, and all of k."""
-    q_norm = plain_norm(attention.q_norm)
-    k_norm = plain_norm(attention.k_norm)
+    q_norm = norm_of(attention.q_norm)
+    k_norm = norm_of(attention.k_norm)
 
     def norm(qk: Tensor) -> Tensor:
         q, k = qk.split([query_heads, heads], 1)
@@ -102,8 +141,9 @@ class LlamaAttention(nn.Module):
         self.is_rotated = bool(getattr(attention, "use_rope", True))
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
-        """x: [N, hidden]."""
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+        """x [M, hidden] -> [M, hidden], of which N rows have a rotation, and attend."""
+        count = len(rotation[0])
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)[:count]
         qk = heads[:, : self.rotated_heads]
         v = heads[:, self.rotated_heads :].transpose(0, 1)
         if self.norm is not None:
@@ -113,7 +153,7 @@ class LlamaAttention(nn.Module):
         q = qk[:, : self.query_heads].transpose(0, 1)
         k = qk[:, self.query_heads :].transpose(0, 1)
         attended = attend(self, q, k, v, self.softmax, {"attention_mask": None})
-        out: Tensor = self.out(attended.flatten(1))
+        out: Tensor = self.out(pad_rows(attended.flatten(1), len(x)))
         return out
 
 
@@ -124,12 +164,18 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = fused(mlp.gate_proj, mlp.up_proj)
         self.act = mlp.act_fn
+        self.is_silu = isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
         self.down = mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        out: Tensor = self.down(self.act(gate) * up)
+        both = self.gate_up(x)
+        out: Tensor = self.down(gate(both) if self.is_silu else self._gated(both))
         return out
+
+    def _gated(self, both: Tensor) -> Tensor:
+        first, second = both.chunk(2, -1)
+        gated: Tensor = self.act(first) * second
+        return gated
 
 
 class ModuleMLP(nn.Module):
@@ -161,18 +207,26 @@ class LlamaLayer(nn.Module):
             norms = layer.post_attention_layernorm, layer.post_feedforward_layernorm
         else:
             norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.norms = [plain_norm(norm) for norm in norms]
+        self.norms = [norm_of(norm) for norm in norms]
         self.factor: float = getattr(layer, "residual_multiplier", 1.0)
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
-        """x: [N, hidden]."""
+    def forward(
+        self, x: Tensor, more: Tensor | None, rotation: Rotation, attend: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, hidden] with attention added; and what the MLP gives, still to be added.
+
+        more: what the layer before gives, still to be added to x
+        """
         attention_norm, mlp_norm = self.norms
         if self.is_norm_behind:
+            if more is not None:
+                x = x + more
             x = x + attention_norm(self.attention(x, rotation, attend))
-            return x + mlp_norm(self.mlp(x))
-        attended = self.attention(attention_norm(x), rotation, attend)
-        x = torch.add(x, attended, alpha=self.factor)
-        return torch.add(x, self.mlp(mlp_norm(x)), alpha=self.factor)
+            return x, mlp_norm(self.mlp(x))
+        x, normalized = attention_norm.behind_sum(x, more, self.factor)
+        attended = self.attention(normalized, rotation, attend)
+        x, normalized = mlp_norm.behind_sum(x, attended, self.factor)
+        return x, self.mlp(normalized)
 
 
 class LlamaForward(nn.Module):
@@ -184,8 +238,10 @@ class LlamaForward(nn.Module):
         self.embedding = decoder.embed_tokens
         self.embedding_factor: float = getattr(decoder, "embedding_multiplier", 1.0)
         self.rotary = decoder.rotary_emb
-        self.layers = nn.ModuleList(map(LlamaLayer, decoder.layers))
-        self.norm = plain_norm(decoder.norm)
+        layers = [*map(LlamaLayer, decoder.layers)]
+        self.layers = nn.ModuleList(layers)
+        self.factor = layers[-1].factor
+        self.norm = norm_of(decoder.norm)
         self.head = model.lm_head
         self.logits_divisor: float = getattr(model.config, "logits_scaling", 1.0)
 
@@ -203,29 +259,28 @@ class LlamaForward(nn.Module):
 
         tokens, positions, rows: int64
         """
-        x = self.embedding(tokens)
+        # behind the tokens are rows that nothing reads
+        padding = padded_rows(len(tokens)) - len(tokens)
+        x = self.embedding(pad(tokens, (0, padding)))
         if self.embedding_factor != 1:
             x = x * self.embedding_factor
         rotation = self._rotation(x, positions)
+        more: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, rotation, attend)
-        if rows is not None:
-            x = x[rows]
-        logits: Tensor = self.head(self.norm(x))
+            x, more = layer(x, more, rotation, attend)
+        if rows is None:
+            rows = torch.arange(len(tokens), device=x.device)
+        x = x[rows]
+        more = None if more is None else more[rows]
+        _, normalized = self.norm.behind_sum(x, more, self.factor)
+        logits: Tensor = self.head(normalized)
         return logits if self.logits_divisor == 1 else logits / self.logits_divisor
 
     def _rotation(self, x: Tensor, positions: Tensor) -> Rotation:
         cos, sin = self.rotary(x, positions[None])
         half = sin.shape[2] // 2
         signed_sin = torch.cat([-sin[..., :half], sin[..., half:]], 2)
-        return cos[0, :, None], signed_sin[0, :, None]
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary position embedding of [N, H, D], in the dtype of the rotation; of x's dtype."""
-    cos, signed_sin = rotation
-    swapped = x.roll(x.shape[2] // 2, 2)
-    return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
+        return cos[0], signed_sin[0]
 
 
 def fused(*linears: nn.Linear) -> nn.Linear:

@@ -3,9 +3,8 @@
 #include <stdatomic.h>
 #include "pages.h"
 
-typedef void (*Work)(const void *job, int64_t unit);
 typedef struct {
-    Work work;
+    Job work;
     const void *job;
     int64_t units;
     atomic_llong next;
@@ -20,7 +19,7 @@ static void take_units(void *shared) {
     for (int64_t i; (i = atomic_fetch_add(&s->next, 1)) < s->units;) s->work(s->job, i);
 }
 
-static void share(Work work, const void *job, int64_t units, int64_t threads) {
+void disagg_share(Job work, const void *job, int64_t units, int64_t threads) {
     Shared shared = {work, job, units, 0};
     if (threads > 1 && units > 1 && GOMP_parallel)
         GOMP_parallel(take_units, &shared, (unsigned)threads, 0);
@@ -46,12 +45,13 @@ const char *disagg_path(int64_t path) {
 
 int64_t disagg_size(int64_t index) { /* of the structs that library.py fills in, in its order; then 0 */
     static const int64_t sizes[] = {sizeof(Side), sizeof(Format), sizeof(Table), sizeof(Encoding),
-                                    sizeof(Squares), sizeof(Append), sizeof(Attention), sizeof(Step), 0};
+                                    sizeof(Squares), sizeof(Append), sizeof(Attention), sizeof(Step),
+                                    sizeof(Norm), sizeof(Rotation), sizeof(Gate), sizeof(Exact), 0};
     return sizes[index];
 }
 
 void disagg_append(int64_t path, const Append *x, int64_t threads) {
-    share((Work)find_path(path)->append, x, x->rows * x->heads, 1); /* a few kilobytes */
+    disagg_share((Job)find_path(path)->append, x, x->rows * x->heads, 1); /* a few kilobytes */
 }
 
 void disagg_attend(int64_t path, const Attention *a, int64_t threads) {
@@ -59,7 +59,7 @@ void disagg_attend(int64_t path, const Attention *a, int64_t threads) {
     const Path *run = find_path(path);
     Attention job = *a;
     job.ahead = threads;
-    share((Work)(a->m * a->width == 1 ? run->attend_one : run->attend), &job, units, threads);
+    disagg_share((Job)(a->m * a->width == 1 ? run->attend_one : run->attend), &job, units, threads);
 }
 
 void disagg_step(int64_t path, const Step *x, int64_t threads) {
@@ -69,9 +69,23 @@ void disagg_step(int64_t path, const Step *x, int64_t threads) {
 
 void disagg_encode(int64_t path, const Encoding *e, int64_t threads) {
     int64_t span = e->format->k->shared ? e->segment_tokens : e->format->tokens;
-    share((Work)find_path(path)->encode, e, (e->tokens + span - 1) / span * e->heads, threads);
+    disagg_share((Job)find_path(path)->encode, e, (e->tokens + span - 1) / span * e->heads, threads);
 }
 
 void disagg_sum_squares(int64_t path, const Squares *s, int64_t threads) {
-    share((Work)find_path(path)->sum_squares, s, (s->begun + s->tokens + SLOTS - 1) / SLOTS * s->heads, threads);
+    disagg_share((Job)find_path(path)->sum_squares, s, (s->begun + s->tokens + SLOTS - 1) / SLOTS * s->heads, threads);
+}
+
+static int64_t units_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+
+void disagg_norm(int64_t path, const Norm *n, int64_t threads) {
+    disagg_share((Job)find_path(path)->norm, n, units_of(n->rows), threads);
+}
+
+void disagg_rotate(int64_t path, const Rotation *r, int64_t threads) {
+    disagg_share((Job)find_path(path)->rotate, r, units_of(r->rows), threads);
+}
+
+void disagg_gate(int64_t path, const Gate *g, int64_t threads) {
+    disagg_share((Job)find_path(path)->gate, g, units_of(g->rows), threads);
 }

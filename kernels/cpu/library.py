@@ -1,7 +1,8 @@
 """The C library of a CPU: loading it, choosing one of its paths, formats as it reads them.
 
 It is built with the package where there is a C compiler; without one the torch reference computes.
-Knows ctypes and pages.h; the calls are in attend.py, encode.py, append.py and step.py.
+Knows ctypes and pages.h; the calls are in attend.py, encode.py, append.py,
+step.py and rows.py.
 """
 
 import ctypes
@@ -81,6 +82,20 @@ AttentionC = _structure(
     cap=ctypes.c_float,
 )
 StepC = _structure("StepC", "", append=AppendC, attention=AttentionC)
+NormC = _structure(
+    "NormC",
+    "*x *more *weight *sum *out rows columns x_row more_row type",
+    epsilon=ctypes.c_float,
+    factor=ctypes.c_float,
+)
+RotationC = _structure("RotationC", "*x *cosines *sines rows heads head_dim x_row type")
+GateC = _structure("GateC", "*x *out rows columns x_row type")
+ExactC = _structure(
+    "ExactC",
+    "*q *k *v *out count total heads width head_dim q_head q_row k_head k_row v_head v_row "
+    "out_head out_row",
+    scale=ctypes.c_float,
+)
 STRUCTURES = (
     SideC,
     FormatC,
@@ -90,6 +105,21 @@ STRUCTURES = (
     AppendC,
     AttentionC,
     StepC,
+    NormC,
+    RotationC,
+    GateC,
+    ExactC,
+)
+CALLS = (
+    "attend",
+    "encode",
+    "append",
+    "step",
+    "sum_squares",
+    "norm",
+    "rotate",
+    "gate",
+    "attend_exact",
 )
 
 
@@ -101,7 +131,7 @@ def load() -> ctypes.CDLL | None:
             continue
         library.disagg_path.restype = ctypes.c_char_p
         library.disagg_path.argtypes = [ctypes.c_int64]
-        for name in ("attend", "encode", "append", "step", "sum_squares"):
+        for name in CALLS:
             function = getattr(library, f"disagg_{name}")
             function.restype = None
             function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
@@ -134,6 +164,16 @@ def paths() -> tuple[str, ...]:
     if library is None:
         return ()
     return tuple(name for i, name in enumerate(PATHS) if library.disagg_path(i))
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this machine has matrix units for bfloat16 that the library may use."""
+    library = load()
+    if library is None:
+        return False
+    library.disagg_has_amx.restype = ctypes.c_int64
+    return bool(library.disagg_has_amx())
 
 
 def backend() -> str:

@@ -92,12 +92,45 @@ typedef struct { /* a layer of a step: new tokens, and attention to all */
     Attention attention;
 } Step;
 
+typedef struct { /* out = norm(sum) times weight, sum = x + factor * more; more may be NULL, and sum then too */
+    const uint8_t *x, *more, *weight;
+    uint8_t *sum, *out;
+    int64_t rows, columns, x_row, more_row, type; /* sum and out have no gaps between rows */
+    float epsilon, factor;
+} Norm;
+
+typedef struct { /* heads [rows][heads][head_dim], rotated where they lie; cosines and signed sines: [rows][head_dim] */
+    uint8_t *x;
+    const uint8_t *cosines, *sines;
+    int64_t rows, heads, head_dim, x_row, type;
+} Rotation;
+
+typedef struct { /* out [rows][columns] = silu(x) times what lies `columns` numbers behind x */
+    const uint8_t *x;
+    uint8_t *out;
+    int64_t rows, columns, x_row, type;
+} Gate;
+
+typedef struct { /* causal attention of the last `count` of `total` tokens, in bfloat16; strides in numbers */
+    const uint16_t *q, *k, *v; /* v: of channels; rows have zeros up to a multiple of 32 tokens */
+    uint16_t *out;
+    int64_t count, total, heads, width, head_dim;
+    int64_t q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row;
+    float scale;
+} Exact;
+
+typedef void (*Job)(const void *job, int64_t unit);
+void disagg_share(Job work, const void *job, int64_t units, int64_t threads);
+
 typedef struct { /* one instruction set; attend_one: where each KV head has one query */
     const char *name;
     void (*attend)(const Attention *, int64_t unit), (*attend_one)(const Attention *, int64_t unit);
     void (*append)(const Append *, int64_t unit);
     void (*encode)(const Encoding *, int64_t unit);
     void (*sum_squares)(const Squares *, int64_t unit);
+    void (*norm)(const Norm *, int64_t unit);
+    void (*rotate)(const Rotation *, int64_t unit);
+    void (*gate)(const Gate *, int64_t unit);
 } Path;
 
 extern const Path path_c, path_avx2, path_avx512vnni;

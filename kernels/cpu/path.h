@@ -14,7 +14,8 @@ TARGET_PRAGMA(TARGET)
 void ONE(const Attention *a, int64_t unit) { attend_unit(a, unit); }
 #else
 #include "encode.h"
-const Path PATH = {NAME, attend_unit, ONE, append_unit, encode_unit, sum_squares};
+#include "rows.h"
+const Path PATH = {NAME, attend_unit, ONE, append_unit, encode_unit, sum_squares, norm_unit, rotate_unit, gate_unit};
 #endif
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop

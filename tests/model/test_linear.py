@@ -85,3 +85,35 @@ def test_all_workers_of_a_host_need_room_for_their_weights(monkeypatch):
 
     assert isinstance(model[0], PackedLinear)
     assert type(crowded[0]) is nn.Linear
+
+
+def test_products_have_few_numbers_of_rows():
+    numbers = {linear.padded_rows(rows) for rows in range(1, 2049)}
+
+    assert len(numbers) < 64
+    assert {1, 2, 15, 16, 24, 128, 144, 2048} <= numbers
+
+
+def test_padding_is_an_eighth_of_the_rows_at_most():
+    for rows in range(linear.EXACT_ROWS + 1, 4097):
+        padded = linear.padded_rows(rows)
+        assert rows <= padded < max(rows + linear.LEAST_STEP, 1.125 * rows + 1)
+        assert linear.padded_rows(padded) == padded
+
+
+def test_the_number_below_needs_no_padding():
+    for rows in range(1, 4097):
+        below = linear.unpadded_rows(rows)
+        assert below <= rows <= linear.padded_rows(rows)
+        assert linear.padded_rows(below) == below
+        assert linear.padded_rows(below + 1) >= rows
+
+
+def test_products_of_padded_rows_are_those_of_each_row():
+    model = layers()
+    x = torch.randn(37, 48)
+    expected = model(x)
+
+    pack_linears(model)
+
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,54 @@
+"""Exact causal attention of a chunk of a prompt on a CPU with matrix units for bfloat16 (AMX)."""
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu.library import PATHS, ExactC, backend, call, has_amx
+
+MAX_DIM = 256
+GROUP = 32  # tokens, and channels, that the library takes at a time
+LEAST_QUERIES = 16  # fewer leave the units idle
+
+
+def is_served(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the library attends to all tokens of k [H, n, D] by q [Hq, c, D]."""
+    head_dim = q.shape[2]
+    if q.dtype != torch.bfloat16 or q.is_cuda or q.shape[1] < LEAST_QUERIES:
+        return False
+    if k.dtype != q.dtype or v.dtype != q.dtype or v.shape != k.shape:
+        return False
+    if head_dim % GROUP or head_dim > MAX_DIM or not q.stride(2) == k.stride(2) == 1:
+        return False
+    return backend() == PATHS[-1] and has_amx()
+
+
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last c of n tokens: q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D]."""
+    query_heads, count, head_dim = q.shape
+    heads, total, _ = k.shape
+    columns = v.new_empty(heads, head_dim, -(-total // GROUP) * GROUP + GROUP)
+    columns[:, :, :total] = v.transpose(1, 2)
+    columns[:, :, total:] = 0
+    out = q.new_empty(count, query_heads, head_dim)
+    job = ExactC(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=columns.data_ptr(),
+        out=out.data_ptr(),
+        count=count,
+        total=total,
+        heads=heads,
+        width=query_heads // heads,
+        head_dim=head_dim,
+        q_head=q.stride(0),
+        q_row=q.stride(1),
+        k_head=k.stride(0),
+        k_row=k.stride(1),
+        v_head=columns.stride(0),
+        v_row=columns.stride(1),
+        out_head=head_dim,
+        out_row=out.stride(0),
+        scale=scale,
+    )
+    call("disagg_attend_exact", job)
+    return out.transpose(0, 1)
