@@ -18,6 +18,7 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-bf16")
 #endif
+#pragma GCC diagnostic ignored "-Wunused-function" /* of simd.h, only small helpers serve here */
 #include "simd.h"
 
 enum { QUERIES = 32, KEYS = 128, GROUP = 32, MOST = 256, BOTH = QUERIES / LANES };

@@ -7,13 +7,12 @@ from disagg.kernels.cpu.library import PATHS, ExactC, backend, call, has_amx
 
 MAX_DIM = 256
 GROUP = 32  # tokens, and channels, that the library takes at a time
-LEAST_QUERIES = 16  # fewer leave the units idle
 
 
 def is_served(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the library attends to all tokens of k [H, n, D] by q [Hq, c, D]."""
     head_dim = q.shape[2]
-    if q.dtype != torch.bfloat16 or q.is_cuda or q.shape[1] < LEAST_QUERIES:
+    if q.dtype != torch.bfloat16 or q.is_cuda:
         return False
     if k.dtype != q.dtype or v.dtype != q.dtype or v.shape != k.shape:
         return False

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 )
 SCALE = 0.2
 WIDTH = 3  # query heads of a KV head
-CUT = 64
+CUT = 37  # tokens
 
 
 def make(total, count, head_dim):
@@ -45,8 +45,8 @@ def attend_in_fp64(q, k, v):
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
-@pytest.mark.parametrize("total", [16, 161, 257, 300])
-@pytest.mark.parametrize("count", [16, 45, 129])
+@pytest.mark.parametrize("total", [1, 16, 161, 257, 300])
+@pytest.mark.parametrize("count", [1, 16, 45, 129])
 def test_attention_is_that_of_fp64(total, count, head_dim):
     count = min(total, count)
     q, k, v = make(total, count, head_dim)
@@ -64,7 +64,7 @@ def test_a_token_does_not_depend_on_how_a_prompt_is_cut():
 
     parts = []
     for start in range(0, 320, CUT):
-        end = start + CUT
+        end = min(320, start + CUT)
         own = slice(start, end)
         visible = slice(end)
         part = attend(q[:, own], k[:, visible], v[:, visible])
@@ -99,13 +99,10 @@ def test_products_of_torch_are_right_between_two_calls():
     assert torch.equal(x @ x, expected)
 
 
-def test_other_dtypes_and_single_queries_are_left_to_torch():
+def test_other_dtypes_are_left_to_torch():
     q, k, v = make(64, 64, 64)
 
     assert is_served(q, k, v)
-
-    single = q[:, :1]
-    assert not is_served(single, k, v)
 
     floats = [x.float() for x in (q, k, v)]
     assert not is_served(*floats)
