@@ -4,6 +4,7 @@
     python -m benchmarks.chaos --fault hang --fault router_cut_off
     python -m benchmarks.chaos --model FOLDER --codec raw
     python -m benchmarks.chaos --agents
+    python -m benchmarks.chaos --prefill-ranks 2 --decode-ranks 2 --codec raw
 
 Every answer is compared with the answer to the same prompt before any fault. Every 6 to 12 seconds
 a random fault hits a random worker or door that has none; `faults.py` says what each is. A fault of
@@ -34,7 +35,9 @@ from benchmarks.agent_doors import TEMPLATE, AgentDoorEnd
 from benchmarks.faults import (
     ALL_FAULTS,
     DOOR_FAULTS,
+    FAULTS_OF_RANKS,
     GROUP_FAULTS,
+    RANK_FAULTS,
     WORKER_FAULTS,
     Faults,
     FaultyWorker,
@@ -50,6 +53,8 @@ from disagg.cli.checks import check_codecs
 from disagg.cli.options import Json, Model, refuse_idle
 from disagg.config import (
     DEFAULT_CODEC,
+    MAX_RANKS,
+    ClusterConfig,
     Config,
     EngineConfig,
     ModelConfig,
@@ -85,7 +90,8 @@ class ChaosOptions:
 
     tokens:   per answer
     pauses_s: shortest and longest pause between two faults
-    faults:   names of those that happen
+    faults:   names of those that happen; default: all, those of followers if there are any
+    prefill_ranks, decode_ranks: processes of each worker of this role
     calm:     no faults
     agents:   requests of agents; `tokens` is not used
     """
@@ -101,16 +107,26 @@ class ChaosOptions:
     codec: str = DEFAULT_CODEC
     pauses_s: tuple[float, float] = (6.0, 12.0)
     deadline_s: float = 120.0
-    faults: Sequence[str] = ALL_FAULTS
+    faults: Sequence[str] = ()
     calm: bool = False
     agents: bool = False
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+
+    @property
+    def known_faults(self) -> Sequence[str]:
+        """All that can happen to these workers."""
+        has_followers = self.prefill_ranks > 1 or self.decode_ranks > 1
+        return FAULTS_OF_RANKS if has_followers else ALL_FAULTS
 
 
 def measure_chaos(options: ChaosOptions) -> Row:
     """A row for every fault; also counts of answers and leaks."""
+    known = options.known_faults
     for name in options.faults:
-        if name not in ALL_FAULTS:
-            raise UnknownNameError.of("fault", name, ALL_FAULTS)
+        if name not in known:
+            raise UnknownNameError.of("fault", name, known)
+    options = replace(options, faults=options.faults or known)
     announce(f"seed {options.seed}")
     with limited_files():
         return asyncio.run(_measure(options))
@@ -120,7 +136,14 @@ async def _measure(options: ChaosOptions) -> Row:
     router = RouterConfig(deadline_s=options.deadline_s)
     engine = EngineConfig(stuck_s=faults.REPLACE_S)
     model = ModelConfig(options.model)
-    config = Config(codec=options.codec, model=model, engine=engine, router=router)
+    cluster = ClusterConfig(
+        prefill_ranks=options.prefill_ranks,
+        decode_ranks=options.decode_ranks,
+        rank_timeout_s=faults.RANK_TIMEOUT_S,
+    )
+    config = Config(
+        options.codec, model=model, engine=engine, router=router, cluster=cluster
+    )
     door: type[DoorEnd] = DoorEnd
     if options.agents:
         config = replace(config, server=ServerConfig(chat_template=str(TEMPLATE)))
@@ -245,8 +268,11 @@ class FaultInjector:
 
     def _victims(self, fault: str) -> set[str]:
         """The names of all that a fault may hit."""
+        workers = self._group.workers
         if fault in WORKER_FAULTS:
-            return set(self._group.workers)
+            return set(workers)
+        if fault in RANK_FAULTS:
+            return {name for name, x in workers.items() if x.info.ranks > 1}
         return set(self._group.doors) if fault in DOOR_FAULTS else set()
 
     async def _inject(self, fault: str, name: str) -> None:
@@ -259,7 +285,8 @@ class FaultInjector:
             return GROUP_FAULTS[fault](self._faults)
         if fault in DOOR_FAULTS:
             return DOOR_FAULTS[fault](self._faults, name)
-        return WORKER_FAULTS[fault](self._faults, self._group.workers[name])
+        faults_of_workers = WORKER_FAULTS | RANK_FAULTS
+        return faults_of_workers[fault](self._faults, self._group.workers[name])
 
 
 def draw_chaos(result: Row) -> str:
@@ -275,7 +302,15 @@ def chaos(
     codec: str | None = Option(None, help="Codec spec."),
     streams: int = Option(40, min=1, help="Concurrent answers."),
     fault: list[str] | None = Option(
-        None, "--fault", help=f"{', '.join(ALL_FAULTS)}; may be repeated; default: all."
+        None,
+        "--fault",
+        help=f"{', '.join((*ALL_FAULTS, *RANK_FAULTS))}; may be repeated; default: all.",
+    ),
+    prefill_ranks: int = Option(
+        1, min=1, max=MAX_RANKS, help="Processes of each prefill worker."
+    ),
+    decode_ranks: int = Option(
+        1, min=1, max=MAX_RANKS, help="Processes of each decode worker."
     ),
     calm: bool = Option(False, "--calm", help="Inject no faults."),
     agents: bool = Option(
@@ -291,7 +326,14 @@ def chaos(
     check_codecs(model, [] if codec is None else [codec])
     fields = without_none(codec=codec, seed=seed, faults=fault)
     options = ChaosOptions(
-        model, minutes=minutes, streams=streams, calm=calm, agents=agents, **fields
+        model,
+        minutes=minutes,
+        streams=streams,
+        calm=calm,
+        agents=agents,
+        prefill_ranks=prefill_ranks,
+        decode_ranks=decode_ranks,
+        **fields,
     )
     show(measure_chaos(options), out, as_json, draw_chaos)
 

@@ -16,6 +16,13 @@ Each is a method of `Faults`:
     router_cut_off   the router reaches no worker, for longer than it waits for a silent one, while
                      workers reach each other
     upgrade          a worker of each role leaves for one that speaks another version of the wire
+
+Where workers are groups of ranks, these hit rank 0, and three more hit another rank; there is no
+`upgrade` then, as other ranks would speak the old version:
+
+    kill_follower    SIGKILL; its group ends itself, and another one takes its place
+    freeze_follower  for 5 s: its group waits for it
+    freeze_follower_for_good  its group ends itself
 """
 
 import asyncio
@@ -31,7 +38,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.front_group import FrontGroup
-from benchmarks.worker_group import WorkerProcess
+from benchmarks.worker_group import WorkerProcess, followers_of
 from disagg import wire
 from disagg.bench.child import Child
 from disagg.bench.workers import WorkerEnd
@@ -44,6 +51,7 @@ from disagg.worker import watchdog
 
 FREEZE_S = 5.0
 SHORT_S = (2.0, 8.0)  # least and most, of faults that pass
+RANK_TIMEOUT_S = 20.0  # longer than a freeze that passes
 ROUTER_CUT_OFF_S = (1.0, 4.0)  # beyond `router.silence_s`
 DRAIN_S = 60.0
 REPLACE_S = 20.0  # until a silent worker is replaced, and one that hangs ends itself
@@ -66,7 +74,16 @@ class FaultyWorker(WorkerEnd):
 
     async def start(self, config: Config, role: Role, name: str) -> WorkerInfo:
         limit_files(FILES)
-        return await super().start(config, role, name)
+        info = await super().start(config, role, name)
+        threading.Thread(target=self._end_with_worker, daemon=True).start()
+        return info
+
+    def _end_with_worker(self) -> None:
+        """A worker that breaks ends its process, as it does in a service."""
+        try:
+            self._worker.wait()
+        except DisaggError:
+            os._exit(1)
 
     async def hang(self) -> None:
         """Its engine never ends the next step."""
@@ -163,6 +180,29 @@ class Faults:
             raise AssertionError(f"a worker started without {MISSING_MODEL}")
         await self._group.start(worker.role)
 
+    # -- of another rank of a group
+
+    async def kill_follower(self, worker: WorkerProcess) -> None:
+        await self._lose_follower(worker, signal.SIGKILL)
+
+    async def freeze_follower(self, worker: WorkerProcess) -> None:
+        pid = self._follower(worker)
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(FREEZE_S)
+        os.kill(pid, signal.SIGCONT)
+
+    async def freeze_follower_for_good(self, worker: WorkerProcess) -> None:
+        await self._lose_follower(worker, signal.SIGSTOP)
+
+    async def _lose_follower(self, worker: WorkerProcess, how: signal.Signals) -> None:
+        os.kill(self._follower(worker), how)
+        exit_code = await asyncio.to_thread(worker.child.wait, RANK_TIMEOUT_S + END_S)
+        assert exit_code == 1, f"{worker.name} goes on without a rank: {exit_code}"
+        await self.kill(worker)
+
+    def _follower(self, worker: WorkerProcess) -> int:
+        return self._random.choice(followers_of(worker.child.pid))
+
     # -- of a door
 
     async def kill_door(self, name: str) -> None:
@@ -225,6 +265,11 @@ WORKER_FAULTS: dict[str, Callable[[Faults, WorkerProcess], Awaitable[Any]]] = {
     "few_files": Faults.few_files,
     "bad_host": Faults.bad_host,
 }
+RANK_FAULTS: dict[str, Callable[[Faults, WorkerProcess], Awaitable[Any]]] = {
+    "kill_follower": Faults.kill_follower,
+    "freeze_follower": Faults.freeze_follower,
+    "freeze_follower_for_good": Faults.freeze_follower_for_good,
+}
 DOOR_FAULTS: dict[str, Callable[[Faults, str], Awaitable[Any]]] = {
     "kill_door": Faults.kill_door,
 }
@@ -234,3 +279,4 @@ GROUP_FAULTS: dict[str, Callable[[Faults], Awaitable[Any]]] = {
     "upgrade": Faults.upgrade,
 }
 ALL_FAULTS = (*WORKER_FAULTS, *DOOR_FAULTS, *GROUP_FAULTS)
+FAULTS_OF_RANKS = (*(x for x in ALL_FAULTS if x != "upgrade"), *RANK_FAULTS)

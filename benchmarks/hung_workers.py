@@ -50,7 +50,7 @@ HELD_UP_S = 2.0
 PLACED_S = 10.0  # answers that begin so soon after a fault may be held up too
 POLL_S = 0.1
 PAUSE_S = 0.3  # between two answers of a client
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 STOP_S = 60.0
 NOTES = (
     "seconds from the fault. elsewhere_s: until all answers that it held up went on; replaced_s: "
@@ -65,6 +65,7 @@ class HungWorkersOptions:
 
     faults, roles: one fault at a worker of one role after the other
     tokens:        per answer
+    sampled:       every second prompt is answered with samples, by a seed
     settings:      of the service, beside its defaults
     """
 
@@ -72,7 +73,8 @@ class HungWorkersOptions:
     roles: Sequence[str] = ROLES
     clients: int = 8
     tokens: int = 120
-    settings: Mapping[str, float] = field(default_factory=dict)
+    sampled: bool = False
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
 
 @dataclass
@@ -223,7 +225,8 @@ class Clients:
         body = {
             "prompt": f"{number}. {12 * TEXT}",
             "max_tokens": self._options.tokens,
-            "temperature": 0,
+            "temperature": number % 2 if self._options.sampled else 0,
+            "seed": number,
             "ignore_eos": True,
         }
 

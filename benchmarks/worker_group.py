@@ -33,6 +33,7 @@ from disagg.transfer.rpc import Link, connect
 POLL_S = 0.05
 PATIENCE_S = 120.0  # for a condition to hold
 IDLE_S = 60.0  # for workers to release everything
+FOLLOWER = b"disagg.worker.rank_process"  # in the command of a rank other than 0
 IDLE_GAUGES = {"arena_bytes", "cached_pages", "cached_bytes"}  # of an idle worker too
 
 
@@ -74,11 +75,13 @@ class WorkerGroup(ABC):
     process: the object of each worker's process
     prepare: called with the process of each worker before it starts
     proxies: of all workers that ever were
+    followers: processes of their other ranks, of all that ever were
     """
 
     def __init__(self, config: Config, process: type[WorkerEnd]):
         self.workers: dict[str, WorkerProcess] = {}
         self.proxies: list[TcpProxy] = []
+        self.followers: list[int] = []
         self.prepare: Callable[[Child], object] = lambda child: None
         self.config = config
         self._process = process
@@ -115,6 +118,7 @@ class WorkerGroup(ABC):
         except DisaggError:
             await asyncio.to_thread(child.__exit__)
             raise
+        self.followers += followers_of(child.pid)
         router_proxy, peer_proxy = TcpProxy(info.address), TcpProxy(info.address)
         self.proxies += [router_proxy, peer_proxy]
         worker = WorkerProcess(
@@ -167,16 +171,36 @@ class WorkerGroup(ABC):
                 writer.close()
                 ports.append(port)
         processes = [child.pid or 0 for child in active_children()]
+        processes += filter(is_follower, self.followers)
         return {"processes": processes, "ports": ports}
 
     def resident_mb(self) -> int:
         """Memory of the present workers, in MB; 0 where there is no /proc."""
         pages = 0
-        for worker in self.workers.values():
-            statm = Path("/proc", str(worker.child.pid), "statm")
+        pids = [worker.child.pid for worker in self.workers.values()]
+        for pid in [*pids, *filter(is_follower, self.followers)]:
+            statm = Path("/proc", str(pid), "statm")
             if statm.exists():
                 pages += int(statm.read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") // 1_000_000
+
+
+def followers_of(pid: int) -> list[int]:
+    """The processes of a worker's other ranks, in their order; none where there is no /proc."""
+    children = [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
+    return [*filter(is_follower, sorted(children))]
+
+
+def is_follower(pid: int) -> bool:
+    """Whether this is the process of a rank other than 0, and runs."""
+    try:
+        return FOLLOWER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False  # it has ended
 
 
 class RoutedGroup(WorkerGroup):

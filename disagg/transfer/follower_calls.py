@@ -143,7 +143,7 @@ class FollowerHandler(Protocol):
     async def digests(self, spans: Sequence[Span]) -> list[int]:
         """The digests of bytes of its arena."""
 
-    async def ping(self, deadline_s: float) -> None:
+    async def ping(self) -> None:
         """Answer at once."""
 
 
@@ -207,7 +207,7 @@ class Followers:
         was_silent = False
         while True:
             try:
-                await handler.ping(timeout_s / 2)
+                await handler.ping()
                 answered_at = self._clock()
                 was_silent = False
             except DisaggError as error:
@@ -368,8 +368,8 @@ class FollowerClient(FollowerHandler):
         )
         return [*response.digests]
 
-    async def ping(self, deadline_s: float) -> None:
-        await self._call("Ping", pb.PingRequest(), pb.PingResponse, deadline_s)
+    async def ping(self) -> None:
+        await self._call("Ping", pb.PingRequest(), pb.PingResponse)
 
     async def _call(
         self,

@@ -98,5 +98,5 @@ class FollowerService(FollowerHandler):
         copies = self._context.arena.stage(spans)
         return await asyncio.to_thread(lambda: [*map(digest, copies())])
 
-    async def ping(self, deadline_s: float) -> None:
+    async def ping(self) -> None:
         """Its io loop runs."""

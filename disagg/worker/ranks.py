@@ -171,6 +171,12 @@ class RankProcesses:
                 return f"rank {rank}, process {process.pid}, exit code {code}"
         return "no rank said why"
 
+    def kill(self) -> None:
+        """End all followers by force, as a frozen one needs; `close` is still to come."""
+        self._closed = True
+        for process in self._processes:
+            process.kill()
+
     def close(self) -> None:
         """End all followers."""
         self._closed = True

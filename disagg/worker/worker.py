@@ -48,7 +48,7 @@ from disagg.transfer.security import Security
 from disagg.worker.rank_endpoint import ServeOrder
 from disagg.worker.ranks import RankProcesses
 from disagg.worker.service import WorkerService, backend_of
-from disagg.worker.watchdog import Watchdog
+from disagg.worker.watchdog import Watchdog, end_process
 
 POLL_S = 0.02
 # between two checks that a router follows: each takes the interpreter from the engine
@@ -123,7 +123,9 @@ class Worker:
         self._engine_thread = threading.Thread(
             target=self._run_engine, name=f"{name}-engine", daemon=True
         )
-        self._watchdog = Watchdog(name, self.engine.progress, config.engine.stuck_s)
+        self._watchdog = Watchdog(
+            name, self.engine.progress, config.engine.stuck_s, self._end_stuck
+        )
         self._failure: BaseException | None = None
 
     def _start_ranks(self, ranks: int, processes: int) -> RankProcesses:
@@ -156,8 +158,20 @@ class Worker:
 
     def _on_rank_lost(self, error: RanksLostError) -> None:
         """A rank has ended: so does the worker, as if its process had."""
-        self._failure = self._failure or error
+        self._break(error)
         self._on_loop(self._begin_stop, 0.0)
+
+    def _break(self, error: BaseException) -> None:
+        """Note why the worker ends. A frozen follower would outlive this process."""
+        self._failure = self._failure or error
+        if self._ranks is not None:
+            self._ranks.kill()
+
+    def _end_stuck(self) -> None:
+        """End this process, whose engine stands still, and those of its followers."""
+        if self._ranks is not None:
+            self._ranks.kill()
+        end_process()
 
     # -- from any thread
 
@@ -242,7 +256,7 @@ class Worker:
                 torch.set_num_threads(self.config.engine.torch_threads)
             self.engine.run(lambda output: self._on_loop(self.service.on_step, output))
         except BaseException as error:
-            self._failure = error
+            self._break(error)
             raise
         finally:
             self._watchdog.stop()
@@ -257,7 +271,7 @@ class Worker:
         except BaseException as error:
             while isinstance(error, BaseExceptionGroup):  # the first one is reported
                 error = error.exceptions[0]
-            self._failure = self._failure or error
+            self._break(error)
             if self._info.done():
                 self.engine.submit(Drain())
                 raise

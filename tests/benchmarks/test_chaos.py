@@ -95,10 +95,26 @@ async def lose_the_front_end(self: Script) -> list[Row]:
     return self.rows
 
 
-def measure(monkeypatch: pytest.MonkeyPatch, script: object) -> Row:
+async def lose_followers(self: Script) -> list[Row]:
+    """One is killed, one stands still for good, one for a moment; then a group is drained."""
+    self.begin()
+    await self.more_answers()
+    await asyncio.gather(
+        self.hit("kill_follower", Role.PREFILL),
+        self.hit("freeze_follower_for_good", Role.DECODE),
+    )
+    await self.more_answers()
+    await self.hit("freeze_follower", Role.DECODE)
+    while not await self.moves():
+        await self.hit("drain", Role.DECODE)
+    await self.more_answers()
+    return self.rows
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, script: object, **options: object) -> Row:
     monkeypatch.setattr("benchmarks.chaos.FaultInjector", Script)
     monkeypatch.setattr(Script, "inject", script)
-    return measure_chaos(ChaosOptions(streams=6, tokens=60))
+    return measure_chaos(ChaosOptions(streams=6, tokens=60, **options))
 
 
 @pytest.mark.slow
@@ -139,6 +155,18 @@ def test_a_killed_router_costs_no_answer_and_a_door_its_own(
     assert result["cut"] == 3  # half of the streams
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_followers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"prefill_ranks": 2, "decode_ranks": 2, "codec": "raw"}
+
+    result = measure(monkeypatch, lose_followers, **groups)
+
+    check(result)
+    assert result["failed"] == 0
+    assert result["moved"] > 0
+
+
 def test_an_unknown_fault_is_refused(disagg) -> None:
     output = disagg("bench chaos --fault flood", code=2)
 
@@ -148,7 +176,7 @@ def test_an_unknown_fault_is_refused(disagg) -> None:
 def test_every_fault_is_described() -> None:
     described = re.findall(r"^    (\w+)  ", str(faults.__doc__), re.M)
 
-    assert described == list(faults.ALL_FAULTS)
+    assert described == [*faults.ALL_FAULTS, *faults.RANK_FAULTS]
 
 
 @pytest.mark.chaos
@@ -162,6 +190,14 @@ def test_a_minute_of_chaos(seed: int) -> None:
         row["what"] == "drain" and "decode" in row["victim"] for row in result["rows"]
     ):
         assert result["moved"]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_a_minute_of_chaos_of_groups() -> None:
+    groups = {"prefill_ranks": 2, "decode_ranks": 2, "codec": "raw"}
+
+    check(measure_chaos(ChaosOptions(seed=7, minutes=1.0, streams=16, **groups)))
 
 
 @pytest.mark.chaos

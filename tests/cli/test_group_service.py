@@ -1,19 +1,22 @@
-"""A service whose workers are groups of ranks, with the real command: kill -9 of any rank under 16
-streams.
+"""A service whose workers are groups of ranks, with the real command: under 16 streams followers
+are killed, a group is drained, and groups change their roles.
 
 Says how long streams stood still (`-s`).
 """
 
 import os
 import signal
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from benchmarks.worker_group import followers_of
 from disagg.cli.state_file import RunningService
 from tests.cli.conftest import wait_for
 from tests.cli.test_hybrid_service import BODIES, STREAMS, check, wait_until_whole
-from tests.cli.test_private import home, workers
+from tests.cli.test_private import Home, home, workers
 from tests.crowd import Crowd, crowd_of, pool
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -40,6 +43,53 @@ def test_streams_of_groups_survive_their_followers(home, pool, senders, receiver
     assert process.returncode == 0, error
 
 
+def test_streams_of_groups_survive_drains_and_changes_of_role(home, pool):
+    counts = ("--prefill", "1", "--decode", "2", "--prefill-ranks=2")
+    options = ("--port", "0", "--codec", "raw", "--decode-ranks=2")
+    process = home.start("serve", *options, *counts)
+    state = home.service()
+    crowd = crowd_of(state, pool, STREAMS, BODIES)
+
+    with under_streams(crowd, "drain of decode-0"):
+        command(home, "drain", "decode-0")
+        wait_for(lambda: "decode-0" not in names(state))
+    with under_streams(crowd, "a decode worker that prefills"):
+        command(home, "scale", "prefill=2", "decode=1")
+        wait_for(lambda: count(state) == {"prefill": 2, "decode": 1})
+    with under_streams(crowd, "a prefill worker that decodes"):
+        command(home, "scale", "prefill=1", "decode=2")
+        wait_for(lambda: count(state) == {"prefill": 1, "decode": 2})
+    wait_until_whole(state)
+
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+
+
+@contextmanager
+def under_streams(crowd: Crowd, event: str) -> Iterator[None]:
+    """Something happens once all answers have begun; each stays exact."""
+    crowd.begin()
+    yield
+    check(crowd, event)
+
+
+def command(home: Home, *arguments: str) -> None:
+    """A command of disagg, until its end."""
+    process = home.start(*arguments)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+
+
+def names(state: RunningService) -> set[str]:
+    return {worker["name"] for worker in workers(state)}
+
+
+def count(state: RunningService) -> Counter[str]:
+    """The workers that serve, by role."""
+    return Counter(worker["role"] for worker in workers(state) if "pid" in worker)
+
+
 def kill_a_follower(
     state: RunningService, crowd: Crowd, role: str, first: bool = False
 ) -> None:
@@ -50,18 +100,7 @@ def kill_a_follower(
     else:
         crowd.begin()
     victim = next(worker for worker in workers(state) if worker["role"] == role)
-    (pid,) = followers(victim["pid"])
+    (pid,) = followers_of(victim["pid"])
     os.kill(pid, signal.SIGKILL)
 
-    check(crowd, f"a follower of {role}")
-
-
-def followers(pid: int) -> list[int]:
-    """The processes of a worker's other ranks."""
-    pids = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"disagg.worker.rank_process" in command:
-                pids.append(child)
-    return pids
+    check(crowd, f"a follower of {role} killed")

@@ -51,7 +51,7 @@ def kill_a_decode_worker(state: RunningService, crowd: Crowd) -> None:
     crowd.begin()
     kill(state, "decode")
 
-    check(crowd, "a decode worker")
+    check(crowd, "a decode worker killed")
 
 
 def kill_the_prefill_worker(state: RunningService, crowd: Crowd) -> None:
@@ -61,7 +61,7 @@ def kill_the_prefill_worker(state: RunningService, crowd: Crowd) -> None:
     kill(state, "prefill")
     assert not all(stream.pieces for stream in crowd.streams)
 
-    check(crowd, "the prefill worker")
+    check(crowd, "the prefill worker killed")
 
 
 def kill(state: RunningService, role: str) -> None:
@@ -76,7 +76,7 @@ def check(crowd: Crowd, victim: str) -> None:
     assert [stream.error for stream in streams] == [None] * STREAMS
     assert [crowd.is_exact(stream) for stream in streams] == [True] * STREAMS
     pause_s = longest_pause_s(streams)
-    print(f"\n{victim} killed: {STREAMS} streams exact, pauses up to {pause_s:.1f} s")
+    print(f"\n{victim}: {STREAMS} streams exact, pauses up to {pause_s:.1f} s")
 
 
 def wait_until_whole(state: RunningService) -> None:

@@ -8,6 +8,8 @@ from disagg.errors import PeerLostError, RanksLostError
 from disagg.transfer import follower_calls
 from disagg.transfer.follower_calls import FollowerHandler, Followers
 
+CALL_S = 2.0  # until a ping is given up
+
 
 class Follower(FollowerHandler):
     """Answers pings, or does not: by the clock of its group."""
@@ -17,10 +19,10 @@ class Follower(FollowerHandler):
         self.is_frozen = False
         self.pings = 0
 
-    async def ping(self, deadline_s: float) -> None:
+    async def ping(self) -> None:
         self.pings += 1
         if self.is_frozen:
-            self.now += deadline_s
+            self.now += CALL_S
             raise PeerLostError("no answer")
 
     async def after(self, pings: int) -> None:
@@ -43,7 +45,7 @@ async def test_a_follower_that_answers_nothing_ends_its_group(follower):
     with pytest.raises(RanksLostError, match="rank 1 has not answered for 5 s"):
         await followers.watch(5.0)
 
-    assert follower.now == 4 * 2.5
+    assert follower.now == 4 * CALL_S
 
 
 async def test_a_freeze_of_rank_0_is_no_silence_of_its_followers(follower):

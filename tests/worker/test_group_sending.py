@@ -20,6 +20,7 @@ from disagg.transfer.follower_calls import (
 from disagg.transfer.messages import Grant, Submit, Work
 from disagg.transfer.rpc import connect, start_server
 from disagg.transfer.stats import HandoffStats
+from disagg.wire import digest
 from disagg.worker.follower_service import FollowerService
 from disagg.worker.handoff import OutgoingHandoff, SendingContext
 from tests.transfer.groups import ReceivingGroup, SendingRank, slice_bytes
@@ -201,6 +202,20 @@ async def test_a_hand_off_given_up_ends_at_all_ranks():
         assert not receiving.engine
         with pytest.raises(ReservationError, match="rank 1 does not send"):
             await sending.contexts[0].followers[0].finish(NAME, 5, 1.0)
+
+
+async def test_followers_answer_pings_and_say_what_is_in_their_arenas():
+    whole = make_whole("kivi")
+    async with groups(whole, 1, 2) as (_, receiving):
+        (client,) = receiving.followers.handlers
+        _, arena = receiving.arenas
+
+        await client.ping()
+
+        spans = [(0, 64), (128, 100)]
+        expected = [digest(arena.read(start, nbytes)) for start, nbytes in spans]
+        assert await client.digests(spans) == expected
+        assert await client.digests([]) == []
 
 
 async def test_an_opening_after_the_end_opens_nothing():

@@ -15,6 +15,8 @@ from disagg.engine.sequence import SamplingParams
 from disagg.errors import RanksLostError
 from disagg.llm import LLM
 from disagg.transfer.messages import Role
+from disagg.worker import ranks
+from disagg.worker.worker import Worker
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
 from tests.worker.pairs import House, house
@@ -22,7 +24,12 @@ from tests.worker.pairs import House, house
 LENGTHS = (17, 130, 200)
 TOKENS = 20
 CODECS = ["raw", "kivi", "gear", "ott"]
+MANY_BYTES = 10_000
 FROZEN = {"cluster.rank_timeout_s": 2.0}
+SLOW_LINK = {
+    "transfer.link_mbps": 0.4,
+    "transfer.burst_bytes": 4096,
+}  # seconds a prompt
 SHAPES = [(1, 2), (2, 1), (2, 2)]  # ranks of the prefill and of the decode worker
 
 
@@ -79,7 +86,17 @@ async def answers_of(
 
 
 def has_ended(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    """Also before its parent has noticed."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def is_sending(worker: Worker) -> bool:
+    """Whether parts of a hand-off are on the wire."""
+    handoffs = worker.service.prefill.context.in_flight.values()
+    return any(handoff.wire_bytes > MANY_BYTES for handoff in handoffs)
 
 
 def received_tokens(home: House) -> int:
@@ -200,8 +217,9 @@ async def test_all_streams_survive_a_killed_follower(tiny, victim):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_follower_that_freezes_ends_an_idle_group(tiny):
-    """Without it every hand-off of the group would fail, and no step would tell."""
+async def test_a_follower_that_freezes_ends_an_idle_group(tiny, monkeypatch):
+    """No step would tell, and every hand-off would fail. It is killed: nothing else ends it."""
+    monkeypatch.setattr(ranks, "END_S", 60.0)
     async with house(config_of(tiny, 1, 2, **FROZEN)) as home:
         worker = home.add("d", Role.DECODE)
         (pid,) = worker._ranks.pids
@@ -212,4 +230,28 @@ async def test_a_follower_that_freezes_ends_an_idle_group(tiny):
         del home.workers["d"]
         home.router.died("d")
 
-        await until(lambda: has_ended(pid))
+        await until(lambda: has_ended(pid), seconds=30.0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("victim", ["p", "d"])
+async def test_a_follower_that_freezes_in_a_hand_off_costs_no_answer(tiny, victim):
+    """It sends its part, or stores it: no part of a prompt is admitted, and all pages are free."""
+    lengths = [200, 190, 180]
+    expected = answers_alone(tiny, "raw", lengths)
+    async with group_pair(tiny, 2, 2, **FROZEN, **SLOW_LINK) as home:
+        asking = asyncio.create_task(answers_of(home, "raw", lengths))
+        await until(lambda: is_sending(home.workers["p"]))
+        worker = home.workers[victim]
+        os.kill(worker._ranks.pids[0], signal.SIGSTOP)
+
+        with pytest.raises(RanksLostError):
+            await until(lambda: worker.wait(0.0))
+        assert not received_tokens(home)
+        del home.workers[victim]
+        home.router.died(victim)
+        home.add(victim, Role(worker._initial_role))
+
+        assert await asking == expected
+        assert received_tokens(home) == sum(lengths)
