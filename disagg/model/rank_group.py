@@ -5,6 +5,7 @@ so a process may be in several. A rank that hangs is seen by a timeout; one that
 """
 
 from datetime import timedelta
+from socket import socket
 from typing import Any
 
 import torch
@@ -21,14 +22,16 @@ from disagg.errors import RanksLostError
 LOAD_S = 1800.0  # ranks read their weights at different speeds
 
 
-def open_store(host: str = "127.0.0.1") -> TCPStore:
-    """The store where the ranks of a group meet: of rank 0, on a free port."""
+def open_store(listening: socket) -> TCPStore:
+    """The store where the ranks of a group meet: of rank 0, on a socket that it takes over."""
+    host, port, *_ = listening.getsockname()
     return TCPStore(
         host,
-        0,
+        port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=LOAD_S),
+        master_listen_fd=listening.detach(),
     )
 
 
@@ -43,6 +46,7 @@ class RankGroup:
     rank:      number of this process, from 0
     ranks:     processes of the group
     timeout_s: after which a collective fails with RanksLostError, once the model is loaded
+    host:      of this rank, where the others of a group on CPUs reach it
     """
 
     def __init__(

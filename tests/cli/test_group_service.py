@@ -50,18 +50,30 @@ def kill_a_follower(
     else:
         crowd.begin()
     victim = next(worker for worker in workers(state) if worker["role"] == role)
-    (pid,) = followers(victim["pid"])
+    (pid,) = followers(victim["pid"], role)
     os.kill(pid, signal.SIGKILL)
 
     check(crowd, f"a follower of {role}")
 
 
-def followers(pid: int) -> list[int]:
-    """The processes of a worker's other ranks."""
-    pids = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"disagg.worker.rank_process" in command:
-                pids.append(child)
-    return pids
+def followers(pid: int, role: str) -> list[int]:
+    """The processes of the other ranks, at the same Ray as rank 0."""
+    raylet = parent(pid)
+    title = f"ray::{role.title()}Rank".encode()
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [x for x in pids if parent(x) == raylet and title in command_line(x)]
+
+
+def parent(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
