@@ -48,7 +48,7 @@ class Cluster:
     security:      of the front end itself, once connected
     target_counts: target number of workers of each role
     links:         speeds measured at the start, in words
-    waiting:       what room workers wait for, in words, by name
+    lacks_room:    what room workers wait for, in words, by name
     """
 
     def __init__(self, config: Config, session: Session | None = None):
@@ -62,7 +62,7 @@ class Cluster:
             Role(role): number for role, number in config.cluster.roles.items()
         }
         self.links: list[str] = []
-        self.waiting: dict[str, str] = {}
+        self.lacks_room: dict[str, str] = {}
         self._connection = RayConnection(config.cluster.address, session)
         self._facts = None if self._private else SharedFacts(config.cluster.name)
         self._authority = Authority(session.token) if session else None
@@ -245,7 +245,7 @@ class Cluster:
 
     def _stage(self, loading: Sequence[Actor]) -> str:
         """What takes loading workers long, in words; "" if nothing special."""
-        for name, words in self.waiting.items():
+        for name, words in self.lacks_room.items():
             return f"{name} waits for room: {words}"
         return actors.progress(loading)
 
@@ -261,7 +261,7 @@ class Cluster:
                     waiting[actor.name] = words
             except CapacityError as error:
                 hopeless.append((actor, error))
-        self.waiting = waiting
+        self.lacks_room = waiting
         return hopeless
 
     def _drop(self, actor: Actor) -> None:
@@ -318,13 +318,13 @@ class Cluster:
 
     def _check_room(self) -> None:
         """Say what groups of ranks wait for; those that wait in vain are tried again later."""
-        earlier = self.waiting
+        earlier = self.lacks_room
         loading = [actor for actor in self._actors if actor.info is None]
         for actor, error in self._look_for_room(loading):
             actor.kill()
             self._actors.remove(actor)
             self._pause(actor, error)
-        for name, words in self.waiting.items():
+        for name, words in self.lacks_room.items():
             if earlier.get(name) != words:
                 log.warning("%s waits for room: %s", name, words)
 

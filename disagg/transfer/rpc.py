@@ -261,6 +261,11 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def host_of(address: str) -> str:
+    """The host of "host:port", without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def rpc_handlers(
     service: str,
     unary: Mapping[str, Unary],

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, Self
 
 from disagg import __version__
 from disagg.errors import RanksLostError, VersionError
-from disagg.transfer.rpc import address_of, bind_within
+from disagg.transfer.rpc import address_of, bind_within, host_of
 from disagg.transfer.security import Security, tls_context
 
 HELLO_S = 5.0  # for the hello of a connection
@@ -202,8 +202,8 @@ class Dialling:
 
 def dial(dialling: Dialling, security: Security | None, pid: int) -> OrderLink:
     """A connection to rank 0; RanksLostError if there is none."""
-    host, _, port = dialling.address.rpartition(":")
-    host = host.strip("[]")
+    host = host_of(dialling.address)
+    port = dialling.address.rpartition(":")[2]
     context = tls_context(security or Security(), server=False)
     version = __version__.encode()
     try:

@@ -314,6 +314,7 @@ class Worker:
             security=self._security,
             tasks=tasks,
             followers=Followers([*map(FollowerClient, links)], self._followers),
+            host=self._host,
         )
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
