@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from disagg.config import Config
-from disagg.errors import DisaggError, RanksLostError
+from disagg.errors import RanksLostError
 from disagg.launch import rank_bundles
 from disagg.launch.ray_connection import LOCAL
 from disagg.launch.start_protocol import Message, config_of, settings_message
@@ -111,7 +111,7 @@ class RankActors:
                 for start in starts:
                     self._start(start, listener, actors)
                 return actors.until_dialled(listener)
-            except DisaggError:
+            except BaseException:
                 actors.kill()
                 raise
 

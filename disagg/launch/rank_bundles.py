@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ from disagg.errors import CapacityError
 STRATEGIES = {"pack": "STRICT_PACK", "spread": "SPREAD"}
 INFEASIBLE_S = 20.0  # for hosts that are about to join
 LEAST_CPU = 0.001  # of a bundle that needs nothing: Ray takes no empty one
+LEAVE_S = 2.0
 MAX_LISTED = 8  # hosts in a message
 
 
@@ -60,6 +62,8 @@ class RankBundles:
         if self.is_placed:
             return ""
         entry: dict[str, Any] = placement_group_table(self.group)
+        if entry["state"] == "REMOVED":
+            raise CapacityError("its placement group was removed")
         self.is_placed = entry["state"] != "PENDING"
         if self.is_placed:
             return ""
@@ -149,7 +153,16 @@ def own_group() -> PlacementGroup:
 
 
 def leave() -> None:
-    """Remove the placement group of this process, whose worker has ended."""
+    """Remove the placement group of this process, whose worker has ended.
+
+    Returns after LEAVE_S at most, also without Ray's head.
+    """
+    removing = Thread(target=_remove_own, daemon=True)
+    removing.start()
+    removing.join(LEAVE_S)
+
+
+def _remove_own() -> None:
     with suppress(RayError):  # Ray itself is gone
         remove_placement_group(own_group())
 

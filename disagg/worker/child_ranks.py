@@ -8,7 +8,7 @@ from socket import socketpair
 
 from disagg.engine.orders import pack_order
 from disagg.transfer.security import Security
-from disagg.worker.rank_link import OrderLink, bound_sends
+from disagg.worker.rank_link import OrderLink, limit_sending
 from disagg.worker.rank_start import RankPlace, RankStart, StartedRank
 
 
@@ -17,7 +17,7 @@ class ChildRank:
 
     def __init__(self, start: RankStart, place: RankPlace):
         own, other = socketpair()
-        bound_sends(own, start.timeout_s)
+        limit_sending(own, start.timeout_s)
         command = [sys.executable, "-P", "-m", "disagg.worker.rank_process"]
         with other:
             self._process = subprocess.Popen(

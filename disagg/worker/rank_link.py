@@ -43,7 +43,8 @@ class OrderLink(Protocol):
     Its methods raise OSError once the other end has ended.
     """
 
-    def send_bytes(self, data: bytes, /) -> None: ...
+    def send_bytes(self, data: bytes, /) -> None:
+        """BlockingIOError if the other end has not read for the timeout."""
 
     def recv_bytes(self) -> bytes:
         """The next message. EOFError if the other end was closed."""
@@ -63,7 +64,10 @@ class SocketLink:
         self._sock = sock
 
     def send_bytes(self, data: bytes, /) -> None:
-        self._sock.sendall(_LENGTH.pack(len(data)) + data)
+        try:
+            self._sock.sendall(_LENGTH.pack(len(data)) + data)
+        except ssl.SSLWantWriteError as error:
+            raise BlockingIOError from error
 
     def recv_bytes(self) -> bytes:
         (nbytes,) = _LENGTH.unpack(_read(self._sock, _LENGTH.size))
@@ -93,17 +97,17 @@ def _read(sock: socket.socket, nbytes: int) -> bytearray:
     return data
 
 
-def bound_sends(sock: socket.socket, timeout_s: float) -> None:
-    """Let messages to a process that reads nothing fail after the timeout."""
-    seconds = int(timeout_s)
-    limit = struct.pack("ll", seconds, int(1e6 * (timeout_s - seconds)))
+def limit_sending(sock: socket.socket, timeout_s: float) -> None:
+    """Let writes fail that have waited this long for a peer to read: it is frozen."""
+    whole_s, part_s = divmod(timeout_s, 1.0)
+    limit = struct.pack("ll", int(whole_s), int(1e6 * part_s))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _tune(sock: socket.socket, timeout_s: float) -> None:
     """Send at once, and fail after the timeout if the other host is gone."""
     sock.settimeout(None)
-    bound_sends(sock, timeout_s)
+    limit_sending(sock, timeout_s)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_NODELAY": 1,

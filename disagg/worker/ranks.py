@@ -11,7 +11,7 @@ How a follower starts is the business of a `RankStarter`.
 """
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -94,9 +94,7 @@ class RankProcesses:
         self._links: list[OrderLink] = [started.link for started in self._ranks]
         atexit.register(self.close)
         try:
-            for start, link in zip(starts, self._links, strict=True):
-                link.send_bytes(pack_order(start))
-            self._wait_for_processes()
+            self._begin(starts)
             self.group = RankGroup(store, 0, ranks, timeout_s, device, host)
         except DisaggError:
             self.close()
@@ -119,11 +117,13 @@ class RankProcesses:
         return [self._receive(link, ADDRESS).decode() for link in self._links]
 
     def send(self, engine: int, order: Order | ServeOrder) -> None:
-        """Bring an order to all followers; RanksLostError if one has ended."""
+        """Bring an order to all followers; RanksLostError if one has ended, or reads nothing."""
         data = pack_order((engine, order))
         try:
             for link in self._links:
                 link.send_bytes(data)
+        except BlockingIOError as error:
+            raise RanksLostError("a rank has read no order for too long") from error
         except OSError as error:
             raise RanksLostError(f"a rank has ended: {self.cause()}") from error
 
@@ -160,8 +160,13 @@ class RankProcesses:
             if not started.wait(END_S):
                 started.kill()
 
-    def _wait_for_processes(self) -> None:
+    def _begin(self, starts: Sequence[RankStart]) -> None:
         """Return when all followers are about to join; RanksLostError if one ends instead."""
+        try:
+            for start, link in zip(starts, self._links, strict=True):
+                link.send_bytes(pack_order(start))
+        except OSError:
+            raise RanksLostError(f"a rank did not start: {self.cause()}") from None
         for link in self._links:
             self._receive(link, READY)
 

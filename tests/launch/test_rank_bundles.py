@@ -1,5 +1,6 @@
 """Placement groups of workers of several ranks, without Ray."""
 
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -155,3 +156,22 @@ def test_hosts_beyond_a_screen_are_counted(fake_ray, monkeypatch):
 
     assert words.startswith("2 ranks on any hosts")
     assert words.endswith("and 12 more hosts")
+
+
+def test_ranks_whose_group_is_gone_wait_no_longer(fake_ray):
+    bundles = waiting(fake_ray, "NO_RESOURCES")
+    fake_ray.table["own"] = {"state": "REMOVED"}
+
+    with pytest.raises(CapacityError, match="was removed"):
+        bundles.waits_for()
+
+
+def test_a_process_that_ends_does_not_wait_for_a_ray_that_is_gone(monkeypatch):
+    never = Event()
+    monkeypatch.setattr(rank_bundles, "_remove_own", never.wait)
+    monkeypatch.setattr(rank_bundles, "LEAVE_S", 0.01)
+
+    rank_bundles.leave()
+
+    assert not never.is_set()
+    never.set()
