@@ -149,6 +149,13 @@ class HungService:
             if worker["role"] == role and "pid" in worker
         }
 
+    def rank_pids(self, name: str) -> list[int]:
+        """The processes of all ranks of a worker."""
+        for worker in get(self.state, "/status")["workers"]:
+            if worker["name"] == name:
+                return [*worker["rank_pids"]]
+        raise AssertionError(f"no worker {name}")
+
     def gauges(self) -> dict[str, float]:
         """Every gauge that an idle worker would not have, by worker and name."""
         gauges = {}

@@ -34,7 +34,6 @@ from benchmarks.hung_workers import (
     longest_pause_s,
     wait_until,
 )
-from benchmarks.worker_group import followers_of
 from disagg.bench.result import Row, announce, result_of
 from disagg.cli.bench import Out, show, without_none
 from disagg.cli.options import Json
@@ -117,7 +116,7 @@ def _measure_fault(
 ) -> Row:
     before = service.pids(row["role"])
     (pid, name), *_ = before.items()
-    group = [pid, *followers_of(pid)]
+    group = service.rank_pids(name)
     with Clients(service, options.service()) as clients:
         wait_until(
             lambda: len([x for x in clients.answers if x.text]) >= options.clients,

@@ -230,9 +230,11 @@ class ClusterConfig(Bounded):
              together, each with its share of the heads and weights and on a GPU of its own. The
              two may differ. `colocated` workers have `prefill_ranks`
     rank_timeout_s: a worker one of whose ranks does not answer for this long ends
+    rank_placement: pack: all ranks of a worker are on one host; spread: on as many hosts as Ray can
+             give them, which costs a network's delay twice a layer
     colocated: start only `prefill` workers, which prefill and decode; nothing is handed off
     pools:   place each worker on a node with a Ray resource named after its role (prefill or
-             decode), one worker per unit; without such a node it waits, and an autoscaler may
+             decode), one rank per unit; without such a node it waits, and an autoscaler may
              start one
     gpus:    GPUs per worker, may be a fraction; None: the GPUs that Ray has at start, divided
              equally
@@ -254,6 +256,7 @@ class ClusterConfig(Bounded):
     prefill_ranks: int = at_least(1, most=MAX_RANKS, default=1)
     decode_ranks: int = at_least(1, most=MAX_RANKS, default=1)
     rank_timeout_s: float = at_least(0.001, default=RANK_TIMEOUT_S)
+    rank_placement: str = one_of("pack", "spread")
     colocated: bool = False
     pools: bool = False
     gpus: float | None = at_least(0, default=None)

@@ -34,7 +34,9 @@ THIRD_PARTY = {  # package: where alone it may be imported
         "disagg/launch/ray_connection.py",  # starts and joins Ray
         "disagg/launch/shared_facts.py",  # Ray's key-value store
         "disagg/launch/actors.py",  # starts actors and calls them
+        "disagg/launch/rank_bundles.py",  # placement groups
         "disagg/launch/ray_actor.py",  # runs as an actor
+        "disagg/launch/rank_actor.py",  # so do the other ranks of a worker
         "disagg/serve_app.py",
     ],
     "transformers": ["disagg/model/"],

@@ -20,6 +20,7 @@ class NoWorkerPool:
     """The `DoorHost` of workers that nobody scales."""
 
     target_counts: Mapping[str, int] = {}
+    lacks_room: Mapping[str, str] = {}
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """Not for fake workers."""

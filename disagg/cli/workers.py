@@ -114,6 +114,8 @@ def draw(report: dict[str, Any]) -> None:
             )
         elif current[role] > number:
             print(f"{role}: {current[role]} of {number}; the others are leaving")
+    for name, words in report.get("lacks_room", {}).items():
+        print(f"{name} waits for room: {words}")
 
 
 def row_of(worker: dict[str, Any]) -> list[str]:
@@ -135,7 +137,14 @@ def row_of(worker: dict[str, Any]) -> list[str]:
 
 
 def _backend(worker: dict[str, Any]) -> str:
-    """What computes its model, and in how many ranks if there are several."""
+    """What computes its model, in how many ranks, and where if they are on several hosts."""
     backend: str = worker.get("backend", "")
     ranks = worker.get("ranks", 1)
-    return f"{backend}, {ranks} ranks" if ranks > 1 else backend
+    if ranks == 1:
+        return backend
+    backend += f", {ranks} ranks"
+    counts = Counter(worker.get("rank_hosts", []))
+    if len(counts) <= 1:
+        return backend
+    hosts = [x if count == 1 else f"{x} ({count})" for x, count in counts.items()]
+    return f"{backend} on {', '.join(hosts)}"

@@ -15,9 +15,16 @@ from ray.exceptions import RayError, RayTaskError
 
 from disagg.config import Config
 from disagg.errors import PeerLostError
+from disagg.launch.rank_bundles import (
+    RankBundles,
+    alive_hosts,
+    as_options,
+    in_bundle,
+    reserve,
+)
 from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.ray_connection import LOCAL
-from disagg.launch.resources import equal_share, gpu_share
+from disagg.launch.resources import rank_resources
 from disagg.launch.start_protocol import host_of, info_of, settings_message
 from disagg.transfer.messages import Role, WorkerInfo
 from disagg.transfer.security import Authority
@@ -37,6 +44,7 @@ class Actor:
     info:   once it serves
     leaves: it stops once those that stay can serve
     host:   its address, once known
+    bundles: of its ranks, if it has several
     """
 
     role: Role
@@ -46,6 +54,7 @@ class Actor:
     info: WorkerInfo | None = None
     leaves: bool = False
     host: str = ""
+    bundles: RankBundles | None = None
 
     def __str__(self) -> str:
         return f"{self.name} at {self.host}" if self.host else self.name
@@ -85,8 +94,18 @@ class Actor:
         """Let it finish or move its requests within the grace, then end."""
         self.handle.stop.remote(grace_s)
 
+    def waits_for(self) -> str:
+        """What room its ranks wait for, in words; "" if for none. CapacityError if in vain."""
+        return self.bundles.waits_for() if self.bundles else ""
+
     def kill(self) -> None:
         ray.kill(self.handle)
+        self.free_room()
+
+    def free_room(self) -> None:
+        """Of its ranks; ends those that still run."""
+        if self.bundles is not None:
+            self.bundles.remove()
 
 
 def start_actor(
@@ -95,35 +114,44 @@ def start_actor(
     """Let Ray start a worker, which then loads; on a cluster, take over the one of this name."""
     # the class has its name in Ray's lists
     kind = type(f"{role.title()}Worker", (WorkerActor,), {})
-    options = _options(config, role, name)
+    cluster = config.cluster
+    is_private = cluster.address == LOCAL
+    resources = _rank_resources(config, role)
+    ranks = cluster.ranks_of(role)
+    bundles: RankBundles | None = None
+    if ranks > 1:
+        bundles = reserve(cluster, resources, ranks, name, is_private)
+        options = _options(config, name) | in_bundle(bundles.group, rank=0)
+    else:
+        options = _options(config, name) | as_options(resources)
     actor = ray.remote(concurrency_groups=CONCURRENCY)(kind).options(**options)
     settings = settings_message(config)
     secrets = asdict(authority) if authority else None
     handle = actor.remote(settings, role.value, name, secrets)
-    host = "127.0.0.1" if config.cluster.address == LOCAL else None
-    return Actor(role, name, handle, handle.start.remote(host, settings))
+    host = "127.0.0.1" if is_private else None
+    call = handle.start.remote(host, settings)
+    return Actor(role, name, handle, call, bundles=bundles)
 
 
-def _options(config: Config, role: Role, name: str) -> dict[str, object]:
+def _rank_resources(config: Config, role: Role) -> dict[str, float]:
+    resources = rank_resources(config, role, list(alive_hosts().values()))
+    if config.cluster.address == LOCAL:
+        # a private Ray runs nothing else, so its workers need no share of the cores
+        resources.pop("CPU", None)
+    return resources
+
+
+def _options(config: Config, name: str) -> dict[str, object]:
     cluster = config.cluster
-    is_private = cluster.address == LOCAL
-    resources = ray.cluster_resources()
-    # a private Ray runs nothing else, so its workers need no share of the cores
-    cpus = 0 if is_private else int(resources.get("CPU", 0))
-    gpus = int(resources.get("GPU", 0))
     options: dict[str, object] = {
         "name": name,
         "namespace": cluster.name,
         "max_restarts": 0,
         "max_task_retries": 0,
-        "num_cpus": equal_share(cpus, config),
-        "num_gpus": gpu_share(gpus, config, role),
     }
     if cluster.runtime_env is not None:
         options["runtime_env"] = cluster.runtime_env
-    if cluster.pools:
-        options["resources"] = {role.value: 1}
-    if not is_private:
+    if cluster.address != LOCAL:
         options["lifetime"] = "detached"
         options["get_if_exists"] = True
     return options

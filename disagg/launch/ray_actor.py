@@ -4,11 +4,13 @@ import faulthandler
 import os
 import signal
 import threading
+from typing import NoReturn
 
 import ray
 
 from disagg.config import changed_keys
 from disagg.errors import DisaggError, OccupiedError
+from disagg.launch import rank_bundles
 from disagg.launch.resources import processes_of_host, worker_config
 from disagg.launch.start_protocol import (
     Message,
@@ -24,6 +26,7 @@ from disagg.transfer.security import Authority, protected
 # the process of a failed start ends after this; until then its error can be read
 FAILED_S = 5.0
 WATCH_S = 1.0  # the watch of a front end that is gone ends this long after the next one's begin
+FORGOTTEN_S = 60.0  # a front end calls a worker as soon as it has a process
 TAKEOVER_S = 5.0  # the connection of a killed service may look open for this long
 
 
@@ -40,9 +43,12 @@ class WorkerActor:
         self._name = name
         self._authority = authority
         self._loaded = False
+        self._was_called = threading.Event()
         self._num_watches = 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        forgotten = threading.Thread(target=self._end_if_forgotten, daemon=True)
+        forgotten.start()
 
     def start(self, host: str | None, settings: Message) -> Message:
         """Load and serve, if it does not yet; the reply says how it can be reached.
@@ -53,6 +59,7 @@ class WorkerActor:
         The reply is an error if it cannot load, runs with other settings, or has a router of
         another service.
         """
+        self._was_called.set()
         address = host or ray.util.get_node_ip_address()
         try:
             self._check_settings(settings)
@@ -65,7 +72,7 @@ class WorkerActor:
         except Exception as error:
             if not self._loaded:
                 # Ray would keep a detached actor
-                threading.Timer(FAILED_S, os._exit, [1]).start()
+                threading.Timer(FAILED_S, self._end).start()
             if isinstance(error, DisaggError):
                 return failure(address, error)
             raise
@@ -97,12 +104,16 @@ class WorkerActor:
         # not at the top: the launching process needs neither torch nor transformers
         import torch
 
+        from disagg.launch.rank_actor import RankActors
         from disagg.worker.worker import Worker, settle_memory
 
         # of this thread, which loads; the engine's thread has its own number
         torch.set_num_threads(1)
         authority = Authority(**self._authority) if self._authority else None
         security = protected(self._config.security, authority, address)
+        starter: RankActors | None = None
+        if self._has_followers:
+            starter = RankActors(self._config, self._role, address, authority, security)
         gpus = ray.get_runtime_context().get_assigned_resources().get("GPU")
         resources = host_resources()
         config = worker_config(self._config, gpus, resources)
@@ -113,6 +124,7 @@ class WorkerActor:
             address,
             security,
             processes=processes_of_host(self._config, resources),
+            starter=starter,
         )
         self._worker.start()
         settle_memory()
@@ -136,7 +148,7 @@ class WorkerActor:
     def stop(self, grace_s: float | None = None) -> None:
         """Finish or move its requests within the grace, then end. A loading one ends at once."""
         if not self._loaded:
-            os._exit(0)
+            self._end()
         self._worker.stop(grace_s)
 
     @ray.method(concurrency_group="watch")
@@ -152,7 +164,24 @@ class WorkerActor:
         try:
             self._worker.wait()
         finally:
-            os._exit(0)  # the thread that broke has printed its error
+            self._end()  # the thread that broke has printed its error
+
+    def _end_if_forgotten(self) -> None:
+        """End a process that waited for its host until its front end was gone."""
+        if not self._was_called.wait(FORGOTTEN_S):
+            self._end()
+
+    @property
+    def _has_followers(self) -> bool:
+        return config_of(self._settings).cluster.ranks_of(self._role) > 1
+
+    def _end(self) -> NoReturn:
+        """End the process, and free the room of all ranks."""
+        try:
+            if self._has_followers:
+                rank_bundles.leave()
+        finally:
+            os._exit(0)
 
 
 def host_resources() -> dict[str, float]:

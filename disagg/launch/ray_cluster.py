@@ -8,14 +8,21 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from disagg.config import Config
-from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError
+from disagg.errors import (
+    CapacityError,
+    ConfigError,
+    DisaggError,
+    PeerLostError,
+    UnknownNameError,
+)
 from disagg.launch import actors
 from disagg.launch.actors import Actor, start_actor
 from disagg.launch.private_ray import Session
+from disagg.launch.rank_bundles import remove_abandoned
 from disagg.launch.ray_connection import LOCAL, RayConnection, lost_ray_is_an_error
 from disagg.launch.resources import check_counts, check_place
 from disagg.launch.retry_pauses import RetryPauses
@@ -41,6 +48,7 @@ class Cluster:
     security:      of the front end itself, once connected
     target_counts: target number of workers of each role
     links:         speeds measured at the start, in words
+    lacks_room:    what room workers wait for, in words, by name
     """
 
     def __init__(self, config: Config, session: Session | None = None):
@@ -54,6 +62,7 @@ class Cluster:
             Role(role): number for role, number in config.cluster.roles.items()
         }
         self.links: list[str] = []
+        self.lacks_room: dict[str, str] = {}
         self._connection = RayConnection(config.cluster.address, session)
         self._facts = None if self._private else SharedFacts(config.cluster.name)
         self._authority = Authority(session.token) if session else None
@@ -99,22 +108,19 @@ class Cluster:
         last_stage = ""
         while loading and not serves([info.role for info in serving]):
             ready = actors.wait_for_any(loading, PROGRESS_S)
-            if not ready:
-                stage = actors.progress(loading)
-                if stage not in ("", last_stage):
-                    report(stage)
-                    last_stage = stage
+            if ready:
+                loading.remove(ready[0])
+                serving += self._enter_at_start(ready[0])
                 continue
-            (actor, *_) = ready
-            loading.remove(actor)
-            try:
-                serving.append(actor.enter())
-                self._pauses.served(place_of(actor.name))
-            except DisaggError as error:
+            for actor, error in self._look_for_room(loading):
+                loading.remove(actor)
+                actor.kill()
                 self._actors.remove(actor)
-                has_left = actor.name in self._names.adopted
-                if not (has_left and isinstance(error, PeerLostError)):
-                    self._skip(actor, error)
+                self._skip(actor, error)
+            stage = self._stage(loading)
+            if stage not in ("", last_stage):
+                report(stage)
+                last_stage = stage
         self.links = actors.measure_links(self._actors)
         return serving
 
@@ -167,6 +173,7 @@ class Cluster:
             else:
                 self._enter(actor, on_up)
         self._kill_silent(silent_s(), on_down)
+        self._check_room()
         self._adjust()
 
     def close(self) -> None:
@@ -213,11 +220,54 @@ class Cluster:
         """Take over the workers of an earlier front end, and the counts that it had set."""
         if self._facts is None:
             return
-        self._names = WorkerNames(actors.names_of_running(self._config.cluster.name))
+        cluster_name = self._config.cluster.name
+        running = actors.names_of_running(cluster_name)
+        self._names = WorkerNames(running)
+        if self._config.cluster.ranks > 1:
+            remove_abandoned(cluster_name, running)
         stored_counts = self._facts.load_counts()
         if stored_counts and self._names.adopted:
             self.target_counts = stored_counts
         self._facts.store_counts(self.target_counts)
+
+    def _enter_at_start(self, actor: Actor) -> list[WorkerInfo]:
+        """The worker, if it could load; else its place pauses, or its error is raised."""
+        try:
+            info = actor.enter()
+        except DisaggError as error:
+            self._drop(actor)
+            has_left = actor.name in self._names.adopted
+            if not (has_left and isinstance(error, PeerLostError)):
+                self._skip(actor, error)
+            return []
+        self._pauses.served(place_of(actor.name))
+        return [info]
+
+    def _stage(self, loading: Sequence[Actor]) -> str:
+        """What takes loading workers long, in words; "" if nothing special."""
+        for name, words in self.lacks_room.items():
+            return f"{name} waits for room: {words}"
+        return actors.progress(loading)
+
+    def _look_for_room(
+        self, loading: Sequence[Actor]
+    ) -> list[tuple[Actor, CapacityError]]:
+        """Note what groups of ranks wait for; those that wait in vain."""
+        hopeless: list[tuple[Actor, CapacityError]] = []
+        waiting: dict[str, str] = {}
+        for actor in loading:
+            try:
+                if words := actor.waits_for():
+                    waiting[actor.name] = words
+            except CapacityError as error:
+                hopeless.append((actor, error))
+        self.lacks_room = waiting
+        return hopeless
+
+    def _drop(self, actor: Actor) -> None:
+        """A worker has ended, or never begins."""
+        self._actors.remove(actor)
+        actor.free_room()
 
     def _load(self, role: Role, name: str) -> Actor:
         return start_actor(self._config, self._authority, role, name)
@@ -229,7 +279,7 @@ class Cluster:
             self._losses_in_a_row = 0
             self._pauses.served(place_of(actor.name))
         except DisaggError as error:
-            self._actors.remove(actor)
+            self._drop(actor)
             if not actor.leaves:
                 self._pause(actor, error)
 
@@ -247,7 +297,7 @@ class Cluster:
 
     def _end(self, actor: Actor, on_down: Callable[[str], None]) -> None:
         """Report a worker that has ended, and drop it."""
-        self._actors.remove(actor)
+        self._drop(actor)
         on_down(actor.name)
         if not actor.leaves:
             cause, pid = actors.cause_of_death(actor)
@@ -265,6 +315,18 @@ class Cluster:
         """When the next worker starts, for the log: at once unless several ended early."""
         pause_s = self._pauses.ended(place_of(actor.name))
         return f" in {pause_s:g} s" if pause_s else ""
+
+    def _check_room(self) -> None:
+        """Say what groups of ranks wait for; those that wait in vain are tried again later."""
+        earlier = self.lacks_room
+        loading = [actor for actor in self._actors if actor.info is None]
+        for actor, error in self._look_for_room(loading):
+            actor.kill()
+            self._actors.remove(actor)
+            self._pause(actor, error)
+        for name, words in self.lacks_room.items():
+            if earlier.get(name) != words:
+                log.warning("%s waits for room: %s", name, words)
 
     def _kill_silent(
         self, silent_s: Mapping[str, float], on_down: Callable[[str], None]

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import mul
 
@@ -14,12 +14,11 @@ LEAST_SHARE = 0.01  # of memory, as of the setting
 
 
 def equal_share(units: int, config: Config) -> float:
-    """Units per worker: one, or an equal fraction of one so that all workers fit."""
+    """Units per rank: one, or an equal fraction of one so that the ranks of all workers fit."""
     if not units:
         return 0.0
-    workers = sum(config.cluster.roles.values())
-    workers_per_unit = math.ceil(workers / units)
-    return 1 / workers_per_unit
+    ranks_per_unit = math.ceil(config.cluster.processes / units)
+    return 1 / ranks_per_unit
 
 
 def gpu_share(gpus: int, config: Config, role: str) -> float:
@@ -31,6 +30,48 @@ def gpu_share(gpus: int, config: Config, role: str) -> float:
     if gpus and config.cluster.ranks > 1:
         return float(config.cluster.ranks_of(role))
     return equal_share(gpus, config)
+
+
+def rank_resources(
+    config: Config, role: str, hosts: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """What Ray reserves for each rank of a worker: CPUs, GPUs, and a unit of its pool.
+
+    hosts: Ray's resources of each host
+
+    ConfigError where ranks would share a GPU.
+    """
+    cluster = config.cluster
+    ranks = cluster.ranks_of(role)
+    gpus = gpu_share(int(total(hosts, "GPU")), config, role) / ranks
+    if ranks > 1 and gpus % 1:
+        raise ConfigError(
+            f"cluster.gpus is {cluster.gpus:g} for the {ranks} ranks of a {role} worker; "
+            f"expected a multiple of {ranks}"
+        )
+    resources = {"CPU": _cpu_share(config, role, hosts), "GPU": gpus}
+    if cluster.pools:
+        resources[role] = 1.0
+    return {name: units for name, units in resources.items() if units}
+
+
+def _cpu_share(
+    config: Config, role: str, hosts: Sequence[Mapping[str, float]]
+) -> float:
+    cluster = config.cluster
+    share = equal_share(int(total(hosts, "CPU")), config)
+    if cluster.rank_placement == "spread":
+        return share
+    eligible = [host for host in hosts if not cluster.pools or role in host]
+    most = max((host.get("CPU", 0.0) for host in eligible), default=0.0)
+    if not most:  # no host of the pool has joined
+        return share
+    return min(share, most / cluster.ranks_of(role))
+
+
+def total(hosts: Sequence[Mapping[str, float]], resource: str) -> float:
+    """The units of a resource that all hosts have."""
+    return sum(host.get(resource, 0.0) for host in hosts)
 
 
 def check_counts(counts: Mapping[Role, int], gpus: int | None, config: Config) -> None:
@@ -85,7 +126,7 @@ def worker_config(
     """The settings of one worker, with its share of the memory and its number of threads.
 
     gpus:           of this worker; None: it computes on the CPU
-    host_resources: Ray's resources of this host; the units of a pool are room for workers
+    host_resources: Ray's resources of this host; the units of a pool are room for ranks
 
     The ranks of the workers that fit on this host share its cores, unless the number of threads is
     set, and on CPUs its memory.
@@ -105,7 +146,8 @@ def processes_of_host(config: Config, host_resources: Mapping[str, float]) -> in
     """How many ranks the workers have that fit on this host, at least 1."""
     processes = 0
     for role, count in config.cluster.roles.items():
+        ranks = count * config.cluster.ranks_of(role)
         if config.cluster.pools:
-            count = min(count, int(host_resources.get(role, 0)))
-        processes += count * config.cluster.ranks_of(role)
+            ranks = min(ranks, int(host_resources.get(role, 0)))
+        processes += ranks
     return max(1, processes)

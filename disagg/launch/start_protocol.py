@@ -30,6 +30,7 @@ WORKER_CLUSTER_KEYS = (
     "prefill_ranks",
     "decode_ranks",
     "rank_timeout_s",
+    "rank_placement",
 )
 
 Message = dict[str, Any]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from socket import socket
 from threading import Event, Thread
 from typing import Any
 
@@ -37,14 +38,16 @@ POLL_S = 1e-4  # between two looks at a GPU
 NCCL_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_GRAPH_REGISTER": "0"}
 
 
-def open_store(host: str = "127.0.0.1") -> TCPStore:
-    """The store where the ranks of a group meet: of rank 0, on a free port."""
+def open_store(listening: socket) -> TCPStore:
+    """The store where the ranks of a group meet: of rank 0, on a socket that it takes over."""
+    host, port, *_ = listening.getsockname()
     return TCPStore(
         host,
-        0,
+        port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=LOAD_S),
+        master_listen_fd=listening.detach(),
     )
 
 
@@ -59,6 +62,7 @@ class RankGroup:
     rank:      number of this process, from 0
     ranks:     processes of the group
     timeout_s: after which a collective fails with RanksLostError, from `begin_serving` on
+    host:      of this rank, where the others of a group on CPUs reach it
     """
 
     def __init__(

@@ -227,6 +227,11 @@ class RouterClient:
         """The target number of workers of each role; none before a router was there."""
         return dict(self._state.targets)
 
+    @property
+    def lacks_room(self) -> Mapping[str, str]:
+        """What room workers wait for, in words, by name."""
+        return dict(self._state.lacks_room)
+
     def lacks(self, expected: Mapping[str, int]) -> str:
         """What `ready` waits for, in words of the router, which knows its expected workers."""
         if not self._has_router:

@@ -39,6 +39,10 @@ class DoorHost(Protocol):
     def target_counts(self) -> Mapping[str, int]:
         """The target number of workers of each role."""
 
+    @property
+    def lacks_room(self) -> Mapping[str, str]:
+        """What room workers wait for, in words, by name."""
+
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """Scale each role to this count, in the background; None keeps the current one.
 
@@ -124,6 +128,7 @@ class DoorService:
             lacks=self._router.lacks(targets),
             targets=targets,
             waiting=self._router.waiting,
+            lacks_room=self._host.lacks_room,
         )
 
     async def _report(self, data: bytes) -> bytes:

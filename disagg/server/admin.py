@@ -24,6 +24,10 @@ class WorkerPool(Protocol):
     def target_counts(self) -> Mapping[str, int]:
         """The target number of workers of each role."""
 
+    @property
+    def lacks_room(self) -> Mapping[str, str]:
+        """What room workers wait for, in words, by name."""
+
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """Scale each role to this count, in the background; None keeps the current one."""
 

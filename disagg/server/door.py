@@ -52,6 +52,11 @@ class RemoteWorkers:
         """The target number of workers of each role."""
         return self._client.target_counts
 
+    @property
+    def lacks_room(self) -> Mapping[str, str]:
+        """What room workers wait for, in words, by name."""
+        return self._client.lacks_room
+
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """Scale each role to this count, in the background; None keeps the current one."""
         self._wait_for(self._client.scale(prefill, decode))

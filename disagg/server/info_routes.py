@@ -57,6 +57,8 @@ def add_info_routes(
         body = await completions.status()
         if worker_pool is not None:
             body["wanted"] = worker_pool.target_counts
+            if worker_pool.lacks_room:
+                body["lacks_room"] = dict(worker_pool.lacks_room)
         return JSONResponse(body)
 
     @get_route("/metrics")

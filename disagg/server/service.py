@@ -67,6 +67,7 @@ class Backend(ABC):
 
         self._stack = ExitStack()
         self._links: dict[str, Link] = {}
+        self._cluster: Cluster | None = None  # before its first workers serve, too
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
         # set when the http thread serves: its loop, and what ends it
@@ -107,6 +108,7 @@ class Backend(ABC):
         workers = Cluster(self.config, session)
         stack.callback(workers.close)
         workers.connect()
+        self._cluster = workers
         self._security = workers.security
         if cluster.colocated:
             count = f"{cluster.prefill} worker for both"
@@ -141,6 +143,11 @@ class Backend(ABC):
             self._workers.target_counts if self._workers else self.config.cluster.roles
         )
         return {str(role): number for role, number in roles.items()}
+
+    @property
+    def lacks_room(self) -> Mapping[str, str]:
+        """What room workers wait for, in words, by name."""
+        return self._cluster.lacks_room if self._cluster else {}
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """Scale each role to this count, in the background; None keeps the current one."""

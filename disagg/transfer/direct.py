@@ -24,7 +24,7 @@ from itertools import islice
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
 from disagg.transfer.messages import FrameAnswer
 from disagg.transfer.receiver import PageReceiver
-from disagg.transfer.rpc import bind_within
+from disagg.transfer.rpc import bind_within, host_of
 from disagg.transfer.security import Security, tls_context
 from disagg.wire import MAX_FRAME_BYTES, PRELUDE_BYTES, Buffer, frame_bytes
 
@@ -211,7 +211,7 @@ async def dial(
     address: str, port: int, key: bytes, security: Security | None = None
 ) -> DirectStream:
     """A direct connection to the host of "host:port", at the port that Attach answered."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = host_of(address)
     loop = asyncio.get_running_loop()
     with ExitStack() as on_failure:
         try:

@@ -26,7 +26,7 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -90,6 +90,7 @@ RpcHandler = grpc.GenericRpcHandler
 RpcServer = grpc.aio.Server
 Unary = Callable[[bytes], Awaitable[bytes]]
 Stream = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
+Bound = TypeVar("Bound")
 
 
 def tune_malloc() -> None:
@@ -238,7 +239,7 @@ def _server_of(
     return server
 
 
-def bind_within(ports: Sequence[int] | None, bind: Callable[[int], int]) -> int:
+def bind_within(ports: Sequence[int] | None, bind: Callable[[int], Bound]) -> Bound:
     """Bind to the first free port of a range; the result of `bind`.
 
     ConfigError if no port is free, or the address is not of this host.
@@ -258,6 +259,11 @@ def address_of(host: str, port: int) -> str:
     """The text "host:port", with an IPv6 address in brackets."""
     host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """The host of "host:port", without brackets."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def rpc_handlers(

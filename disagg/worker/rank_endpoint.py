@@ -21,9 +21,9 @@ from disagg.transfer.channel import Peers
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.follower_calls import follower_handler
 from disagg.transfer.rpc import start_server, tune_malloc
-from disagg.transfer.security import Security
 from disagg.worker.follower_service import FollowerService
 from disagg.worker.handoff import OutgoingHandoff, SendingContext
+from disagg.worker.rank_start import RankPlace
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,6 @@ class ServeOrder:
     """
 
     model: str
-    host: str
-    security: Security | None
     transfer: TransferConfig
     ports: Sequence[int] | None = None
 
@@ -47,10 +45,12 @@ class RankEndpoint:
     in_flight: as of `SendingContext`; the follower reads it
     """
 
-    def __init__(self, rank: int, ranks: int):
+    def __init__(self, rank: int, ranks: int, place: RankPlace):
         self.in_flight: dict[str, OutgoingHandoff[Any]] = {}
         self._rank = rank
         self._ranks = ranks
+        self._host = place.host
+        self._security = place.security
         self._address: Future[str] = Future()
 
     def start(self, order: ServeOrder, follower: Follower) -> str:
@@ -77,10 +77,10 @@ class RankEndpoint:
         handlers = [follower_handler(service), service.receiver.handlers()]
         direct: DirectServer | None = None
         if order.transfer.channel == "direct":
-            direct = DirectServer(service.receiver, order.security)
-            direct.listen(order.host, order.ports)
+            direct = DirectServer(service.receiver, self._security)
+            direct.listen(self._host, order.ports)
         server, address = await start_server(
-            handlers, order.host, order.security, order.ports
+            handlers, self._host, self._security, order.ports
         )
         self._address.set_result(address)
         if direct is not None:
@@ -92,7 +92,7 @@ class RankEndpoint:
             model=order.model,
             plan_of=follower.plan,
             arena=follower.pages,
-            peers=Peers(order.security, order.transfer),
+            peers=Peers(self._security, order.transfer),
             rank=self._rank,
             ranks=self._ranks,
             in_flight=self.in_flight,

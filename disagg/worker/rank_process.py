@@ -9,6 +9,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+from disagg.engine.orders import unpack_order
 from disagg.worker.ranks import follow
 
 
@@ -16,7 +17,8 @@ def main() -> None:
     # an interrupt of the terminal is for rank 0, which then closes the link
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        follow(Connection(int(sys.argv[1])))
+        link = Connection(int(sys.argv[1]))
+        follow(link, unpack_order(link.recv_bytes()))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,25 +1,22 @@
-"""The ranks of a worker on one host: processes that rank 0 starts, and the links to them.
+"""The ranks of a worker: processes that rank 0 starts, on any host, and the links to them.
 
-    rank 0      RankProcesses ── orders, over a socket ──► follow(): the process of another rank
+    rank 0      RankProcesses ── orders, over a link ──► follow(): the process of another rank
     all ranks   ◄──────── collectives of each forward pass, by a RankGroup ────────►
 
 A follower waits for orders without a timeout. If a rank ends, its sockets close: the others see it
 at once. If one hangs, the next collective fails after `rank_timeout_s`, and so does an order that
-fills the socket. Either is the end of the group; there is no part of one.
+fills the socket; if its host is gone, its link does. Each is the end of the group; there is no part
+of one.
+
+How a follower starts is the business of a `RankStarter`.
 """
 
 import atexit
-import pickle
-import struct
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from socket import SO_SNDTIMEO, SOL_SOCKET, socket, socketpair
+from multiprocessing.connection import wait
 from threading import Thread
-from typing import Any
 
 import torch
 
@@ -37,30 +34,16 @@ from disagg.engine.orders import (
 from disagg.errors import DisaggError, RanksLostError
 from disagg.model.rank_group import RankGroup, join_store, open_store
 from disagg.model.runner import Runner, pick_device
+from disagg.worker.child_ranks import ChildRanks
 from disagg.worker.rank_endpoint import RankEndpoint, ServeOrder
+from disagg.worker.rank_link import OrderLink, listen
+from disagg.worker.rank_start import RankPlace, RankStart, RankStarter
 
 READY = b"ready"
 ADDRESS = b"address "  # before the "host:port" of a follower
-END_S = 2.0  # for a follower whose socket was closed
-
-
-@dataclass(frozen=True)
-class RankStart:
-    """What a rank is started with; the model as of `Runner.load`.
-
-    processes: of this host that load the model
-    """
-
-    rank: int
-    ranks: int
-    port: int
-    timeout_s: float
-    threads: int
-    model: str | None
-    dtype: str
-    device: str
-    context: int | None
-    processes: int
+END = b""  # rank 0 ends the group; without it, its process broke
+END_S = 2.0  # for a follower whose link was closed
+BROKEN_S = 0.2  # in which all sockets of a process that broke are closed
 
 
 class RankProcesses:
@@ -79,23 +62,25 @@ class RankProcesses:
         context: int | None = None,
         processes: int = 1,
         threads: int | None = None,
+        starter: RankStarter | None = None,
     ):
         """
         processes: of this host that load the model, besides the ranks of others
         threads:   of each rank; None: as many as this process has
+        starter:   None: the others are child processes
         The others as of `Runner.load`.
         """
         device = pick_device(device)
-        store = open_store()
-        self._links: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        starter = starter or ChildRanks()
+        host = starter.host
+        store = open_store(listen(host, starter.ports))
         self._num_engines = 0
         self._closed = False
-        atexit.register(self.close)
-        for rank in range(1, ranks):
-            start = RankStart(
+        starts = [
+            RankStart(
                 rank=rank,
                 ranks=ranks,
+                host=host,
                 port=store.port,
                 timeout_s=timeout_s,
                 threads=threads or torch.get_num_threads(),
@@ -105,18 +90,22 @@ class RankProcesses:
                 context=context,
                 processes=max(processes, ranks),
             )
-            self._start(start)
+            for rank in range(1, ranks)
+        ]
+        self._ranks = starter.start(starts)
+        self._links: list[OrderLink] = [started.link for started in self._ranks]
+        atexit.register(self.close)
         try:
-            self._wait_for_processes()
-            self.group = RankGroup(store, 0, ranks, timeout_s, device)
+            self._begin(starts)
+            self.group = RankGroup(store, 0, ranks, timeout_s, device, host)
         except DisaggError:
             self.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        """The process of each follower."""
-        return [process.pid for process in self._processes]
+        """The process of each follower, on its host."""
+        return [started.pid for started in self._ranks]
 
     def orders(self) -> StepOrders:
         """The orders of one more engine of this process."""
@@ -149,7 +138,7 @@ class RankProcesses:
         """Call on_end, on a thread, when a follower has ended."""
 
         def until_one_ends() -> None:
-            wait(self._links)
+            wait([link.fileno() for link in self._links])
             if not self._closed:
                 self.group.abandon()
                 on_end(RanksLostError(f"a rank has ended: {self.cause()}"))
@@ -158,108 +147,112 @@ class RankProcesses:
 
     def cause(self) -> str:
         """What a follower said before it ended, else how its process ended."""
-        for rank, link in enumerate(self._links, 1):
+        for rank, started in enumerate(self._ranks, 1):
             try:
-                if link.poll():
-                    return f"rank {rank}: {pickle.loads(link.recv_bytes())}"
+                if started.link.poll():
+                    return f"rank {rank}: {started.link.recv_bytes().decode()}"
             except (OSError, EOFError):
-                process = self._processes[rank - 1]
-                try:
-                    code = process.wait(END_S)
-                except subprocess.TimeoutExpired:
-                    continue
-                return f"rank {rank}, process {process.pid}, exit code {code}"
+                if end := started.wait(END_S):
+                    return f"rank {rank}, {end}"
         return "no rank said why"
 
     def kill(self) -> None:
         """End all followers by force, as a frozen one needs; `close` is still to come."""
         self._closed = True
-        for process in self._processes:
-            process.kill()
+        for started in self._ranks:
+            started.kill()
 
     def close(self) -> None:
         """End all followers."""
         self._closed = True
         atexit.unregister(self.close)
         for link in self._links:
+            with suppress(OSError):
+                link.send_bytes(END)
             link.close()
-        for process in self._processes:
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for started in self._ranks:
+            if not started.wait(END_S):
+                started.kill()
 
-    def _wait_for_processes(self) -> None:
+    def _begin(self, starts: Sequence[RankStart]) -> None:
         """Return when all followers are about to join; RanksLostError if one ends instead."""
+        try:
+            for start, link in zip(starts, self._links, strict=True):
+                link.send_bytes(pack_order(start))
+        except OSError:
+            raise RanksLostError(f"a rank did not start: {self.cause()}") from None
         for link in self._links:
             self._receive(link, READY)
 
-    def _receive(self, link: Connection, prefix: bytes) -> bytes:
+    def _receive(self, link: OrderLink, prefix: bytes) -> bytes:
         """What a follower answers at its start, behind a prefix; RanksLostError if it ends."""
         try:
             answer = link.recv_bytes()
         except (OSError, EOFError):
             raise RanksLostError(f"a rank did not start: {self.cause()}") from None
         if not answer.startswith(prefix):
-            raise RanksLostError(f"a rank did not start: {pickle.loads(answer)}")
+            raise RanksLostError(f"a rank did not start: {answer.decode()}")
         return answer.removeprefix(prefix)
 
-    def _start(self, start: RankStart) -> None:
-        own, other = socketpair()
-        limit_sending(own, start.timeout_s)
-        command = [sys.executable, "-P", "-m", "disagg.worker.rank_process"]
-        with other:
-            process = subprocess.Popen(
-                [*command, str(other.fileno())],
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        link = Connection(own.detach())
-        link.send_bytes(pack_order(start))
-        self._links.append(link)
-        self._processes.append(process)
 
+def follow(link: OrderLink, place: RankPlace) -> bool:
+    """The life of a follower: load, then do what rank 0 orders, until the link ends.
 
-def limit_sending(link: socket, timeout_s: float) -> None:
-    """Let writes fail that have waited this long for a peer to read: it is frozen."""
-    whole_s, part_s = divmod(timeout_s, 1.0)
-    timeval = struct.pack("ll", int(whole_s), int(1e6 * part_s))
-    link.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval)
-
-
-def follow(link: Connection) -> None:
-    """The life of a follower: load, then do what rank 0 orders, until it closes the link."""
+    Returns whether rank 0 ended the group; else its process broke.
+    """
     try:
-        start: RankStart = unpack_order(link.recv_bytes())
+        start: RankStart = unpack_order(_receive(link))
         link.send_bytes(READY)
-        followers = _Followers(_load(start), RankEndpoint(start.rank, start.ranks))
-        for engine, order in _orders(link):
-            if isinstance(order, ServeOrder):
-                link.send_bytes(ADDRESS + followers.serve(engine, order).encode())
-            else:
-                followers.obey(engine, order)
+        runner = _load(start, place)
+        _obey(link, _Followers(runner, RankEndpoint(start.rank, start.ranks, place)))
     except DisaggError as error:
-        link.send_bytes(pickle.dumps(f"{type(error).__name__}: {error}"))
+        with suppress(OSError):
+            link.send_bytes(f"{type(error).__name__}: {error}".encode())
+        if _rank_0_broke(link):
+            return False
         raise
+    except EOFError:
+        return False
+    return True
 
 
-def _orders(link: Connection) -> Iterator[tuple[int, Any]]:
-    """Each order with the number of its engine, until rank 0 closes the link."""
-    while True:
-        try:
-            data = link.recv_bytes()
-        except EOFError:
-            return
-        yield unpack_order(data)
+def _obey(link: OrderLink, followers: "_Followers") -> None:
+    """Do what rank 0 orders, until it ends the group; EOFError if its process broke."""
+    while data := _receive(link):
+        engine, order = unpack_order(data)
+        if isinstance(order, ServeOrder):
+            link.send_bytes(ADDRESS + followers.serve(engine, order).encode())
+        else:
+            followers.obey(engine, order)
 
 
-def _load(start: RankStart) -> Runner:
+def _receive(link: OrderLink) -> bytes:
+    """The next message; EOFError if the other process or its host is gone."""
+    try:
+        return link.recv_bytes()
+    except OSError as error:
+        raise EOFError from error
+
+
+def _rank_0_broke(link: OrderLink) -> bool:
+    """Whether the process of rank 0 has broken just now; else it goes on, or ends the group."""
+    try:
+        while link.poll(BROKEN_S):
+            if link.recv_bytes() == END:
+                return False
+    except (OSError, EOFError):
+        return True
+    return False
+
+
+def _load(start: RankStart, place: RankPlace) -> Runner:
     torch.set_num_threads(start.threads)
     if start.device == "cuda":
-        torch.cuda.set_device(start.rank)
-    store = join_store("127.0.0.1", start.port)
-    group = RankGroup(store, start.rank, start.ranks, start.timeout_s, start.device)
+        torch.cuda.set_device(place.gpu)
+    store = join_store(start.host, start.port)
+    group = RankGroup(
+        store, start.rank, start.ranks, start.timeout_s, start.device, place.host
+    )
     return Runner.load(
         start.model,
         start.dtype,

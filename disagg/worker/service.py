@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from asyncio import TaskGroup
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -47,6 +47,7 @@ from disagg.transfer.messages import (
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import Manifest, least_worth_sending
 from disagg.transfer.reservations import ReceiverPolicy, Reservations
+from disagg.transfer.rpc import host_of
 from disagg.transfer.security import Security
 from disagg.worker.decode import DecodeSide
 from disagg.worker.event_log import EventLog
@@ -75,8 +76,14 @@ class WorkerService:
         security: Security | None,
         tasks: TaskGroup,
         followers: Followers | None = None,
+        host: str = "127.0.0.1",
+        rank_pids: Sequence[int] = (),
     ):
-        """followers: of the group whose rank 0 this is"""
+        """
+        followers: of the group whose rank 0 this is
+        host:      of rank 0
+        rank_pids: the processes of the followers, on their hosts
+        """
         followers = followers or Followers()
         self.name = name
         self.role = role
@@ -88,6 +95,8 @@ class WorkerService:
         self.event_log = EventLog(self._load)
         self.peers = Peers(security, config.transfer)
         self._ranks = 1 + len(followers.addresses)
+        self._rank_hosts = [host, *map(host_of, followers.addresses)]
+        self._rank_pids = [os.getpid(), *rank_pids]
         context = HandoffContext(
             engine=engine,
             model=runner.fingerprint,
@@ -209,6 +218,8 @@ class WorkerService:
             "node": socket.gethostname(),
             "backend": backend_of(self._runner),
             "ranks": self._ranks,
+            "rank_hosts": self._rank_hosts,
+            "rank_pids": self._rank_pids,
             "dtype": self._runner.info.dtype,
             "weights": self._runner.weights,
             "tokens_fit": self._tokens_that_fit(self._engine.pool),

@@ -45,7 +45,9 @@ from disagg.transfer.messages import (
 )
 from disagg.transfer.rpc import connect, start_server, tune_malloc
 from disagg.transfer.security import Security
+from disagg.worker.child_ranks import ChildRanks
 from disagg.worker.rank_endpoint import ServeOrder
+from disagg.worker.rank_start import RankStarter
 from disagg.worker.ranks import RankProcesses
 from disagg.worker.service import WorkerService, backend_of
 from disagg.worker.watchdog import Watchdog, end_process
@@ -77,8 +79,12 @@ class Worker:
         security: Security | None = None,
         runner: Runner | None = None,
         processes: int = 1,
+        starter: RankStarter | None = None,
     ):
-        """processes: of this host that load the model"""
+        """
+        processes: of this host that load the model
+        starter:   of its other ranks; None: they are child processes
+        """
         self.config = config
         self._initial_role = role
         self.name = name
@@ -88,7 +94,10 @@ class Worker:
         model = config.model
         ranks = config.cluster.ranks_of(role)
         processes = max(processes, ranks)
-        self._ranks = self._start_ranks(ranks, processes) if ranks > 1 else None
+        self._ranks: RankProcesses | None = None
+        if ranks > 1:
+            starter = starter or ChildRanks(host, security, config.cluster.ports)
+            self._ranks = self._start_ranks(ranks, processes, starter)
         self._runner = runner or Runner.load(
             model.name,
             model.dtype,
@@ -128,7 +137,9 @@ class Worker:
         )
         self._failure: BaseException | None = None
 
-    def _start_ranks(self, ranks: int, processes: int) -> RankProcesses:
+    def _start_ranks(
+        self, ranks: int, processes: int, starter: RankStarter
+    ) -> RankProcesses:
         """The other ranks of this worker, which load beside it."""
         model = self.config.model
         check_ranks_of(model.name, ranks)
@@ -141,6 +152,7 @@ class Worker:
             model.context,
             processes,
             self.config.engine.torch_threads,
+            starter,
         )
 
     def _serve_followers(self) -> list[str]:
@@ -149,8 +161,6 @@ class Worker:
             return []
         order = ServeOrder(
             model=self._runner.fingerprint,
-            host=self._host,
-            security=self._security,
             transfer=self.config.transfer,
             ports=self.config.cluster.ports,
         )
@@ -325,6 +335,8 @@ class Worker:
             security=self._security,
             tasks=tasks,
             followers=followers,
+            rank_pids=self._ranks.pids if self._ranks else (),
+            host=self._host,
         )
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:

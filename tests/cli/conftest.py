@@ -35,6 +35,7 @@ class FakeWorkerPool:
 
     def __init__(self) -> None:
         self.target_counts = {"prefill": 1, "decode": 2}
+        self.lacks_room: dict[str, str] = {}
         self.calls: list[object] = []
 
     def scale(self, prefill: int | None, decode: int | None) -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.worker_group import followers_of
 from disagg.cli.state_file import RunningService
 from tests.cli.conftest import wait_for
 from tests.cli.test_hybrid_service import BODIES, STREAMS, check, wait_until_whole
@@ -100,7 +99,7 @@ def kill_a_follower(
     else:
         crowd.begin()
     victim = next(worker for worker in workers(state) if worker["role"] == role)
-    (pid,) = followers_of(victim["pid"])
+    _, pid = victim["rank_pids"]
     os.kill(pid, signal.SIGKILL)
 
     check(crowd, f"a follower of {role} killed")

@@ -94,6 +94,23 @@ def test_scale_refuses_a_wrong_body(body, message, announced_service):
     assert not announced_service.worker_pool.calls
 
 
+def test_status_says_where_the_ranks_of_a_worker_are(capsys):
+    hosts = ["10.0.0.2", "10.0.0.3", "10.0.0.3"]
+    worker = {**WORKER, "ranks": 3, "rank_hosts": hosts}
+
+    workers.draw({**STATUS, "workers": [worker]})
+
+    assert "avx2, 3 ranks on 10.0.0.2, 10.0.0.3 (2)" in capsys.readouterr().out
+
+
+def test_status_says_what_room_workers_wait_for(capsys):
+    lacks_room = {"prefill-0": "2 ranks on one host"}
+
+    workers.draw({**STATUS, "workers": [WORKER], "lacks_room": lacks_room})
+
+    assert "prefill-0 waits for room: 2 ranks on one host" in capsys.readouterr().out
+
+
 def test_status_says_how_many_ranks_a_worker_has(capsys):
     workers.draw({**STATUS, "workers": [{**WORKER, "ranks": 2}]})
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 from ray.exceptions import GetTimeoutError
 
 from disagg.config import Config
-from disagg.errors import DisaggError
+from disagg.errors import CapacityError, DisaggError
 from disagg.launch.actors import Actor
 from disagg.launch.ray_cluster import Cluster
 from disagg.launch.retry_pauses import RetryPauses
@@ -40,6 +40,25 @@ class Handle:
     assume: Call = field(default_factory=Call)
     meet: Call = field(default_factory=lambda: Call(done=True, value=[]))
     doing: Call = field(default_factory=lambda: Call(done=True, value=""))
+
+
+class FakeBundles:
+    """The room of a worker's ranks, which it waits for.
+
+    words: what it waits for; an error where it waits in vain
+    """
+
+    def __init__(self, words: str | CapacityError = ""):
+        self.words = words
+        self.was_removed = False
+
+    def waits_for(self) -> str:
+        if isinstance(self.words, CapacityError):
+            raise self.words
+        return self.words
+
+    def remove(self) -> None:
+        self.was_removed = True
 
 
 class FakeConnection:
@@ -79,11 +98,13 @@ class FakeCluster(Cluster):
         self._pauses = RetryPauses(lambda: self.now_s)
         self.outcomes = list(outcomes)
         self.handles: dict[str, Handle] = {}
+        self.bundles: dict[str, FakeBundles] = {}  # by worker, of several ranks
 
     def _load(self, role: Role, name: str) -> Actor:
         self.handles[name] = Handle()
         outcome = self.outcomes.pop(0) if self.outcomes else None
-        actor = Actor(role, name, self.handles[name], Call())
+        bundles: Any = self.bundles.get(name)
+        actor = Actor(role, name, self.handles[name], Call(), bundles=bundles)
         if outcome is None:
             loaded(actor)
         elif outcome is not LOADING:

@@ -8,6 +8,8 @@ import pytest
 
 from disagg.config import Config, load_config
 from disagg.errors import ModelError, OccupiedError, VersionError
+from disagg.launch import rank_actor, rank_bundles, ray_actor
+from disagg.launch.rank_actor import RankActor
 from disagg.launch.ray_actor import WorkerActor
 from disagg.launch.start_protocol import info_of, settings_message
 from disagg.transfer.messages import Role, WorkerInfo
@@ -113,3 +115,59 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_at_once(monkeypatch):
 
     with pytest.raises(SystemExit):
         actor.stop()
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the end of a process does: "room" is freed, and its "exit"."""
+    steps: list[str] = []
+    monkeypatch.setattr(rank_bundles, "leave", lambda: steps.append("room"))
+
+    def leave_process(code: int) -> None:
+        steps.append("exit")
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave_process)
+    return steps
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, ["exit"]), (2, ["room", "exit"])])
+def test_a_worker_that_ends_frees_the_room_of_its_ranks(ended, ranks, steps):
+    actor = ServingActor(load_config(None, {"cluster.decode_ranks": ranks}))
+    actor._worker = Mock()
+
+    with pytest.raises(SystemExit):
+        WorkerActor._end_with_worker(actor)
+
+    assert ended == steps
+
+
+def test_a_worker_that_no_front_end_calls_ends(ended, monkeypatch):
+    actor = ServingActor(Config())
+    monkeypatch.setattr(ray_actor, "FORGOTTEN_S", 0.0)
+
+    with pytest.raises(SystemExit):
+        actor._end_if_forgotten()
+
+
+def test_a_worker_that_was_called_does_not_end(ended):
+    actor = ServingActor(Config())
+    actor.start("127.0.0.1", settings_message(Config()))
+
+    actor._end_if_forgotten()
+
+    assert not ended
+
+
+@pytest.mark.parametrize(
+    ("was_ended", "steps"), [(True, ["exit"]), (False, ["room", "exit"])]
+)
+def test_a_follower_frees_the_room_of_a_rank_0_that_broke(
+    ended, monkeypatch, was_ended, steps
+):
+    monkeypatch.setattr(rank_actor, "_follow", lambda *_: was_ended)
+
+    with pytest.raises(SystemExit):
+        RankActor().follow(Mock(), settings_message(Config()), None)
+
+    assert ended == steps

@@ -9,13 +9,21 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from disagg.config import load_config
-from disagg.errors import ConfigError, ModelError, PeerLostError
+from disagg.errors import CapacityError, ConfigError, ModelError, PeerLostError
 from disagg.launch import actors, ray_cluster, ray_connection
 from disagg.launch.ray_cluster import Cluster
 from disagg.launch.retry_pauses import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from disagg.launch.worker_names import WorkerNames
 from disagg.transfer.messages import Role, WorkerInfo, serves
-from tests.launch.fakes import LOADING, Call, FakeCluster, Handle, fake_node, loaded
+from tests.launch.fakes import (
+    LOADING,
+    Call,
+    FakeBundles,
+    FakeCluster,
+    Handle,
+    fake_node,
+    loaded,
+)
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 ON_A_CLUSTER = {"cluster.address": "any:1", "cluster.name": "mine"}
@@ -643,3 +651,113 @@ def stopped(cluster: FakeCluster) -> list[str]:
     """The workers that were asked to stop, in order of their names."""
     handles = sorted(cluster.handles.items())
     return [name for name, handle in handles if handle.stop.arguments is not None]
+
+
+# -- room for the ranks of a worker
+
+
+def waiting_cluster(words: str | CapacityError) -> FakeCluster:
+    """A decode worker that serves, and a prefill worker whose ranks wait for room."""
+    cluster = FakeCluster(LOADING)
+    cluster.bundles["prefill-0"] = FakeBundles(words)
+    return cluster
+
+
+def test_the_start_says_what_room_a_worker_waits_for(monkeypatch):
+    cluster = waiting_cluster("2 ranks on one host")
+    reports: list[str] = []
+
+    def report(stage: str) -> None:
+        reports.append(stage)
+        assert cluster.lacks_room == {"prefill-0": "2 ranks on one host"}
+        cluster.bundles["prefill-0"].words = ""
+        loaded(cluster._actors[0])
+
+    cluster.start(report)
+
+    assert reports == ["prefill-0 waits for room: 2 ranks on one host"]
+
+
+def test_the_start_raises_that_no_host_has_room(killed):
+    cluster = waiting_cluster(CapacityError("no room: 2 ranks on one host"))
+
+    with pytest.raises(CapacityError, match="2 ranks on one host"):
+        cluster.start()
+
+    assert cluster.bundles["prefill-0"].was_removed
+
+
+def test_a_worker_that_waits_in_vain_is_tried_again_later(cluster, killed, caplog):
+    cluster.bundles["decode-0.1"] = FakeBundles(CapacityError("no room: 2 ranks"))
+    cluster.outcomes.append(LOADING)
+    cluster.kill("decode-0")
+    cluster.step()
+
+    cluster.step()
+
+    assert cluster.bundles["decode-0.1"].was_removed
+    assert [actor.name for actor in cluster._actors] == ["prefill-0"]
+    assert "decode-0.1 did not start: no room: 2 ranks; trying" in caplog.messages[-1]
+
+
+def test_what_room_a_replacement_waits_for_is_logged_once(cluster, caplog):
+    cluster.bundles["decode-0.1"] = FakeBundles("2 ranks on one host")
+    cluster.outcomes.append(LOADING)
+    cluster.kill("decode-0")
+
+    for _ in range(3):
+        cluster.step()
+
+    assert cluster.lacks_room == {"decode-0.1": "2 ranks on one host"}
+    messages = [x for x in caplog.messages if "waits for room" in x]
+    assert messages == ["decode-0.1 waits for room: 2 ranks on one host"]
+
+
+@pytest.fixture
+def group(no_ray: None) -> FakeCluster:
+    """A prefill worker of several ranks and a decode worker that serve."""
+    serving = FakeCluster()
+    serving.bundles["prefill-0"] = FakeBundles()
+    serving.start()
+    return serving
+
+
+def test_the_room_of_a_dead_worker_is_free_for_the_next(group):
+    group.kill("prefill-0")
+
+    group.step()
+
+    assert group.bundles["prefill-0"].was_removed
+
+
+def test_the_room_of_a_silent_worker_is_freed(group, killed):
+    group.step(prefill_0=1000.0)
+
+    assert group.bundles["prefill-0"].was_removed
+
+
+def test_the_room_of_a_worker_that_left_is_freed(group):
+    group.drain("prefill-0")
+    group.step()
+    group.step()
+
+    group.kill("prefill-0")
+    group.step()
+
+    assert group.bundles["prefill-0"].was_removed
+
+
+def test_a_service_that_stops_frees_the_room_of_its_workers(group, killed):
+    group.close()
+
+    assert group.bundles["prefill-0"].was_removed
+
+
+def test_the_room_of_a_worker_that_cannot_load_is_freed(no_ray):
+    cluster = FakeCluster(ModelError("no such model"))
+    cluster.bundles["prefill-0"] = FakeBundles()
+
+    with pytest.raises(ModelError):
+        cluster.start()
+
+    assert cluster.bundles["prefill-0"].was_removed

@@ -6,7 +6,12 @@ import pytest
 
 from disagg.config import load_config
 from disagg.errors import ConfigError
-from disagg.launch.resources import check_place, gpu_share, worker_config
+from disagg.launch.resources import (
+    check_place,
+    gpu_share,
+    rank_resources,
+    worker_config,
+)
 from disagg.transfer.messages import Role
 
 GPU_SHARES = [
@@ -40,6 +45,42 @@ def test_workers_of_each_role_have_the_gpus_of_their_ranks():
     assert gpu_share(4, config, Role.DECODE) == 2.0
 
 
+TWO_RANKS = {"cluster.prefill_ranks": 2}
+HOSTS = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0, "prefill": 4.0}]
+RANK_RESOURCES = [
+    (TWO_RANKS, {"CPU": 1.0, "GPU": 1.0}),
+    (TWO_RANKS | {"cluster.prefill": 4}, {"CPU": 1 / 2, "GPU": 1.0}),
+    (TWO_RANKS | {"model.device": "cpu"}, {"CPU": 1.0}),
+    (TWO_RANKS | {"cluster.gpus": 4.0}, {"CPU": 1.0, "GPU": 2.0}),
+    (
+        TWO_RANKS | {"cluster.pools": True, "cluster.gpus": 0.0},
+        {"CPU": 1.0, "prefill": 1.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), RANK_RESOURCES)
+def test_ray_reserves_the_resources_of_each_rank(flags, expected):
+    assert rank_resources(load_config(None, flags), Role.PREFILL, HOSTS) == expected
+
+
+@pytest.mark.parametrize(("placement", "cpus"), [("pack", 0.5), ("spread", 1.0)])
+def test_ranks_on_one_host_ask_for_no_more_cores_than_it_has(placement, cpus):
+    flags = TWO_RANKS | {"cluster.rank_placement": placement}
+    hosts = [{"CPU": 1.0}] * 3
+
+    resources = rank_resources(load_config(None, flags), Role.PREFILL, hosts)
+
+    assert resources == {"CPU": cpus}
+
+
+def test_ranks_that_would_share_a_gpu_are_refused():
+    config = load_config(None, TWO_RANKS | {"cluster.gpus": 1.0})
+
+    with pytest.raises(ConfigError, match="is 1 for the 2 ranks"):
+        rank_resources(config, Role.PREFILL, HOSTS)
+
+
 def test_more_ranks_than_gpus_are_refused():
     config = load_config(None, {"cluster.prefill_ranks": 4, "cluster.decode_ranks": 2})
 
@@ -63,6 +104,8 @@ THREADS = [
     (POOLS, {"decode": 8}, 3),
     (POOLS, {"prefill": 1, "decode": 2}, 4),
     (POOLS, {}, 12),
+    (POOLS | {"cluster.prefill_ranks": 4}, {"prefill": 8}, 1),
+    (POOLS | {"cluster.prefill_ranks": 4}, {"prefill": 2}, 6),
     ({"cluster.colocated": True, "cluster.prefill_ranks": 4}, {}, 3),
     ({"cluster.prefill_ranks": 4, "cluster.decode": 2}, {}, 2),
 ]

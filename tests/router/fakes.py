@@ -109,6 +109,7 @@ class FakeHost:
     """Does what a door asks for beside requests, and notes it."""
 
     target_counts: Mapping[str, int] = {"both": 1}
+    lacks_room: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

@@ -62,7 +62,11 @@ def cluster_of(config: Config, session: None) -> Mock:
         name = f"{role}-0"
         workers[name] = Worker(config, Role(role), name, security=security)
     cluster = Mock(
-        security=security, links=(), workers=workers, target_counts=config.cluster.roles
+        security=security,
+        links=(),
+        workers=workers,
+        target_counts=config.cluster.roles,
+        lacks_room={},
     )
     cluster.start.side_effect = lambda tell: [x.start() for x in workers.values()]
     cluster.close.side_effect = lambda: [

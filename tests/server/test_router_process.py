@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def process(path: Path) -> Iterator[RouterProcess]:
     """A router without workers, and without Ray."""
-    cluster = Mock(security=Security(), links=(), target_counts={})
+    cluster = Mock(security=Security(), links=(), target_counts={}, lacks_room={})
     cluster.start.return_value = []
     config = Config(cluster=ClusterConfig(address="none"))
     listen = partial(start_local_server, path=path, security=SECRET)

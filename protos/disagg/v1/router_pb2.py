@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from disagg.protos.v1 import kv_transfer_pb2 as disagg_dot_protos_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64isagg/protos/v1/router.proto\x12\tdisagg.v1\x1a\"disagg/protos/v1/kv_transfer.proto\"b\n\x0fGenerateRequest\x12\x0c\n\x04\x64oor\x18\x01 \x01(\t\x12 \n\x06\x62\x65gins\x18\x02 \x03(\x0b\x32\x10.disagg.v1.Begin\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\"\xd5\x01\n\x05\x42\x65gin\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x10\n\x08sampling\x18\x03 \x01(\t\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\x0f\n\x07prefill\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x06 \x01(\t\x12\x0f\n\x07\x65mitted\x18\x07 \x03(\r\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\x12\x0f\n\x07resumed\x18\t \x01(\x08\x12\x0e\n\x06\x63lient\x18\n \x01(\t\x12\x12\n\nprediction\x18\x0b \x03(\r\x12\x12\n\nrequest_id\x18\x0c \x01(\t\"\xcf\x01\n\x10GenerateResponse\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12#\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x12.disagg.v1.Figures\x12!\n\x06scores\x18\x04 \x03(\x0b\x32\x11.disagg.v1.Scores\x12\x1c\n\x04\x65nds\x18\x05 \x03(\x0b\x32\x0e.disagg.v1.End\x12*\n\x05state\x18\x06 \x01(\x0b\x32\x16.disagg.v1.RouterStateH\x00\x88\x01\x01\x42\x08\n\x06_state\"F\n\x07\x46igures\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08waited_s\x18\x02 \x01(\x01\x12\n\n\x02kv\x18\x03 \x01(\t\x12\r\n\x05\x63odec\x18\x04 \x01(\t\",\n\x06Scores\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\t\"\\\n\x03\x45nd\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x10.disagg.v1.ErrorH\x00\x88\x01\x01\x42\x08\n\x06_error\"\xa2\x01\n\x0bRouterState\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\r\n\x05lacks\x18\x02 \x01(\t\x12\x34\n\x07targets\x18\x03 \x03(\x0b\x32#.disagg.v1.RouterState.TargetsEntry\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x1a.\n\x0cTargetsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x0f\n\rReportRequest\" \n\x0eReportResponse\x12\x0e\n\x06report\x18\x01 \x01(\t\"-\n\rScrapeRequest\x12\x0c\n\x04\x64oor\x18\x01 \x01(\t\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\"\x1e\n\x0eScrapeResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"\x0f\n\rScaleResponse\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x0f\n\rDrainResponse2\xce\x02\n\rRouterService\x12G\n\x08Generate\x12\x1a.disagg.v1.GenerateRequest\x1a\x1b.disagg.v1.GenerateResponse(\x01\x30\x01\x12=\n\x06Report\x12\x18.disagg.v1.ReportRequest\x1a\x19.disagg.v1.ReportResponse\x12=\n\x06Scrape\x12\x18.disagg.v1.ScrapeRequest\x1a\x19.disagg.v1.ScrapeResponse\x12:\n\x05Scale\x12\x17.disagg.v1.ScaleRequest\x1a\x18.disagg.v1.ScaleResponse\x12:\n\x05\x44rain\x12\x17.disagg.v1.DrainRequest\x1a\x18.disagg.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64isagg/protos/v1/router.proto\x12\tdisagg.v1\x1a\"disagg/protos/v1/kv_transfer.proto\"b\n\x0fGenerateRequest\x12\x0c\n\x04\x64oor\x18\x01 \x01(\t\x12 \n\x06\x62\x65gins\x18\x02 \x03(\x0b\x32\x10.disagg.v1.Begin\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\"\xd5\x01\n\x05\x42\x65gin\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x10\n\x08sampling\x18\x03 \x01(\t\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\x0f\n\x07prefill\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x06 \x01(\t\x12\x0f\n\x07\x65mitted\x18\x07 \x03(\r\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\x12\x0f\n\x07resumed\x18\t \x01(\x08\x12\x0e\n\x06\x63lient\x18\n \x01(\t\x12\x12\n\nprediction\x18\x0b \x03(\r\x12\x12\n\nrequest_id\x18\x0c \x01(\t\"\xcf\x01\n\x10GenerateResponse\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12#\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x12.disagg.v1.Figures\x12!\n\x06scores\x18\x04 \x03(\x0b\x32\x11.disagg.v1.Scores\x12\x1c\n\x04\x65nds\x18\x05 \x03(\x0b\x32\x0e.disagg.v1.End\x12*\n\x05state\x18\x06 \x01(\x0b\x32\x16.disagg.v1.RouterStateH\x00\x88\x01\x01\x42\x08\n\x06_state\"F\n\x07\x46igures\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08waited_s\x18\x02 \x01(\x01\x12\n\n\x02kv\x18\x03 \x01(\t\x12\r\n\x05\x63odec\x18\x04 \x01(\t\",\n\x06Scores\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\t\"\\\n\x03\x45nd\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x10.disagg.v1.ErrorH\x00\x88\x01\x01\x42\x08\n\x06_error\"\x8f\x02\n\x0bRouterState\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\r\n\x05lacks\x18\x02 \x01(\t\x12\x34\n\x07targets\x18\x03 \x03(\x0b\x32#.disagg.v1.RouterState.TargetsEntry\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x39\n\nlacks_room\x18\x05 \x03(\x0b\x32%.disagg.v1.RouterState.LacksRoomEntry\x1a.\n\x0cTargetsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eLacksRoomEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x0f\n\rReportRequest\" \n\x0eReportResponse\x12\x0e\n\x06report\x18\x01 \x01(\t\"-\n\rScrapeRequest\x12\x0c\n\x04\x64oor\x18\x01 \x01(\t\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\"\x1e\n\x0eScrapeResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"\x0f\n\rScaleResponse\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x0f\n\rDrainResponse2\xce\x02\n\rRouterService\x12G\n\x08Generate\x12\x1a.disagg.v1.GenerateRequest\x1a\x1b.disagg.v1.GenerateResponse(\x01\x30\x01\x12=\n\x06Report\x12\x18.disagg.v1.ReportRequest\x1a\x19.disagg.v1.ReportResponse\x12=\n\x06Scrape\x12\x18.disagg.v1.ScrapeRequest\x1a\x19.disagg.v1.ScrapeResponse\x12:\n\x05Scale\x12\x17.disagg.v1.ScaleRequest\x1a\x18.disagg.v1.ScaleResponse\x12:\n\x05\x44rain\x12\x17.disagg.v1.DrainRequest\x1a\x18.disagg.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROUTERSTATE_TARGETSENTRY']._loaded_options = None
   _globals['_ROUTERSTATE_TARGETSENTRY']._serialized_options = b'8\001'
+  _globals['_ROUTERSTATE_LACKSROOMENTRY']._loaded_options = None
+  _globals['_ROUTERSTATE_LACKSROOMENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=80
   _globals['_GENERATEREQUEST']._serialized_end=178
   _globals['_BEGIN']._serialized_start=181
@@ -47,25 +49,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_END']._serialized_start=724
   _globals['_END']._serialized_end=816
   _globals['_ROUTERSTATE']._serialized_start=819
-  _globals['_ROUTERSTATE']._serialized_end=981
-  _globals['_ROUTERSTATE_TARGETSENTRY']._serialized_start=935
-  _globals['_ROUTERSTATE_TARGETSENTRY']._serialized_end=981
-  _globals['_REPORTREQUEST']._serialized_start=983
-  _globals['_REPORTREQUEST']._serialized_end=998
-  _globals['_REPORTRESPONSE']._serialized_start=1000
-  _globals['_REPORTRESPONSE']._serialized_end=1032
-  _globals['_SCRAPEREQUEST']._serialized_start=1034
-  _globals['_SCRAPEREQUEST']._serialized_end=1079
-  _globals['_SCRAPERESPONSE']._serialized_start=1081
-  _globals['_SCRAPERESPONSE']._serialized_end=1111
-  _globals['_SCALEREQUEST']._serialized_start=1113
-  _globals['_SCALEREQUEST']._serialized_end=1193
-  _globals['_SCALERESPONSE']._serialized_start=1195
-  _globals['_SCALERESPONSE']._serialized_end=1210
-  _globals['_DRAINREQUEST']._serialized_start=1212
-  _globals['_DRAINREQUEST']._serialized_end=1242
-  _globals['_DRAINRESPONSE']._serialized_start=1244
-  _globals['_DRAINRESPONSE']._serialized_end=1259
-  _globals['_ROUTERSERVICE']._serialized_start=1262
-  _globals['_ROUTERSERVICE']._serialized_end=1596
+  _globals['_ROUTERSTATE']._serialized_end=1090
+  _globals['_ROUTERSTATE_TARGETSENTRY']._serialized_start=994
+  _globals['_ROUTERSTATE_TARGETSENTRY']._serialized_end=1040
+  _globals['_ROUTERSTATE_LACKSROOMENTRY']._serialized_start=1042
+  _globals['_ROUTERSTATE_LACKSROOMENTRY']._serialized_end=1090
+  _globals['_REPORTREQUEST']._serialized_start=1092
+  _globals['_REPORTREQUEST']._serialized_end=1107
+  _globals['_REPORTRESPONSE']._serialized_start=1109
+  _globals['_REPORTRESPONSE']._serialized_end=1141
+  _globals['_SCRAPEREQUEST']._serialized_start=1143
+  _globals['_SCRAPEREQUEST']._serialized_end=1188
+  _globals['_SCRAPERESPONSE']._serialized_start=1190
+  _globals['_SCRAPERESPONSE']._serialized_end=1220
+  _globals['_SCALEREQUEST']._serialized_start=1222
+  _globals['_SCALEREQUEST']._serialized_end=1302
+  _globals['_SCALERESPONSE']._serialized_start=1304
+  _globals['_SCALERESPONSE']._serialized_end=1319
+  _globals['_DRAINREQUEST']._serialized_start=1321
+  _globals['_DRAINREQUEST']._serialized_end=1351
+  _globals['_DRAINRESPONSE']._serialized_start=1353
+  _globals['_DRAINRESPONSE']._serialized_end=1368
+  _globals['_ROUTERSERVICE']._serialized_start=1371
+  _globals['_ROUTERSERVICE']._serialized_end=1705
 # @@protoc_insertion_point(module_scope)

@@ -94,7 +94,7 @@ class End(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[_kv_transfer_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class RouterState(_message.Message):
-    __slots__ = ("ready", "lacks", "targets", "waiting")
+    __slots__ = ("ready", "lacks", "targets", "waiting", "lacks_room")
     class TargetsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -102,15 +102,24 @@ class RouterState(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LacksRoomEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     READY_FIELD_NUMBER: _ClassVar[int]
     LACKS_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    LACKS_ROOM_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     lacks: str
     targets: _containers.ScalarMap[str, int]
     waiting: int
-    def __init__(self, ready: bool = ..., lacks: _Optional[str] = ..., targets: _Optional[_Mapping[str, int]] = ..., waiting: _Optional[int] = ...) -> None: ...
+    lacks_room: _containers.ScalarMap[str, str]
+    def __init__(self, ready: bool = ..., lacks: _Optional[str] = ..., targets: _Optional[_Mapping[str, int]] = ..., waiting: _Optional[int] = ..., lacks_room: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ()
