@@ -47,8 +47,7 @@ class WorkerActor:
         self._num_watches = 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
-        forgotten = threading.Thread(target=self._end_if_forgotten, daemon=True)
-        forgotten.start()
+        self._await_call()
 
     def start(self, host: str | None, settings: Message) -> Message:
         """Load and serve, if it does not yet; the reply says how it can be reached.
@@ -165,6 +164,10 @@ class WorkerActor:
             self._worker.wait()
         finally:
             self._end()  # the thread that broke has printed its error
+
+    def _await_call(self) -> None:
+        """Let the process end unless its front end calls it soon."""
+        threading.Thread(target=self._end_if_forgotten, daemon=True).start()
 
     def _end_if_forgotten(self) -> None:
         """End a process that waited for its host until its front end was gone."""

@@ -25,6 +25,9 @@ class ServingActor(WorkerActor):
         self.error = error
         self.num_loads = 0
 
+    def _await_call(self) -> None:
+        pass  # it would end the process of the tests
+
     def _load(self, address: str) -> None:
         self.num_loads += 1
         if self.error:
