@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from socket import create_server
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class RankThreads:
     """Two ranks with the model at a path, and engines of both."""
 
     def __init__(self, path: str):
-        store = open_store()
+        store = open_store(create_server(("127.0.0.1", 0)))
         ranks = [RankThread(rank, store.port, path) for rank in range(2)]
         self.ranks = [rank.loaded() for rank in ranks]
         self._store = store

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from socket import create_server
 from typing import Any
 from unittest.mock import Mock
 
@@ -135,7 +136,8 @@ def nccl(monkeypatch) -> Mock:
 
 
 def gpu_group() -> RankGroup:
-    group = RankGroup(open_store(), 0, 1, 0.0, "cuda")
+    store = open_store(create_server(("127.0.0.1", 0)))
+    group = RankGroup(store, 0, 1, 0.0, "cuda")
     group.begin_serving()
     return group
 
