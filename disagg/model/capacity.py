@@ -249,10 +249,9 @@ def check_model(
     config_weights = 0
     if memory is not None:
         config_weights = 0 if weights else _config_weights_bytes(info)
-        of_rank = _weights_of_rank(weights or config_weights, info, ranks)
-        usable = int(memory * share) - of_rank
-        arena, _ = split_memory(usable, kv_shape(local), info.context_length)
-    cpu_dtype = describe_model(str(path), dtype, "cpu").dtype if weights else ""
+        usable = int(memory * share)
+        arena = _arena_of_rank(usable, weights + config_weights, info, ranks)
+    cpu_dtype = _cpu_dtype(info, dtype, weights)
     suggested = [fit_codec(codec, local, arena) for codec in SUGGESTED]
     others = [fit_codec(codec, local, arena) for codec in codec_names()]
     return ModelFit(
@@ -286,6 +285,19 @@ def check_model(
 def layers_of(info: ModelInfo) -> nn.Module:
     """The layers that compute a model on a CPU, without numbers."""
     return forward_shape(model_shape(*class_of(info), info))
+
+
+def _arena_of_rank(usable: int, weights: int, info: ModelInfo, ranks: int) -> int:
+    """Bytes of the arena of each rank, from those that it may use and the weights of all."""
+    room = usable - _weights_of_rank(weights, info, ranks)
+    shape = kv_shape(local_info(info, ranks))
+    arena, _ = split_memory(room, shape, info.context_length)
+    return arena
+
+
+def _cpu_dtype(info: ModelInfo, dtype: str, weights: int) -> str:
+    """What a CPU computes a model in; "" where its weights are not known."""
+    return describe_model(str(info.path), dtype, "cpu").dtype if weights else ""
 
 
 def _cpu_weights(info: ModelInfo, dtype: str) -> tuple[str, ...]:
