@@ -3,7 +3,10 @@
 Importing transformers takes seconds, so it is imported by the functions that need it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from disagg.errors import ModelError
@@ -11,6 +14,7 @@ from disagg.model.json_file import read_object
 
 # types of models that transformers knows by another name, which their own code repeats
 SAME_AS = {"kimi_k2": "deepseek_v3"}
+_BUILDING = RLock()
 
 
 def read_architecture(path: Path) -> Any:
@@ -60,3 +64,22 @@ def language_model(config: Any) -> tuple[Any, Any]:
     raise ModelError(
         f"transformers {__version__} has no language model for {config.model_type!r}"
     )
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Build a model of transformers: one at a time in a process, with no progress bar or report.
+
+    While it builds, transformers replaces methods of its classes, such as `tie_weights`. Two
+    threads that do so at once would leave a replacement behind, and spoil every later model.
+    """
+    from transformers.utils import logging
+
+    with _BUILDING:
+        logging.disable_progress_bar()
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)

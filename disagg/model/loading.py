@@ -6,8 +6,7 @@ checkpoint has the weights of its model.
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from disagg.errors import ModelError
+from disagg.model.architecture import building
 from disagg.model.attention import IMPLEMENTATION
 from disagg.model.describe import ModelInfo, read_config
 from disagg.model.quantization import Quantization
@@ -73,7 +72,7 @@ def build_model(
 
     ModelError if weights are missing or of another shape, or for tensors that are unknown.
     """
-    with _quiet():
+    with building():
         try:
             model, report = kind.from_pretrained(
                 None,
@@ -104,7 +103,7 @@ def model_shape(
     kind: type[PreTrainedModel], config: PreTrainedConfig, info: ModelInfo
 ) -> PreTrainedModel:
     """A model without numbers, from its config alone."""
-    with _quiet(), torch.device(META):
+    with building(), torch.device(META):
         model: PreTrainedModel = kind._from_config(
             _without_quantization(config),
             dtype=getattr(torch, info.dtype),
@@ -201,15 +200,3 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return config
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and its report, which `check_report` reads."""
-    transformers_logging.disable_progress_bar()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)

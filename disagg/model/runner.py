@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disagg.config import DEVICES
 from disagg.errors import ConfigError
+from disagg.model.architecture import building
 from disagg.model.attention import IMPLEMENTATION, Attention, Batch, BatchAttention
 from disagg.model.cache import Workspace
 from disagg.model.capacity import class_of, kv_shape
@@ -205,7 +206,7 @@ class Runner:
         """A model with random weights, of the sizes in a folder's config.json: for timing."""
         info = describe_model(folder, dtype, device)
         kind, config = class_of(info)
-        with torch.device(device):
+        with building(), torch.device(device):
             model = kind._from_config(
                 config,
                 dtype=getattr(torch, info.dtype),

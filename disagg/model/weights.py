@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
 from disagg.errors import ModelError
+from disagg.model.architecture import building
 from disagg.model.capacity import class_of
 from disagg.model.describe import (
     ModelInfo,
@@ -78,9 +79,10 @@ def load_model(
             torch.cuda.empty_cache()  # memory for unpacking counts against the arena
         return model
     try:
-        model, report = kind.from_pretrained(
-            info.path, config=config, **load_options(info, device)
-        )
+        with building():
+            model, report = kind.from_pretrained(
+                info.path, config=config, **load_options(info, device)
+            )
     except LOAD_ERRORS as error:
         raise load_error(info, error) from error
     check_report(report, info)

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from disagg.model import weights
 from disagg.model.describe import describe_model, fetched_folder, user_cache
@@ -142,3 +144,14 @@ def test_nothing_is_noted_of_small_weights(path, monkeypatch):
     fingerprint_model(path)
 
     assert not (user_cache() / "fingerprints").exists()
+
+
+def test_threads_that_load_models_at_once_leave_transformers_as_it_was(tmp_path):
+    info = describe_model(str(save_tiny("llama", tmp_path, tie_word_embeddings=True)))
+    before = PreTrainedModel.tie_weights
+
+    with ThreadPoolExecutor(8) as pool:
+        models = [*pool.map(lambda _: load_model(info, "cpu"), range(64))]
+
+    assert PreTrainedModel.tie_weights is before
+    assert all(x.lm_head.weight is x.get_input_embeddings().weight for x in models)

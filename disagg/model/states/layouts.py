@@ -15,7 +15,7 @@ from transformers.integrations import hub_kernels
 
 from disagg.errors import ModelError
 from disagg.kv.page import Layout, make_state_layout
-from disagg.model.architecture import language_model, read_architecture
+from disagg.model.architecture import building, language_model, read_architecture
 from disagg.model.states.cache import PartCache
 
 CACHE_METHODS = {
@@ -60,7 +60,7 @@ def describe_states(path: Path, dtype: str) -> tuple[Layout, ...]:
         )
     kind, config = language_model(read_architecture(path))
     try:
-        with torch.device("meta"):
+        with building(), torch.device("meta"):
             model = kind._from_config(config, dtype=getattr(torch, dtype))
     except Exception as error:  # layers check their sizes only when they are made
         reason = " ".join(str(error).split())
