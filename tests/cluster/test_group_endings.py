@@ -4,6 +4,7 @@ One namespaced host with a Ray of its own. Run it as root: `pytest -m cluster te
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,7 @@ def prefill_pid(host: Host) -> int:
 
 
 def has_no_workers(host: Host) -> bool:
-    return not any("Worker" in x or "Rank." in x for x in host.processes())
+    return not any(re.match(r"ray::\w+(Worker|Rank)\b", x) for x in host.processes())
 
 
 def test_the_group_of_a_crashed_service_is_found_by_the_next(host):
