@@ -1,7 +1,8 @@
 """The ranks of one worker, and what they compute together: sums, maxima and gathered columns.
 
-Collectives go through a process group of torch, gloo on CPUs and NCCL on GPUs. It is no global one,
-so a process may be in several. A rank that hangs is seen by a timeout; one that has ended at once.
+Collectives go through a process group of torch, NCCL on GPUs and gloo on CPUs, or, on one host's
+CPUs, through memory (host_group.py). It is no global one, so a process may be in several. A rank
+that hangs is seen by a timeout; one that has ended at once.
 
 NCCL's collectives are in CUDA graphs (graphs.py). Three things follow: they run on the stream that
 is recorded; torch watches none that is replayed, so `finish` does; and graphs end before the group.
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import (
 from torch.nn.functional import pad
 
 from disagg.errors import RanksLostError
+from disagg.model.host_group import join_host
 
 LOAD_S = 1800.0  # ranks read their weights and compile at different speeds
 LEAVE_S = 2.0  # for NCCL to give up what runs
@@ -91,7 +93,9 @@ class RankGroup:
             if device == "cuda":
                 self._group = _nccl(named, rank, ranks, timeout)
             else:
-                self._group = _gloo(named, rank, ranks, timeout, host)
+                self._group = join_host(named, rank, ranks, timeout) or _gloo(
+                    named, rank, ranks, timeout, host
+                )
         except RuntimeError as error:
             raise _lost(rank, error) from error
 
@@ -136,7 +140,8 @@ class RankGroup:
         padded = pad(x, (0, widest - x.shape[1])).contiguous()
         parts = padded.new_empty(self.ranks * len(x), widest)
         if not self._is_alone:
-            self._wait(self._group._allgather_base(parts, padded, self._gathers))
+            with self._finding_losses():
+                _wait(self._group._allgather_base(parts, padded, self._gathers))
         by_rank = zip(parts.chunk(self.ranks), widths, strict=True)
         return torch.cat([part[:, :n] for part, n in by_rank], 1)
 
@@ -183,16 +188,21 @@ class RankGroup:
 
     def _reduce(self, x: Tensor, options: AllreduceOptions) -> Tensor:
         if not self._is_alone:
-            self._wait(self._group.allreduce([x], options))
+            with self._finding_losses():
+                _wait(self._group.allreduce([x], options))
         return x
 
-    def _wait(self, work: Any) -> None:
-        if work is None:  # NCCL's, which has its place in the stream
-            return
+    @contextmanager
+    def _finding_losses(self) -> Iterator[None]:
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             raise _lost(self.rank, error) from error
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # NCCL's has its place in the stream, that in memory is done
+        work.wait()
 
 
 def _reduces(op: Any) -> AllreduceOptions:

@@ -46,7 +46,8 @@ const char *disagg_path(int64_t path) {
 int64_t disagg_size(int64_t index) { /* of the structs that library.py fills in, in its order; then 0 */
     static const int64_t sizes[] = {sizeof(Side), sizeof(Format), sizeof(Table), sizeof(Encoding),
                                     sizeof(Squares), sizeof(Append), sizeof(Attention), sizeof(Step),
-                                    sizeof(Norm), sizeof(Rotation), sizeof(Gate), sizeof(Exact), 0};
+                                    sizeof(Norm), sizeof(Rotation), sizeof(Gate), sizeof(Exact),
+                                    sizeof(Meeting), 0};
     return sizes[index];
 }
 

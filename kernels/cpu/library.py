@@ -2,7 +2,7 @@
 
 It is built with the package where there is a C compiler; without one the torch reference computes.
 Knows ctypes and pages.h; the calls are in attend.py, encode.py, append.py,
-step.py and rows.py.
+step.py, rows.py, exact.py and meeting.py.
 """
 
 import ctypes
@@ -96,6 +96,7 @@ ExactC = _structure(
     "out_head out_row",
     scale=ctypes.c_float,
 )
+MeetingC = _structure("MeetingC", "*counters rank ranks number wait_ns late")
 STRUCTURES = (
     SideC,
     FormatC,
@@ -109,6 +110,7 @@ STRUCTURES = (
     RotationC,
     GateC,
     ExactC,
+    MeetingC,
 )
 CALLS = (
     "attend",
@@ -120,6 +122,8 @@ CALLS = (
     "rotate",
     "gate",
     "attend_exact",
+    "arrive",
+    "meet",
 )
 
 

@@ -119,6 +119,12 @@ typedef struct { /* causal attention of the last `count` of `total` tokens, in b
     float scale;
 } Exact;
 
+typedef struct { /* `rank` of `ranks` comes to meeting `number` */
+    uint8_t *counters; /* of each rank: int64, a cache line apart */
+    int64_t rank, ranks, number, wait_ns;
+    int64_t late; /* what it says: a rank that has not come; -1 if all have */
+} Meeting;
+
 typedef void (*Job)(const void *job, int64_t unit);
 void disagg_share(Job work, const void *job, int64_t units, int64_t threads);
 
