@@ -174,3 +174,22 @@ def test_a_follower_frees_the_room_of_a_rank_0_that_broke(
         RankActor().follow(Mock(), settings_message(Config()), None)
 
     assert ended == steps
+
+
+def test_a_watch_says_whether_its_worker_has_ended():
+    actor = ServingActor(Config())
+    actor._worker = Mock(wait=Mock(side_effect=[False, True]))
+
+    assert actor.watch() is True
+
+
+def test_the_watch_of_a_front_end_ends_when_the_next_one_watches():
+    actor = ServingActor(Config())
+
+    def next_front_end(timeout_s: float) -> bool:
+        actor._num_watches += 1
+        return False
+
+    actor._worker = Mock(wait=next_front_end)
+
+    assert actor.watch() is False
