@@ -12,6 +12,7 @@ import reprlib
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import count
@@ -118,12 +119,8 @@ class LLM:
             self._ranks = RankProcesses(
                 ranks, rank_timeout_s, model, dtype, device, context
             )
-        try:
+        with self._ranks.loading() if self._ranks else nullcontext():
             self._load(model, codec, dtype, device, config, context, state, weights)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
 
     def _load(
         self,
