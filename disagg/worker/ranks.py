@@ -245,7 +245,8 @@ class _LinkEndedError(Exception):
 def follow(link: OrderLink, place: RankPlace) -> bool:
     """The life of a follower: load, then do what rank 0 orders, until the link ends.
 
-    Returns whether rank 0 ended the group; else its process broke.
+    Returns whether rank 0 ended the group; else its process broke. Raises what broke this rank,
+    after it told rank 0.
     """
     try:
         start: RankStart = unpack_order(_receive(link))
@@ -340,7 +341,11 @@ class _Followers:
         return self._endpoint.start(order, self._engines[engine])
 
 
-def share_threads(ranks: int) -> None:
-    """Divide the threads of this process between the ranks that it is about to start."""
-    if ranks > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+def share_threads(ranks: int) -> Callable[[], None]:
+    """Divide the threads of this process between the ranks that it is about to start.
+
+    Returns what gives them back.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // ranks))
+    return partial(torch.set_num_threads, threads)

@@ -5,12 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Pipe
 from subprocess import TimeoutExpired
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
+import torch
 
+from disagg import llm
 from disagg.engine.orders import BeginOrder, pack_order
 from disagg.errors import ConfigError, RanksLostError
+from disagg.llm import LLM
 from disagg.worker import child_ranks, ranks
 from disagg.worker.child_ranks import ChildRank, ChildRanks
 from disagg.worker.rank_start import RankPlace, RankStart
@@ -190,3 +193,16 @@ def test_a_child_that_cannot_be_killed_holds_nobody_up(monkeypatch):
     ChildRank(Mock(timeout_s=1.0), PLACE).kill()
 
     process.wait.assert_called_once_with(child_ranks.KILL_S)
+
+
+def test_an_llm_that_cannot_start_gives_its_threads_back(monkeypatch, tiny):
+    """Else each LLM of several ranks would have fewer than the one before."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    set_threads = Mock()
+    monkeypatch.setattr(torch, "set_num_threads", set_threads)
+    monkeypatch.setattr(llm, "RankProcesses", Mock(side_effect=RanksLostError("gone")))
+
+    with pytest.raises(RanksLostError):
+        LLM(str(tiny), ranks=2)
+
+    assert set_threads.call_args_list == [call(4), call(8)]

@@ -158,11 +158,13 @@ def test_llm_of_two_ranks_answers_as_one_process(tiny):
     prompts = [random_prompt(n) for n in LENGTHS]
     params = SamplingParams(max_tokens=TOKENS)
     alone = LLM(str(tiny), codec="kivi").generate(prompts, params)
+    threads = torch.get_num_threads()
     llm = LLM(str(tiny), codec="kivi", ranks=2)
 
     together = llm.generate(prompts, params)
     llm.close()
 
+    assert torch.get_num_threads() == threads
     assert [x.tokens for x in together] == [x.tokens for x in alone]
 
 
