@@ -12,6 +12,7 @@ import reprlib
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import count
@@ -113,17 +114,16 @@ class LLM:
         tune_malloc()
         self._ranks: RankProcesses | None = None
         check_ranks_of(model, ranks)
-        if ranks > 1:
-            share_threads(ranks)
-            self._ranks = RankProcesses(
-                ranks, rank_timeout_s, model, dtype, device, context
-            )
-        try:
-            self._load(model, codec, dtype, device, config, context, state, weights)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
+        with ExitStack() as failure:
+            if ranks > 1:
+                self._return_threads = share_threads(ranks)
+                failure.callback(self._return_threads)
+                self._ranks = RankProcesses(
+                    ranks, rank_timeout_s, model, dtype, device, context
+                )
+            with self._ranks.loading() if self._ranks else nullcontext():
+                self._load(model, codec, dtype, device, config, context, state, weights)
+            failure.pop_all()
 
     def _load(
         self,
@@ -381,6 +381,7 @@ class LLM:
         if self._ranks is not None:
             self._runner.leave_group()
             self._ranks.close()
+            self._return_threads()
 
     def _abandon(self, answers: Sequence["_PendingAnswer"]) -> None:
         """Free everything of a call that failed."""

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from disagg.config import Config
-from disagg.errors import PeerLostError
+from disagg.errors import CapacityError, PeerLostError
 from disagg.launch.rank_bundles import (
     RankBundles,
     alive_hosts,
@@ -40,7 +40,7 @@ DOING_S = 3.0
 class Actor:
     """A worker that loads, then serves.
 
-    call:   returns when it serves; once it serves, another call that returns when it has ended
+    call:   returns when it serves; once it serves, its `watch`
     info:   once it serves
     leaves: it stops once those that stay can serve
     host:   its address, once known
@@ -91,8 +91,20 @@ class Actor:
         self.handle.assume.remote(role)
 
     def stop(self, grace_s: float) -> None:
-        """Let it finish or move its requests within the grace, then end."""
-        self.handle.stop.remote(grace_s)
+        """Let it finish or move its requests within the grace, then end.
+
+        One that waits for room gets none: it would take it from others, only to end.
+        """
+        if self.info is None and self._lacks_room():
+            self.kill()
+        else:
+            self.handle.stop.remote(grace_s)
+
+    def _lacks_room(self) -> bool:
+        try:
+            return bool(self.waits_for())
+        except CapacityError:
+            return True
 
     def waits_for(self) -> str:
         """What room its ranks wait for, in words; "" if for none. CapacityError if in vain."""
@@ -211,6 +223,15 @@ def measure_links(actors: Sequence[Actor]) -> list[str]:
             continue  # hand-offs will show whether the worker is dead or slow
         lines += [f"{name}: {link}" for link in links]
     return lines
+
+
+def is_taken_over(actor: Actor) -> bool:
+    """Whether a worker whose watch is over lives, and another front end watches it."""
+    try:
+        has_ended = ray.get(actor.call, timeout=0)
+    except RayError:
+        return False
+    return has_ended is False  # None from a worker of an older version
 
 
 def cause_of_death(actor: Actor) -> tuple[str, str]:

@@ -36,11 +36,15 @@ class RankActor:
     def follow(
         self, dialling: Dialling, settings: Message, authority: dict[str, str] | None
     ) -> None:
-        """Obey rank 0 until it ends, and end then; without it, nothing of the worker stays."""
+        """Obey rank 0 until it ends, and end then; without it, nothing of the worker stays.
+
+        Raises what keeps it from reaching rank 0, which then ends this process.
+        """
         faulthandler.enable()
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are reported by name
+        link, place = _reach(dialling, config_of(settings), authority)
         try:
-            was_ended = _follow(dialling, config_of(settings), authority)
+            was_ended = follow(link, place)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
@@ -50,16 +54,17 @@ class RankActor:
         os._exit(0)
 
 
-def _follow(
+def _reach(
     dialling: Dialling, config: Config, authority: dict[str, str] | None
-) -> bool:
+) -> tuple[OrderLink, RankPlace]:
+    """The link to rank 0, and where this rank runs."""
     configure(config.server.log_level, config.server.log_format)
     is_private = config.cluster.address == LOCAL
     host = "127.0.0.1" if is_private else ray.util.get_node_ip_address()
     issuer = Authority(**authority) if authority else None
     security = protected(config.security, issuer, host)
     link = dial(dialling, security, os.getpid())
-    return follow(link, RankPlace(host, security, gpu=0))
+    return link, RankPlace(host, security, gpu=0)
 
 
 class StartedActor:

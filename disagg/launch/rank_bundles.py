@@ -49,23 +49,21 @@ class RankBundles:
     resources: Mapping[str, float]
     ranks: int
     now: Callable[[], float] = time.monotonic
-    is_placed: bool = False
 
     def __post_init__(self) -> None:
         self._since = self.now()
 
     def waits_for(self) -> str:
-        """What it asks for and what the hosts have, in words; "" once it has its place.
+        """What it asks for and what the hosts have, in words; "" while it has its place.
 
-        CapacityError if no host, or no set of hosts, will ever have room. Hosts of pools may come.
+        It loses that with a host. CapacityError if no host, or no set of hosts, will ever have
+        room. Hosts of pools may come.
         """
-        if self.is_placed:
-            return ""
         entry: dict[str, Any] = placement_group_table(self.group)
-        if entry["state"] == "REMOVED":
+        if entry.get("state", "REMOVED") == "REMOVED":
             raise CapacityError("its placement group was removed")
-        self.is_placed = entry["state"] != "PENDING"
-        if self.is_placed:
+        if entry["state"] not in ("PENDING", "RESCHEDULING"):
+            self._since = self.now()
             return ""
         words = lack(self.cluster, self.resources, self.ranks, alive_hosts())
         is_infeasible = entry["stats"]["scheduling_state"] == "INFEASIBLE"

@@ -151,12 +151,17 @@ class WorkerActor:
         self._worker.stop(grace_s)
 
     @ray.method(concurrency_group="watch")
-    def watch(self) -> None:
-        """Returns when the worker has ended or another front end watches; raises its error."""
+    def watch(self) -> bool:
+        """True when the worker has ended, False when another front end watches; raises its error.
+
+        The room of a worker that another front end watches is not free.
+        """
         self._num_watches += 1
         number = self._num_watches
-        while self._num_watches == number and not self._worker.wait(WATCH_S):
-            pass
+        while self._num_watches == number:
+            if self._worker.wait(WATCH_S):
+                return True
+        return False
 
     def _end_with_worker(self) -> None:
         """End the process with the worker: Ray would keep a detached actor under its name."""

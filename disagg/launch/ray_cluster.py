@@ -16,8 +16,10 @@ from disagg.errors import (
     CapacityError,
     ConfigError,
     DisaggError,
+    OccupiedError,
     PeerLostError,
     UnknownNameError,
+    VersionError,
 )
 from disagg.launch import actors
 from disagg.launch.actors import Actor, start_actor
@@ -37,6 +39,8 @@ CHECK_S = 0.5
 RETRY_S = 5.0
 DRAIN_S = 60.0  # in which a worker that leaves may move or finish its requests
 PROGRESS_S = 3.0  # between two reports of what loading workers do
+# of a worker that another service, or another version, has started: its ranks keep their room
+REFUSALS = (OccupiedError, VersionError)
 RESTARTS = 3  # of a private Ray before a worker serves again; then the service gives up
 
 log = logging.getLogger(__name__)
@@ -223,8 +227,7 @@ class Cluster:
         cluster_name = self._config.cluster.name
         running = actors.names_of_running(cluster_name)
         self._names = WorkerNames(running)
-        if self._config.cluster.ranks > 1:
-            remove_abandoned(cluster_name, running)
+        remove_abandoned(cluster_name, running)
         stored_counts = self._facts.load_counts()
         if stored_counts and self._names.adopted:
             self.target_counts = stored_counts
@@ -235,7 +238,7 @@ class Cluster:
         try:
             info = actor.enter()
         except DisaggError as error:
-            self._drop(actor)
+            self._drop_unserved(actor, error)
             has_left = actor.name in self._names.adopted
             if not (has_left and isinstance(error, PeerLostError)):
                 self._skip(actor, error)
@@ -252,10 +255,12 @@ class Cluster:
     def _look_for_room(
         self, loading: Sequence[Actor]
     ) -> list[tuple[Actor, CapacityError]]:
-        """Note what groups of ranks wait for; those that wait in vain."""
+        """Note what groups of ranks that stay wait for; those that wait in vain."""
         hopeless: list[tuple[Actor, CapacityError]] = []
         waiting: dict[str, str] = {}
         for actor in loading:
+            if actor.leaves:
+                continue
             try:
                 if words := actor.waits_for():
                     waiting[actor.name] = words
@@ -265,9 +270,16 @@ class Cluster:
         return hopeless
 
     def _drop(self, actor: Actor) -> None:
-        """A worker has ended, or never begins."""
+        """A worker has ended."""
         self._actors.remove(actor)
         actor.free_room()
+
+    def _drop_unserved(self, actor: Actor, error: DisaggError) -> None:
+        """A worker does not serve: it cannot load, or it goes on for another service."""
+        if isinstance(error, REFUSALS):
+            self._actors.remove(actor)
+        else:
+            self._drop(actor)
 
     def _load(self, role: Role, name: str) -> Actor:
         return start_actor(self._config, self._authority, role, name)
@@ -279,7 +291,7 @@ class Cluster:
             self._losses_in_a_row = 0
             self._pauses.served(place_of(actor.name))
         except DisaggError as error:
-            self._drop(actor)
+            self._drop_unserved(actor, error)
             if not actor.leaves:
                 self._pause(actor, error)
 
@@ -297,6 +309,9 @@ class Cluster:
 
     def _end(self, actor: Actor, on_down: Callable[[str], None]) -> None:
         """Report a worker that has ended, and drop it."""
+        if actors.is_taken_over(actor):
+            self._give_away(actor, on_down)
+            return
         self._drop(actor)
         on_down(actor.name)
         if not actor.leaves:
@@ -310,6 +325,12 @@ class Cluster:
             last_words = self._connection.last_words(pid)
             if last_words:
                 log.error("%s wrote before it ended:\n%s", actor.name, last_words)
+
+    def _give_away(self, actor: Actor, on_down: Callable[[str], None]) -> None:
+        """Another front end, of the same cluster name, has a worker now."""
+        self._actors.remove(actor)
+        on_down(actor.name)
+        log.warning("%s works for another service now", actor)
 
     def _pause_after_end(self, actor: Actor) -> str:
         """When the next worker starts, for the log: at once unless several ended early."""

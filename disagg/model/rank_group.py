@@ -30,8 +30,9 @@ from torch._C._distributed_c10d import (
 from torch.nn.functional import pad
 
 from disagg.errors import RanksLostError
-from disagg.model.host_group import join_host
+from disagg.model.host_group import HostGroup, join_host
 
+JOIN_S = 60.0  # for all ranks, which are there, to reach each other
 LOAD_S = 1800.0  # ranks read their weights and compile at different speeds
 LEAVE_S = 2.0  # for NCCL to give up what runs
 POLL_S = 1e-4  # between two looks at a GPU
@@ -54,8 +55,15 @@ def open_store(listening: socket) -> TCPStore:
 
 
 def join_store(host: str, port: int) -> TCPStore:
-    """The same store as another rank sees it."""
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=LOAD_S))
+    """The same store as another rank sees it; RanksLostError if that cannot reach it."""
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_S))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        text = f"the store of rank 0 at {host}:{port} is not reached: {reason}"
+        raise RanksLostError(text) from error
+    store.set_timeout(timedelta(seconds=LOAD_S))
+    return store
 
 
 class RankGroup:
@@ -88,13 +96,12 @@ class RankGroup:
         self._maxima = _reduces(ReduceOp.MAX)
         self._gathers = AllgatherOptions()
         self._gathers.asyncOp = False
-        timeout = timedelta(seconds=LOAD_S)
         try:
             if device == "cuda":
-                self._group = _nccl(named, rank, ranks, timeout)
+                self._group = _nccl(named, rank, ranks)
             else:
-                self._group = join_host(named, rank, ranks, timeout) or _gloo(
-                    named, rank, ranks, timeout, host
+                self._group = _on_host(named, rank, ranks) or _gloo(
+                    named, rank, ranks, host
                 )
         except RuntimeError as error:
             raise _lost(rank, error) from error
@@ -213,24 +220,32 @@ def _reduces(op: Any) -> AllreduceOptions:
     return options
 
 
-def _gloo(
-    store: PrefixStore, rank: int, ranks: int, timeout: timedelta, host: str
-) -> Any:
+def _on_host(store: PrefixStore, rank: int, ranks: int) -> HostGroup | None:
+    loading = timedelta(seconds=LOAD_S)
+    store.set_timeout(timedelta(seconds=JOIN_S))
+    group = join_host(store, rank, ranks, loading)
+    store.set_timeout(loading)
+    return group
+
+
+def _gloo(store: PrefixStore, rank: int, ranks: int, host: str) -> Any:
     gloo: Any = ProcessGroupGloo  # stubs lack its options
     options = gloo._Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=JOIN_S)
     options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, ranks, options)
+    group = gloo(store, rank, ranks, options)
+    group._set_default_timeout(timedelta(seconds=LOAD_S))
+    return group
 
 
-def _nccl(store: PrefixStore, rank: int, ranks: int, timeout: timedelta) -> Any:
+def _nccl(store: PrefixStore, rank: int, ranks: int) -> Any:
     # builds of torch for CPUs have no such class
     from torch.distributed import ProcessGroupNCCL
 
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=LOAD_S)  # they connect after they have loaded
     return ProcessGroupNCCL(store, rank, ranks, options)
 
 

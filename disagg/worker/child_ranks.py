@@ -1,15 +1,22 @@
 """Followers as child processes of rank 0, on its host: see `rank_process.py`."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from socket import socketpair
+from threading import Thread
 
 from disagg.engine.orders import pack_order
+from disagg.errors import RanksLostError
 from disagg.transfer.security import Security
 from disagg.worker.rank_link import OrderLink, limit_sending
 from disagg.worker.rank_start import RankPlace, RankStart, StartedRank
+
+KILL_S = 2.0  # a process that waits for a broken device does not end
 
 
 class ChildRank:
@@ -19,15 +26,12 @@ class ChildRank:
         own, other = socketpair()
         limit_sending(own, start.timeout_s)
         command = [sys.executable, "-P", "-m", "disagg.worker.rank_process"]
-        with other:
-            self._process = subprocess.Popen(
-                [*command, str(other.fileno())],
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
         self.link: OrderLink = Connection(own.detach())
+        with other:
+            self._process = _child([*command, str(other.fileno())], other.fileno())
         self.pid = self._process.pid
-        self.link.send_bytes(pack_order(place))
+        with suppress(OSError):  # it has ended, as it will turn out
+            self.link.send_bytes(pack_order(place))
 
     def wait(self, timeout_s: float) -> str:
         try:
@@ -38,7 +42,29 @@ class ChildRank:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self.wait(KILL_S)
+
+
+def _child(command: Sequence[str], fd: int) -> "subprocess.Popen[bytes]":
+    """A process that inherits a socket, started by a thread that lives as long as it does.
+
+    The system ends the process with the thread that started it (`rank_process.py`), and a user's
+    thread may end before.
+    """
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def start_and_stay() -> None:
+        try:
+            process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        with suppress(ChildProcessError):  # another thread has read its exit code
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    Thread(target=start_and_stay, name="rank-parent", daemon=True).start()
+    return started.result()
 
 
 class ChildRanks:
@@ -55,7 +81,17 @@ class ChildRanks:
         self._security = security
 
     def start(self, starts: Sequence[RankStart]) -> list[StartedRank]:
-        return [ChildRank(start, self._place(start.rank)) for start in starts]
+        children: list[StartedRank] = []
+        for start in starts:
+            try:
+                children.append(ChildRank(start, self._place(start.rank)))
+            except OSError as error:
+                for child in children:
+                    child.kill()
+                raise RanksLostError(
+                    f"rank {start.rank} did not start: {error}"
+                ) from error
+        return children
 
     def _place(self, rank: int) -> RankPlace:
         return RankPlace(self.host, self._security, gpu=rank)

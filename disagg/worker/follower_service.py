@@ -12,7 +12,8 @@ in `context.in_flight`, and tells it what is final.
 """
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ from disagg.transfer.receiver import PageReceiver
 from disagg.transfer.stats import HandoffStats
 from disagg.wire import Commit, digest
 from disagg.worker.handoff import MigrationHandoff, OutgoingHandoff, SendingContext
+
+GIVEN_UP_S = (
+    10.0  # after the deadline of a hand-off, when rank 0 waits for it no longer
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,19 @@ class FollowerService(FollowerHandler):
     receiver: takes frames; `receiver.direct` as on rank 0
     """
 
-    def __init__(self, context: SendingContext, overlap: bool = True):
+    def __init__(
+        self,
+        context: SendingContext,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.parts = FollowerParts(
             context.rank, context.ranks, context.arena, context.plan_of
         )
         self.receiver = PageReceiver(self.parts)
         self._context = context
         self._overlap = overlap
+        self._clock = clock
         self._sending: dict[str, _Sending] = {}  # by the engine's name
 
     # -- what arrives
@@ -71,6 +82,7 @@ class FollowerService(FollowerHandler):
     # -- what leaves
 
     async def send(self, submit: Submit, name: str) -> None:
+        await self._stop_overdue()
         await self.stop(name)
         handoff: OutgoingHandoff[Any]
         if submit.work is Work.MOVE:
@@ -93,6 +105,17 @@ class FollowerService(FollowerHandler):
     async def stop(self, name: str) -> None:
         if sending := self._sending.pop(name, None):
             await sending.ends.aclose()
+
+    async def _stop_overdue(self) -> None:
+        """What rank 0 has given up long ago: its call was lost while this process was frozen."""
+        latest = self._clock() - GIVEN_UP_S
+        overdue = [
+            name
+            for name, sending in self._sending.items()
+            if sending.handoff.deadline < latest
+        ]
+        for name in overdue:
+            await self.stop(name)
 
     async def digests(self, spans: Sequence[tuple[int, int]]) -> list[int]:
         copies = self._context.arena.stage(spans)

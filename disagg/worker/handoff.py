@@ -141,6 +141,11 @@ class OutgoingHandoff(Generic[EngineResult]):
         self._computed = asyncio.Event()
 
     @property
+    def deadline(self) -> float:
+        """Of all parts, on the monotonic clock."""
+        return self.senders[0].deadline
+
+    @property
     def all_offered(self) -> bool:
         """Whether the engine has offered every item."""
         return len(self.offered_items) == self.manifest.num_items

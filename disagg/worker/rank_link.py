@@ -11,13 +11,13 @@ after `timeout_s`.
 import hmac
 import logging
 import secrets
-import select
 import socket
 import ssl
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import NamedTuple, Protocol, Self
 
 from disagg import __version__
@@ -66,7 +66,7 @@ class SocketLink:
     def send_bytes(self, data: bytes, /) -> None:
         try:
             self._sock.sendall(_LENGTH.pack(len(data)) + data)
-        except ssl.SSLWantWriteError as error:
+        except TimeoutError as error:
             raise BlockingIOError from error
 
     def recv_bytes(self) -> bytes:
@@ -76,8 +76,7 @@ class SocketLink:
     def poll(self, timeout: float = 0.0, /) -> bool:
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
-        readable, _, _ = select.select([self._sock], [], [], timeout)
-        return bool(readable)
+        return bool(wait([self._sock], timeout))
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -205,13 +204,13 @@ class Dialling:
 
 
 def dial(dialling: Dialling, security: Security | None, pid: int) -> OrderLink:
-    """A connection to rank 0; RanksLostError if there is none."""
+    """A connection to rank 0, which greets one rank at a time; RanksLostError if there is none."""
     host = host_of(dialling.address)
     port = dialling.address.rpartition(":")[2]
     context = tls_context(security or Security(), server=False)
     version = __version__.encode()
     try:
-        sock = socket.create_connection((host, int(port)), timeout=HELLO_S)
+        sock = socket.create_connection((host, int(port)), dialling.timeout_s)
         if context is not None:
             sock = context.wrap_socket(sock, server_hostname=host)
         sock.sendall(_HELLO.pack(MAGIC, pid, dialling.key, version))

@@ -12,11 +12,11 @@ How a follower starts is the business of a `RankStarter`.
 """
 
 import atexit
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
-from threading import Thread
+from threading import Lock, Thread
 
 import torch
 
@@ -31,8 +31,8 @@ from disagg.engine.orders import (
     pack_order,
     unpack_order,
 )
-from disagg.errors import DisaggError, RanksLostError
-from disagg.model.rank_group import RankGroup, join_store, open_store
+from disagg.errors import RanksLostError
+from disagg.model.rank_group import LOAD_S, RankGroup, join_store, open_store
 from disagg.model.runner import Runner, pick_device
 from disagg.worker.child_ranks import ChildRanks
 from disagg.worker.rank_endpoint import RankEndpoint, ServeOrder
@@ -42,6 +42,7 @@ from disagg.worker.rank_start import RankPlace, RankStart, RankStarter
 READY = b"ready"
 ADDRESS = b"address "  # before the "host:port" of a follower
 END = b""  # rank 0 ends the group; without it, its process broke
+START_S = 300.0  # for the process of a follower to be there
 END_S = 2.0  # for a follower whose link was closed
 BROKEN_S = 0.2  # in which all sockets of a process that broke are closed
 
@@ -76,6 +77,8 @@ class RankProcesses:
         store = open_store(listen(host, starter.ports))
         self._num_engines = 0
         self._closed = False
+        self._asking = Lock()
+        self._cause = ""
         starts = [
             RankStart(
                 rank=rank,
@@ -95,12 +98,9 @@ class RankProcesses:
         self._ranks = starter.start(starts)
         self._links: list[OrderLink] = [started.link for started in self._ranks]
         atexit.register(self.close)
-        try:
+        with self.loading():
             self._begin(starts)
             self.group = RankGroup(store, 0, ranks, timeout_s, device, host)
-        except DisaggError:
-            self.close()
-            raise
 
     @property
     def pids(self) -> list[int]:
@@ -113,10 +113,29 @@ class RankProcesses:
         self._num_engines += 1
         return StepOrders(partial(self.send, number))
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around what this rank loads: any error ends the group.
+
+        RanksLostError says why a follower has ended, where one has.
+        """
+        try:
+            yield
+        except RanksLostError as error:
+            cause = self.cause()
+            self.close()
+            if not cause:
+                raise
+            raise RanksLostError(f"a rank did not start: {cause}") from error
+        except BaseException:
+            self.close()
+            raise
+
     def serve(self, order: ServeOrder) -> list[str]:
         """Let the followers hand over what engine 0 computes; the address of each."""
         self.send(0, order)
-        return [self._receive(link, ADDRESS).decode() for link in self._links]
+        answers = self._receive_all(ADDRESS, LOAD_S)
+        return [answer.decode() for answer in answers]
 
     def send(self, engine: int, order: Order | ServeOrder) -> None:
         """Bring an order to all followers; RanksLostError if one has ended, or reads nothing."""
@@ -127,7 +146,9 @@ class RankProcesses:
         except BlockingIOError as error:
             raise RanksLostError("a rank has read no order for too long") from error
         except OSError as error:
-            raise RanksLostError(f"a rank has ended: {self.cause()}") from error
+            raise RanksLostError(
+                f"a rank has ended: {self.cause() or error}"
+            ) from error
 
     def begin_serving(self) -> None:
         """All is compiled and recorded: from now on no rank waits longer than the timeout."""
@@ -141,20 +162,32 @@ class RankProcesses:
             wait([link.fileno() for link in self._links])
             if not self._closed:
                 self.group.abandon()
-                on_end(RanksLostError(f"a rank has ended: {self.cause()}"))
+                cause = self.cause() or "no rank said why"
+                on_end(RanksLostError(f"a rank has ended: {cause}"))
 
         Thread(target=until_one_ends, name="ranks", daemon=True).start()
 
     def cause(self) -> str:
-        """What a follower said before it ended, else how its process ended."""
-        for rank, started in enumerate(self._ranks, 1):
-            try:
-                if started.link.poll():
-                    return f"rank {rank}: {started.link.recv_bytes().decode()}"
-            except (OSError, EOFError):
-                if end := started.wait(END_S):
-                    return f"rank {rank}, {end}"
-        return "no rank said why"
+        """What a follower said before it ended, else how its process ended; "" if none has.
+
+        From any thread.
+        """
+        with self._asking:
+            with suppress(OSError, ValueError):  # closed already
+                wait([link.fileno() for link in self._links], BROKEN_S)
+            for rank in range(1, 1 + len(self._links)):
+                self._cause = self._cause or self._cause_at(rank)
+            return self._cause
+
+    def _cause_at(self, rank: int) -> str:
+        started = self._ranks[rank - 1]
+        try:
+            if started.link.poll():
+                return f"rank {rank}: {started.link.recv_bytes().decode()}"
+        except (OSError, EOFError):
+            if end := started.wait(END_S):
+                return f"rank {rank}, {end}"
+        return ""
 
     def kill(self) -> None:
         """End all followers by force, as a frozen one needs; `close` is still to come."""
@@ -175,49 +208,64 @@ class RankProcesses:
                 started.kill()
 
     def _begin(self, starts: Sequence[RankStart]) -> None:
-        """Return when all followers are about to join; RanksLostError if one ends instead."""
-        try:
-            for start, link in zip(starts, self._links, strict=True):
+        """Return when all followers are about to join; RanksLostError if one does not."""
+        for start, link in zip(starts, self._links, strict=True):
+            with suppress(OSError):  # it has ended, as its answer says
                 link.send_bytes(pack_order(start))
-        except OSError:
-            raise RanksLostError(f"a rank did not start: {self.cause()}") from None
-        for link in self._links:
-            self._receive(link, READY)
+        self._receive_all(READY, START_S)
 
-    def _receive(self, link: OrderLink, prefix: bytes) -> bytes:
-        """What a follower answers at its start, behind a prefix; RanksLostError if it ends."""
+    def _receive_all(self, prefix: bytes, timeout_s: float) -> list[bytes]:
+        """What each follower answers, behind a prefix; RanksLostError if one ends instead."""
+        return [
+            self._receive(rank, link, prefix, timeout_s)
+            for rank, link in enumerate(self._links, 1)
+        ]
+
+    def _receive(
+        self, rank: int, link: OrderLink, prefix: bytes, timeout_s: float
+    ) -> bytes:
         try:
+            if not link.poll(timeout_s):
+                raise RanksLostError(f"rank {rank} has not started in {timeout_s:g} s")
             answer = link.recv_bytes()
-        except (OSError, EOFError):
-            raise RanksLostError(f"a rank did not start: {self.cause()}") from None
-        if not answer.startswith(prefix):
-            raise RanksLostError(f"a rank did not start: {answer.decode()}")
-        return answer.removeprefix(prefix)
+        except (OSError, EOFError) as error:
+            end = self._ranks[rank - 1].wait(END_S) or repr(error)
+            self._cause = f"rank {rank}, {end}"
+        else:
+            if answer.startswith(prefix):
+                return answer.removeprefix(prefix)
+            self._cause = f"rank {rank}: {answer.decode()}"
+        raise RanksLostError(f"a rank did not start: {self._cause}")
+
+
+class _LinkEndedError(Exception):
+    """The process of rank 0 broke, or its host is gone."""
 
 
 def follow(link: OrderLink, place: RankPlace) -> bool:
     """The life of a follower: load, then do what rank 0 orders, until the link ends.
 
-    Returns whether rank 0 ended the group; else its process broke.
+    Returns whether rank 0 ended the group; else its process broke. Raises what broke this rank,
+    after it told rank 0.
     """
     try:
         start: RankStart = unpack_order(_receive(link))
         link.send_bytes(READY)
         runner = _load(start, place)
         _obey(link, _Followers(runner, RankEndpoint(start.rank, start.ranks, place)))
-    except DisaggError as error:
+    except _LinkEndedError:
+        return False
+    except Exception as error:
         with suppress(OSError):
             link.send_bytes(f"{type(error).__name__}: {error}".encode())
         if _rank_0_broke(link):
             return False
         raise
-    except EOFError:
-        return False
     return True
 
 
 def _obey(link: OrderLink, followers: "_Followers") -> None:
-    """Do what rank 0 orders, until it ends the group; EOFError if its process broke."""
+    """Do what rank 0 orders, until it ends the group."""
     while data := _receive(link):
         engine, order = unpack_order(data)
         if isinstance(order, ServeOrder):
@@ -227,11 +275,11 @@ def _obey(link: OrderLink, followers: "_Followers") -> None:
 
 
 def _receive(link: OrderLink) -> bytes:
-    """The next message; EOFError if the other process or its host is gone."""
+    """The next message; _LinkEndedError if there is none any more."""
     try:
         return link.recv_bytes()
-    except OSError as error:
-        raise EOFError from error
+    except (OSError, EOFError) as error:
+        raise _LinkEndedError from error
 
 
 def _rank_0_broke(link: OrderLink) -> bool:
@@ -293,7 +341,11 @@ class _Followers:
         return self._endpoint.start(order, self._engines[engine])
 
 
-def share_threads(ranks: int) -> None:
-    """Divide the threads of this process between the ranks that it is about to start."""
-    if ranks > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+def share_threads(ranks: int) -> Callable[[], None]:
+    """Divide the threads of this process between the ranks that it is about to start.
+
+    Returns what gives them back.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // ranks))
+    return partial(torch.set_num_threads, threads)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,13 +92,30 @@ class Worker:
         self.doing = ""
         self._host = host
         self._security = security
-        model = config.model
         ranks = config.cluster.ranks_of(role)
         processes = max(processes, ranks)
         self._ranks: RankProcesses | None = None
         if ranks > 1:
             starter = starter or ChildRanks(host, security, config.cluster.ports)
             self._ranks = self._start_ranks(ranks, processes, starter)
+        with self._ranks.loading() if self._ranks else nullcontext():
+            self._load(runner, processes)
+        self._info: Future[WorkerInfo] = Future()
+        self._io_thread = threading.Thread(
+            target=self._run_io, name=f"{name}-io", daemon=True
+        )
+        self._engine_thread = threading.Thread(
+            target=self._run_engine, name=f"{name}-engine", daemon=True
+        )
+        self._watchdog = Watchdog(
+            name, self.engine.progress, config.engine.stuck_s, self._end_stuck
+        )
+        self._failure: BaseException | None = None
+
+    def _load(self, runner: Runner | None, processes: int) -> None:
+        """The model, the engine, and the addresses of the other ranks, which load beside it."""
+        config = self.config
+        model = config.model
         self._runner = runner or Runner.load(
             model.name,
             model.dtype,
@@ -125,17 +143,6 @@ class Worker:
             self._runner.info.context_length,
         )
         self._followers = self._serve_followers()  # addresses
-        self._info: Future[WorkerInfo] = Future()
-        self._io_thread = threading.Thread(
-            target=self._run_io, name=f"{name}-io", daemon=True
-        )
-        self._engine_thread = threading.Thread(
-            target=self._run_engine, name=f"{name}-engine", daemon=True
-        )
-        self._watchdog = Watchdog(
-            name, self.engine.progress, config.engine.stuck_s, self._end_stuck
-        )
-        self._failure: BaseException | None = None
 
     def _start_ranks(
         self, ranks: int, processes: int, starter: RankStarter
@@ -169,7 +176,8 @@ class Worker:
     def _on_rank_lost(self, error: RanksLostError) -> None:
         """A rank has ended: so does the worker, as if its process had."""
         self._break(error)
-        self._on_loop(self._begin_stop, 0.0)
+        if self._info.done():  # else `start` looks
+            self._on_loop(self._begin_stop, 0.0)
 
     def _break(self, error: BaseException) -> None:
         """Note why the worker ends. A frozen follower would outlive this process."""
@@ -188,7 +196,8 @@ class Worker:
     def start(self) -> WorkerInfo:
         """Serve; returns when it can be reached.
 
-        ConfigError if its codec does not fit, or is not sound on its GPU.
+        ConfigError if its codec does not fit, or is not sound on its GPU; RanksLostError if another
+        rank ends meanwhile.
         """
         backend = backend_of(self._runner)
         has_no_library = backend.startswith("torch")
@@ -198,25 +207,33 @@ class Worker:
         if self.config.model.weights is not None:
             dtype = f"{dtype}, weights {runner.weights}"
         log.log(level, "%s: %s, computes in %s", self.name, backend, dtype)
-        if self._runner.graphs:
-            query_heads = self._runner.info.query_heads
-            check_plans(list(self.engine.listed), query_heads, self._runner.device)
-            warm_up(
-                self.engine,
-                self._runner,
-                self._listed,
-                self.engine.decode_slots.count,
-                report=partial(setattr, self, "doing"),
-            )
-            if self._ranks is not None:
-                self._ranks.begin_serving()
+        if self._ranks is not None:
+            self._ranks.watch(self._on_rank_lost)
+        with self._ranks.loading() if self._ranks else nullcontext():
+            self._warm_up()
         self._io_thread.start()
         self._info.result()
         self._engine_thread.start()
         self._watchdog.start()
-        if self._ranks is not None:
-            self._ranks.watch(self._on_rank_lost)
+        if self._failure is not None:
+            self._on_loop(self._begin_stop, 0.0)
         return self.info
+
+    def _warm_up(self) -> None:
+        """On a GPU, compile and record what steps need."""
+        if not self._runner.graphs:
+            return
+        query_heads = self._runner.info.query_heads
+        check_plans(list(self.engine.listed), query_heads, self._runner.device)
+        warm_up(
+            self.engine,
+            self._runner,
+            self._listed,
+            self.engine.decode_slots.count,
+            report=partial(setattr, self, "doing"),
+        )
+        if self._ranks is not None:
+            self._ranks.begin_serving()
 
     @property
     def info(self) -> WorkerInfo:

@@ -4,6 +4,7 @@ import pytest
 import ray
 from ray.experimental import internal_kv
 
+from disagg.launch import rank_bundles
 from tests.launch.fakes import FakeCluster, get, wait
 
 
@@ -12,6 +13,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of fake actors in place of Ray's."""
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(rank_bundles, "placement_group_table", dict)
 
 
 @pytest.fixture

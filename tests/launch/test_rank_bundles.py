@@ -158,9 +158,26 @@ def test_hosts_beyond_a_screen_are_counted(fake_ray, monkeypatch):
     assert words.endswith("and 12 more hosts")
 
 
-def test_ranks_whose_group_is_gone_wait_no_longer(fake_ray):
+def test_ranks_that_lose_a_host_while_they_start_wait_again(fake_ray):
+    """Rank 0 waits for a follower that Ray cannot place any more."""
+    bundles = waiting(fake_ray, "INFEASIBLE")
+    own = fake_ray.table["own"]
+    own["state"] = "CREATED"
+    bundles.now = lambda: 1000.0
+    assert not bundles.waits_for()
+
+    own["state"] = "RESCHEDULING"
+    assert bundles.waits_for()
+
+    bundles.now = lambda: 1000.0 + INFEASIBLE_S
+    with pytest.raises(CapacityError, match="no room"):
+        bundles.waits_for()
+
+
+@pytest.mark.parametrize("entry", [{"state": "REMOVED"}, {}], ids=["removed", "lost"])
+def test_ranks_whose_group_is_gone_wait_no_longer(fake_ray, entry):
     bundles = waiting(fake_ray, "NO_RESOURCES")
-    fake_ray.table["own"] = {"state": "REMOVED"}
+    fake_ray.table["own"] = entry
 
     with pytest.raises(CapacityError, match="was removed"):
         bundles.waits_for()

@@ -168,9 +168,39 @@ def test_a_worker_that_was_called_does_not_end(ended):
 def test_a_follower_frees_the_room_of_a_rank_0_that_broke(
     ended, monkeypatch, was_ended, steps
 ):
-    monkeypatch.setattr(rank_actor, "_follow", lambda *_: was_ended)
+    monkeypatch.setattr(rank_actor, "_reach", lambda *_: (Mock(), Mock()))
+    monkeypatch.setattr(rank_actor, "follow", lambda *_: was_ended)
 
     with pytest.raises(SystemExit):
         RankActor().follow(Mock(), settings_message(Config()), None)
 
     assert ended == steps
+
+
+def test_a_follower_that_cannot_reach_rank_0_says_why(ended):
+    """Ray tells rank 0 what is raised, and rank 0 its service."""
+    settings = settings_message(Config()) | {"version": 99}
+
+    with pytest.raises(VersionError, match="version 99 of the start messages"):
+        RankActor().follow(Mock(), settings, None)
+
+    assert not ended
+
+
+def test_a_watch_says_whether_its_worker_has_ended():
+    actor = ServingActor(Config())
+    actor._worker = Mock(wait=Mock(side_effect=[False, True]))
+
+    assert actor.watch() is True
+
+
+def test_the_watch_of_a_front_end_ends_when_the_next_one_watches():
+    actor = ServingActor(Config())
+
+    def next_front_end(timeout_s: float) -> bool:
+        actor._num_watches += 1
+        return False
+
+    actor._worker = Mock(wait=next_front_end)
+
+    assert actor.watch() is False

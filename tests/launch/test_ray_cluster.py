@@ -9,7 +9,14 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from disagg.config import load_config
-from disagg.errors import CapacityError, ConfigError, ModelError, PeerLostError
+from disagg.errors import (
+    CapacityError,
+    ConfigError,
+    ModelError,
+    OccupiedError,
+    PeerLostError,
+    VersionError,
+)
 from disagg.launch import actors, ray_cluster, ray_connection
 from disagg.launch.ray_cluster import Cluster
 from disagg.launch.retry_pauses import FIRST_PAUSE_S, LONGEST_PAUSE_S
@@ -761,3 +768,81 @@ def test_the_room_of_a_worker_that_cannot_load_is_freed(no_ray):
         cluster.start()
 
     assert cluster.bundles["prefill-0"].was_removed
+
+
+@pytest.mark.parametrize(
+    "refusal", [OccupiedError("works for another"), VersionError("version 2")]
+)
+def test_a_worker_that_refuses_this_service_keeps_its_room(
+    refusal, killed, monkeypatch, key_values
+):
+    """It serves another one: without its placement group its ranks would end."""
+    running_actors(monkeypatch, "prefill-0")
+    cluster = FakeCluster(refusal, config=load_config(None, ON_A_CLUSTER))
+    cluster.bundles["prefill-0"] = FakeBundles()
+
+    with pytest.raises(type(refusal)):
+        cluster.start()
+    cluster.close()
+
+    assert not cluster.bundles["prefill-0"].was_removed
+    assert cluster.handles["prefill-0"] not in killed
+
+
+def test_a_worker_that_another_service_took_over_keeps_its_room(group, killed, caplog):
+    """This service was frozen until the next one came."""
+    group.handles["prefill-0"].watch.value = False
+    group.kill("prefill-0")
+
+    news = group.step()
+    group.close()
+
+    assert news == ["-prefill-0"]
+    assert not group.bundles["prefill-0"].was_removed
+    assert group.handles["prefill-0"] not in killed
+    assert caplog.messages[0].endswith("works for another service now")
+
+
+def test_a_worker_that_leaves_while_it_waits_for_room_gets_none(group, killed):
+    group.outcomes.append(LOADING)
+    group.bundles["prefill-1.1"] = FakeBundles("2 ranks on one host")
+    group.scale(2, None)
+    for _ in range(2):
+        group.step()
+    assert group.lacks_room
+
+    group.scale(1, None)
+    group.step()
+
+    assert killed == [group.handles["prefill-1.1"]]
+    assert group.bundles["prefill-1.1"].was_removed
+    assert group.handles["prefill-1.1"].stop.arguments is None
+
+
+def test_a_worker_that_leaves_is_not_tried_again_for_lack_of_room(
+    group, killed, caplog
+):
+    group.outcomes.append(LOADING)
+    group.bundles["prefill-1.1"] = FakeBundles(CapacityError("no room: 2 ranks"))
+    group.scale(2, None)
+    group._adjust()
+    group.scale(1, None)
+
+    group._adjust()
+    group.step()
+
+    assert not [x for x in caplog.messages if "no room" in x]
+    assert killed
+
+
+def test_groups_that_an_earlier_service_left_are_removed_without_ranks(
+    monkeypatch, key_values
+):
+    """The next service may have workers of one rank."""
+    removed: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(ray_cluster, "remove_abandoned", lambda *x: removed.append(x))
+    running_actors(monkeypatch, "decode-0")
+
+    FakeCluster(config=load_config(None, ON_A_CLUSTER)).start()
+
+    assert removed == [("mine", ["decode-0"])]

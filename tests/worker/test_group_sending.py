@@ -1,14 +1,17 @@
 """Hand-offs of groups over sockets: every rank sends its parts to the ranks that want them."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
 
-from disagg.config import TransferConfig
-from disagg.errors import ReservationError, TransferError
+from disagg.codecs.planning import KVShape, parse_plan
+from disagg.config import DEFAULT_CODEC, TransferConfig
+from disagg.errors import DeadlineError, ReservationError, TransferError
 from disagg.kv.page import Item
 from disagg.transfer.channel import Peers
 from disagg.transfer.follower_calls import (
@@ -24,7 +27,7 @@ from disagg.wire import digest
 from disagg.worker.follower_service import FollowerService
 from disagg.worker.handoff import OutgoingHandoff, SendingContext
 from tests.transfer.groups import ReceivingGroup, SendingRank, slice_bytes
-from tests.transfer.prompts import EPOCH, MODEL, Prompt
+from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_prompt
 from tests.transfer.test_group_handoffs import check_idle, make_whole
 
 HOST = "127.0.0.1"
@@ -165,6 +168,24 @@ async def test_all_parts_cross_directly_and_are_admitted_once(senders, receivers
         await until_idle(receiving)
 
 
+@pytest.mark.parametrize("spec", ["raw", DEFAULT_CODEC.partition("|")[0]])
+async def test_groups_of_unequal_sizes_send_at_most_two_percent_more(spec):
+    """Every message between the two workers, both ways, as the hand-off counts them."""
+    plan = parse_plan(spec, KVShape.uniform(4, 4, 64, "bfloat16"))
+    whole = make_prompt(512, plan=plan)
+    totals = {}
+    for shape in [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)]:
+        async with groups(whole, *shape) as (sending, receiving):
+            stats = await hand_over(sending, receiving)
+            assert stats.payload_bytes == whole.manifest.total_bytes
+            totals[shape] = stats.wire_bytes
+
+    one = totals.pop((1, 1))
+    assert one > whole.manifest.total_bytes
+    for total in totals.values():
+        assert one < total < 1.02 * one
+
+
 async def until_idle(receiving: ListeningGroup) -> None:
     async with asyncio.timeout(10.0):
         while any(service.parts.num_open for service in receiving.services):
@@ -202,6 +223,28 @@ async def test_a_hand_off_given_up_ends_at_all_ranks():
         assert not receiving.engine
         with pytest.raises(ReservationError, match="rank 1 does not send"):
             await sending.contexts[0].followers[0].finish(NAME, 5, 1.0)
+
+
+async def test_a_hand_off_that_rank_0_could_not_stop_ends_after_its_deadline(
+    monkeypatch,
+):
+    """The follower was frozen, and later requests find nothing of it."""
+    whole = make_whole("kivi")
+    async with groups(whole, 2, 1) as (sending, receiving):
+        (follower,) = sending.services
+        lost = AsyncMock(side_effect=DeadlineError("no answer"))
+        handoff = sending.handoff(await reserve(sending, receiving))
+        async with handoff.sending():
+            (client,) = sending.contexts[0].followers
+            monkeypatch.setattr(client, "stop", lost)
+        assert [*follower._sending] == [NAME]
+
+        monkeypatch.setattr(follower, "_clock", lambda: time.monotonic() + 3600.0)
+        await client.send(await reserve(sending, receiving, "other"), "other#0/p")
+
+        assert lost.called
+        assert [*follower._sending] == [*follower._context.in_flight] == ["other#0/p"]
+        await follower.stop("other#0/p")
 
 
 async def test_followers_answer_pings_and_say_what_is_in_their_arenas():

@@ -1,5 +1,8 @@
 """The connection of a follower to rank 0 across hosts: who may open it, and how it ends."""
 
+import fcntl
+import resource
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,13 +11,22 @@ from disagg.config import SecurityConfig
 from disagg.errors import RanksLostError, VersionError
 from disagg.transfer.security import Authority, Security, protected
 from disagg.worker import rank_link
-from disagg.worker.rank_link import Dialled, Dialling, LinkListener, OrderLink, dial
+from disagg.worker.rank_link import (
+    Dialled,
+    Dialling,
+    LinkListener,
+    OrderLink,
+    SocketLink,
+    dial,
+)
 
 HOST = "127.0.0.1"
 PID = 4711
 WAIT_S = 10.0
 TIMEOUT_S = 60.0
 LARGE = bytes(range(256)) * 5000
+MORE_THAN_FITS = bytes(64 << 20)
+SELECT_FILES = 1024  # the numbers that select(2) knows
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +36,11 @@ def certified() -> Security:
 
 
 def connect(
-    security: Security | None, key: bytes | None = None
+    security: Security | None, key: bytes | None = None, timeout_s: float = TIMEOUT_S
 ) -> tuple[Dialled | None, OrderLink]:
     """What rank 0 and rank 1 have after a hello; with a key of its own, or the true one."""
     with (
-        LinkListener(HOST, None, security, TIMEOUT_S) as listener,
+        LinkListener(HOST, None, security, timeout_s) as listener,
         ThreadPoolExecutor() as pool,
     ):
         key = key or listener.make_key(1)
@@ -68,6 +80,35 @@ def test_a_link_without_a_message_has_nothing_to_read():
     dialled, _ = connect(None)
 
     assert not dialled.link.poll()
+
+
+def test_a_link_that_the_other_side_does_not_read_fails_after_the_timeout():
+    dialled, _ = connect(None, timeout_s=0.2)
+
+    with pytest.raises(BlockingIOError):
+        dialled.link.send_bytes(MORE_THAN_FITS)
+
+
+def test_a_tls_link_that_the_other_side_does_not_read_fails_too(certified):
+    dialled, _ = connect(certified, timeout_s=0.2)
+
+    with pytest.raises(OSError):  # noqa: PT011 - OpenSSL does not say why
+        dialled.link.send_bytes(MORE_THAN_FITS)
+
+
+def test_a_link_of_a_process_with_many_files_can_be_polled():
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most <= 2 * SELECT_FILES:
+        pytest.skip("this system allows too few open files")
+    own, other = socket.socketpair()
+    with own, other:
+        number = fcntl.fcntl(own.fileno(), fcntl.F_DUPFD_CLOEXEC, 2 * SELECT_FILES)
+        link = SocketLink(socket.socket(fileno=number))
+
+        assert not link.poll()
+        other.sendall(b"x")
+        assert link.poll()
+        link.close()
 
 
 def test_a_hello_with_another_key_is_refused():

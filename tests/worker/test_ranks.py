@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from disagg.model.runner import Runner
 from disagg.worker.ranks import RankProcesses
 from tests.engine.serving import answers, make_engine, request, run_until_idle
 from tests.model.tiny import random_prompt, save_tiny
+from tests.processes import lives, wait_for
 from tests.synthetic import relative_error
 
 LENGTHS = (1, 63, 130, 130)  # the last one has the prefix of the one before it
@@ -154,11 +158,13 @@ def test_llm_of_two_ranks_answers_as_one_process(tiny):
     prompts = [random_prompt(n) for n in LENGTHS]
     params = SamplingParams(max_tokens=TOKENS)
     alone = LLM(str(tiny), codec="kivi").generate(prompts, params)
+    threads = torch.get_num_threads()
     llm = LLM(str(tiny), codec="kivi", ranks=2)
 
     together = llm.generate(prompts, params)
     llm.close()
 
+    assert torch.get_num_threads() == threads
     assert [x.tokens for x in together] == [x.tokens for x in alone]
 
 
@@ -193,6 +199,54 @@ def test_a_frozen_rank_ends_its_group_after_the_timeout(tiny, monkeypatch):
         run_until_idle(engine)
     ranks.processes.close()
     assert ranks.processes.cause()
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_says_why():
+    """Such as on a host without the model. Rank 0 sees a closed socket."""
+    processes = RankProcesses(2, TIMEOUT_S, "/no/such/model")
+
+    with (
+        pytest.raises(RanksLostError, match=r"rank 1: ModelError: .*/no/such/model"),
+        processes.loading(),
+    ):
+        processes.group.sum(torch.ones(1))
+
+    assert not any(map(lives, processes.pids))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_a_frozen_rank_ends_with_the_process_of_rank_0(tiny):
+    code = (
+        "import sys, time; from disagg.worker.ranks import RankProcesses;"
+        "ranks = RankProcesses(2, 60.0, sys.argv[1]);"
+        "print(*ranks.pids, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tiny)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as rank_0:
+        assert rank_0.stdout is not None
+        pid = int(rank_0.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        assert lives(pid)
+
+        rank_0.kill()
+
+    wait_for(lambda: not lives(pid), 30)
+
+
+@pytest.mark.slow
+def test_a_rank_outlives_the_thread_that_started_it(tiny):
+    """The system would end it with the thread that is its parent."""
+    with ThreadPoolExecutor() as pool:
+        processes = pool.submit(RankProcesses, 2, TIMEOUT_S, str(tiny)).result()
+    runner = Runner.load(str(tiny), group=processes.group)
+    engine = Engine(
+        runner, EngineConfig(arena_bytes=32 << 20), orders=processes.orders()
+    )
+
+    assert serve(engine, "raw")
+    processes.close()
 
 
 @pytest.mark.slow

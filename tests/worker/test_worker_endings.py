@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +11,13 @@ from unittest.mock import Mock
 import pytest
 
 from disagg.config import ClusterConfig, Config, TransferConfig
-from disagg.errors import ConfigError, CorruptFrameError, DisaggError, PeerLostError
+from disagg.errors import (
+    ConfigError,
+    CorruptFrameError,
+    DisaggError,
+    PeerLostError,
+    RanksLostError,
+)
 from disagg.kv.page import Item
 from disagg.transfer import sender
 from disagg.transfer.messages import Job, Role, Submit, Work
@@ -196,6 +203,27 @@ async def test_what_a_worker_is_given_before_any_router_came_goes_on(runners, st
             -1
         ].finish_reason == "length"
         await outcome(worker, steps.aclose())
+
+
+async def test_a_rank_that_ends_while_its_group_warms_up_ends_the_worker(
+    runners, monkeypatch
+):
+    """Compiling and recording take minutes, and there is no io loop yet."""
+    async with house() as home:
+        worker = Worker(home.config, Role.DECODE, "d", runner=runners[1])
+        ranks = Mock(loading=nullcontext, pids=[])
+        worker._ranks = ranks
+
+        def lose_a_rank() -> None:
+            ((on_end,), _) = ranks.watch.call_args
+            on_end(RanksLostError("rank 1 has ended"))
+
+        monkeypatch.setattr(worker, "_warm_up", lose_a_rank)
+        worker.start()
+
+        with pytest.raises(RanksLostError, match="rank 1 has ended"):
+            await until(lambda: worker.wait(0.0))
+        ranks.kill.assert_called()
 
 
 async def test_an_engine_that_breaks_ends_its_worker_by_name(
