@@ -367,19 +367,26 @@ class Engine:
         scheduled, allocation = self._schedule_decodes()
         decoding = sum(x.count for x in scheduled)
         budget = self._config.max_batch_tokens - decoding
+        piece = self._prompts.piece_tokens
         if scheduled:
-            budget = self._chunk_time.fit(budget, decoding)
+            fitting = self._chunk_time.fit(budget, decoding)
+            budget = max(fitting, min(budget, piece))
         is_full = False
+        has_chunk = False
         for sequence in self._scheduler.prompts(self._clock()):
             if budget <= 0:
                 break
             is_queued = sequence.status is Status.QUEUED
             if is_full and is_queued:
                 continue
+            tokens_left = sequence.prompt_len - sequence.n
+            if has_chunk and budget < min(piece, tokens_left):
+                continue  # the next step has room for a whole piece of it
             if self._prepare(sequence, budget):
-                num_tokens = min(sequence.prompt_len - sequence.n, budget)
+                num_tokens = self._prompts.next_tokens(sequence, budget)
                 scheduled.append(ScheduledTokens(sequence, num_tokens))
                 budget -= num_tokens
+                has_chunk = True
             elif sequence.status is Status.QUEUED:
                 self._last_refused = sequence
                 is_full = True

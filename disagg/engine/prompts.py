@@ -37,6 +37,7 @@ from disagg.kv.snapshot_borders import snapshot_borders
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
+from disagg.model.states.step import PIECE_TOKENS
 from disagg.paged.append import RecordIds
 from disagg.paged.layer import LayerRecords, PromptChunk, write_prompt
 from disagg.paged.page_tables import ChunkTables
@@ -78,6 +79,18 @@ class Prompts:
     def most_snapshots(self) -> int | None:
         """How many snapshots of states are cached at most; None: the model has no states."""
         return None if self._snapshots is None else self._snapshots.count
+
+    @property
+    def piece_tokens(self) -> int:
+        """The tokens of a prompt that are best computed by one step.
+
+        More than one where layers with a state go on at multiples of so many.
+        """
+        runner = self._runner
+        has_room = self._config.max_batch_tokens >= PIECE_TOKENS
+        if has_room and runner.has_pieces:
+            return PIECE_TOKENS
+        return 1
 
     # -- room
 
@@ -156,6 +169,17 @@ class Prompts:
         self._snapshots.plan(sequence, borders)
 
     # -- compute
+
+    def next_tokens(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens of a prompt the coming step computes, of at most `budget`.
+
+        All that are left; else up to the end of a piece, if there is one within the budget.
+        """
+        end = sequence.n + budget
+        if end >= sequence.prompt_len:
+            return sequence.prompt_len - sequence.n
+        end_of_piece = end - end % self.piece_tokens
+        return budget if end_of_piece <= sequence.n else end_of_piece - sequence.n
 
     def chunk(self, entry: ScheduledTokens, row: int) -> Chunk:
         """A chunk of a prompt, whose layers are encoded and offered as they finish.

@@ -143,8 +143,8 @@ def plan_states(
                 part = StatePart(
                     row=row + start - entry.sequence.n,
                     count=end - start,
+                    before=start,
                     pages=pages,
-                    fresh=start == 0,
                     on_layer=partial(on_layer, entry, end),
                 )
                 parts.append(part)

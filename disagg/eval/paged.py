@@ -79,19 +79,19 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> PromptKV:
         [total - 1],
         arena,
         (chunk,),
-        states=_state_step(pages, total, is_first=True),
+        states=_state_step(pages, 0, total),
     )
     runner.forward(batch)
     return PromptKV(tuple(layers), arena)
 
 
-def _state_step(pages: Sequence[int], count: int, is_first: bool = False) -> StateStep:
-    """What a pass over `count` tokens of one sequence does in layers with a state."""
+def _state_step(pages: Sequence[int], before: int, count: int) -> StateStep:
+    """What a pass over tokens `before` .. of one sequence does in layers with a state."""
     if not pages:
         return NO_STATES
-    if count == 1 and not is_first:
+    if before and count == 1:
         return StateStep(singles=StateRows.of([0], [pages]))
-    part = StatePart(0, count, pages, fresh=is_first, on_layer=lambda index: None)
+    part = StatePart(0, count, before, pages, on_layer=lambda index: None)
     return StateStep((part,))
 
 
@@ -193,7 +193,7 @@ class PagedKV:
             outputs=range(count),
             arena=self._arena.bytes,
             decodes=tuple(decodes),
-            states=_state_step(self._state_pages, count),
+            states=_state_step(self._state_pages, n, count),
         )
         logits = self._runner.forward(batch)
         for decode in decodes:

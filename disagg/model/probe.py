@@ -268,7 +268,7 @@ def _state_step(
             rows.append(row)
             pages_of_rows.append(own_pages)
         else:
-            part = StatePart(row, count, own_pages, fresh=not start, on_layer=_ignore)
+            part = StatePart(row, count, start, own_pages, on_layer=_ignore)
             parts.append(part)
         row += count
     if not rows:

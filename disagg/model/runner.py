@@ -144,6 +144,12 @@ class Runner:
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.record_steps(CudaRecorder())
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether layers with a state go on at fixed tokens, as of `PIECE_TOKENS`."""
+        is_cpu = self.device.type == "cpu"
+        return is_cpu and bool(self.info.states) and self.continues_chunks
+
     @classmethod
     def load(
         cls,

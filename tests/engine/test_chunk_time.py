@@ -4,6 +4,7 @@ from disagg.config import EngineConfig
 from disagg.engine.chunk_time import LEAST_TOKENS, ChunkTime
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill
+from disagg.model.states.step import PIECE_TOKENS
 from tests.engine.serving import (
     StandIn,
     answers,
@@ -87,6 +88,23 @@ def test_a_long_prompt_arrives_in_pieces_beside_decoding(runner):
     assert len(beside) == 2
     assert LEAST_TOKENS < max(beside) <= 0.4 / TOKEN_S
     assert len(tokens["long"]) == 2
+
+
+def test_a_chunk_of_a_hybrid_has_room_for_a_piece_beside_decoding(hybrid):
+    """Three decoding rows and 256 more are no number of rows that layers have kernels for."""
+    slow = Slow(hybrid("lfm2"))
+    engine = engine_of(slow, chunk_s=0.1)
+    for length in (150, 20, 21):
+        prompt = random_prompt(length)
+        engine.submit(Prefill(request(str(length), prompt, "raw", 60, ignore_eos=True)))
+    while slow.chunks[-1:] != [(0, True)]:
+        engine.step()
+    engine.submit(Prefill(request("long", random_prompt(480), "raw", 2)))
+
+    run_until_idle(engine)
+
+    beside = [chunk for chunk, decodes in slow.chunks if chunk and decodes]
+    assert beside == [PIECE_TOKENS, 480 - PIECE_TOKENS]
 
 
 def test_a_prompt_alone_is_computed_whole(runner):

@@ -10,6 +10,7 @@ from disagg.engine.messages import Prefill
 from disagg.engine.sequence import handoff_stats
 from disagg.kv.page import ARENA_UNIT, Kind
 from disagg.llm import LLM, SamplingParams
+from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from disagg.model.states.records import StateRecords
 from disagg.model.states.step import StateStep
@@ -19,7 +20,14 @@ from tests.engine.forced import (
     make_forced,
     recorded_logits,
 )
-from tests.engine.serving import Nowhere, make_engine, request, run_until_idle, serve
+from tests.engine.serving import (
+    Nowhere,
+    StandIn,
+    make_engine,
+    request,
+    run_until_idle,
+    serve,
+)
 from tests.model.recorders import EagerRecorder
 from tests.model.tiny import random_prompt, save_tiny
 from tests.synthetic import relative_error
@@ -37,6 +45,8 @@ CROWDED = {
         "mamba_n_heads": 32,
     },
 }
+# the delta rule, Mamba 2, convolutions, delta rule by channels, lightning attention
+BITWISE = ["qwen3_5_text", "bamba", "lfm2", "kimi_linear", "bailing_hybrid"]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 TOKENS = 30  # of an answer in little room
 NOISE = 1e-4  # of rounding, in another batch
@@ -107,6 +117,46 @@ def test_what_is_offered_has_the_bytes_of_whole_prompts(hybrid):
         whole_numbers = torch.frombuffer(bytearray(whole), dtype=torch.float32)
         chunked_numbers = torch.frombuffer(bytearray(chunked), dtype=torch.float32)
         assert relative_error(chunked_numbers, whole_numbers) < NOISE
+
+
+@pytest.mark.parametrize("kind", BITWISE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_has_the_same_bits_in_all_chunks(kind, dtype, hybrid):
+    """Its logits, and its states, of which some follow from K and V."""
+    runner = Runner.load(str(hybrid(kind).info.path), dtype)
+    prompt = random_prompt(500)
+    computed = []
+    for budget in (2048, 300):
+        engine, forced = make_forced(runner, max_batch_tokens=budget)
+        notes = Notes()
+        engine.submit(Prefill(request("a", prompt, "raw", 1), handoff=notes))
+        while not engine.step().prefilled:
+            pass
+        computed.append((forced.logits, states_of(engine, notes.groups)))
+
+    (whole_logits, whole_states), (logits, states) = computed
+    assert torch.equal(logits, whole_logits)
+    assert states == whole_states
+
+
+def test_chunks_end_at_pieces(hybrid):
+    """The rest of a budget is not the beginning of a piece, unless it completes a prompt."""
+    runner = hybrid("lfm2")
+    steps = []
+
+    def forward(batch: Batch) -> torch.Tensor:
+        chunks = [(chunk.before, chunk.count) for chunk in batch.chunks]
+        steps.append(chunks)
+        return runner.forward(batch)
+
+    engine = make_engine(StandIn(runner, forward), max_batch_tokens=300)
+    for length in (30, 300, 320):
+        prompt = request(str(length), random_prompt(length), "raw", 9, ignore_eos=True)
+        engine.submit(Prefill(prompt))
+
+    run_until_idle(engine)
+
+    assert steps[:4] == [[(0, 30), (0, 256)], [(256, 44)], [(0, 256)], [(256, 64)]]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from disagg.kv.page import Layout
 from disagg.model.states.cache import PartCache, StepCache
 from disagg.model.states.layouts import continues_chunks, stateful_layers
 from disagg.model.states.records import StateRecords
-from disagg.model.states.step import StatePart, StateRows
+from disagg.model.states.step import PIECE_TOKENS, StatePart, StateRows
 
 Rows = slice | Tensor  # tokens of one sequence; or single tokens: [B] int64
 Output = tuple[Rows, Any]  # of a module for these rows: a tensor or a tuple of them
@@ -75,16 +76,31 @@ class SplitLayer:
     ) -> list[Output]:
         """Several tokens of one sequence, whose states are changed where they are."""
         states = records.views(part.pages[self.index])
-        width = part.count if self.continues or part.fresh else 1
+        first_row = part.row - part.before
         outputs = []
-        for row in range(part.row, part.row + part.count, width):
-            cache = PartCache({} if part.fresh else states, records.planes)
-            rows = slice(row, row + width)
+        for start, end in pairwise(self._cuts(part, records.arena)):
+            cache = PartCache({} if start == 0 else states, records.planes)
+            rows = slice(first_row + start, first_row + end)
             outputs.append(call.run(rows, cache))
             for name, state in cache.new_states.items():
                 states[name].copy_(state)
         part.on_layer(self.index)
         return outputs
+
+    def _cuts(self, part: StatePart, arena: Tensor) -> list[int]:
+        """The tokens of a sequence between which it calls the module for a part, ends included.
+
+        On a CPU calls end at fixed tokens, so that the numbers of a prompt do not depend on its
+        chunks: a scan sums up in another order where it begins elsewhere. What a call computes
+        also stays in the cache of the processor.
+        """
+        start, end = part.before, part.before + part.count
+        if not self.continues:
+            return [start, end] if part.fresh else [*range(start, end + 1)]
+        if not arena.is_cpu:
+            return [start, end]
+        second = start - start % PIECE_TOKENS + PIECE_TOKENS
+        return [start, *range(second, end, PIECE_TOKENS), end]
 
     def _run_singles(
         self, singles: StateRows, records: StateRecords, call: "LayerCall"

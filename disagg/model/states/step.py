@@ -6,21 +6,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+# on a CPU a layer is called with no more tokens of a part, which end at multiples of it
+PIECE_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class StatePart:
-    """Rows `row` .. `row + count - 1`: tokens of one sequence.
+    """Rows `row` .. `row + count - 1`: tokens `before` .. of one sequence.
 
     pages:    of its records, one for each layer with a state
-    fresh:    whether they are its first tokens: its records hold no state yet
     on_layer: called with the index of a layer that is done with them
     """
 
     row: int
     count: int
+    before: int
     pages: Sequence[int]
-    fresh: bool
     on_layer: Callable[[int], None]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether they are its first tokens: its records hold no state yet."""
+        return self.before == 0
 
 
 @dataclass(frozen=True)
