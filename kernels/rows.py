@@ -24,8 +24,10 @@ def add_and_norm(
 
     x, more: [N, columns]; more is None where there is nothing to add, and the sum is x then
     """
-    parts = [x, weight] if more is None else [x, weight, more]
-    if all(part.dtype == x.dtype and _is_served(part) for part in parts):
+    summands = [x] if more is None else [x, more]
+    are_rows = all(part.shape == (len(x), *weight.shape) for part in summands)
+    parts = [*summands, weight]
+    if are_rows and all(part.dtype == x.dtype and _is_served(part) for part in parts):
         return cpu.norm(x, more, weight, epsilon, factor)
     if more is not None:
         x = torch.add(x, more, alpha=factor)
@@ -33,14 +35,14 @@ def add_and_norm(
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary position embedding of heads [N, H, D]; on a CPU x itself is rotated.
+    """Rotary position embedding of heads [N, H, D]; x itself is rotated where the library serves.
 
     It is computed in the dtype of the rotation, and returned in x's.
     """
     cosines, sines = rotation
     half = x.shape[2] // 2
-    is_served = x.dtype == cosines.dtype and cosines.shape[1] == x.shape[2]
-    if is_served and x.stride(1) == x.shape[2] and cpu.is_served(x, half):
+    is_dense = all(_is_dense(part, x) for part in rotation)
+    if is_dense and x.stride(1) == x.shape[2] and cpu.is_served(x, half):
         cpu.rotate(x, cosines, sines)
         return x
     swapped = x.roll(half, 2)
@@ -49,10 +51,16 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 def gate(x: Tensor) -> Tensor:
     """silu of the first half of the columns [N, 2 C], times the second half: [N, C]."""
-    if cpu.is_served(x, x.shape[1] // 2):
+    if x.shape[1] % 2 == 0 and cpu.is_served(x, x.shape[1] // 2):
         return cpu.gate(x)
     first, second = x.chunk(2, -1)
     return silu(first) * second
+
+
+def _is_dense(part: Tensor, x: Tensor) -> bool:
+    """Whether a part of a rotation has a row for each of x, of its dtype, without gaps."""
+    shape = (len(x), x.shape[2])
+    return part.dtype == x.dtype and part.shape == shape and part.is_contiguous()
 
 
 def _is_served(x: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """How long decoding sequences wait for chunks of prompts, where one worker does both."""
 
-from disagg.model.linear import unpadded_rows
+from disagg.model.linear import padded_rows, unpadded_rows
 
 LEAST_TOKENS = 256  # of a chunk: smaller ones read all weights for little
 NEW_SHARE = 0.3  # of the newest measurement in the mean
@@ -21,13 +21,15 @@ class ChunkTime:
     def fit(self, most: int, decoding: int) -> int:
         """How many tokens of prompts, at most `most`, a step with decoding tokens computes.
 
-        With those it is a number of rows that layers have kernels for.
+        With those it is a number of rows that layers have kernels for, and `LEAST_TOKENS` at least.
         """
         is_measured = self._token_s and self._decode_s
         if self._limit_s is None or not is_measured:
             return most
-        fitting = max(LEAST_TOKENS, int(self._limit_s / self._token_s))
-        return min(most, unpadded_rows(decoding + fitting) - decoding)
+        fitting = int(self._limit_s / self._token_s)
+        least_rows = padded_rows(decoding + LEAST_TOKENS)
+        rows = max(least_rows, unpadded_rows(decoding + fitting))
+        return min(most, rows - decoding)
 
     def learn(self, prompt_tokens: int, seconds: float) -> None:
         """A step took so long, with so many tokens of prompts."""

@@ -10,7 +10,7 @@ Registered with transformers as "disagg"; it has no mask function there, so mode
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -38,6 +38,7 @@ IMPLEMENTATION = "disagg"
 BLOCK_SCORES = 1 << 24  # fp32 scores in memory at a time, where no fused kernel serves
 PIECE = 64  # tokens of a prompt whose queries are attended together, on a CPU
 ROWS = 16  # of them at least: products of fewer rows round otherwise
+HALVES = (torch.float16, torch.bfloat16)
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # called with a layer; k and v [H, n, D], the exact K and V of the last n tokens so far (all tokens,
@@ -113,6 +114,21 @@ class Batch:
     states: StateStep = NO_STATES
     long_rows: Sequence[bool] = ()
     recordings: tuple[PartSizes, ...] | None = None
+
+    def with_rows(self, least: int) -> "Batch":
+        """This batch with at least so many rows; those behind it belong to no sequence.
+
+        Not for batches with states, whose tables know each row.
+        """
+        missing = least - len(self.tokens)
+        if missing <= 0:
+            return self
+        return replace(
+            self,
+            tokens=[*self.tokens, *[0] * missing],
+            positions=[*self.positions, *[0] * missing],
+            long_rows=[*self.long_rows, *[False] * missing],
+        )
 
     @cached_property
     def by_layer(self) -> dict[int, list[tuple[Decode, StepLayers]]]:
@@ -290,7 +306,9 @@ def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tens
     A last bit can decide between two codes of a page, and later between two tokens. So queries go
     in pieces that begin at multiples of PIECE tokens, padded to full length. Each piece attends to
     itself and to the tokens before it; the two are merged. The kernel is the one below
-    `scaled_dot_product_attention`, which returns no log-sum-exps.
+    `scaled_dot_product_attention`, which returns no log-sum-exps. In 16 bits it decides by the
+    numbers of queries, heads and threads whether it packs K and V, and then sums in another order:
+    there all calls for a piece have the same sizes.
     """
     total = k.shape[1]
     before = total - q.shape[1]
@@ -299,7 +317,7 @@ def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tens
     all_q = pad(q, (0, 0, before - start, behind))
     own_kv = [pad(x[:, start:], (0, 0, 0, behind)) for x in (k, v)]
     pieces = [x.unflatten(1, (-1, PIECE)).transpose(0, 1) for x in (all_q, *own_kv)]
-    own, own_lse = FLASH(*pieces, is_causal=True, scale=softmax.scale)
+    own, own_lse = _attend_own(pieces, softmax)
     outputs = []
     for index, piece in enumerate(pieces[0]):
         end = start + index * PIECE
@@ -315,15 +333,30 @@ def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tens
     return torch.cat(outputs, 1)[:, before - start : total - start]
 
 
+def _attend_own(pieces: Sequence[Tensor], softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Causal attention of pieces to themselves, and log-sum-exps.
+
+    pieces: q [P, Hq, PIECE, D], k and v [P, H, PIECE, D]
+    """
+    at_once = 1 if pieces[0].dtype in HALVES else len(pieces[0])
+    calls = zip(*(x.split(at_once) for x in pieces), strict=True)
+    parts = [FLASH(*call, is_causal=True, scale=softmax.scale) for call in calls]
+    outputs, lses = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(lses)
+
+
 def _attend_past(
     q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first: int, last: int
 ) -> tuple[Tensor, Tensor]:
     """Attention of a piece to the tokens before it, and log-sum-exps; zeros for rows that pad it.
 
-    first, last: the rows that are tokens. A multiple of ROWS gives the same bits as all rows
+    first, last: the rows that are tokens. In fp32 a multiple of ROWS gives the same bits as all
     """
-    first -= first % ROWS
-    last = min(PIECE, last + -last % ROWS)
+    if q.dtype in HALVES:
+        first, last = 0, PIECE
+    else:
+        first -= first % ROWS
+        last = min(PIECE, last + -last % ROWS)
     # the queries of one KV head side by side: so many rows are faster
     grouped_q = q[:, first:last].unflatten(0, (k.shape[0], -1)).flatten(1, 2)
     out, lse = FLASH(

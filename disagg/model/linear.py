@@ -21,6 +21,9 @@ MEMORY_PART = 2
 EXACT_ROWS = 16
 LEAST_STEP = 8
 STEPS = 16
+# of a step with a chunk of a prompt, at least: products of one row round otherwise in float32, and
+# int4 layers multiply few rows by another operator
+PROMPT_ROWS = 16
 
 log = logging.getLogger(__name__)
 

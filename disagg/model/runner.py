@@ -24,6 +24,7 @@ from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.forward import ModuleForward, forward_of
 from disagg.model.graphs import CudaRecorder, DecodeGraphs, GroupRecorder, Recorder
 from disagg.model.latents import keep_latents
+from disagg.model.linear import PROMPT_ROWS
 from disagg.model.llama import LlamaForward
 from disagg.model.longrope import LongRows, long_rows, split_rotary
 from disagg.model.outliers import KeyOutliers
@@ -256,9 +257,14 @@ class Runner:
         return logits
 
     def prepare(self, batch: Batch) -> Batch:
-        """A batch that says all that a forward pass depends on: then all ranks do the same."""
+        """A batch that says all that a forward pass depends on: then all ranks do the same.
+
+        On a CPU, steps with a chunk of a prompt get `PROMPT_ROWS` rows: few rows round otherwise.
+        """
         if not batch.long_rows:
             batch = replace(batch, long_rows=self._long_by_position(batch))
+        if batch.chunks and self.device.type == "cpu" and not self.info.states:
+            batch = batch.with_rows(PROMPT_ROWS)
         if self.graphs is not None and batch.recordings is None:
             batch = replace(batch, recordings=self.graphs.choose(batch))
         return batch

@@ -12,17 +12,29 @@ GROUP = 32  # tokens, and channels, that the library takes at a time
 def is_served(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the library attends to all tokens of k [H, n, D] by q [Hq, c, D]."""
     head_dim = q.shape[2]
-    if q.dtype != torch.bfloat16 or q.is_cuda:
+    if any(x.dtype != torch.bfloat16 or x.is_cuda for x in (q, k, v)):
         return False
-    if k.dtype != q.dtype or v.dtype != q.dtype or v.shape != k.shape:
+    if not _is_causal_attention(q, k, v):
         return False
     if head_dim % GROUP or head_dim > MAX_DIM or not q.stride(2) == k.stride(2) == 1:
         return False
     return backend() == PATHS[-1] and has_amx()
 
 
+def _is_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q, k and v are of one head dim and of matching numbers of heads and tokens."""
+    if k.shape != v.shape or k.shape[2] != q.shape[2]:
+        return False
+    return q.shape[0] % k.shape[0] == 0 and q.shape[1] <= k.shape[1]
+
+
 def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last c of n tokens: q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D]."""
+    """Causal attention of the last c of n tokens: q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D].
+
+    q, k, v: as `is_served` takes them
+    """
+    # this asks Linux for the tiles; using them without that ends the process
+    assert has_amx()
     query_heads, count, head_dim = q.shape
     heads, total, _ = k.shape
     columns = v.new_empty(heads, head_dim, -(-total // GROUP) * GROUP + GROUP)

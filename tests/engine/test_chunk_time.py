@@ -65,6 +65,13 @@ def test_a_chunk_is_never_too_small_to_be_worth_its_step():
     assert learned(0.001, (1000, 1.0)).fit(20, 0) == 20
 
 
+def test_a_chunk_beside_any_number_of_decoding_tokens_has_its_least_size():
+    slow = learned(0.001, (1000, 1.0))
+
+    for decoding in range(6000):
+        assert slow.fit(2048, decoding) >= LEAST_TOKENS
+
+
 def test_without_a_limit_or_measurement_a_chunk_is_whole():
     without_decoding = ChunkTime(0.2)
     without_decoding.learn(1000, 1.0)

@@ -106,3 +106,12 @@ def test_other_dtypes_are_left_to_torch():
 
     floats = [x.float() for x in (q, k, v)]
     assert not is_served(*floats)
+
+
+def test_shapes_that_do_not_match_are_not_served():
+    q, k, v = make(64, 64, 64)
+
+    assert not is_served(q, k[:, :63], v[:, :63])
+    assert not is_served(q[..., :32], k, v)
+    assert not is_served(q[:5], k, v)
+    assert not is_served(q, k, v[..., :32])

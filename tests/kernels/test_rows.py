@@ -85,6 +85,46 @@ def test_only_the_heads_that_are_named_are_rotated(path, make):
     assert torch.equal(heads[:, 3:], before[:, 3:])
 
 
+def dense(x):
+    return x
+
+
+def spread(x):
+    """The same numbers, with gaps between rows."""
+    return torch.cat([x, x], 1)[:, : x.shape[1]]
+
+
+def one_row(x):
+    """The first row, for all rows."""
+    return x[:1]
+
+
+@pytest.mark.parametrize("shape", [dense, spread, one_row])
+def test_a_rotation_may_lie_in_any_way(path, make, shape):
+    heads = make(ROWS, 3, 64)
+    cosines = shape(make(ROWS, 64))
+    sines = shape(make(ROWS, 64))
+    expected = by_torch(rotate, heads, cosines, sines)
+
+    with library.forced(path):
+        rotated = rows.rotate(heads, (cosines, sines))
+
+    assert_near(rotated, expected)
+
+
+def test_one_row_is_added_to_all(path, make):
+    x = make(ROWS, 96)
+    more = one_row(make(ROWS, 96))
+    weight = make(96)
+    expected = by_torch(rows.add_and_norm, x, more, weight, 1e-5)
+
+    with library.forced(path):
+        total, normalized = rows.add_and_norm(x, more, weight, 1e-5)
+
+    assert_near(total, expected[0])
+    assert_near(normalized, expected[1])
+
+
 def test_gates_are_those_of_torch_for_large_numbers_too(path, make):
     x = 30 * make(ROWS, 2 * 80)
     expected = by_torch(rows.gate, x)

@@ -81,6 +81,47 @@ def test_a_query_has_the_same_bits_in_every_chunk(heads):
         assert torch.equal(chunk, whole[:, start:end])
 
 
+NEAR_BORDERS = (0, 56, 84, 117, 300)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80, 112])
+def test_torch_gives_a_query_the_same_bits_in_every_chunk(dtype, head_dim, monkeypatch):
+    monkeypatch.setattr(attention.cpu_exact, "is_served", lambda *_: False)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 8, 300, head_dim).to(dtype)
+    softmax = Softmax(0.2)
+
+    whole = attention.attend_exact(q, k, v, softmax, None)
+
+    for start, end in pairwise(NEAR_BORDERS):
+        visible = k[:, :end], v[:, :end]
+        chunk = attention.attend_exact(q[:, start:end], *visible, softmax, None)
+        assert torch.equal(chunk, whole[:, start:end])
+
+
+def test_calls_of_torch_in_bfloat16_have_the_same_sizes_in_every_chunk(monkeypatch):
+    flash = attention.FLASH
+    sizes = set()
+
+    def record(q, k, v, **options):
+        sizes.add((tuple(q.shape), tuple(k.shape)))
+        return flash(q, k, v, **options)
+
+    monkeypatch.setattr(attention.cpu_exact, "is_served", lambda *_: False)
+    monkeypatch.setattr(attention, "FLASH", record)
+    q, k, v = torch.randn(3, 2, 300, 32).bfloat16()
+    softmax = Softmax(0.2)
+    attention.attend_exact(q, k, v, softmax, None)
+    of_whole = sizes.copy()
+
+    for start, end in pairwise(NEAR_BORDERS):
+        visible = k[:, :end], v[:, :end]
+        attention.attend_exact(q[:, start:end], *visible, softmax, None)
+
+    assert sizes == of_whole
+
+
 def test_flash_kernels_get_neither_a_mask_nor_repeated_heads(monkeypatch):
     arguments = {}
 
