@@ -33,7 +33,7 @@ from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
 from disagg.engine.orders import CopyOrder
 from disagg.engine.sampling_defaults import AUTO, read_sampling_defaults
 from disagg.engine.sequence import MAX_NUMBER, Logprobs, Request, SamplingParams
-from disagg.errors import CapacityError, ConfigError, RequestError
+from disagg.errors import CapacityError, ConfigError, RequestError, quoted
 from disagg.kv.plan import Plan
 from disagg.model.capacity import check_ranks_of
 from disagg.model.chat import ChatTemplate
@@ -422,12 +422,22 @@ def _schemas(tools: Sequence[Message]) -> dict[str, Mapping[str, Any]]:
     """The JSON schemas of the functions' parameters, by name; RequestError for other tools."""
     try:
         functions = [tool["function"] for tool in tools]
-        return {each["name"]: each.get("parameters") or {} for each in functions}
+        schemas = {each["name"]: each.get("parameters") or {} for each in functions}
     except (TypeError, KeyError, AttributeError) as error:
         raise RequestError(
             f"tools are {reprlib.repr(tools)}; "
             'expected {"type": "function", "function": {"name": ...}} for each'
         ) from error
+    for name, schema in schemas.items():
+        if not isinstance(name, str):
+            raise RequestError(
+                f"the name of a function is {reprlib.repr(name)}; expected a text"
+            )
+        if not isinstance(schema, Mapping):
+            raise RequestError(
+                f"the parameters of {quoted(name)} are {reprlib.repr(schema)}; expected an object"
+            )
+    return schemas
 
 
 def _read_parts(

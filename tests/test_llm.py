@@ -1,5 +1,6 @@
 """The whole path in one process."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -226,6 +227,19 @@ def test_an_answer_of_a_chat_has_its_calls(caller):
     )
     with pytest.raises(RequestError, match="tools are"):
         caller.chat(HELLO, tools=["weather"])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ({"name": "f", "parameters": "city"}, "the parameters of 'f' are 'city'"),
+        ({"name": "f", "parameters": [1]}, "the parameters of 'f' are"),
+        ({"name": 3}, "the name of a function is 3"),
+    ],
+)
+def test_a_wrong_function_is_refused_before_its_chat_begins(caller, function, message):
+    with pytest.raises(RequestError, match=re.escape(message)):
+        caller.chat(HELLO, tools=[{"type": "function", "function": function}])
 
 
 def test_parts_have_the_whole_text_of_an_answer(caller):

@@ -31,7 +31,9 @@ def doctor(
     device: str = Option("auto", help="auto, cpu or cuda."),
     head_dim: HeadDim = 128,
     latent: int = Option(
-        0, help="For latent attention (MLA): the channels of K that are V too."
+        0,
+        min=0,
+        help="For latent attention (MLA): the channels of K that are V too.",
     ),
     as_json: options.Json = False,
 ) -> None:

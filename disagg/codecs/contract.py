@@ -277,7 +277,10 @@ class Codec(ABC):
         names = ", ".join(LATENT_CODECS)
         message = f"{self.name} cannot hold latents, which have no V of their own; {names} can"
         require(self.name in LATENT_CODECS, message)
-        message = f"a latent of {latent} channels; K has {head_dim}, with the rotated key behind it"
+        message = (
+            f"a latent has {latent} channels; expected 1 to {head_dim - 1}, since the "
+            f"{head_dim} of K include a rotated key"
+        )
         require(0 < latent < head_dim, message)
 
     @abstractmethod

@@ -239,9 +239,13 @@ def _call_rules(
         arguments = f"%json {schema_text(parameters)}"
         yield f"call_{number}: {opening} {arguments} {closing}"
         return
-    prepare(parameters)  # its mistakes have their places in the whole schema
-    properties = parameters.get("properties", {})
+    _check_parameters(parameters)
     required = parameters.get("required", ())
+    properties = [
+        key
+        for key, schema in parameters.get("properties", {}).items()
+        if schema is not False  # such a parameter may not be there
+    ]
     names = [f"value_{number}_{index}" for index in range(len(properties))]
     values = []
     for rule, key in zip(names, properties, strict=True):
@@ -251,8 +255,8 @@ def _call_rules(
         is_text = _is_text(parameters, key, form.parameters)
         before = form.parameters.before_name + key + _before(is_text, form.parameters)
         if is_text:
-            values = parameter_values(parameters, key)
-            yield from _text_rules(rule, values, form.parameters, special_tokens)
+            texts = _texts(parameters, key)
+            yield from _text_rules(rule, texts, form.parameters, special_tokens)
         else:
             yield from _json_rules(
                 rule, parameters, key, form.parameters, special_tokens
@@ -260,17 +264,24 @@ def _call_rules(
         yield f"{rule}: {lark_of(before, special_tokens)} {rule}_end"
 
 
+def _check_parameters(parameters: Mapping[str, Any]) -> None:
+    """RequestError for a schema that is not supported, as where arguments are one JSON object."""
+    prepare(parameters)  # finds mistakes in all keywords
+    written = ("type", "properties", "required", *DEFINITIONS)
+    schema_text({key: parameters[key] for key in written if key in parameters})
+
+
 def _text_rules(
     rule: str,
-    values: Sequence[Any],
+    texts: Sequence[str],
     form: ParameterForm,
     special_tokens: Mapping[str, int],
 ) -> Iterator[str]:
-    """The rules of a text and of the mark behind it: `RULE_end`. values: empty: any text."""
+    """The rules of a text and of the mark behind it: `RULE_end`. texts: empty: any text."""
     behind = split_mark(form.behind, special_tokens)
     marks = " ".join(piece.lark for piece in behind)
-    if values:
-        options = " | ".join(lark_text(_bare(value)) for value in values)
+    if texts:
+        options = " | ".join(map(lark_text, texts))
         yield f"{rule}_end: ({options}) {marks}"
     elif behind[0].is_special:
         yield f"{rule}_end: {rule}_text {marks}"
@@ -297,8 +308,21 @@ def _json_rules(
     yield f"{rule}_end: %json {schema_text(schema)} {behind}"
 
 
-def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _texts(parameters: Mapping[str, Any], key: str) -> list[str]:
+    """The only texts that a parameter may be written as; empty: any.
+
+    RequestError if its schema lists only values that its parser would take for texts.
+    """
+    values = parameter_values(parameters, key)
+    texts = [value for value in values if isinstance(value, str)]
+    if None in values and "null" in parameter_types(parameters, key):
+        texts.append("null")
+    if values and not texts:
+        raise RequestError(
+            f"the schema of {quoted(key)} lists {quoted(json.dumps(values))}, which the calls of "
+            "this model cannot tell from texts; expected a type that fits"
+        )
+    return texts
 
 
 def _is_text(parameters: Mapping[str, Any], key: str, form: ParameterForm) -> bool:

@@ -6,7 +6,8 @@ cannot be a constraint.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from llguidance import LLMatcher
@@ -40,14 +41,21 @@ def json_object() -> str:
 
 def regex(pattern: str) -> str:
     """A text that a regular expression matches as a whole; it has Rust's notation."""
+    _check_text("the regular expression", pattern)
     check_pattern(pattern)
     grammar = json.loads(LLMatcher.grammar_from_regex(pattern))
     constraint = _sized(grammar["grammars"][0]["lark_grammar"])
     return _compiled(constraint, "the regular expression")
 
 
-def choice(options: Sequence[str]) -> str:
+def choice(options: Collection[str]) -> str:
     """One of several texts."""
+    if isinstance(options, str) or not isinstance(options, Collection):
+        raise RequestError(
+            f"a choice is {reprlib.repr(options)}; expected a list of texts"
+        )
+    for option in options:
+        _check_text("a text of the choice", option)
     if not 0 < len(options) <= MAX_CHOICES or not all(options):
         raise RequestError(
             f"a choice has {len(options)} texts; expected 1 to {MAX_CHOICES}, none empty"
@@ -57,6 +65,7 @@ def choice(options: Sequence[str]) -> str:
 
 def lark(grammar: str) -> str:
     """A text of a grammar in Lark's notation, or in the EBNF of llama.cpp, which is GBNF."""
+    _check_text("the grammar", grammar)
     _sized(grammar)
     if RULE_OF_EBNF in grammar:
         try:
@@ -126,6 +135,18 @@ def check(constraint: str) -> None:
     _compiled(constraint, "the grammar")
 
 
+def _check_text(what: str, value: Any) -> None:
+    """RequestError for what is no text, or one that is no UTF-8."""
+    if not isinstance(value, str):
+        raise RequestError(f"{what} is {reprlib.repr(value)}; expected a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} is no UTF-8 at character {error.start}: a lone surrogate"
+        ) from error
+
+
 def _sized(constraint: str) -> str:
     if len(constraint) > MAX_CONSTRAINT_CHARS:
         raise RequestError(
@@ -148,15 +169,18 @@ def _grammars(constraint: str) -> list[dict[str, str]]:
     if not constraint.lstrip().startswith("{"):
         return [{"lark_grammar": constraint}]
     try:
-        grammars: list[dict[str, str]] = json.loads(constraint)["grammars"]
-        is_right = all("lark_grammar" in grammar for grammar in grammars)
+        grammars = json.loads(constraint)["grammars"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        is_right = False
-    if not is_right:
+        grammars = None
+    if not isinstance(grammars, list) or not all(map(_is_lark, grammars)):
         raise RequestError(
             'the grammar is JSON, but not {"grammars": [{"lark_grammar": ...}]}'
         )
     return grammars
+
+
+def _is_lark(grammar: Any) -> bool:
+    return isinstance(grammar, dict) and isinstance(grammar.get("lark_grammar"), str)
 
 
 def _without_schemas(grammar: str) -> str:

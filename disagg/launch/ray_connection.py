@@ -18,6 +18,7 @@ AUTO = "auto"
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray requires at least 75 MB
 KNOCK_S = 1.0
 LAST_CHARS = 16_000  # of the stderr of a worker that died: the stacks of its threads
+LOST_RAY = (RuntimeError, ConnectionError, TimeoutError, RayError)
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray adds
 
 
@@ -131,7 +132,10 @@ def lost_ray_is_an_error() -> Iterator[None]:
     """PeerLostError in place of what Ray raises when it does not start or answer."""
     try:
         yield
-    except (RuntimeError, ConnectionError, TimeoutError, RayError) as error:
+    except Exception as error:
+        # a plain Exception is how Ray says that its processes did not start in time
+        if type(error) is not Exception and not isinstance(error, LOST_RAY):
+            raise
         raise PeerLostError(f"Ray does not start or answer: {error}") from error
 
 

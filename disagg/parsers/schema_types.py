@@ -1,10 +1,13 @@
 """Which JSON types a parameter may have, and the JSON of its bare text."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
+MAX_DEPTH = 50  # schemas that lead to each other, in which listed values are looked for
 WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
+Values = dict[str, Any]  # by their JSON
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
@@ -16,15 +19,70 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
 
 def parameter_values(schema: Mapping[str, Any], name: str) -> list[Any]:
     """The only values that a parameter may have; empty if the schema does not list them."""
-    values: list[Any] = []
-    for each in _alternatives(schema, name):
-        listed = _values(each)
-        if each.get("type") == "null":
-            listed = [None]
-        elif not listed and not _options(each, schema):
-            return []
-        values += listed
-    return values
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return []
+    values = _listed_values(properties.get(name), schema, {}, 0) or {}
+    return [*values.values()]
+
+
+def _listed_values(
+    schema: Any,
+    root: Mapping[str, Any],
+    known: dict[int, Values | None],
+    depth: int,
+) -> Values | None:
+    """The only values that a schema and all that it leads to allow; None if nothing lists them.
+
+    known: of the schemas that were seen, by id; None while a schema is looked into, so one that
+           leads back to itself lists nothing there
+    """
+    if not isinstance(schema, Mapping):
+        return None
+    if id(schema) not in known and depth < MAX_DEPTH:
+        known[id(schema)] = None
+        lists = [x for x in _value_lists(schema, root, known, depth) if x is not None]
+        if lists:
+            first, *others = lists
+            known[id(schema)] = {
+                text: value
+                for text, value in first.items()
+                if all(text in other for other in others)
+            }
+    return known.get(id(schema))
+
+
+def _value_lists(
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any],
+    known: dict[int, Values | None],
+    depth: int,
+) -> Iterator[Values | None]:
+    """What each keyword of a schema allows; None: anything."""
+
+    def of(target: Any) -> Values | None:
+        return _listed_values(target, root, known, depth + 1)
+
+    listed = _values(schema)
+    if schema.get("type") == "null":
+        listed = [None]
+    yield {json.dumps(value): value for value in listed} or None
+    if "$ref" in schema:
+        yield of(_target(schema["$ref"], root))
+    for part in _items(schema.get("allOf")):
+        yield of(part)
+    for keyword in ("anyOf", "oneOf"):
+        yield _united([of(option) for option in _items(schema.get(keyword))])
+
+
+def _united(options: Sequence[Values | None]) -> Values | None:
+    """The values of all options; None if there are no options, or one lists none."""
+    values: Values = {}
+    for option in options:
+        if option is None:
+            return None
+        values.update(option)
+    return values or None
 
 
 def _alternatives(root: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
@@ -79,9 +137,13 @@ def _items(value: Any) -> list[Any]:
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference such as "#/$defs/Place" leads to; None if it leads nowhere."""
+    """What a reference such as "#/$defs/Place" leads to; None if it leads nowhere.
+
+    It is a JSON pointer: "~1" stands for "/", "~0" for "~", and "#" alone for the root.
+    """
     target: Any = root
-    for key in str(reference).removeprefix("#/").split("/"):
+    for part in unquote(str(reference)).removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
         target = target.get(key) if isinstance(target, Mapping) else None
     return target
 

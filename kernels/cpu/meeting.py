@@ -23,7 +23,9 @@ class Meetings:
         library = load()
         assert library is not None
         self._library = library
-        self._job = MeetingC(counters=address, rank=rank, ranks=ranks, number=0, late=-1)
+        self._job = MeetingC(
+            counters=address, rank=rank, ranks=ranks, number=0, late=-1
+        )
         self._path = 0  # nothing here depends on the machine
 
     def arrive(self) -> None:

@@ -81,6 +81,13 @@ def test_an_unknown_codec_is_an_error(disagg):
     assert "unknown codec 'zip'" in disagg("doctor zip", code=2).err
 
 
+def test_a_latent_is_smaller_than_k(disagg):
+    error = disagg("doctor --device cpu --latent 128 kivi", code=2).err
+
+    assert "a latent has 128 channels; expected 1 to 127" in error
+    assert "--latent" in disagg("doctor --latent -1", code=2).err
+
+
 def test_the_last_line_is_a_verdict():
     sound = room.Finding("raw", "attend", "torch", error=1e-3, bound=1e-2)
     wrong = replace(sound, kernel="append", error=1.0)

@@ -168,6 +168,63 @@ def test_a_bad_schema_names_its_function(name):
         tool_calls(functions, CALL_NOTATIONS[name], {}, parallel=True)
 
 
+def weather_of(city):
+    """A function whose parameter has a schema."""
+    return {"weather": {"properties": {"city": city}, "required": ["city"]}}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v32", "glm45"])
+@pytest.mark.parametrize(
+    "schema",
+    [{"$ref": "#/$defs/City"}, {"not": {}}, {"anyOf": []}, False],
+    ids=["no-such-definition", "not", "no-option", "never"],
+)
+def test_every_notation_refuses_what_a_schema_may_not_have(name, schema):
+    with pytest.raises(RequestError, match="'weather': the schema at #"):
+        tool_calls(weather_of(schema), CALL_NOTATIONS[name], SPECIAL, parallel=False)
+
+
+QWEN_CITY = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"enum": ["Oslo"], "anyOf": [{"type": "string"}]}, "Oslo", "Rome"),
+        ({"allOf": [{"const": "Oslo"}, {"title": "City"}]}, "Oslo", "Rome"),
+        ({"type": ["integer", "string"], "enum": [1, "Oslo"]}, "Oslo", "1"),
+        ({"type": ["string", "null"], "enum": ["Oslo", None]}, "null", "None"),
+    ],
+)
+def test_a_bare_text_is_one_of_those_that_its_schema_lists(schema, right, wrong):
+    form = CALL_NOTATIONS["qwen3_coder"]
+
+    constraint = tool_calls(weather_of(schema), form, {}, parallel=False)
+
+    assert is_whole(constraint, QWEN_CITY % right)
+    assert not is_whole(constraint, QWEN_CITY % wrong)
+
+
+def test_values_that_would_be_read_as_texts_are_refused():
+    functions = weather_of({"type": ["integer", "string"], "enum": [1]})
+
+    with pytest.raises(RequestError, match="cannot tell from texts"):
+        tool_calls(functions, CALL_NOTATIONS["qwen3_coder"], {}, parallel=False)
+
+
+def test_a_parameter_that_may_not_be_there_is_not_written():
+    functions = {"weather": {"properties": {"city": False}}}
+
+    constraint = tool_calls(
+        functions, CALL_NOTATIONS["qwen3_coder"], {}, parallel=False
+    )
+
+    assert not is_whole(constraint, QWEN_CITY % "Oslo")
+
+
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_every_tool_parser_has_a_notation(form):
     functions = {"weather": FUNCTIONS["weather"]}

@@ -1,6 +1,7 @@
 """What clients may ask for, and how mistakes are reported."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +40,40 @@ SPECIAL = {"<think>": 256, "</think>": 257}
 def test_a_constraint_allows_what_it_says(constraint, right, wrong):
     assert is_whole(constraint, right)
     assert not is_whole(constraint, wrong)
+
+
+NO_TEXTS: list[tuple[Any, Any, str]] = [
+    (regex, 5, "the regular expression is 5; expected a text"),
+    (regex, "a\ud800", "the regular expression is no UTF-8 at character 1"),
+    (lark, 5, "the grammar is 5; expected a text"),
+    (lark, 'start: "\ud800"', "the grammar is no UTF-8"),
+    (choice, "yes", "a choice is 'yes'; expected a list of texts"),
+    (choice, None, "a choice is None"),
+    (choice, [1], "a text of the choice is 1"),
+    (choice, ["a", "\udfff"], "a text of the choice is no UTF-8 at character 0"),
+]
+
+
+@pytest.mark.parametrize(("build", "value", "message"), NO_TEXTS)
+def test_what_is_no_text_is_refused(build, value, message):
+    with pytest.raises(RequestError, match=re.escape(message)):
+        build(value)
+
+
+@pytest.mark.parametrize(
+    "grammars",
+    [
+        5,
+        {"lark_grammar": "start:"},
+        ["lark_grammar"],
+        [["lark_grammar"]],
+        [{"lark_grammar": 5}],
+        [{"lark_grammar": None}],
+    ],
+)
+def test_json_that_is_no_grammar_is_refused(grammars):
+    with pytest.raises(RequestError, match="the grammar is JSON, but not"):
+        lark(json.dumps({"grammars": grammars}))
 
 
 MISTAKES: list[tuple[Any, str, str]] = [

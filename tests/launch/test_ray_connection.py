@@ -5,7 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from disagg.launch.ray_connection import LAST_CHARS, RayConnection, knock
+from disagg.errors import PeerLostError
+from disagg.launch.ray_connection import (
+    LAST_CHARS,
+    RayConnection,
+    knock,
+    lost_ray_is_an_error,
+)
 
 
 def test_a_ray_that_listens_answers_a_knock():
@@ -27,6 +33,27 @@ def test_a_ray_that_has_ended_does_not_answer():
         address = server.getsockname()
 
     assert not knock(*address)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Exception("The current node timed out during startup."),
+        RuntimeError("no raylet"),
+        ConnectionError("no GCS"),
+    ],
+)
+def test_a_ray_that_does_not_start_is_a_lost_peer(error):
+    with (
+        pytest.raises(PeerLostError, match="Ray does not start or answer: "),
+        lost_ray_is_an_error(),
+    ):
+        raise error
+
+
+def test_a_bug_is_not_taken_for_a_lost_ray():
+    with pytest.raises(KeyError), lost_ray_is_an_error():
+        raise KeyError("node")
 
 
 @pytest.fixture

@@ -254,8 +254,8 @@ unpacking them. They are used if their package is installed, which was not teste
 - Soft-capping (`gemma2`, `vaultgemma`) and attention sinks (`gpt_oss`) work in every decode kernel.
   Prefill of these models uses unfused attention and is slower.
 - `gpt_oss` was tested in fp32, also with experts in MXFP4, as in its real checkpoints.
-- `gpt_oss` writes its thoughts and its answer in channels. Chat completions do not separate them
-  yet: `content` has both, without the special tokens between them.
+- `gpt_oss` writes its thoughts and its answer in channels, which chat completions and responses
+  tell apart: [Agents](agents.md#thoughts).
 - Gemma 4 and Gemma 3n: layers may differ in heads and head dim, and some attend to the K and V of
   an earlier layer. Codec plans number the layers that have K and V. A codec spec with alternatives,
   `a|b`, chooses for each head dim.

@@ -53,6 +53,17 @@ def test_every_field_becomes_a_constraint(name, ask):
     assert not is_whole(router.params[0]["grammar"], "x!")
 
 
+def test_a_grammar_that_is_other_json_is_a_mistake_of_the_client():
+    app, router = speaking(TEXT, PLAIN_TEMPLATE)
+    grammar = '{"grammars": [{"lark_grammar": 5}]}'
+
+    response = chat(app, structured_outputs={"grammar": grammar})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "structured_outputs"
+    assert not router.params
+
+
 @pytest.mark.parametrize("name", UNBOUND)
 def test_other_answers_have_no_constraint(name):
     app, router = speaking(TEXT, PLAIN_TEMPLATE)
