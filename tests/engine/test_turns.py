@@ -54,7 +54,11 @@ class Load:
         info.media_ids = ()
         info.dtype, device = "float32", torch.device("cpu")
         runner: Any = SimpleNamespace(
-            shape=SHAPE, info=info, device=device, forward=self.forward
+            has_pieces=False,
+            shape=SHAPE,
+            info=info,
+            device=device,
+            forward=self.forward,
         )
         runner.workspace = lambda total, rooms: Unwritten(SHAPE.layers, total, rooms)
         config = EngineConfig(
