@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import select
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,8 +41,11 @@ def join_host(
     """The group, if all its ranks see one memory and each other's processes; else None, on all."""
     size = ranks * (COUNTER_BYTES + 2 * HALF_BYTES) + KEY_BYTES
     file = _make(store, size) if rank == 0 else _open(store)
-    memory = None if file is None else mmap.mmap(file, size)
-    store.set(f"process {rank}", NOWHERE if file is None else str(os.getpid()))
+    memory = None
+    if file is not None:
+        with suppress(OSError):  # no room for it
+            memory = mmap.mmap(file, size)
+    store.set(f"process {rank}", NOWHERE if memory is None else str(os.getpid()))
     processes = [store.get(f"process {number}").decode() for number in range(ranks)]
     if file is not None:
         os.close(file)  # all have opened it, and it ends with its last user
@@ -52,12 +56,7 @@ def join_host(
 
 def _make(store: PrefixStore, size: int) -> int | None:
     """A file in memory, and a note of where others find it; None where there is none."""
-    file = None
-    if meeting.is_served():
-        with suppress(OSError, AttributeError):  # not Linux, or an old one
-            has_ended(os.getpid())
-            file = os.memfd_create("disagg-ranks")
-            os.posix_fallocate(file, 0, size)
+    file = _allocate(size)
     if file is None:
         store.set("memory", "")
         return None
@@ -67,14 +66,26 @@ def _make(store: PrefixStore, size: int) -> int | None:
     return file
 
 
+def _allocate(size: int) -> int | None:
+    """A file in memory that has all its bytes; None without room, and where ranks cannot meet."""
+    if not _can_meet():
+        return None
+    file = os.memfd_create("disagg-ranks")
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
 def _open(store: PrefixStore) -> int | None:
     """The file that rank 0 made; None if it is not of this host."""
     note = store.get("memory").decode()
-    if not note or not meeting.is_served():
+    if not note or not _can_meet():
         return None
     path, key = note.split()
-    with suppress(OSError, AttributeError):
-        has_ended(os.getpid())
+    with suppress(OSError):
         file = os.open(path, os.O_RDWR)
         size = os.fstat(file).st_size
         if os.pread(file, KEY_BYTES, size - KEY_BYTES) == bytes.fromhex(key):
@@ -83,7 +94,17 @@ def _open(store: PrefixStore) -> int | None:
     return None
 
 
-def has_ended(process: int) -> bool:
+def _can_meet() -> bool:
+    """Whether this machine has the C library, and calls of Linux that older ones lack."""
+    if sys.platform != "linux" or not meeting.is_served():
+        return False
+    try:
+        return not _has_ended(os.getpid())
+    except OSError:
+        return False
+
+
+def _has_ended(process: int) -> bool:
     """Whether a process has ended, also if nobody has asked for its exit status yet."""
     try:
         descriptor = os.pidfd_open(process)
@@ -180,7 +201,7 @@ class HostGroup:
     def _wait(self) -> None:
         until = time.monotonic() + self._timeout_s
         while (late := self._meetings.wait(CHECK_S)) is not None:
-            if has_ended(self._processes[late]) and self._meetings.wait(0) == late:
+            if _has_ended(self._processes[late]) and self._meetings.wait(0) == late:
                 raise RuntimeError(f"rank {late} has ended")
             if time.monotonic() > until:
                 raise RuntimeError(

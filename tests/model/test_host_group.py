@@ -1,5 +1,6 @@
 """Ranks of one host sum in memory: in the order of ranks, and without waiting for the dead."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -158,6 +159,15 @@ def test_ranks_that_do_not_all_see_the_memory_take_none(monkeypatch):
     opened = host_group._open
     others = iter([lambda store: None, opened])
     monkeypatch.setattr(host_group, "_open", lambda store: next(others)(store))
+
+    assert joined() == [None] * RANKS
+
+
+def test_without_room_for_it_no_rank_takes_memory(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(host_group.os, "posix_fallocate", refuse)
 
     assert joined() == [None] * RANKS
 
