@@ -146,6 +146,11 @@ class Runner:
             self.record_steps(CudaRecorder())
 
     @property
+    def _pads_chunks(self) -> bool:
+        is_cpu = self.device.type == "cpu"
+        return is_cpu and self.info.dtype == "float32" and not self.info.states
+
+    @property
     def has_pieces(self) -> bool:
         """Whether layers with a state go on at fixed tokens, as of `PIECE_TOKENS`."""
         is_cpu = self.device.type == "cpu"
@@ -259,11 +264,12 @@ class Runner:
     def prepare(self, batch: Batch) -> Batch:
         """A batch that says all that a forward pass depends on: then all ranks do the same.
 
-        On a CPU, steps with a chunk of a prompt get `PROMPT_ROWS` rows: few rows round otherwise.
+        In float32 on a CPU, steps with a chunk of a prompt get `PROMPT_ROWS` rows, as fewer round
+        otherwise. In bfloat16 any number of rows may.
         """
         if not batch.long_rows:
             batch = replace(batch, long_rows=self._long_by_position(batch))
-        if batch.chunks and self.device.type == "cpu" and not self.info.states:
+        if batch.chunks and self._pads_chunks:
             batch = batch.with_rows(PROMPT_ROWS)
         if self.graphs is not None and batch.recordings is None:
             batch = replace(batch, recordings=self.graphs.choose(batch))
