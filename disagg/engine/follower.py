@@ -6,22 +6,22 @@ No scheduler, no pool, no sampler: an order says which pages. See `orders.py`.
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.planning import parse_plan
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.arena import make_arena, view_arena
 from disagg.engine.exact_prefixes import prefix_plan, read_units, write_units
 from disagg.engine.orders import ArenaOrder, ChunkOrder, PromptOrder, StepOrder
 from disagg.engine.prompts import encode_chunk
 from disagg.engine.sequence import Handoff
 from disagg.kv.page import RAW_TOKENS, Item
-from disagg.kv.plan import Plan
+from disagg.kv.plan import LayerGroup, Plan
 from disagg.kv.state import GroupState
-from disagg.model.attention import Batch, Chunk
+from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
 
@@ -47,6 +47,11 @@ class NoHandoff:
 
     def computed(self) -> None:
         pass
+
+
+def own_group(shape: KVShape, group: LayerGroup) -> LayerGroup:
+    """A group as the rank with this shape has it: rank 0's but for the numbers of its heads."""
+    return replace(group, first_head=shape.layers[group.layers[0]].first_head)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Follower:
         self.pages = view_arena(self.arena, order.scratch)
         shape = replace(runner.shape, state_form=order.state_form)
         self.plan = lru_cache(maxsize=64)(lambda spec: parse_plan(spec, shape))
+        self._own_group = lru_cache(maxsize=64)(partial(own_group, shape))
         self._handoffs = handoffs
         self._runner = runner
         self._prefix_plan = prefix_plan(runner.shape)
@@ -103,7 +109,7 @@ class Follower:
             outputs=order.outputs,
             arena=self.arena,
             chunks=tuple(map(self._chunk, order.chunks)),
-            decodes=order.decodes,
+            decodes=tuple(map(self._own_decode, order.decodes)),
             long_rows=order.long_rows,
             recordings=order.recordings,
         )
@@ -112,6 +118,11 @@ class Follower:
             self._note_squares(chunk)
             self._note_end(chunk)
         return logits
+
+    def _own_decode(self, decode: Decode) -> Decode:
+        """With the numbers of this rank's heads, on which bytes of sealed pages depend."""
+        group = self._own_group(decode.step.group)
+        return replace(decode, step=replace(decode.step, group=group))
 
     def _handoff(self, rid: str) -> FollowerHandoff:
         return self._handoffs.get(rid) or NoHandoff()
