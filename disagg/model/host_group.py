@@ -8,7 +8,7 @@ by turns: who has arrived at meeting n has read all of meeting n - 1, so once al
 of n - 1 may be written again.
 
 It is for steps of a few milliseconds with two collectives a layer, where gloo takes a millisecond
-or more for each (benchmarks/results/ranks.json).
+or more for each (benchmarks/results/ranks_gloo.json).
 """
 
 import mmap
@@ -38,7 +38,10 @@ NOWHERE = "0"  # in place of the process of a rank that does not see the memory
 def join_host(
     store: PrefixStore, rank: int, ranks: int, timeout: timedelta
 ) -> "HostGroup | None":
-    """The group, if all its ranks see one memory and each other's processes; else None, on all."""
+    """The group, if all its ranks see one memory and each other's processes; else None, on all.
+
+    RuntimeError if the others do not come to the store within its timeout.
+    """
     size = ranks * (COUNTER_BYTES + 2 * HALF_BYTES) + KEY_BYTES
     file = _make(store, size) if rank == 0 else _open(store)
     memory = None
@@ -180,7 +183,7 @@ class HostGroup:
         return halves
 
     def _halves_of(self, dtype: torch.dtype) -> list[Tensor]:
-        """The half of each rank whose turn it is."""
+        """The half of each rank whose turn it is: [HALF_BYTES / bytes of a number] each."""
         if dtype not in self._halves:
             count = HALF_BYTES // dtype.itemsize
             begin = self._ranks * COUNTER_BYTES

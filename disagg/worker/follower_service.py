@@ -27,9 +27,8 @@ from disagg.transfer.stats import HandoffStats
 from disagg.wire import Commit, digest
 from disagg.worker.handoff import MigrationHandoff, OutgoingHandoff, SendingContext
 
-GIVEN_UP_S = (
-    10.0  # after the deadline of a hand-off, when rank 0 waits for it no longer
-)
+# after the deadline of a hand-off, when rank 0 waits for it no longer
+GIVEN_UP_S = 10.0
 
 
 @dataclass(frozen=True)
